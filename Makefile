@@ -1,0 +1,37 @@
+# Octavo. `make demo` and `make test` set everything up themselves; they need python3 with venv and pip.
+PYTHON ?= python3
+BIN    := .venv/bin
+JOBS   ?= 2
+DEMO   ?=
+
+.PHONY: help install demo test test-long lint types schema clean
+
+help:             ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: .venv/.installed  ## build .venv with everything that demo and tests need
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: install     ## FP8 beside high precision on real handwriting: trains, compares, writes demo/report/report.html
+	$(BIN)/octavo demo $(DEMO)
+
+lint: install     ## ruff: lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install    ## the type checker on fp8/ and config/
+	$(BIN)/mypy
+
+test: lint types  ## what every change must pass, in under 10 minutes on 2 cores
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long"
+
+test-long: install ## the long tests: kill and resume at random moments, two ranks, example files
+	$(BIN)/python -m pytest -q -n $(JOBS) -m long
+
+clean:            ## remove what the commands above made
+	rm -rf .venv demo runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
