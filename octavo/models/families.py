@@ -1,0 +1,224 @@
+"""What a Hugging Face model is made of: families, their components and their repeating blocks.
+
+A family maps `named_modules` names to the four components that the configuration speaks of:
+
+    image_encoder    the vision tower without what maps into the language model's width
+    image_projector  that map: merger, DeepStack mergers, multi_modal_projector
+    foundation       the language model: embeddings, decoder blocks, final norm
+    lm_head          the output projection (tied or not)
+
+Nothing is patched: a `Family` is a description next to the model. Vision-language families are known by
+`config.model_type`; a text-only decoder is recognised by its structure (token embeddings, one list of equal
+blocks, an output projection), so that a family nobody listed works too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from octavo.models.errors import ModelError
+from octavo.models.globs import matches
+
+COMPONENTS = ("image_encoder", "image_projector", "foundation", "lm_head")
+
+
+@dataclass(frozen=True)
+class Family:
+    """The description of one model.
+
+    name             the family, e.g. "qwen3_vl"; for a text-only decoder its `model_type`
+    components       component -> globs over `named_modules` names; a component the model lacks is absent
+    layer_globs      the repeating blocks: what FSDP2 shards and activation checkpointing recomputes, one by one
+    has_vision       whether images go in
+    language_model   module name of the decoder whose forward takes `inputs_embeds`
+    tower            module name of the vision tower ("" without vision)
+    image_token_id   the placeholder id whose embedding an image feature replaces (None without vision)
+    pixel_inputs     the names that the model's forward wants for images
+    """
+
+    name: str
+    components: Mapping[str, tuple[str, ...]]
+    layer_globs: tuple[str, ...]
+    has_vision: bool
+    language_model: str
+    tower: str = ""
+    image_token_id: int | None = None
+    pixel_inputs: tuple[str, ...] = field(default=())
+
+    def component_of(self, module_name: str) -> str | None:
+        """The component that holds the module of this name, or None for a container above components."""
+        for component, globs in self.components.items():
+            if any(matches(module_name, glob) for glob in globs):
+                return component
+        return None
+
+    def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The repeating blocks, (name, module), in `named_modules` order."""
+        return [
+            (name, module)
+            for name, module in model.named_modules()
+            if any(matches(name, glob) for glob in self.layer_globs)
+        ]
+
+
+def _below(*names: str) -> tuple[str, ...]:
+    """Each module and everything in it."""
+    return tuple(glob for name in names for glob in (name, f"{name}.**"))
+
+
+_TEXT = {"foundation": _below("model.language_model"), "lm_head": ("lm_head",)}
+
+
+def _qwen_vl(*, deepstack: bool, pos_embed: bool) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    encoder = ["model.visual.patch_embed", "model.visual.blocks", "model.visual.rotary_pos_emb"]
+    projector = ["model.visual.merger"]
+    if pos_embed:
+        encoder.append("model.visual.pos_embed")
+    if deepstack:
+        projector.append("model.visual.deepstack_merger_list")
+    components = {"image_encoder": _below(*encoder), "image_projector": _below(*projector), **_TEXT}
+    return components, ("model.visual.blocks.*", "model.language_model.layers.*")
+
+
+def _internvl() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    components = {
+        "image_encoder": _below("model.vision_tower"),
+        "image_projector": _below("model.multi_modal_projector"),
+        **_TEXT,
+    }
+    return components, ("model.vision_tower.encoder.layer.*", "model.language_model.layers.*")
+
+
+_GRID = ("pixel_values", "image_grid_thw")
+# family -> (components and blocks, the tower's module, what forward wants for images)
+VISION_FAMILIES = {
+    "qwen3_vl": (_qwen_vl(deepstack=True, pos_embed=True), "model.visual", _GRID),
+    "qwen3_vl_moe": (_qwen_vl(deepstack=True, pos_embed=True), "model.visual", _GRID),
+    "qwen2_5_vl": (_qwen_vl(deepstack=False, pos_embed=False), "model.visual", _GRID),
+    "internvl": (_internvl(), "model.vision_tower", ("pixel_values",)),
+}
+
+
+def is_vision_config(config: PreTrainedConfig) -> bool:
+    """Whether the configuration belongs to a vision-language family described here."""
+    return config.model_type in VISION_FAMILIES
+
+
+def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
+    """Describe a model, or the model that a configuration would build (on the meta device).
+
+    Raises ModelError for a model that is neither a described vision-language family nor a text-only decoder,
+    and where the modules are not where the family says (a transformers version with other names).
+    """
+    if isinstance(model_or_config, PreTrainedConfig):
+        from octavo.models.loading import empty
+
+        return describe(empty(model_or_config))
+    config = getattr(model_or_config, "config", None)
+    if config is None:
+        raise ModelError(
+            f"{type(model_or_config).__name__} has no `config`: Octavo describes Hugging Face models; load the folder "
+            "with octavo.models.load."
+        )
+    family = _vision(model_or_config) if is_vision_config(config) else _text(model_or_config)
+    _check(model_or_config, family)
+    return family
+
+
+def _vision(model: PreTrainedModel) -> Family:
+    config = model.config
+    (components, layers), tower, pixel_inputs = VISION_FAMILIES[config.model_type]
+    return Family(
+        name=config.model_type,
+        components=components,
+        layer_globs=layers,
+        has_vision=True,
+        language_model="model.language_model",
+        tower=tower,
+        image_token_id=config.image_token_id,
+        pixel_inputs=pixel_inputs,
+    )
+
+
+def _text(model: PreTrainedModel) -> Family:
+    """A decoder by structure: token embeddings below the base model, one list of equal blocks, an output projection."""
+    config = model.config
+    described = ", ".join(VISION_FAMILIES)
+    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
+        raise ModelError(
+            f"model_type {config.model_type!r} takes images or audio, and Octavo describes no such family; described: "
+            f"{described}, and any text-only decoder."
+        )
+    names = {id(module): name for name, module in model.named_modules()}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    base = model.base_model_prefix
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and len({type(block) for block in module}) == 1
+    ]
+    top = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    if head is None or embeddings is None or not base or not hasattr(model, base) or len(top) != 1:
+        raise ModelError(
+            f"{type(model).__name__} (model_type {config.model_type!r}) is neither a described vision-language family "
+            f"({described}) nor a text-only decoder: found output projection {head is not None}, token embeddings "
+            f"{embeddings is not None}, lists of blocks {top}. One list of equal blocks between token embeddings and "
+            "an output projection is needed."
+        )
+    return Family(
+        name=config.model_type,
+        components={"foundation": _below(base), "lm_head": (names[id(head)],)},
+        layer_globs=(f"{top[0]}.*",),
+        has_vision=False,
+        language_model=base,
+    )
+
+
+def _check(model: PreTrainedModel, family: Family) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for what, globs in {**family.components, "blocks": family.layer_globs}.items():
+        if not any(matches(name, glob) for name in names for glob in globs):
+            raise ModelError(
+                f"{type(model).__name__}: nothing named {' or '.join(globs)} was found for {what}; this transformers "
+                "version names the modules of this family in another way. Use a supported version (>= 5.17)."
+            )
+    stray = [name for name, _ in model.named_parameters() if family.component_of(name.rpartition(".")[0]) is None]
+    if stray:
+        raise ModelError(
+            f"{type(model).__name__}: {len(stray)} parameters belong to no component of family {family.name!r}, first "
+            f"{stray[0]!r}; Octavo does not know this variant of the family."
+        )
+
+
+_STAYS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str, str], ...] = (
+    (nn.Embedding, "embeddings", "a table look-up, not a matrix product"),
+    ((nn.Conv2d, nn.Conv3d), "patch embedding", "runs once per image and sets every later scale"),
+    (nn.LayerNorm, "norms", "a reduction whose error every later layer inherits"),
+)
+
+
+def stays(model: nn.Module) -> dict[str, str]:
+    """What holds or makes values in high precision besides linear layers: kind -> reason, only kinds the model has.
+
+    Printed beside the plan, which itself lists linear layers. Source: NUMERICS, "Stays in high precision".
+    """
+    found: dict[str, str] = {}
+    for module in model.modules():
+        for types, kind, reason in _STAYS:
+            if isinstance(module, types):
+                found[kind] = reason
+        name = type(module).__name__
+        if "RMSNorm" in name:
+            found["norms"] = _STAYS[2][2]
+        elif "RotaryEmbedding" in name:
+            found["rotary"] = "angles up to the sequence length need fp32: cos and sin are computed there"
+        elif name.endswith("Attention"):
+            found["attention scores"] = "softmax of q k: FP8 attention on stock architectures diverges"
+        elif "Router" in name:
+            found["router"] = "a small product that decides which expert runs"
+    return found
