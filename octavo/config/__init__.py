@@ -1,0 +1,46 @@
+"""What a run may say. ``load_config("run.yaml", ["train.lr=3e-4"])`` gives a checked, frozen :class:`Config`.
+
+No torch is imported here, so a wrong file is answered at once, with every problem in it.
+"""
+
+from octavo.config.export import SCHEMA_FILE, json_schema, schema_text, to_yaml
+from octavo.config.load import load_config, load_config_text
+from octavo.config.problems import ConfigError, Place, Problem
+from octavo.config.schema import (
+    COMPONENTS,
+    RECIPES,
+    Component,
+    Config,
+    DataSection,
+    Dataset,
+    Fp8Section,
+    ModelSection,
+    OptimizerSection,
+    Rule,
+    RunSection,
+    TrainSection,
+)
+
+__all__ = [
+    "COMPONENTS",
+    "RECIPES",
+    "SCHEMA_FILE",
+    "Component",
+    "Config",
+    "ConfigError",
+    "DataSection",
+    "Dataset",
+    "Fp8Section",
+    "ModelSection",
+    "OptimizerSection",
+    "Place",
+    "Problem",
+    "Rule",
+    "RunSection",
+    "TrainSection",
+    "json_schema",
+    "load_config",
+    "load_config_text",
+    "schema_text",
+    "to_yaml",
+]

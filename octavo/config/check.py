@@ -1,0 +1,233 @@
+"""Tree -> Config, with every problem told in the user's words: the line, what was found, the nearest name, the fix."""
+
+from __future__ import annotations
+
+import copy
+import types
+import typing
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from octavo.config import rules
+from octavo.config.document import Path, scalar
+from octavo.config.merge import Tree
+from octavo.config.problems import ConfigError, Problem, dotted, named, nearest
+from octavo.config.schema import Config
+
+#: names from other trainers' files, and where they live here
+ELSEWHERE = {
+    "learning_rate": "train.lr", "max_steps": "train.steps", "num_steps": "train.steps", "max_iters": "train.steps",
+    "max_length": "train.seq_length", "max_seq_length": "train.seq_length", "cutoff_len": "train.seq_length",
+    "batch_size": "train.global_batch", "per_device_train_batch_size": "train.micro_batch",
+    "gradient_accumulation_steps": "train.global_batch (samples in one optimizer step)",
+    "lr_scheduler_type": "train.schedule", "warmup_steps": "train.warmup", "max_grad_norm": "train.clip",
+    "output_dir": "run.dir", "logging_steps": "run.log_every", "save_steps": "run.save_every",
+    "eval_steps": "run.eval_every", "model_name_or_path": "model.path", "gradient_checkpointing": "train.recompute",
+    "num_train_epochs": "train.steps (steps x train.global_batch = samples seen)",
+    "fp8_recipe": "fp8.recipe", "fp8_format": "fp8.format", "fp8_param_gather": "fp8.param",
+}  # fmt: skip
+
+#: stand-ins for what must be given, while rules over the rest are checked
+_REQUIRED: tuple[tuple[str, str, Any], ...] = (
+    ("model", "path", "-"), ("data", "train", [{"path": "-"}]), ("train", "steps", 2**62),
+)  # fmt: skip
+
+
+def to_config(tree: Tree) -> Config:
+    """Validates; raises :class:`ConfigError` with all problems of files, overrides, types and rules together."""
+    if tree.broken:
+        raise ConfigError(tree.problems)
+    problems = list(tree.problems)
+    bad: list[Path] = []
+    try:
+        config: Config | None = Config.model_validate(tree.value, context={"rules": "later"})
+    except ValidationError as error:
+        details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
+        problems += [_told(detail, tree) for detail in details]
+        bad = [tuple(detail["loc"]) for detail in details]
+        config = _repaired(tree.value, bad)
+    if config is not None:
+        for finding in rules.check(config):
+            if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
+                problems.append(
+                    Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.cure)
+                )
+    if problems or config is None:
+        raise ConfigError(_in_order(problems, tree))
+    return config
+
+
+def _in_order(problems: list[Problem], tree: Tree) -> list[Problem]:
+    """By file in order of appearance, then by line; overrides last."""
+    files = list(dict.fromkeys(p.source for p in tree.places.values() if p.line is not None))
+
+    def key(problem: Problem) -> tuple[int, int]:
+        source, line = problem.place.source, problem.place.line
+        return (files.index(source) if source in files else len(files) + (line is None), line or 0)
+
+    return sorted(dict.fromkeys(problems), key=key)
+
+
+def _touches(path: Path, bad: Path) -> bool:
+    return path[: len(bad)] == bad or bad[: len(path)] == path
+
+
+def _repaired(value: dict[str, Any], bad: list[Path]) -> Config | None:
+    """The same configuration without what is wrong, so that the rules over the rest can be checked in the same go."""
+    for whole_lists in (False, True):  # a list entry may not stand without the key that was wrong in it
+        mended = copy.deepcopy(value)
+        for path in bad:
+            _remove(mended, path, whole_lists)
+        for section, key, filler in _REQUIRED:
+            mended.setdefault(section, {}).setdefault(key, filler)
+        try:
+            return Config.model_validate(mended, context={"rules": "later"})
+        except ValidationError:
+            continue
+    return None
+
+
+def _remove(node: Any, path: Path, whole_lists: bool) -> None:
+    """Takes out ``path``; an entry of a list takes the list along, since it would shift the places of the others."""
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        if not isinstance(node, dict) or part not in node:
+            return
+        entry = isinstance(node[part], list) and (whole_lists or depth >= len(path) - 2)
+        if last or entry:
+            del node[part]
+            return
+        node = node[part]
+        if isinstance(node, list):
+            following = path[depth + 1]
+            assert isinstance(following, int)
+            _remove(node[following], path[depth + 2 :], whole_lists)
+            return
+
+
+def _told(detail: ErrorDetails, tree: Tree) -> Problem:
+    path: Path = tuple(detail["loc"])
+    found, cure = _sentence(detail, path)
+    return Problem(tree.place(path), dotted(path), found, cure)
+
+
+def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
+    """What was found and the fix, for one of pydantic's error types."""
+    kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "unknown key", _where_instead(path)
+    if kind == "missing":
+        return _missing(path)
+    if kind == "literal_error":
+        options = [str(o) for o in _options(path) if o != "auto" or path[-1] != "recipe"]
+        if value is False and "off" in options:
+            return f"found {named(value)}", "write `off`"
+        close = nearest(str(value), options)
+        return f"found {named(value)}", (f"did you mean {close}? " if close else "") + "one of " + ", ".join(options)
+    expected = {
+        "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
+        "bool_type": "true or false", "string_type": "text", "tuple_type": "a list", "model_type": "a mapping",
+        "finite_number": "a finite number",
+    }.get(kind)  # fmt: skip
+    if expected:
+        return f"expected {expected}, found {named(value)}", _type_cure(kind, value, path)
+    limits = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"),
+              "less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}  # fmt: skip
+    if kind in limits:
+        name, word = limits[kind]
+        return f"must be {word} {context[name]:g}, found {named(value)}", ""
+    if kind in ("too_short", "string_too_short"):
+        return "must not be empty", f"give {_field_help(path)}" if _field_help(path) else ""
+    if kind == "too_long":
+        return f"expected {context.get('max_length')} values, found {named(value)}", ""
+    return str(detail["msg"]), ""
+
+
+def _missing(path: Path) -> tuple[str, str]:
+    name, help_text = path[-1], _field_help(path)
+    if isinstance(name, int):
+        return f"a value is missing at position {name}", ""
+    inside = f" under `{dotted(path[:-1])}`" if len(path) > 1 else ""
+    return "required, but absent", f"add `{name}:`{inside}" + (f" ({help_text.rstrip('.')})" if help_text else "")
+
+
+def _type_cure(kind: str, value: Any, path: Path) -> str:
+    if value is None:
+        if kind == "model_type":
+            return "remove the line for the defaults, or indent its keys under it"
+        return "remove the line for the default, or give a value"
+    quoted = isinstance(value, str) and not isinstance(scalar(value), str)
+    if quoted and kind in ("int_type", "float_type", "bool_type"):
+        return f"write {value} without quotes"
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if kind == "bool_type" and str(value).lower() in ("yes", "on", "no", "off", "1", "0"):
+        return f"write {'true' if str(value).lower() in ('yes', 'on', '1') else 'false'}"
+    if kind == "string_type" and not isinstance(value, (list, dict)):
+        return f'put it in quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
+    if kind == "tuple_type":
+        return "write `- ` before it" if isinstance(value, dict) else f"write [{value}]"
+    if kind == "model_type" and isinstance(value, (str, bool)) and path[-1] in ("image_encoder", "image_projector",
+                                                                               "foundation", "fp8"):
+        return f"write {{recipe: {'off' if value is False else value}}}"
+    if kind == "model_type" and isinstance(value, str):
+        return f"write {{path: {value}}}" if path[0] in ("data", "model") else "write `key: value` pairs under it"
+    return ""
+
+
+def _where_instead(path: Path) -> str:
+    """The name that was probably meant by an unknown key."""
+    section, name = _section(path[:-1]), str(path[-1])
+    if section is None:
+        return ""
+    valid = [*section.model_fields, *(["extends"] if section is Config else [])]
+    close = nearest(name, valid)
+    if close:
+        return f"did you mean `{close}`?"
+    homes = [f"{top}.{name}" for top in Config.model_fields if name in _fields((top,)) and (top,) != path[:-1]]
+    if homes:
+        return f"that is `{homes[0]}`"
+    other = nearest(name, ELSEWHERE, 0.8)
+    if other:
+        return f"that is `{ELSEWHERE[other]}`"
+    return "valid here: " + ", ".join(valid)
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    section = _section(path)
+    return dict(section.model_fields) if section else {}
+
+
+def _section(path: Path) -> type[BaseModel] | None:
+    """The type of the section at ``path``, or None where there is none."""
+    here: Any = Config
+    for part in path:
+        if isinstance(part, int):
+            continue
+        if not (isinstance(here, type) and issubclass(here, BaseModel)) or part not in here.model_fields:
+            return None
+        here = _inner(here.model_fields[part].annotation)
+    return here if isinstance(here, type) and issubclass(here, BaseModel) else None
+
+
+def _inner(annotation: Any) -> Any:
+    """``Component | None`` -> Component; ``tuple[Dataset, ...]`` -> Dataset; Annotated is looked through."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _inner(typing.get_args(annotation)[0])
+    if origin in (types.UnionType, typing.Union, tuple):
+        return _inner(next(a for a in typing.get_args(annotation) if a not in (type(None), ...)))
+    return annotation
+
+
+def _options(path: Path) -> tuple[Any, ...]:
+    names = [part for part in path if isinstance(part, str)]
+    field = _fields(tuple(names[:-1])).get(names[-1])
+    return typing.get_args(_inner(field.annotation)) if field else ()
+
+
+def _field_help(path: Path) -> str:
+    field = _fields(path[:-1]).get(str(path[-1]))
+    return str(field.description or "") if field else ""

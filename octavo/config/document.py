@@ -1,0 +1,225 @@
+"""YAML 1.2 text -> plain values, with the line of every key.
+
+ruamel.yaml finds the structure; scalars are read here by the YAML 1.2 core schema, in six lines, so that ``3e-4`` is
+a number, ``off`` and ``no`` are words, and a ``%YAML 1.1`` header cannot change that. Nothing but mappings, lists and
+scalars is ever built: a tag (``!!python/...``) is a problem, not an instruction.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from octavo.config.problems import Place, Problem, dotted
+
+Path = tuple[str | int, ...]
+
+_NULL = re.compile(r"(null|Null|NULL|~|)")
+_BOOL = re.compile(r"(true|True|TRUE|false|False|FALSE)")
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
+
+#: aliases can make a small file describe a huge one; no honest configuration comes near this many values
+MOST_VALUES = 100_000
+
+
+@dataclass
+class Document:
+    """One YAML text: its ``value``, the :class:`Place` of every path in it, and what was wrong with the text itself.
+
+    ``broken`` says that the text could not be read as a mapping, so that looking for further problems in it would
+    only invent some.
+    """
+
+    value: dict[str, Any] = field(default_factory=dict)
+    places: dict[Path, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    broken: bool = False
+
+
+def scalar(text: str) -> Any:
+    """A plain (unquoted) YAML 1.2 scalar: null, bool, int, float or the text itself."""
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text[0] in "tT"
+    if _INT.fullmatch(text):
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if special := _SPECIAL.fullmatch(text):
+        return float(special[1] + special[2])
+    return text
+
+
+def read_text(text: str, source: str) -> Document:
+    """Reads one YAML mapping. Never raises for bad text: what is wrong lies in ``.problems``."""
+    reader = _Reader(source)
+    document = reader.document
+    try:
+        node = reader.yaml.compose(text)
+        value = {} if node is None else reader.build(node, ())
+    except MarkedYAMLError as error:
+        return _broken(document, source, *_syntax(error, text))
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        return _broken(document, source, line, f"the character {chr(error.character)!r} is not allowed in YAML",
+                       "remove it")
+    except (YAMLError, RecursionError, _TooMuchError) as error:
+        return _broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
+    if node is None:
+        return _broken(document, source, None, "the file is empty",
+                       "give at least `model`, `data` and `train`, or `extends: other.yaml`")
+    if not isinstance(value, dict):
+        kind = "a list" if isinstance(value, list) else "a single value"
+        return _broken(document, source, node.start_mark.line + 1, f"the file holds {kind} at the top",
+                       "write a mapping: `model:`, `data:`, `train:` at the left margin")
+    document.value = value
+    return document
+
+
+def read_value(text: str, source: str) -> tuple[Any, list[Problem]]:
+    """The right side of an override. Quotes, ``[`` and ``{`` begin YAML; all else is one plain scalar.
+
+    So ``fp8.rules.0.match=**.layers.0.**`` and ``data.system=Answer: briefly`` need no second layer of quotes.
+    """
+    text = text.strip()
+    if text[:1] not in ("[", "{", "'", '"'):
+        return scalar(text), []
+    reader = _Reader(source)
+    try:
+        value = reader.build(reader.yaml.compose(text), ())
+    except MarkedYAMLError as error:
+        _, found, cure = _syntax(error, text)
+        return None, [Problem(Place(source), "", f"the value is not YAML: {found}", cure)]
+    except (YAMLError, RecursionError, _TooMuchError) as error:
+        return None, [Problem(Place(source), "", f"the value is not YAML ({error})")]
+    return value, [Problem(Place(source), p.key, p.found, p.cure) for p in reader.document.problems]
+
+
+class _TooMuchError(ValueError):
+    pass
+
+
+class _Reader:
+    def __init__(self, source: str):
+        self.yaml = YAML(typ="safe", pure=True)
+        self.source = source
+        self.document = Document()
+        self.count = 0
+        self.open: set[int] = set()
+
+    def build(self, node: Node, path: Path) -> Any:
+        self.count += 1
+        if self.count > MOST_VALUES:
+            raise _TooMuchError(f"it describes more than {MOST_VALUES} values")
+        self.document.places.setdefault(path, self.place(node))
+        if isinstance(node, ScalarNode):
+            return self.leaf(node, path)
+        if id(node) in self.open:
+            self.problem(node, path, "an alias refers to a value that contains it", "write the value out")
+            return None
+        self.open.add(id(node))
+        try:
+            if isinstance(node, SequenceNode):
+                self.check_tag(node, path, "seq")
+                return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+            assert isinstance(node, MappingNode)
+            self.check_tag(node, path, "map")
+            return self.mapping(node, path)
+        finally:
+            self.open.discard(id(node))
+
+    def mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        merges: list[tuple[Node, Node]] = []
+        for key, child in node.value:
+            name = self.key(key, path)
+            if name is None:
+                continue
+            if name == "<<" and key.style is None:
+                merges.append((key, child))
+            elif name in result:
+                self.problem(key, (*path, name), f"the key appears twice (first on line {lines[name]})", "keep one")
+            else:
+                lines[name] = key.start_mark.line + 1
+                self.document.places[(*path, name)] = self.place(key)
+                result[name] = self.build(child, (*path, name))
+        for key, child in merges:
+            self.merge(key, child, path, result)
+        return result
+
+    def merge(self, key: Node, child: Node, path: Path, result: dict[str, Any]) -> None:
+        """``<<: *base`` gives the keys that are not written out."""
+        sources = child.value if isinstance(child, SequenceNode) else [child]
+        for source in sources:
+            if not isinstance(source, MappingNode):
+                self.problem(key, path, "`<<` merges mappings only", "point it at a mapping: `<<: *name`")
+                continue
+            before = set(result)
+            missing = [(k, v) for k, v in source.value if not (isinstance(k, ScalarNode) and k.value in before)]
+            part = MappingNode(source.tag, missing, source.start_mark, source.end_mark)
+            result.update(self.mapping(part, path))
+
+    def key(self, node: Node, path: Path) -> str | None:
+        if not isinstance(node, ScalarNode):
+            self.problem(node, path, "a key must be a word", "quote it if it holds brackets or braces")
+            return None
+        if node.style is None and not isinstance(scalar(node.value), str):
+            self.problem(node, (*path, node.value or "?"), "a key must be a word", "remove it")
+            return None
+        return str(node.value)
+
+    def leaf(self, node: ScalarNode, path: Path) -> Any:
+        plain = node.style is None
+        usual = self.yaml.resolver.resolve(ScalarNode, node.value, (plain, not plain))
+        if node.tag != usual:
+            self.problem(node, path, f"the tag {str(node.tag).replace('tag:yaml.org,2002:', '!!')} is not used here",
+                         "remove it; quote the value if it is meant as text")
+            return None
+        return scalar(node.value) if plain else str(node.value)
+
+    def check_tag(self, node: Node, path: Path, kind: str) -> None:
+        if node.tag != f"tag:yaml.org,2002:{kind}":
+            self.problem(node, path, f"the tag {str(node.tag).replace('tag:yaml.org,2002:', '!!')} is not used here",
+                         "remove it")
+
+    def place(self, node: Node) -> Place:
+        return Place(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
+
+    def problem(self, node: Node, path: Path, found: str, cure: str) -> None:
+        self.document.problems.append(Problem(self.place(node), dotted(path), found, cure))
+
+
+def _broken(document: Document, source: str, line: int | None, found: str, cure: str) -> Document:
+    document.problems.append(Problem(Place(source, line), "", found, cure))
+    document.broken = True
+    return document
+
+
+def _syntax(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
+    """Line, what was found and the cure, for what the YAML parser stumbled over."""
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark else None
+    problem = str(error.problem or error.context or "cannot be read as YAML")
+    lines = text.splitlines()
+    shown = lines[mark.line] if mark and mark.line < len(lines) else ""
+    if "'\\t'" in problem or (shown.strip() and "\t" in shown[: len(shown) - len(shown.lstrip())]):
+        return line, "a tab is used for indentation", "indent with spaces"
+    if "undefined alias" in problem:
+        return line, f"{problem} (an unquoted * begins an alias)", 'put a glob in quotes: "**.layers.0.**"'
+    if "another document" in problem:
+        return line, "a second document begins (---)", "keep one document a file"
+    if "mapping values are not allowed" in problem:
+        return line, "a `:` where no key can stand", "check this line's indentation, or quote the text that holds it"
+    if "could not find expected ':'" in problem:
+        return line, "a line without `:`", "write `key: value`"
+    return line, problem, "check brackets, quotes and indentation on and above this line"

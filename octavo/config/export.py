@@ -1,0 +1,68 @@
+"""A configuration on its way out: as resolved YAML that loads again, and as the JSON schema that editors read."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.representer import RoundTripRepresenter
+
+from octavo.config.document import scalar
+from octavo.config.load import plain
+from octavo.config.schema import Config
+
+SCHEMA_FILE = Path(__file__).with_name("octavo.schema.json")
+
+
+class _Representer(RoundTripRepresenter):
+    """Quotes every text that would be read back as something else, by our own reading of YAML."""
+
+    def represent_text(self, text: str) -> ScalarNode:
+        looks_like_more = not isinstance(scalar(text), str)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if looks_like_more else None)
+
+
+_Representer.add_representer(str, _Representer.represent_text)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration, every default written out. Loading it gives an equal :class:`Config`."""
+    yaml = YAML()
+    yaml.Representer = _Representer
+    yaml.width = 4096
+    yaml.allow_unicode = True
+    out = io.StringIO()
+    yaml.dump(plain(config), out)
+    return out.getvalue()
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (2020-12) of a configuration file.
+
+    A file may leave out what the file it extends gives, so nothing outside list entries is required here;
+    :func:`octavo.config.load_config` demands the rest of the merged whole.
+    """
+    schema = Config.model_json_schema()
+    for name, part in schema["$defs"].items():
+        if name not in ("Dataset", "Rule"):
+            part.pop("required", None)
+    schema.pop("required", None)
+    schema["properties"] = {
+        "extends": {
+            "title": "Extends",
+            "description": "File or files, relative to this one, that this one is merged over: mappings merge, "
+            "lists and values replace.",
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}],
+        },
+        **schema["properties"],
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Octavo configuration"}
+
+
+def schema_text() -> str:
+    """The schema as the file ``octavo.schema.json`` holds it."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

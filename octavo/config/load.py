@@ -1,0 +1,47 @@
+"""The three ways to a :class:`Config`: a file, text, another configuration. All take ``key=value`` overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from octavo.config.check import to_config
+from octavo.config.merge import Tree, apply_override, read_file, read_string
+from octavo.config.schema import Config
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Reads ``path`` (with what it extends), applies the overrides in order and validates the whole.
+
+    ``path`` None means overrides alone. Relative paths in a file are seen from that file, those in an override from
+    the current folder; ``run.dir`` and ``run.resume`` stay as written. Raises :class:`ConfigError` with every problem.
+    """
+    tree = Tree(str(path) if path is not None else "the command line")
+    if path is not None:
+        read_file(tree, Path(path))
+    return _finish(tree, overrides)
+
+
+def load_config_text(
+    text: str, overrides: Sequence[str] = (), *, source: str = "<text>", base: str | Path = "."
+) -> Config:
+    """As :func:`load_config`, from YAML text; ``base`` is the folder that its relative paths are seen from."""
+    tree = Tree(source)
+    read_string(tree, text, Path(base))
+    return _finish(tree, overrides)
+
+
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """A copy of ``config`` with overrides applied; everything is checked again."""
+    return _finish(Tree("the configuration", value=plain(config)), overrides)
+
+
+def plain(config: Config) -> dict:
+    """The configuration as mappings, lists and scalars."""
+    return config.model_dump(mode="json")
+
+
+def _finish(tree: Tree, overrides: Sequence[str]) -> Config:
+    for text in overrides:
+        apply_override(tree, text)
+    return to_config(tree)

@@ -1,0 +1,220 @@
+"""Files and overrides -> one tree of plain values that still knows where each of its keys was written.
+
+Later wins: the files of ``extends`` in their order, then the file itself, then ``key=value``. Mappings merge,
+everything else (lists too) replaces. Paths are made absolute here, against the file that wrote them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+from octavo.config.document import Document, Path, read_text, read_value
+from octavo.config.problems import Place, Problem, dotted, named, nearest
+
+
+@dataclass
+class Tree:
+    """Merged values with the :class:`Place` of each path, and every problem met on the way."""
+
+    source: str
+    value: dict[str, Any] = field(default_factory=dict)
+    places: dict[Path, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    broken: bool = False
+
+    def place(self, path: Path) -> Place:
+        """Where ``path`` was written, or else the nearest thing around it that was."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return Place(self.source)
+
+
+def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), origin: Place | None = None) -> None:
+    """Merges a file, its ``extends`` first, into ``tree``. ``chain`` is the files being read, to find a cycle."""
+    shown = _shown(path)
+    real = path.resolve()
+    if real in chain:
+        names = " -> ".join(_shown(p) for p in (*chain[chain.index(real):], real))
+        tree.problems.append(Problem(origin or Place(shown), "extends", f"the files extend each other ({names})",
+                                     "remove one of the `extends`"))
+        tree.broken = True
+        return
+    text = _text(tree, path, shown, origin)
+    if text is not None:
+        _merge_document(tree, read_text(text, shown), path.parent, (*chain, real))
+
+
+def read_string(tree: Tree, text: str, base: FilePath) -> None:
+    """Merges YAML text into ``tree``; its relative paths and ``extends`` are seen from the folder ``base``."""
+    _merge_document(tree, read_text(text, tree.source), base, ())
+
+
+def apply_override(tree: Tree, text: str) -> None:
+    """Applies one ``a.b.0.c=value``. A problem names the override's own text."""
+    place = Place(f"override `{text}`")
+    name, equals, right = text.partition("=")
+    parts = name.strip().split(".")
+    if not equals or not all(parts):
+        cure = "write key=value, e.g. train.lr=3e-4"
+        if text.endswith((".yaml", ".yml")):
+            cure = "name one FILE.yaml; a second one is joined to it by `extends:` in the file"
+        tree.problems.append(Problem(place, "", "not of the form key=value", cure))
+        return
+    if parts[0] == "extends":
+        tree.problems.append(Problem(place, "extends", "files are not joined by an override", "write it in the file"))
+        return
+    value, problems = read_value(right, place.source)
+    tree.problems += [Problem(p.place, name.strip(), p.found, p.cure) for p in problems]
+    if not problems:
+        _set(tree, parts, value, place)
+
+
+def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
+    node: Any = tree.value
+    path: Path = ()
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        index = _step(tree, node, path, part, place)
+        if index is None:
+            return
+        path = (*path, index)
+        present = node.get(index) if isinstance(node, dict) else node[index]
+        if not last and present is not None:
+            node = present
+            continue
+        for further in reversed(parts[depth + 1 :]):  # the sections on the way that nobody has written yet
+            if further.isdecimal():
+                where = dotted(parts[: parts.index(further)])
+                tree.problems.append(Problem(place, where, f"there is no list here, so no entry {further}",
+                                             f"set the whole list: {where}=[...]"))
+                return
+            value = {further: value}
+        value = _absolute(value, path, FilePath.cwd())
+        if isinstance(present, dict) and isinstance(value, dict):
+            _merge(tree, path, present, value, place)
+        else:
+            node[index] = value
+            _forget(tree, path)
+            tree.places[path] = place
+        return
+
+
+def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | int | None:
+    """The key or list index that ``part`` means inside ``node``; None where it means nothing (a problem is noted)."""
+    where = dotted(path)
+    if isinstance(node, list):
+        if part.isdecimal() and int(part) < len(node):
+            return int(part)
+        entries = f"the entries 0 to {len(node) - 1}" if len(node) > 1 else "one entry, 0" if node else "no entries"
+        tree.problems.append(Problem(place, where, f"has {entries}; found `{part}`",
+                                     f"name one of them, or set the whole list: {where}=[...]"))
+        return None
+    if isinstance(node, dict):
+        if part.isdecimal():
+            tree.problems.append(Problem(place, dotted((*path, part)), f"there is no list at `{where}`",
+                                         f"set the whole list: {where}=[...]"))
+            return None
+        return part
+    tree.problems.append(Problem(place, dotted((*path, part)), f"`{where}` is {named(node)} and holds no keys",
+                                 f"set `{where}` itself"))
+    return None
+
+
+def _merge_document(tree: Tree, document: Document, folder: FilePath, chain: tuple[FilePath, ...]) -> None:
+    extends = document.value.pop("extends", None)
+    place = document.places.get(("extends",), Place(tree.source))
+    if isinstance(extends, str):
+        extends = [extends]
+    names = isinstance(extends, list) and bool(extends) and all(isinstance(e, str) and e for e in extends)
+    if extends is not None and not names:
+        found = f"expected a file name or a list of them, found {named(extends)}"
+        tree.problems.append(Problem(place, "extends", found, "write `extends: base.yaml`"))
+        extends = None
+    for target in extends or ():
+        read_file(tree, FilePath(os.path.expanduser(os.path.join(folder, target))), chain, place)
+    tree.problems += document.problems
+    tree.broken = tree.broken or document.broken
+    value = _absolute(document.value, (), folder)
+    for key, child in value.items():
+        _put(tree, (), tree.value, key, child, document.places)
+
+
+def _put(tree: Tree, path: Path, node: dict[str, Any], key: str, child: Any, places: dict[Path, Place]) -> None:
+    here = (*path, key)
+    if isinstance(child, dict) and isinstance(node.get(key), dict):
+        for name, grandchild in child.items():
+            _put(tree, here, node[key], name, grandchild, places)
+        return
+    node[key] = child
+    _forget(tree, here)
+    tree.places.update({p: place for p, place in places.items() if p[: len(here)] == here})
+
+
+def _merge(tree: Tree, path: Path, node: dict[str, Any], value: dict[str, Any], place: Place) -> None:
+    for key, child in value.items():
+        if isinstance(child, dict) and isinstance(node.get(key), dict):
+            _merge(tree, (*path, key), node[key], child, place)
+        else:
+            node[key] = child
+            _forget(tree, (*path, key))
+            tree.places[(*path, key)] = place
+
+
+def _forget(tree: Tree, path: Path) -> None:
+    """Drops the places of what was just replaced."""
+    for old in [p for p in tree.places if p[: len(path)] == path]:
+        del tree.places[old]
+
+
+def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
+    """``value`` with every file path in it made absolute; ``path`` says where in the configuration it stands."""
+    if isinstance(value, dict):
+        return {key: _absolute(child, (*path, key), folder) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_absolute(child, (*path, index), folder) for index, child in enumerate(value)]
+    is_path = path == ("model", "path") or (
+        len(path) == 4 and path[0] == "data" and path[1] in ("train", "eval") and path[3] in ("path", "images")
+    )
+    if is_path and isinstance(value, str) and value:
+        return os.path.normpath(os.path.join(folder.absolute(), os.path.expanduser(value)))
+    return value
+
+
+def _text(tree: Tree, path: FilePath, shown: str, origin: Place | None) -> str | None:
+    place, key = (origin, "extends") if origin else (Place(shown), "")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        found, cure = f"there is no file {shown}", _neighbour(path)
+    except IsADirectoryError:
+        found, cure = f"{shown} is a folder", "name a YAML file in it"
+    except UnicodeDecodeError as error:
+        found, cure = f"{shown} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a YAML file?"
+    except OSError as error:
+        found, cure = f"{shown} cannot be read ({error.strerror or error})", "check its permissions"
+    tree.problems.append(Problem(place, key, found, cure))
+    tree.broken = True
+    return None
+
+
+def _neighbour(path: FilePath) -> str:
+    if not path.parent.is_dir():
+        return f"there is no folder {_shown(path.parent)} either"
+    names = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    close = nearest(path.name, names)
+    if close:
+        return f"did you mean {_shown(path.parent / close)}?"
+    return f"the folder has {', '.join(names[:8])}" if names else "its folder has no YAML file"
+
+
+def _shown(path: FilePath) -> str:
+    """A file's name as a message gives it: from the current folder where it lies below that."""
+    absolute = FilePath(os.path.normpath(path.absolute()))
+    here = FilePath.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
+
+

@@ -1,0 +1,252 @@
+"""What a run may say: one frozen type per section of the YAML file, each field with its meaning.
+
+These types are the only list of options. The JSON schema for editors, the nearest-name hints and ``octavo schema`` are
+derived from them. Importing this module imports no torch, so a wrong file is answered in a fraction of a second.
+Rules that need two fields at once live in :mod:`octavo.config.rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+RecipeName = Literal["off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "auto"]
+Format = Literal["e4m3", "hybrid"]
+Gemm = Literal["fp8", "bf16"]
+
+#: the recipes this version can run, `off` (plain high precision) first
+RECIPES: tuple[str, ...] = ("off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
+
+#: what `model.freeze` and the `fp8` section know by name
+COMPONENTS: tuple[str, ...] = ("image_encoder", "image_projector", "foundation")
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_FROM_LIST = BeforeValidator(_as_tuple)
+
+
+class Section(BaseModel):
+    """Strict (no text where a number belongs), closed (no unknown key) and immutable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """The checkpoint to train."""
+
+    path: str = Field(
+        min_length=1,
+        description="Folder of a Hugging Face checkpoint (config, tokenizer, processor, safetensors), "
+        "relative to the file that names it.",
+    )
+    freeze: Annotated[tuple[str, ...], _FROM_LIST] = Field(
+        default=(),
+        description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
+        'names ("**.layers.0.**"). Each must match something.',
+    )
+
+
+class Component(Section):
+    """FP8 settings of one component; what is absent is inherited from the `fp8` section."""
+
+    recipe: RecipeName | None = Field(default=None, description="Recipe of this component's linear layers.")
+    format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
+    param: bool | None = Field(default=None, description="Keep FP8 primary weights. Not available in this version.")
+    fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
+    dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
+    wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
+
+
+class Rule(Section):
+    """FP8 settings of the modules whose names match; the last rule that matches wins over component and model."""
+
+    match: str = Field(
+        min_length=1,
+        description="Glob over the dotted segments of a module's name, anchored at both ends: * stays within a "
+        "segment, ** spans any number of them. Must match something.",
+    )
+    recipe: RecipeName | None = Field(default=None, description="Recipe of the matching linear layers.")
+    format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
+    fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
+    dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
+    wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
+
+
+class Fp8Section(Section):
+    """What runs in FP8 and how: model, then component, then rules."""
+
+    recipe: RecipeName = Field(
+        default="blockwise",
+        description="How operands are scaled: off (high precision), tensorwise, rowwise, blockwise, mxfp8, delayed. "
+        "auto is not available in this version.",
+    )
+    format: Format | None = Field(
+        default=None,
+        description="e4m3 everywhere, or hybrid (E5M2 for dy). Absent: the recipe's own (e4m3 for blockwise, rowwise "
+        "and mxfp8, hybrid for tensorwise and delayed).",
+    )
+    param: bool = Field(
+        default=False, description="Keep FP8 primary weights and gather them in FP8. Not available in this version."
+    )
+    activations: Literal["bf16", "fp8"] = Field(
+        default="bf16",
+        description="What blocks keep for backward beside their linear layers. fp8 is not available in this version.",
+    )
+    backend: str = Field(
+        default="auto",
+        min_length=1,
+        description="Kernels to use: auto, or a name that `octavo doctor` lists. A named backend is met or refused.",
+    )
+    fwd: Gemm = Field(default="fp8", description="Precision of the forward GEMM y = x wT.")
+    dgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dx = dy w.")
+    wgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dw = dyT x.")
+    image_encoder: Component | None = Field(default=None, description="Settings of the vision tower alone.")
+    image_projector: Component | None = Field(
+        default=None, description="Settings of the projector (merger) alone. Its recipe is off unless set here."
+    )
+    foundation: Component | None = Field(default=None, description="Settings of the language model alone.")
+    rules: Annotated[tuple[Rule, ...], _FROM_LIST] = Field(
+        default=(), description="Exceptions by module name; the last that matches wins."
+    )
+
+
+class Dataset(Section):
+    """One data set: a JSON or JSONL file of conversations."""
+
+    path: str = Field(min_length=1, description="JSON or JSONL file, relative to the file that names it.")
+    images: str | None = Field(
+        default=None,
+        description="Folder that image paths in the rows are relative to (and may not leave). Absent: the data "
+        "file's own folder.",
+    )
+    weight: float = Field(default=1.0, gt=0, description="Share of this data set in the mixture, against the others'.")
+    max_samples: int | None = Field(default=None, ge=1, description="Use the first N rows only.")
+    format: Literal["auto", "llava", "sharegpt", "messages"] = Field(
+        default="auto", description="Layout of the rows; auto looks at the first one."
+    )
+
+
+class DataSection(Section):
+    """What the model sees."""
+
+    train: Annotated[tuple[Dataset, ...], _FROM_LIST] = Field(min_length=1, description="Data sets to train on.")
+    eval: Annotated[tuple[Dataset, ...], _FROM_LIST] = Field(default=(), description="Held-out data sets.")
+    on_bad_sample: Literal["error", "skip"] = Field(
+        default="error",
+        description="A row that cannot be used (missing image, unknown role, ...): stop, or skip, count and list it.",
+    )
+    on_long: Literal["drop", "cut", "error"] = Field(
+        default="drop",
+        description="A conversation over seq_length: drop it (counted), cut it (never inside an image), or stop.",
+    )
+    train_on_prompt: bool = Field(default=False, description="Put loss on all turns, not on the assistant's alone.")
+    max_pixels: int | None = Field(default=None, ge=1, description="Larger images are scaled down to this many pixels.")
+    min_pixels: int | None = Field(default=None, ge=1, description="Smaller images are scaled up to this many pixels.")
+    max_image_megapixels: float = Field(
+        default=100.0, gt=0, description="An image file that would decode to more megapixels is a bad sample."
+    )
+    workers: int = Field(default=0, ge=0, description="Processes that prepare samples; 0 = in the training process.")
+    system: str | None = Field(default=None, description="System message put before conversations that have none.")
+
+
+class TrainSection(Section):
+    """The step."""
+
+    phase: Literal["pretrain", "sft"] = Field(default="sft", description="What is learnt: pretrain or sft.")
+    steps: int = Field(ge=1, description="Optimizer steps of the whole run.")
+    seq_length: int = Field(default=2048, ge=1, description="Most tokens a sample may have.")
+    micro_batch: int = Field(default=1, ge=1, description="Samples in one forward pass, per process.")
+    global_batch: int = Field(default=8, ge=1, description="Samples in one optimizer step, over all processes.")
+    lr: float = Field(default=2e-5, gt=0, description="Peak learning rate.")
+    schedule: Literal["cosine", "linear", "constant", "onecycle"] = Field(
+        default="cosine", description="Course of the learning rate after warm-up."
+    )
+    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    min_lr: float = Field(default=0.0, ge=0, description="Learning rate at the end of the schedule.")
+    loss: Literal["token", "sample", "microbatch"] = Field(
+        default="token",
+        description="Reduction: token = sum over the global batch by its token count; sample = mean of the samples' "
+        "means; microbatch = mean of the micro-batches' means.",
+    )
+    clip: float = Field(default=1.0, ge=0, description="Largest gradient norm; 0 = no clipping.")
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        default="auto",
+        description="Compute dtype of what is not FP8; auto = bf16 on CUDA, fp32 on a CPU.",
+    )
+    recompute: Literal["none", "full"] = Field(
+        default="none", description="full: keep only block inputs and run the forward again in backward."
+    )
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], _FROM_LIST
+    ] = Field(default=(0.9, 0.95), description="Decay of the first and the second moment.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; norms and biases are spared.")
+    states: Literal["fp32", "bf16", "fp8", "coat"] = Field(
+        default="fp32", description="How moments are stored. Only fp32 in this version."
+    )
+    master: Literal["fp32", "bf16+16", "bf16+sr"] = Field(
+        default="fp32", description="How master weights are stored. Only fp32 in this version."
+    )
+
+
+class RunSection(Section):
+    """Where the run lives and what it writes."""
+
+    dir: str = Field(
+        default="runs/octavo",
+        min_length=1,
+        description="Run directory, relative to where the command is started. One that exists is continued "
+        "(run.resume) or refused, never overwritten.",
+    )
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of data order and initialisation.")
+    resume: str = Field(
+        default="never",
+        description="never, auto (the newest whole checkpoint of run.dir, or a fresh start), or the path of a "
+        "checkpoint such as runs/first/checkpoints/step_200.",
+    )
+    save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 = only at the end.")
+    keep: int = Field(default=2, ge=1, description="Checkpoints kept.")
+    eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 = only at the end.")
+    log_every: int = Field(default=1, ge=1, description="Steps between lines of metrics.jsonl.")
+    health_every: int = Field(default=25, ge=0, description="Steps between FP8 health figures; 0 = none.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard events too.")
+    hf: bool = Field(default=True, description="Write hf/ (safetensors that from_pretrained loads) at the end.")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of torch; absent = torch's own choice.")
+
+
+class Config(Section):
+    """One training run, whole: what :func:`octavo.config.load_config` returns and ``config.yaml`` in a run holds."""
+
+    model: ModelSection = Field(description="The checkpoint to train.")
+    fp8: Fp8Section = Field(default_factory=Fp8Section, description="What runs in FP8 and how.")
+    data: DataSection = Field(description="What the model sees.")
+    train: TrainSection = Field(description="The step.")
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW.")
+    run: RunSection = Field(default_factory=RunSection, description="Where the run lives and what it writes.")
+
+    @model_validator(mode="after")
+    def _obeys_the_rules(self, info: ValidationInfo) -> Config:
+        # the loader checks the rules itself, to name the lines; whoever builds a Config in Python is told here
+        if not (info.context and info.context.get("rules") == "later"):
+            from octavo.config.rules import check
+
+            findings = [f"{'.'.join(map(str, f.path))}: {f.found}; {f.cure}" for f in check(self)]
+            if findings:
+                raise ValueError("\n".join(findings))
+        return self
+
+    def with_overrides(self, overrides: Sequence[str]) -> Config:
+        """A copy with ``key=value`` overrides applied and everything checked again; raises ConfigError."""
+        from octavo.config.load import override
+
+        return override(self, overrides)
