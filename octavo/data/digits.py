@@ -1,0 +1,147 @@
+"""The digits set: four real handwritten digits an image, and a conversation that asks for each by its place.
+
+    README.md        the data set card
+    settings.json    what was asked for
+    train.json       LLaVA rows: id, image, conversations
+    test.json
+    images/train/00000.png ...   16 x 16 grey PNG: four 8 x 8 digits, first and second above third and fourth
+
+The digits are the 1797 of scikit-learn. Every fifth sample is kept for the test images, so that no handwriting in a
+test image was ever seen in training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from octavo.data.errors import DataError
+
+PLACES = ("First?", "Second?", "Third?", "Fourth?")
+SIDE = 8
+WHITE = 16  # scikit-learn's grey values are counts of 0 to 16
+LAYOUT = 1  # rises when the same settings give other files
+
+CARD = """# Octavo digits
+
+{train} training and {test} test images of 16 x 16 grey pixels, each with four handwritten digits and a conversation
+that asks for each by its place: first and second above third and fourth. LLaVA format (`train.json`, `test.json`).
+
+```json
+{example}
+```
+
+**Source.** The digits are the 1797 samples of `sklearn.datasets.load_digits`, the test part of the UCI ML *Optical
+Recognition of Handwritten Digits* data set (E. Alpaydin, C. Kaynak, 1998; CC BY 4.0; https://doi.org/10.24432/C50P49):
+8 x 8 pixels with 17 grey levels, here scaled to 0..255. No sample was drawn or generated.
+
+**Split.** Samples 4, 9, 14 ... (every fifth) appear in test images only, the others in training images only:
+{train_samples} and {test_samples} different handwritten samples. Combinations are drawn with seed {seed}.
+
+Written by `octavo digits`.
+"""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Where the set lies: `directory` (also the folder of its images), `train` and `test` JSON files."""
+
+    directory: Path
+    train: Path
+    test: Path
+
+
+def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int = 0, console: Any = None) -> Digits:
+    """Write the digits set into a new directory and return its paths.
+
+    The files are written aside and renamed at the end, so a directory is whole or absent. One that already holds the
+    set with the same settings is accepted as it is; anything else there raises `DataError`. `console`: a rich
+    console for the progress bar.
+    """
+    if train < 1 or test < 1:
+        raise DataError(f"train={train}, test={test}: each needs at least one image")
+    if seed < 0:
+        raise DataError(f"seed={seed}: it must not be negative")
+    directory = Path(directory)
+    found = Digits(directory, directory / "train.json", directory / "test.json")
+    settings = {"layout": LAYOUT, "train": train, "test": test, "seed": seed}
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        _accept(directory, settings)
+        return found
+    aside = directory.absolute().parent / f".{directory.name}.{os.getpid()}.part"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        _write(aside, settings, console)
+        if directory.exists():
+            directory.rmdir()
+        aside.rename(directory)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return found
+
+
+def _accept(directory: Path, settings: dict[str, int]) -> None:
+    """The directory holds exactly what was asked for, or is refused."""
+    cure = "choose another directory, or remove this one"
+    try:
+        there = json.loads((directory / "settings.json").read_text())
+    except (OSError, ValueError) as cause:
+        raise DataError(f"{directory} exists and is not a digits set; {cure}") from cause
+    if there != settings:
+        changed = {
+            key: f"{there.get(key)} there, {settings[key]} asked" for key in settings if there.get(key) != settings[key]
+        }
+        raise DataError(
+            f"{directory} holds a digits set with other settings "
+            f"({'; '.join(f'{key}: {text}' for key, text in changed.items())}); {cure}"
+        )
+    for part in ("train", "test"):
+        images = len(list((directory / "images" / part).glob("*.png")))
+        if images != settings[part] or not (directory / f"{part}.json").is_file():
+            raise DataError(f"{directory} is not complete ({images} of {settings[part]} {part} images); remove it")
+
+
+def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
+    from rich.progress import Progress
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    greys = np.rint(bunch.images * (255 / WHITE)).astype(np.uint8)
+    held_out = np.arange(len(greys)) % 5 == 4
+    pools = {"train": np.flatnonzero(~held_out), "test": np.flatnonzero(held_out)}
+    with Progress(console=console, transient=True) as progress:
+        for number, (part, pool) in enumerate(pools.items()):
+            (directory / "images" / part).mkdir(parents=True)
+            words = np.random.PCG64(np.random.SeedSequence([settings["seed"], number])).random_raw(settings[part] * 4)
+            picks = pool[(words % len(pool)).astype(np.int64)].reshape(-1, 4)
+            rows = []
+            for index, four in enumerate(progress.track(picks, description=f"digits, {part}")):
+                name = f"images/{part}/{index:05d}.png"
+                Image.fromarray(_grid(greys[four])).save(directory / name)
+                rows.append(_row(f"{part}-{index:05d}", name, bunch.target[four]))
+            text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+            (directory / f"{part}.json").write_text(text)
+    sizes = {f"{part}_samples": len(pool) for part, pool in pools.items()}
+    card = CARD.format(**settings, **sizes, example=json.dumps(rows[0], indent=1))
+    (directory / "README.md").write_text(card)
+    (directory / "settings.json").write_text(json.dumps(settings) + "\n")
+
+
+def _grid(four: np.ndarray) -> np.ndarray:
+    """[4, 8, 8] to [16, 16]: reading order."""
+    return four.reshape(2, 2, SIDE, SIDE).swapaxes(1, 2).reshape(2 * SIDE, 2 * SIDE)
+
+
+def _row(identity: str, image: str, digits: np.ndarray) -> dict[str, Any]:
+    talk = []
+    for place, digit in zip(PLACES, digits, strict=True):
+        asked = place if talk else "<image>" + place
+        talk += [{"from": "human", "value": asked}, {"from": "gpt", "value": str(digit)}]
+    return {"id": identity, "image": image, "conversations": talk}

@@ -1,0 +1,295 @@
+"""Conversations to numbers: tokens, labels and pixels, by the model's own processor and chat template."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from octavo.data.conversations import Conversation
+from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.images import ImageProblem, load
+from octavo.data.template import TemplateProblem, answer_spans, messages
+
+IGNORE = -100
+KNOWN_OUTPUTS = {
+    "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "offset_mapping",
+    "pixel_values", "image_grid_thw", "num_patches",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One encoded conversation of T tokens. NumPy arrays, so that workers send it without shared memory.
+
+    `input_ids` [T] int64 · `labels` [T] int64: the token itself where it is trained on, else -100 (not shifted:
+    the model shifts) · `mm_token_type_ids` [T] int64 or None · `pixel_values` float32, [patches, features] or
+    [tiles, channels, height, width], or None · `image_grid_thw` [images, 3] int64 or None · `images`: how many ·
+    `answers`: (start, end) in tokens of each assistant turn, end-of-turn token included · `length`: the tokens
+    before a cut.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    mm_token_type_ids: np.ndarray | None = None
+    pixel_values: np.ndarray | None = None
+    image_grid_thw: np.ndarray | None = None
+    images: int = 0
+    answers: tuple[tuple[int, int], ...] = ()
+    length: int = 0
+    file: str = ""
+    row: int = -1
+    id: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays in bytes."""
+        arrays = (self.input_ids, self.labels, self.mm_token_type_ids, self.pixel_values, self.image_grid_thw)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
+    def cut(self) -> bool:
+        """Whether tokens were cut off to fit `seq_length`."""
+        return self.length > len(self.input_ids)
+
+
+class Encoder:
+    """Encodes conversations with a processor (`.tokenizer`, `.apply_chat_template`, `(text=, images=)`).
+
+    A processor without `.image_processor` is text-only. Loss falls on assistant turns with their end-of-turn
+    token; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
+    left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image; an image that does not
+    fit goes with its pixels) or refused (`"error"`, raises `DataError`). `system` is put before conversations
+    without a system turn. Images over `max_image_megapixels` are refused before they are decoded; the limits of the
+    size that the model sees belong to the processor.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        seq_length: int,
+        *,
+        on_long: str = "drop",
+        train_on_prompt: bool = False,
+        system: str | None = None,
+        max_image_megapixels: float = 100.0,
+    ) -> None:
+        if on_long not in ("drop", "cut", "error"):
+            raise DataError(f"on_long is {on_long!r}; it must be drop, cut or error")
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.seq_length, self.on_long, self.train_on_prompt, self.system = seq_length, on_long, train_on_prompt, system
+        self.max_image_megapixels = max_image_megapixels
+        self.sees = getattr(processor, "image_processor", None) is not None
+        if getattr(processor, "chat_template", None) is None and getattr(self.tokenizer, "chat_template", None) is None:
+            raise DataError("the model's processor has no chat template, so conversations cannot be written for it; "
+                            "add chat_template.jinja to the model folder")  # fmt: skip
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise DataError(f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask needs; "
+                            "add a tokenizer.json to the model folder")  # fmt: skip
+        self.image_ids = _image_ids(processor) if self.sees else frozenset()
+        specials = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        self.ends = tuple(sorted(specials | set(self.tokenizer.all_special_tokens)))
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills short rows; it is masked, so any will do."""
+        for found in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if found is not None:
+                return found
+        return 0
+
+    def encode(self, conversation: Conversation) -> Sample:
+        """One conversation as a `Sample`. Raises `BadSample` (or its subclass `LongSample`), with on_long="error"
+        `DataError` for a row that is too long."""
+        try:
+            sample = self._encode(conversation)
+        except (TemplateProblem, ImageProblem, _Mismatch) as cause:
+            raise BadSample(conversation.source, conversation.row, str(cause), conversation.id) from cause
+        if len(sample.input_ids) <= self.seq_length:
+            return sample
+        return self._shorten(sample)
+
+    def _encode(self, conversation: Conversation) -> Sample:
+        if conversation.images and not self.sees:
+            raise _Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+        self._check_literals(conversation)
+        talk = messages(conversation, parts=self.sees, system=self.system)
+        text, spans = answer_spans(talk, self._render, self.ends)
+        outputs = self._process(text, [load(path, self.max_image_megapixels) for path in conversation.images])
+        ids = _array(outputs["input_ids"][0], np.int64)
+        starts, stops = _array(outputs["offset_mapping"][0], np.int64).reshape(-1, 2).T
+        picture = np.isin(ids, list(self.image_ids))
+        shift = _Expansion(text, self._image_token(), starts, stops, _runs(picture))
+        answers = [shift.tokens(start, end) for start, end in spans]
+        labels = np.full_like(ids, IGNORE)
+        if self.train_on_prompt:
+            labels[:] = ids
+        for start, end in answers:
+            labels[start:end] = ids[start:end]
+        labels[picture] = IGNORE
+        labels[:1] = IGNORE  # nothing predicts the first token
+        if not (labels != IGNORE).any():
+            raise _Mismatch("its answers hold no token to learn from")
+        kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
+        return Sample(
+            ids,
+            labels,
+            None if kinds is None else _array(kinds[0], np.int64),
+            None if pixels is None else _array(pixels, np.float32),
+            None if grid is None else _array(grid, np.int64),
+            images=len(conversation.images),
+            answers=tuple(answers),
+            length=len(ids),
+            file=conversation.source,
+            row=conversation.row,
+            id=conversation.id,
+        )
+
+    def _render(self, talk: Any, add_generation_prompt: bool) -> str:
+        return self.processor.apply_chat_template(
+            list(talk), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    def _process(self, text: str, images: list[Any]) -> dict[str, Any]:
+        """The processor's own call on a rendered text. A template that writes the BOS itself gets no second one."""
+        bos = self.tokenizer.bos_token
+        if not self.sees:
+            return dict(self.tokenizer([text], add_special_tokens=False, return_offsets_mapping=True))
+        options: dict[str, Any] = {"return_offsets_mapping": True}
+        if bos is not None and text.startswith(bos):
+            options["add_special_tokens"] = False
+        try:
+            outputs = dict(self.processor(text=[text], images=images or None, **options))
+        except ValueError as cause:
+            raise _Mismatch(f"the processor refuses it: {cause}") from cause
+        if unknown := sorted(set(outputs) - KNOWN_OUTPUTS):
+            raise DataError(f"{type(self.processor).__name__} returns {', '.join(unknown)}, which Octavo does not pass "
+                            "on to the model; this family is not available in this version")  # fmt: skip
+        return outputs
+
+    def _image_token(self) -> str | None:
+        return self.processor.image_token if self.sees else None
+
+    def _check_literals(self, conversation: Conversation) -> None:
+        """Words that spell an image token would become one."""
+        for token in (self._image_token(), getattr(self.processor, "video_token", None)):
+            if token and any(token in turn.text for turn in conversation.turns):
+                raise _Mismatch(f"its text spells the model's own placeholder {token!r}; remove it")
+
+    def _shorten(self, sample: Sample) -> Sample:
+        where = f"is {len(sample.input_ids)} tokens long, seq_length is {self.seq_length}"
+        if self.on_long == "error":
+            raise DataError(f"{sample.file}, row {sample.row}: {where}; raise train.seq_length, lower data.max_pixels, "
+                            "or set data.on_long to drop or cut")  # fmt: skip
+        if self.on_long == "drop":
+            raise LongSample(sample.file, sample.row, where, sample.id)
+        short = self._cut(sample)
+        if not (short.labels != IGNORE).any():
+            raise LongSample(sample.file, sample.row, f"{where}; nothing to learn is left after the cut", sample.id)
+        return short
+
+    def _cut(self, sample: Sample) -> Sample:
+        end, kept, pixels = self.seq_length, 0, 0
+        for run in self._image_runs(sample):
+            if run.stop > end:
+                end = min(end, run.start)
+                break
+            kept, pixels = kept + 1, pixels + run.pixels
+        grid = sample.image_grid_thw
+        return replace(
+            sample,
+            input_ids=sample.input_ids[:end],
+            labels=sample.labels[:end],
+            mm_token_type_ids=None if sample.mm_token_type_ids is None else sample.mm_token_type_ids[:end],
+            pixel_values=sample.pixel_values[:pixels].copy() if sample.pixel_values is not None and kept else None,
+            image_grid_thw=grid[:kept] if grid is not None and kept else None,
+            images=kept,
+            answers=tuple(span for span in sample.answers if span[1] <= end),
+        )
+
+    def _image_runs(self, sample: Sample) -> list[_Run]:
+        """Where each image's tokens stand, and how many rows of `pixel_values` are its own."""
+        if not sample.images:
+            return []
+        runs = _runs(np.isin(sample.input_ids, list(self.image_ids)))
+        assert sample.pixel_values is not None
+        rows = len(sample.pixel_values)
+        if sample.image_grid_thw is not None:
+            patches = sample.image_grid_thw.prod(axis=1)
+        elif len(runs) == sample.images:
+            tokens = np.array([self._content(sample.input_ids[start:stop]) for start, stop in runs])
+            patches = tokens * rows // tokens.sum()
+        else:
+            patches = np.full(sample.images, rows // sample.images)
+        # Images that touch form one run: it is shared out by their patches.
+        total = sum(stop - start for start, stop in runs)
+        if len(runs) != sample.images:
+            sizes = patches * total // patches.sum()
+            positions = np.concatenate([np.arange(start, stop) for start, stop in runs])
+            edges = np.concatenate([[0], np.cumsum(sizes)])
+            runs = [(int(positions[a]), int(positions[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False)]
+        return [_Run(start, stop, int(n)) for (start, stop), n in zip(runs, patches, strict=True)]
+
+    def _content(self, ids: np.ndarray) -> int:
+        return int((ids == self.processor.image_token_id).sum())
+
+
+@dataclass(frozen=True)
+class _Run:
+    start: int
+    stop: int
+    pixels: int
+
+
+class _Mismatch(ValueError):
+    """Processor and conversation do not go together; becomes a `BadSample`."""
+
+
+class _Expansion:
+    """Characters of the rendered text to tokens of the processed one, in which each placeholder has grown.
+
+    Token offsets count in the grown text. Runs of image tokens there and runs of placeholders in the rendered
+    text come in the same order; between them the texts are equal, so each run moves what follows by its growth.
+    """
+
+    def __init__(
+        self, text: str, token: str | None, starts: np.ndarray, stops: np.ndarray, runs: list[tuple[int, int]]
+    ) -> None:
+        self.starts, self.stops = starts, stops
+        before = [m.span() for m in re.finditer(f"(?:{re.escape(token)})+", text)] if token else []
+        if len(before) != len(runs):
+            raise _Mismatch(f"the processor made {len(runs)} groups of image tokens of {len(before)} placeholders")
+        self.growth = [
+            (end, int(stops[stop - 1] - starts[start]) - (end - begin))
+            for (begin, end), (start, stop) in zip(before, runs, strict=True)
+        ]
+
+    def tokens(self, start: int, end: int) -> tuple[int, int]:
+        """The tokens that hold any of the characters start to end of the rendered text."""
+        first, last = self._moved(start), self._moved(end)
+        inside = np.flatnonzero((self.starts < last) & (self.stops > first) & (self.stops > self.starts))
+        return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+
+    def _moved(self, position: int) -> int:
+        return position + sum(more for end, more in self.growth if end <= position)
+
+
+def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """(start, stop) of each unbroken stretch of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _image_ids(processor: Any) -> frozenset[int]:
+    """Every token that a placeholder can grow into, the marks around it included where they grow with it."""
+    ids = set(getattr(processor, "image_token_ids", None) or [])
+    ids |= {getattr(processor, name, None) for name in ("image_token_id", "start_image_token_id", "end_image_token_id")}
+    return frozenset(int(i) for i in ids if i is not None)
+
+
+def _array(values: Any, dtype: Any) -> np.ndarray:
+    if isinstance(values, list) and values and hasattr(values[0], "shape"):
+        values = np.stack([np.asarray(value) for value in values])
+    return np.ascontiguousarray(values, dtype=dtype)

@@ -1,0 +1,57 @@
+"""Held-out data: every row once, in file order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.data.collate import collate
+from octavo.data.encode import Encoder
+from octavo.data.loader import CACHE_BYTES, Judge, Processed
+from octavo.data.report import SkipReport
+from octavo.data.sources import Source
+
+
+class EvalSet:
+    """Batches over all rows of the sources, in order, the same at each iteration.
+
+    Batch k holds the rows [k*B, (k+1)*B), B = `micro_batch`; rank r takes the batches r, r + world, ... Every rank
+    yields `len(evalset)` batches; where the last ones do not go round, an empty one (fully masked, no rows in its
+    meta) stands in. Together the ranks see each row once. Samples stay in memory between evaluations.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        encoder: Encoder,
+        micro_batch: int,
+        rank: int = 0,
+        world: int = 1,
+        on_bad: str = "error",
+        report_path: str | Path | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self.sources, self.encoder, self.micro_batch, self.rank, self.world = (
+            tuple(sources), encoder, micro_batch, rank, world)  # fmt: skip
+        self._judge = Judge(self.sources, on_bad, report_path)
+        self._processed = Processed(self.sources, encoder, cache_bytes)
+
+    @property
+    def report(self) -> SkipReport:
+        return self._judge.report
+
+    @property
+    def rows(self) -> int:
+        """Rows of all sources, over all ranks."""
+        return sum(len(source) for source in self.sources)
+
+    def __len__(self) -> int:
+        return -(-self.rows // (self.micro_batch * self.world))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        places = [(source, row) for source, rows in enumerate(self.sources) for row in range(len(rows))]
+        for turn in range(len(self)):
+            first = (turn * self.world + self.rank) * self.micro_batch
+            admitted = [self._judge.admit(p, self._processed[p]) for p in places[first : first + self.micro_batch]]
+            yield collate([sample for sample in admitted if sample is not None], self.encoder.pad_id)

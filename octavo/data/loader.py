@@ -1,0 +1,242 @@
+"""The stream of batches that a rank trains on: same rows for any number of workers, exact after a resume."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from octavo.data.collate import collate
+from octavo.data.encode import Encoder, Sample
+from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.mixture import Mixture
+from octavo.data.report import SkipReport
+
+CACHE_BYTES = 512 << 20
+
+
+class Processed(Dataset):
+    """Rows by (source, row), read and encoded; a bad row comes back as its `BadSample` instead of raising.
+
+    Keeps what it made in memory up to `cache_bytes`, the least recently used first to go: epochs after the first
+    decode no image.
+    """
+
+    def __init__(self, sources: tuple[Any, ...], encoder: Encoder, cache_bytes: int = CACHE_BYTES) -> None:
+        self.sources, self.encoder, self.cache_bytes = sources, encoder, cache_bytes
+        self._kept: OrderedDict[tuple[int, int], Sample | BadSample] = OrderedDict()
+        self._bytes = 0
+
+    def __getitem__(self, place: tuple[int, int]) -> Sample | BadSample:
+        found = self._kept.get(place)
+        if found is not None:
+            self._kept.move_to_end(place)
+            return found
+        source, row = place
+        try:
+            made: Sample | BadSample = self.encoder.encode(self.sources[source][row])
+        except BadSample as bad:
+            made = bad.with_traceback(None)
+        self._keep(place, made)
+        return made
+
+    def _keep(self, place: tuple[int, int], made: Sample | BadSample) -> None:
+        size = _size(made)
+        if size > self.cache_bytes:
+            return
+        self._kept[place] = made
+        self._bytes += size
+        while self._bytes > self.cache_bytes:
+            _, old = self._kept.popitem(last=False)
+            self._bytes -= _size(old)
+
+
+def _size(made: Sample | BadSample) -> int:
+    # A kilobyte for the objects around the arrays.
+    return (made.nbytes if isinstance(made, Sample) else 0) + 1024
+
+
+class Judge:
+    """Decides what becomes of a bad row: error, or out and listed. Shared by `Loader` and `EvalSet`."""
+
+    def __init__(self, sources: tuple[Any, ...], on_bad: str, report_path: str | Path | None) -> None:
+        if on_bad not in ("error", "skip"):
+            raise DataError(f"on_bad_sample is {on_bad!r}; it must be error or skip")
+        self.sources, self.on_bad, self.report = sources, on_bad, SkipReport(report_path)
+        self._bad: list[set[int]] = [set() for _ in sources]
+
+    def admit(self, place: tuple[int, int], made: Sample | BadSample) -> Sample | None:
+        """The sample, or None for a row that is left out. Raises the row's error, and `DataError` where a data set
+        has no good row at all."""
+        if isinstance(made, Sample):
+            if made.cut:
+                reason = f"{made.length} tokens cut to {len(made.input_ids)}"
+                self.report.add({"file": made.file, "row": made.row, "id": made.id, "action": "cut", "reason": reason})
+            return made
+        if self.on_bad == "error" and not isinstance(made, LongSample):
+            raise made
+        self.report.add(made.record())
+        source, row = place
+        self._bad[source].add(row)
+        if len(self._bad[source]) == len(self.sources[source]):
+            raise DataError(
+                f"{made.file}: every one of its {len(self.sources[source])} rows was left out; "
+                f"the last one (row {made.row}) because it {made.reason}"
+            )
+        return None
+
+
+class Loader:
+    """Yields, for each optimizer step, the micro-batches of this rank.
+
+    Step t takes the rows [start_row + t*G, start_row + (t+1)*G) of the mixture, G = `global_batch`; rank r of
+    `world` takes the r-th of `world` equal slices, cut into micro-batches of up to `micro_batch` rows. A row that is
+    left out makes its micro-batch smaller; an empty one is a fully masked row, so that all ranks run as many
+    forwards. `rows` is the number of rows of the mixture consumed by the steps that were yielded, not by what workers
+    have prepared: store it, and give it back as `start_row`.
+
+    `workers=0` reads inline and keeps processed samples in memory; more read ahead in processes of their own. The
+    batches are the same. `report_path` is the file that lists the rows left out; `report.counts` counts them.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        encoder: Encoder,
+        micro_batch: int,
+        global_batch: int,
+        rank: int = 0,
+        world: int = 1,
+        start_row: int = 0,
+        workers: int = 0,
+        on_bad: str = "error",
+        report_path: str | Path | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        if micro_batch < 1 or global_batch < 1 or global_batch % world:
+            raise DataError(
+                f"global_batch {global_batch} rows cannot be shared by {world} process(es) in micro-batches of "
+                f"{micro_batch}; make global_batch a multiple of the number of processes"
+            )
+        if not 0 <= rank < world:
+            raise DataError(f"rank {rank} of {world} process(es); ranks count from 0")
+        self.mixture, self.encoder = mixture, encoder
+        self.micro_batch, self.global_batch, self.rank, self.world = micro_batch, global_batch, rank, world
+        self.workers, self.rows = workers, start_row
+        self._judge = Judge(mixture.sources, on_bad, report_path)
+        self._processed = Processed(mixture.sources, encoder, cache_bytes if workers == 0 else 0)
+        self._steps: Iterator[list[dict[str, Any]]] | None = None
+
+    @property
+    def report(self) -> SkipReport:
+        """Counts and list of the rows left out so far."""
+        return self._judge.report
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        """The one endless stream; a second `iter` goes on where the first stopped."""
+        if self._steps is None:
+            self._steps = self._stream()
+        return self._steps
+
+    def __next__(self) -> list[dict[str, Any]]:
+        return next(iter(self))
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._steps is not None:
+            self._steps.close()  # type: ignore[attr-defined]
+            self._steps = None
+
+    def _stream(self) -> Iterator[list[dict[str, Any]]]:
+        mine = self.global_batch // self.world
+        places = _Places(self.mixture, self.rows, self.rank * mine, mine, self.global_batch)
+        made = (
+            ((place, self._processed[place]) for place in places)
+            if self.workers == 0
+            else _by_workers(self._processed, places, self.workers)
+        )
+        try:
+            while True:
+                batches = []
+                for first in range(0, mine, self.micro_batch):
+                    taken = [next(made) for _ in range(min(self.micro_batch, mine - first))]
+                    admitted = [self._judge.admit(place, sample) for place, sample in taken]
+                    batches.append(collate([s for s in admitted if s is not None], self.encoder.pad_id))
+                self.rows += self.global_batch
+                yield batches
+        finally:
+            made.close()
+
+
+class _Places:
+    """The (source, row) of each row that a rank consumes, without end. The sampler of the worker processes too."""
+
+    def __init__(self, mixture: Mixture, start: int, offset: int, mine: int, stride: int) -> None:
+        self.mixture, self.start, self.offset, self.mine, self.stride = mixture, start, offset, mine, stride
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        first = self.start + self.offset
+        while True:
+            for n in range(first, first + self.mine):
+                yield self.mixture.row(n)
+            first += self.stride
+
+
+class _WithPlace(Dataset):
+    def __init__(self, processed: Processed) -> None:
+        self.processed = processed
+
+    def __getitem__(self, place: tuple[int, int]) -> tuple[tuple[int, int], Sample | BadSample]:
+        return place, self.processed[place]
+
+
+def _by_workers(processed: Processed, places: _Places, workers: int) -> Iterator[Any]:
+    """Rows in order, made by worker processes. A worker that dies ends the run with its name and the cure."""
+    stream = iter(
+        DataLoader(
+            _WithPlace(processed),
+            batch_size=None,
+            sampler=places,
+            num_workers=workers,
+            prefetch_factor=8,
+            worker_init_fn=_begin_worker,
+            # Its own generator: the loader must not draw from the run's, or the number of workers would change it.
+            generator=torch.Generator(),
+        )
+    )
+    processes = list(getattr(stream, "_workers", ()))
+    try:
+        while True:
+            try:
+                item = next(stream)
+            except RuntimeError as cause:
+                raise _explain(cause, processes) from cause
+            yield item
+    finally:
+        shut = getattr(stream, "_shutdown_workers", None)
+        if shut is not None:
+            shut()
+
+
+def _begin_worker(worker: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _explain(cause: RuntimeError, processes: list[Any]) -> RuntimeError:
+    dead = [(n, process) for n, process in enumerate(processes) if not process.is_alive() and process.exitcode != 0]
+    if not dead:
+        return cause
+    named = ", ".join(f"worker {n} (pid {process.pid}, {_fate(process.exitcode)})" for n, process in dead)
+    return RuntimeError(
+        f"data {named} died. A kill (signal 9) is mostly the machine running out of memory: lower data.workers or "
+        f"data.max_pixels. To see the fault itself, set data.workers=0, which reads in the training process"
+    )
+
+
+def _fate(code: int | None) -> str:
+    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"

@@ -1,0 +1,101 @@
+"""A data set as the configuration names it: a file, a folder of images, a format, a limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.data.conversations import Conversation, parse
+from octavo.data.errors import BadSample, DataError
+from octavo.data.files import Rows, open_rows
+
+if TYPE_CHECKING:
+    from octavo.config import Dataset
+
+# Rows looked at to recognise a format. A text-only row says nothing about where images are listed.
+LOOKED_AT = 200
+
+
+class Source:
+    """The conversations of one data set: `len(source)`, `source[i]` (raises `BadSample`), `source.name`."""
+
+    def __init__(self, rows: Rows, format: str, images: Path, limit: int | None = None) -> None:
+        self.rows, self.format, self.images = rows, format, images
+        self.name = str(rows.path)
+        self._length = len(rows) if limit is None else min(limit, len(rows))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, row: int) -> Conversation:
+        if not 0 <= row < self._length:
+            raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
+        return parse(self.rows[row], self.format, file=self.rows.path, row=row, images=self.images)
+
+
+def read(dataset: Dataset) -> Source:
+    """Open a data set of the configuration. `max_samples` takes the first rows in file order; image names are
+    relative to `images`, or to the folder of the data file where that is not given. Raises `DataError`."""
+    rows = open_rows(dataset.path)
+    images = Path(dataset.images) if dataset.images is not None else rows.path.parent
+    if not images.is_dir():
+        raise DataError(f"{images}: no such folder; check `images` of {rows.path} in the configuration")
+    format = recognise(rows) if dataset.format == "auto" else dataset.format
+    return Source(rows, format, images, dataset.max_samples)
+
+
+def recognise(rows: Rows) -> str:
+    """Tell the format from the structure of the first rows. Raises `DataError` where they disagree or say nothing."""
+    evidence: dict[str, int] = {}
+    plain = False
+    for row in range(min(len(rows), LOOKED_AT)):
+        try:
+            told = _told_by(rows[row])
+        except BadSample:
+            continue  # a broken line; it is reported when its turn comes
+        if told == "from/value":
+            plain = True
+        elif told is not None:
+            evidence.setdefault(told, row)
+    if plain and "messages" in evidence:
+        evidence.setdefault("llava", next(r for r in range(len(rows)) if _told_by(rows[r]) == "from/value"))
+    if len(evidence) > 1:
+        rows_named = ", ".join(f"row {row} reads as {name}" for name, row in sorted(evidence.items()))
+        raise DataError(f"{rows.path}: the format is ambiguous ({rows_named}); set `format` for this data set")
+    if evidence:
+        return next(iter(evidence))
+    if plain:
+        return "llava"
+    raise DataError(
+        f"{rows.path}: no row looks like a conversation (the first is {_keys(rows)}); expected LLaVA "
+        f"('conversations' with from/value), ShareGPT, or 'messages' with role/content"
+    )
+
+
+def _told_by(raw: Any) -> str | None:
+    """llava, sharegpt or messages where a row proves it; "from/value" where it could be either of the first two."""
+    if isinstance(raw, list):
+        return "messages" if raw and isinstance(raw[0], dict) and "role" in raw[0] else None
+    if not isinstance(raw, dict):
+        return None
+    keys = [key for key in ("conversations", "messages", "conversation") if isinstance(raw.get(key), list)]
+    turns = [turn for key in keys for turn in raw[key] if isinstance(turn, dict)]
+    spoken = any("from" in turn and "value" in turn for turn in turns)
+    chatted = any("role" in turn and "content" in turn for turn in turns)
+    if chatted:
+        return "messages" if not spoken else None
+    if not spoken:
+        return None
+    if raw.get("images") or "messages" in keys or any(turn.get("from") in ("user", "assistant") for turn in turns):
+        return "sharegpt"
+    if raw.get("image"):
+        return "llava"
+    return "from/value"
+
+
+def _keys(rows: Rows) -> str:
+    try:
+        first = rows[0]
+    except BadSample as broken:
+        return broken.reason
+    return f"an object with the keys {sorted(map(str, first))[:8]}" if isinstance(first, dict) else repr(first)[:80]

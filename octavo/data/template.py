@@ -1,0 +1,110 @@
+"""Which characters of a rendered conversation the assistant said.
+
+A chat template is a program; nobody marks in its output what is prompt and what is answer. So the conversation is
+rendered in growing prefixes: the messages before an answer with the generation prompt end where the answer begins
+(that is exactly what a model is given when it generates), and the messages up to the answer end where it ends.
+Both must be prefixes of the whole rendering; a template for which they are not gives a `TemplateProblem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from octavo.data.conversations import Conversation, ImageRef, Turn
+
+Message = dict[str, Any]
+Render = Callable[[Sequence[Message], bool], str]
+
+
+class TemplateProblem(ValueError):
+    """The chat template and this conversation do not go together."""
+
+
+def messages(conversation: Conversation, *, parts: bool, system: str | None = None) -> list[Message]:
+    """The conversation as chat-template input: content as a list of parts (multimodal processors) or as a text.
+
+    `system` is put in front where the conversation has no system turn of its own.
+    """
+    turns = list(conversation.turns)
+    found = [_message(turn, parts) for turn in turns]
+    if system is not None and not any(turn.role == "system" for turn in turns):
+        found.insert(0, {"role": "system", "content": [{"type": "text", "text": system}] if parts else system})
+    return found
+
+
+def _message(turn: Turn, parts: bool) -> Message:
+    if not parts:
+        return {"role": turn.role, "content": turn.text}
+    content = [
+        {"type": "image"} if isinstance(part, ImageRef) else {"type": "text", "text": part.text} for part in turn.parts
+    ]
+    return {"role": turn.role, "content": content}
+
+
+def answer_spans(talk: Sequence[Message], render: Render, ends: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+    """Render the conversation and find its answers.
+
+    `render(messages, add_generation_prompt)` gives text; `ends` are the tokenizer's special tokens. Returns the
+    whole text and, for each assistant turn, (start, end) in characters: the answer with its end-of-turn token and
+    without the line break that a template glues behind it. Raises `TemplateProblem`.
+    """
+    whole = _rendered(render, talk, False)
+    spans = []
+    for number, message in enumerate(talk):
+        if message["role"] != "assistant":
+            continue
+        prompt = _rendered(render, talk[:number], True)
+        if not whole.startswith(prompt):
+            raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, whole))
+        until = whole if number == len(talk) - 1 else _rendered(render, talk[: number + 1], False)
+        if not until.startswith(prompt):
+            raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, until))
+        end = _end(whole, until, len(prompt), message)
+        if end is None:
+            raise TemplateProblem(_no_prefix(number, "the conversation up to its end", until, whole))
+        spans.append((len(prompt), _without_glue(whole, len(prompt), end, ends)))
+    return whole, spans
+
+
+def _end(whole: str, until: str, start: int, message: Message) -> int | None:
+    """Where the answer that begins at `start` ends in `whole`.
+
+    Some templates (Qwen3's) write an empty thinking block before the last answer only, so that a middle answer
+    rendered as the last one differs from itself. Then its words and what follows them must still be the same.
+    """
+    if whole.startswith(until):
+        return len(until)
+    content = message["content"]
+    words = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    at = until.rfind(words.strip())
+    if at < start:
+        return None
+    tail = until[at:]
+    return start + len(tail) if whole.startswith(tail, start) else None
+
+
+def _without_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:
+    """Leave out white space behind the end-of-turn token. Where there is no such token it is the end signal: kept."""
+    bare = text[start:end].rstrip()
+    return start + len(bare) if any(bare.endswith(token) for token in ends) else end
+
+
+def _rendered(render: Render, talk: Sequence[Message], prompt: bool) -> str:
+    try:
+        return render(talk, prompt)
+    # Templates are programs of strangers: jinja's TemplateError (raise_exception), and Python errors out of jinja.
+    except Exception as cause:
+        roles = ", ".join(message["role"] for message in talk)
+        raise TemplateProblem(
+            f"the chat template refuses the roles {roles} ({type(cause).__name__}: {cause})"
+        ) from cause
+
+
+def _no_prefix(number: int, what: str, prefix: str, whole: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(prefix, whole, strict=False)) if a != b), min(len(prefix), len(whole)))
+    return (
+        f"the chat template writes message {number + 1} so that its answer cannot be found: rendered alone, {what} "
+        f"reads {prefix[at : at + 40]!r} at character {at}, in the whole conversation {whole[at : at + 40]!r}; use a "
+        f"template whose earlier turns do not change when later ones are added, or keep one answer a conversation"
+    )
