@@ -51,9 +51,7 @@ def to_config(tree: Tree) -> Config:
     if config is not None:
         for finding in rules.check(config):
             if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
-                problems.append(
-                    Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.cure)
-                )
+                problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.cure))
     if problems or config is None:
         raise ConfigError(_in_order(problems, tree))
     return config
@@ -169,8 +167,11 @@ def _type_cure(kind: str, value: Any, path: Path) -> str:
         return f'put it in quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
     if kind == "tuple_type":
         return "write `- ` before it" if isinstance(value, dict) else f"write [{value}]"
-    if kind == "model_type" and isinstance(value, (str, bool)) and path[-1] in ("image_encoder", "image_projector",
-                                                                               "foundation", "fp8"):
+    if (
+        kind == "model_type"
+        and isinstance(value, (str, bool))
+        and path[-1] in ("image_encoder", "image_projector", "foundation", "fp8")
+    ):
         return f"write {{recipe: {'off' if value is False else value}}}"
     if kind == "model_type" and isinstance(value, str):
         return f"write {{path: {value}}}" if path[0] in ("data", "model") else "write `key: value` pairs under it"

@@ -70,17 +70,28 @@ def read_text(text: str, source: str) -> Document:
         return _broken(document, source, *_syntax(error, text))
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        return _broken(document, source, line, f"the character {chr(error.character)!r} is not allowed in YAML",
-                       "remove it")
+        return _broken(
+            document, source, line, f"the character {chr(error.character)!r} is not allowed in YAML", "remove it"
+        )
     except (YAMLError, RecursionError, _TooMuchError) as error:
         return _broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
     if node is None:
-        return _broken(document, source, None, "the file is empty",
-                       "give at least `model`, `data` and `train`, or `extends: other.yaml`")
+        return _broken(
+            document,
+            source,
+            None,
+            "the file is empty",
+            "give at least `model`, `data` and `train`, or `extends: other.yaml`",
+        )
     if not isinstance(value, dict):
         kind = "a list" if isinstance(value, list) else "a single value"
-        return _broken(document, source, node.start_mark.line + 1, f"the file holds {kind} at the top",
-                       "write a mapping: `model:`, `data:`, `train:` at the left margin")
+        return _broken(
+            document,
+            source,
+            node.start_mark.line + 1,
+            f"the file holds {kind} at the top",
+            "write a mapping: `model:`, `data:`, `train:` at the left margin",
+        )
     document.value = value
     return document
 
@@ -182,15 +193,20 @@ class _Reader:
         plain = node.style is None
         usual = self.yaml.resolver.resolve(ScalarNode, node.value, (plain, not plain))
         if node.tag != usual:
-            self.problem(node, path, f"the tag {str(node.tag).replace('tag:yaml.org,2002:', '!!')} is not used here",
-                         "remove it; quote the value if it is meant as text")
+            self.problem(
+                node,
+                path,
+                f"the tag {str(node.tag).replace('tag:yaml.org,2002:', '!!')} is not used here",
+                "remove it; quote the value if it is meant as text",
+            )
             return None
         return scalar(node.value) if plain else str(node.value)
 
     def check_tag(self, node: Node, path: Path, kind: str) -> None:
         if node.tag != f"tag:yaml.org,2002:{kind}":
-            self.problem(node, path, f"the tag {str(node.tag).replace('tag:yaml.org,2002:', '!!')} is not used here",
-                         "remove it")
+            self.problem(
+                node, path, f"the tag {str(node.tag).replace('tag:yaml.org,2002:', '!!')} is not used here", "remove it"
+            )
 
     def place(self, node: Node) -> Place:
         return Place(self.source, node.start_mark.line + 1, node.start_mark.column + 1)

@@ -38,9 +38,15 @@ def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), orig
     shown = _shown(path)
     real = path.resolve()
     if real in chain:
-        names = " -> ".join(_shown(p) for p in (*chain[chain.index(real):], real))
-        tree.problems.append(Problem(origin or Place(shown), "extends", f"the files extend each other ({names})",
-                                     "remove one of the `extends`"))
+        names = " -> ".join(_shown(p) for p in (*chain[chain.index(real) :], real))
+        tree.problems.append(
+            Problem(
+                origin or Place(shown),
+                "extends",
+                f"the files extend each other ({names})",
+                "remove one of the `extends`",
+            )
+        )
         tree.broken = True
         return
     text = _text(tree, path, shown, origin)
@@ -89,8 +95,14 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
         for further in reversed(parts[depth + 1 :]):  # the sections on the way that nobody has written yet
             if further.isdecimal():
                 where = dotted(parts[: parts.index(further)])
-                tree.problems.append(Problem(place, where, f"there is no list here, so no entry {further}",
-                                             f"set the whole list: {where}=[...]"))
+                tree.problems.append(
+                    Problem(
+                        place,
+                        where,
+                        f"there is no list here, so no entry {further}",
+                        f"set the whole list: {where}=[...]",
+                    )
+                )
                 return
             value = {further: value}
         value = _absolute(value, path, FilePath.cwd())
@@ -110,17 +122,27 @@ def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | i
         if part.isdecimal() and int(part) < len(node):
             return int(part)
         entries = f"the entries 0 to {len(node) - 1}" if len(node) > 1 else "one entry, 0" if node else "no entries"
-        tree.problems.append(Problem(place, where, f"has {entries}; found `{part}`",
-                                     f"name one of them, or set the whole list: {where}=[...]"))
+        tree.problems.append(
+            Problem(
+                place,
+                where,
+                f"has {entries}; found `{part}`",
+                f"name one of them, or set the whole list: {where}=[...]",
+            )
+        )
         return None
     if isinstance(node, dict):
         if part.isdecimal():
-            tree.problems.append(Problem(place, dotted((*path, part)), f"there is no list at `{where}`",
-                                         f"set the whole list: {where}=[...]"))
+            tree.problems.append(
+                Problem(
+                    place, dotted((*path, part)), f"there is no list at `{where}`", f"set the whole list: {where}=[...]"
+                )
+            )
             return None
         return part
-    tree.problems.append(Problem(place, dotted((*path, part)), f"`{where}` is {named(node)} and holds no keys",
-                                 f"set `{where}` itself"))
+    tree.problems.append(
+        Problem(place, dotted((*path, part)), f"`{where}` is {named(node)} and holds no keys", f"set `{where}` itself")
+    )
     return None
 
 
@@ -216,5 +238,3 @@ def _shown(path: FilePath) -> str:
     absolute = FilePath(os.path.normpath(path.absolute()))
     here = FilePath.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
-
-

@@ -35,10 +35,8 @@ def glob_problem(pattern: str) -> str | None:
         return "module names hold no spaces" if pattern else "it is empty"
     if "/" in pattern or "\\" in pattern:
         return "module names are joined by dots, not slashes"
-    if re.search(r"[\^$|(){}+]", pattern):
-        return "it is a glob, not a regular expression: * stays within a segment, ** spans segments"
-    if re.search(r"\[[^\]]*$|^[^\[]*\]", pattern):
-        return "a bracket is not closed"
+    if re.search(r"[\^$|(){}+\[\]]", pattern):
+        return "it is no regular expression: only *, ? (within a segment) and ** (any number of segments) are special"
     for segment in pattern.split("."):
         if not segment:
             return "it has an empty segment (two dots in a row, or a dot at an end)"
@@ -56,11 +54,17 @@ def _unavailable(config: Config) -> Iterator[Finding]:
         if part.recipe == "auto":
             yield _not_yet((*path, "recipe"), "recipe auto", "name one, e.g. blockwise; `octavo compare` tries several")
         if getattr(part, "param", None):
-            yield _not_yet((*path, "param"), "FP8 primary weights",
-                           "use `param: false` (without --fp8-param-gather); the linear layers still run in FP8")
+            yield _not_yet(
+                (*path, "param"),
+                "FP8 primary weights",
+                "use `param: false` (without --fp8-param-gather); the linear layers still run in FP8",
+            )
     if fp8.activations != "bf16":
-        yield _not_yet(("fp8", "activations"), "FP8 for what blocks keep beside their linear layers",
-                       "use `activations: bf16`; FP8 linear layers keep FP8 in any case")
+        yield _not_yet(
+            ("fp8", "activations"),
+            "FP8 for what blocks keep beside their linear layers",
+            "use `activations: bf16`; FP8 linear layers keep FP8 in any case",
+        )
     if config.optimizer.states != "fp32":
         yield _not_yet(("optimizer", "states"), f"optimizer states in {config.optimizer.states}", "use `states: fp32`")
     if config.optimizer.master != "fp32":
@@ -77,19 +81,27 @@ def _model(config: Config) -> Iterator[Finding]:
         if pattern in FREEZABLE:
             continue
         if why := glob_problem(pattern):
-            yield Finding(path, f"{pattern!r} is neither a component nor a glob over module names: {why}",
-                          f"use {', '.join(FREEZABLE)} or e.g. \"**.layers.0.**\"")
+            yield Finding(
+                path,
+                f"{pattern!r} is neither a component nor a glob over module names: {why}",
+                f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"',
+            )
         elif "." not in pattern and "*" not in pattern and (close := nearest(pattern, FREEZABLE, 0.85)):
             yield Finding(path, f"unknown component {pattern!r}", f"did you mean {close}?")
 
 
 def _fp8(fp8: Fp8Section) -> Iterator[Finding]:
     if fp8.recipe == "mxfp8" and fp8.format == "hybrid":
-        yield Finding(("fp8", "format"), "mxfp8 has no hybrid format", "use e4m3, or leave `format` out",
-                      (("fp8", "recipe"),))
+        yield Finding(
+            ("fp8", "format"), "mxfp8 has no hybrid format", "use e4m3, or leave `format` out", (("fp8", "recipe"),)
+        )
     if fp8.recipe != "off" and _all_bf16(fp8):
-        yield Finding(("fp8", "wgrad"), "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8",
-                      "use `recipe: off`, or leave one of them fp8", (("fp8", "fwd"), ("fp8", "dgrad")))
+        yield Finding(
+            ("fp8", "wgrad"),
+            "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8",
+            "use `recipe: off`, or leave one of them fp8",
+            (("fp8", "fwd"), ("fp8", "dgrad")),
+        )
     for name in COMPONENTS:
         part: Component | None = getattr(fp8, name)
         if part is not None:
@@ -97,8 +109,11 @@ def _fp8(fp8: Fp8Section) -> Iterator[Finding]:
     for index, rule in enumerate(fp8.rules):
         path: Path = ("fp8", "rules", index)
         if why := glob_problem(rule.match):
-            yield Finding((*path, "match"), f"{rule.match!r} is not a glob over module names: {why}",
-                          "write e.g. \"**.layers.0.**\"")
+            yield Finding(
+                (*path, "match"),
+                f"{rule.match!r} is not a glob over module names: {why}",
+                'write e.g. "**.layers.0.**"',
+            )
         if all(getattr(rule, key) is None for key in ("recipe", "format", *GEMMS)):
             yield Finding(path, "the rule changes nothing", "give it a recipe, a format, fwd, dgrad or wgrad")
         yield from _part(path, rule, fp8)
@@ -109,20 +124,36 @@ def _part(path: Path, part: Component | Rule, fp8: Fp8Section) -> Iterator[Findi
     if part.recipe == "off":
         for key in ("format", *GEMMS):
             if getattr(part, key) is not None:
-                yield Finding((*path, key), "has no effect where the recipe is off", f"remove `{key}` or set a recipe",
-                              ((*path, "recipe"),))
+                yield Finding(
+                    (*path, key),
+                    "has no effect where the recipe is off",
+                    f"remove `{key}` or set a recipe",
+                    ((*path, "recipe"),),
+                )
         return
     if part.recipe == "mxfp8" and part.format == "hybrid":
         yield Finding((*path, "format"), "mxfp8 has no hybrid format", "use e4m3", ((*path, "recipe"),))
     elif part.recipe == "mxfp8" and part.format is None and fp8.format == "hybrid":
-        yield Finding((*path, "recipe"), "mxfp8 has no hybrid format, which is inherited from fp8.format",
-                      "add `format: e4m3` here", (("fp8", "format"), (*path, "format")))
+        yield Finding(
+            (*path, "recipe"),
+            "mxfp8 has no hybrid format, which is inherited from fp8.format",
+            "add `format: e4m3` here",
+            (("fp8", "format"), (*path, "format")),
+        )
     elif part.recipe is None and part.format == "hybrid" and fp8.recipe == "mxfp8":
-        yield Finding((*path, "format"), "mxfp8, inherited from fp8.recipe, has no hybrid format", "use e4m3",
-                      (("fp8", "recipe"), (*path, "recipe")))
+        yield Finding(
+            (*path, "format"),
+            "mxfp8, inherited from fp8.recipe, has no hybrid format",
+            "use e4m3",
+            (("fp8", "recipe"), (*path, "recipe")),
+        )
     if part.recipe is not None and _all_bf16(part):
-        yield Finding((*path, "wgrad"), "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8",
-                      "use `recipe: off`", tuple((*path, gemm) for gemm in GEMMS))
+        yield Finding(
+            (*path, "wgrad"),
+            "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8",
+            "use `recipe: off`",
+            tuple((*path, gemm) for gemm in GEMMS),
+        )
 
 
 def _all_bf16(part: Fp8Section | Component | Rule) -> bool:
@@ -132,11 +163,19 @@ def _all_bf16(part: Fp8Section | Component | Rule) -> bool:
 def _data(config: Config) -> Iterator[Finding]:
     data = config.data
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
-        yield Finding(("data", "min_pixels"), f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}",
-                      "lower it or raise data.max_pixels", (("data", "max_pixels"),))
+        yield Finding(
+            ("data", "min_pixels"),
+            f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}",
+            "lower it or raise data.max_pixels",
+            (("data", "max_pixels"),),
+        )
     if config.run.eval_every and not data.eval:
-        yield Finding(("run", "eval_every"), "there is nothing to evaluate on: data.eval is empty",
-                      "add a data set to data.eval, or use `eval_every: 0`", (("data", "eval"),))
+        yield Finding(
+            ("run", "eval_every"),
+            "there is nothing to evaluate on: data.eval is empty",
+            "add a data set to data.eval, or use `eval_every: 0`",
+            (("data", "eval"),),
+        )
 
 
 def _train(config: Config) -> Iterator[Finding]:
@@ -144,19 +183,30 @@ def _train(config: Config) -> Iterator[Finding]:
     if train.global_batch % train.micro_batch:
         above = -(-train.global_batch // train.micro_batch) * train.micro_batch
         best = max(n for n in range(1, train.micro_batch + 1) if train.global_batch % n == 0)
-        yield Finding(("train", "global_batch"),
-                      f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}",
-                      f"use e.g. micro_batch {best} or global_batch {above}",
-                      (("train", "micro_batch"),))
+        yield Finding(
+            ("train", "global_batch"),
+            f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}",
+            f"use e.g. micro_batch {best} or global_batch {above}",
+            (("train", "micro_batch"),),
+        )
     if train.warmup >= train.steps:
-        yield Finding(("train", "warmup"), f"warmup {train.warmup} leaves nothing of {train.steps} steps",
-                      f"use at most {train.steps - 1}", (("train", "steps"),))
+        yield Finding(
+            ("train", "warmup"),
+            f"warmup {train.warmup} leaves nothing of {train.steps} steps",
+            f"use at most {train.steps - 1}",
+            (("train", "steps"),),
+        )
     if train.min_lr > train.lr:
-        yield Finding(("train", "min_lr"), f"min_lr {train.min_lr:g} is above lr {train.lr:g}", "lower it",
-                      (("train", "lr"),))
+        yield Finding(
+            ("train", "min_lr"), f"min_lr {train.min_lr:g} is above lr {train.lr:g}", "lower it", (("train", "lr"),)
+        )
     if train.schedule == "constant" and train.min_lr:
-        yield Finding(("train", "min_lr"), "has no effect on a constant schedule", "remove it, or use cosine or linear",
-                      (("train", "schedule"),))
+        yield Finding(
+            ("train", "min_lr"),
+            "has no effect on a constant schedule",
+            "remove it, or use cosine or linear",
+            (("train", "schedule"),),
+        )
 
 
 def _run(config: Config) -> Iterator[Finding]:
@@ -168,5 +218,6 @@ def _run(config: Config) -> Iterator[Finding]:
     elif "/" not in resume and "\\" not in resume and not resume.startswith((".", "~")):
         close = nearest(resume, ("never", "auto"))
         hint = f"did you mean {close}? " if close else ""
-        yield Finding(("run", "resume"), f"{resume!r} is neither never, auto nor a path",
-                      f"{hint}a path has a slash: ./{resume}")
+        yield Finding(
+            ("run", "resume"), f"{resume!r} is neither never, auto nor a path", f"{hint}a path has a slash: ./{resume}"
+        )

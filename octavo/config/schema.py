@@ -186,9 +186,9 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """AdamW."""
 
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], _FROM_LIST
-    ] = Field(default=(0.9, 0.95), description="Decay of the first and the second moment.")
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], _FROM_LIST] = (
+        Field(default=(0.9, 0.95), description="Decay of the first and the second moment.")
+    )
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; norms and biases are spared.")
     states: Literal["fp32", "bf16", "fp8", "coat"] = Field(

@@ -1,0 +1,226 @@
+"""What this machine and these versions are: recorded in every run, so that a figure can be read years later.
+
+:func:`describe` never fails and imports nothing heavy but torch, and that only when asked to: what cannot be read is
+left out and its cause stands under ``unread``. :func:`package_problems` holds the versions against what Octavo needs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import octavo
+
+#: what must be there, with the versions Octavo is written for (as in pyproject.toml; a test keeps the two equal)
+REQUIRED: dict[str, str] = {
+    "torch": ">=2.11,<2.14",
+    "transformers": ">=5.17",
+    "safetensors": ">=0.5",
+    "tokenizers": ">=0.22",
+    "jinja2": ">=3.1",
+    "pydantic": ">=2.7",
+    "ruamel.yaml": ">=0.18",
+    "pillow": ">=10",
+    "numpy": ">=1.26",
+    "rich": ">=13",
+    "matplotlib": ">=3.8",
+    "tensorboard": ">=2.16",
+    "scikit-learn": ">=1.4",
+}
+
+#: found and recorded, never needed
+OPTIONAL: tuple[str, ...] = (
+    "triton", "deep_gemm", "flash-attn", "torchao", "trl", "peft", "accelerate", "vllm", "torchvision",
+)  # fmt: skip
+
+_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A package that is missing or of a version that Octavo is not written for."""
+
+    package: str
+    found: str
+    needed: str
+    cure: str
+
+
+def describe() -> dict[str, Any]:
+    """The record of this machine, JSON-able: octavo, python, os, cpu, memory, torch, gpus, packages.
+
+    Memory is in bytes. Reads in a fraction of a second once torch is imported. Never raises; ``unread`` maps what could
+    not be read to its cause.
+    """
+    unread: dict[str, str] = {}
+
+    def read(name: str, reader: Callable[[], Any]) -> Any:
+        try:
+            return reader()
+        except Exception as error:  # the cause is kept: a record must not stop a run
+            unread[name] = f"{type(error).__name__}: {error}"
+            return None
+
+    record: dict[str, Any] = {
+        "octavo": {"version": octavo.__version__, **(read("git", git_state) or {})},
+        "python": platform.python_version(),
+        "os": read("os", platform.platform),
+        "cpu": read("cpu", _cpu),
+        "memory_bytes": read("memory_bytes", _memory),
+        "torch": read("torch", _torch),
+        "gpus": read("gpus", _gpus) or [],
+        "driver": read("driver", _driver),
+        "packages": read("packages", versions) or {},
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "unread": unread,
+    }
+    return record
+
+
+#: environment variables that change what is computed or how fast
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """The installed version of every package that Octavo needs or can use. Nothing is imported."""
+    found = {name: version(name) for name in (*REQUIRED, *OPTIONAL)}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, by its metadata; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def package_problems() -> list[Problem]:
+    """Required packages that are missing or out of range, each with the command that mends it."""
+    problems = []
+    for package, needed in REQUIRED.items():
+        found = version(package)
+        if found is None or not satisfies(found, needed):
+            cure = f"pip install '{package}{needed}'"
+            problems.append(Problem(package, found or "not installed", needed, cure))
+    return problems
+
+
+def satisfies(found: str, needed: str) -> bool:
+    """Whether a version lies in a range such as ``>=2.11,<2.14``. Suffixes (``2.13.0+cpu``, ``2.14.0a0``) are ignored."""
+    number = _release(found)
+    for clause in needed.split(","):
+        match = re.fullmatch(r"\s*(>=|<)\s*([0-9.]+)\s*", clause)
+        if match is None:
+            raise ValueError(f"the version range {needed!r} holds {clause!r}; only >= and < are understood")
+        bound = _release(match[2])
+        if not (number >= bound if match[1] == ">=" else number < bound):
+            return False
+    return True
+
+
+def _release(text: str) -> tuple[int, ...]:
+    match = re.match(r"[0-9]+(\.[0-9]+)*", text)
+    numbers = [int(part) for part in match[0].split(".")] if match else []
+    return tuple(numbers + [0] * (4 - len(numbers)))
+
+
+def git_state() -> dict[str, Any]:
+    """Commit and cleanness of the checkout that octavo is imported from; empty where it is an installed package."""
+    package = Path(octavo.__file__).resolve().parent
+    if not (package.parent / ".git").exists():
+        return {}
+    git = ["git", "-C", str(package.parent)]
+    commit = _run([*git, "rev-parse", "HEAD"]).strip()
+    dirty = bool(_run([*git, "status", "--porcelain", "--untracked-files=no"]).strip())
+    return {"commit": commit, "dirty": dirty}
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[:200]}")
+    return done.stdout
+
+
+def _cpu() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        model = named[1].strip() if named else model
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"model": model, "machine": platform.machine(), "cores": os.cpu_count(), "usable_cores": usable}
+
+
+def _memory() -> int | None:
+    """Bytes this process may use: the machine's memory, or its container's limit where that is smaller."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        total = min(total, int(text))
+    return total
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    return {
+        "version": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cuda_build": torch.version.cuda,
+        "cuda_available": torch.cuda.is_available(),
+        "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None,
+        "nccl": _nccl(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _nccl() -> str | None:
+    import torch
+    import torch.distributed
+
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available()):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+                "multiprocessors": properties.multi_processor_count,
+            }
+        )
+    return found
+
+
+def _driver() -> str | None:
+    """NVIDIA's driver version; None on a machine without one."""
+    proc = Path("/proc/driver/nvidia/version")
+    if proc.exists():
+        match = re.search(r"Kernel Module.*?\s([0-9]+(\.[0-9]+)+)", proc.read_text(errors="replace"))
+        if match:
+            return match[1]
+    if shutil.which("nvidia-smi") is None:
+        return None
+    out = _run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return out.split()[0] if out.split() else None
