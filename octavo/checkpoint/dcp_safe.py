@@ -1,0 +1,242 @@
+"""torch.distributed.checkpoint (DCP) without pickle's powers.
+
+DCP unpickles in two places, and both run whatever code the file asks for:
+
+1. `.metadata`, by a bare `pickle.load`. `SafeReader` reads it with an unpickler that knows the dozen classes DCP
+   writes there, by name, and refuses all others; then it checks what came out, down to the file names.
+2. Every entry that is no tensor ("byte entry"), by `torch.load(weights_only=False)`. `TensorsOnly` refuses a
+   checkpoint that holds one. Octavo writes none: what is no tensor is JSON in state.json.
+
+The tensors themselves are zip streams of `torch.save` inside `*.distcp`, which DCP opens with `weights_only=True`;
+`SafeReader` opens them itself, so that the promise does not hang on torch's version.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from octavo.checkpoint.errors import CheckpointError
+
+
+def _layout(name: str) -> torch.layout:
+    if name != "torch.strided":
+        raise pickle.UnpicklingError(f"a tensor of layout {name!r}; run states hold strided tensors only")
+    return torch.strided
+
+
+def _path(*parts: str) -> str:
+    """In place of pathlib classes: DCP notes where it first wrote; nobody acts on it."""
+    return "/".join(str(part) for part in parts)
+
+
+_RECORDS = (
+    Metadata,
+    TensorStorageMetadata,
+    BytesStorageMetadata,  # admitted so that the refusal below can name the entry
+    ChunkStorageMetadata,
+    TensorProperties,
+    MetadataIndex,
+    StorageMeta,
+    _StorageInfo,
+)
+
+# What torch 2.11 to 2.13 writes into `.metadata`, seen by disassembling it; each name with what stands for it here.
+_ADMITTED: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__qualname__): kind for kind in (*_RECORDS, _MEM_FORMAT_ENCODING)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    **{(module, name): _path for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+    **{("torch", str(value)[6:]): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+}
+
+
+class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
+    """Python's own unpickler in its Python form (the C form cannot be narrowed opcode by opcode)."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ADMITTED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which is none of the classes that DCP writes"
+            ) from None
+
+    def load_build(self) -> None:
+        # BUILD sets attributes on whatever lies on the stack; on a class, a function or an enum member it would
+        # change DCP for this whole process. Only fresh instances of DCP's records may be filled.
+        if type(self.stack[-2]) not in _RECORDS:
+            raise pickle.UnpicklingError(f"it tries to change {self.stack[-2]!r} itself")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+class SafeWriter(FileSystemWriter):
+    """DCP's writer, fsyncing, without the absolute path that DCP otherwise leaves in every checkpoint."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+class SafeReader(FileSystemReader):
+    """Reads a DCP directory that may come from a stranger.
+
+    Raises CheckpointError, naming the file, for a `.metadata` that asks for a foreign class or holds anything but
+    tensors, for a tensor stream that is not one tensor of the shape and dtype announced, and for a path that leaves
+    the directory.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{path} was refused: {error}. Use a checkpoint that you trust") from error
+        except Exception as error:  # a damaged pickle fails in a dozen ways (EOFError, IndexError, TypeError, ...)
+            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        _check(metadata, path)
+        metadata.planner_data = None  # would place loaded values by paths of the file's choosing
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                raise CheckpointError(_byte_entry(Path(self.path), item.storage_index.fqn))
+            info = self.storage_data[item.storage_index]
+            path = Path(self.path) / info.relative_path
+            whole = _read_tensor(path, info, item.storage_index.fqn)
+            part = whole[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+            target = planner.resolve_tensor(item).detach()
+            if part.shape != target.shape or part.dtype != target.dtype:
+                raise CheckpointError(
+                    f"{path}: {item.storage_index.fqn} holds {_kind(part)} where {_kind(target)} was announced"
+                )
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class TensorsOnly(DefaultLoadPlanner):
+    """DCP's load planner for a flat dict of tensors. A byte entry anywhere, or another dtype, is an error."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        for name, entry in self.metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(_byte_entry(None, name))
+            wanted = self.state_dict.get(name)
+            if wanted is None:
+                continue
+            if entry.size != wanted.size() or entry.properties.dtype != wanted.dtype:
+                raise CheckpointError(
+                    f"the checkpoint's {name} is {_kind_of(entry.properties.dtype, entry.size)}, the run's is "
+                    f"{_kind(wanted)}: it was written by another model or another setting of optimizer or precision"
+                )
+        missing = sorted(set(self.state_dict) - set(self.metadata.state_dict_metadata))
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint lacks {len(missing)} tensors that this run has, first {missing[0]}: it was written "
+                "by another model, or with other parameters frozen"
+            )
+        return super().create_local_plan()
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        raise CheckpointError(_byte_entry(None, read_item.dest_index.fqn))
+
+
+def _check(metadata: Any, path: Path) -> None:
+    """That what was unpickled is DCP's metadata of tensors, in files of this directory."""
+    plain: list[tuple[bool, Callable[[], str]]] = [
+        (isinstance(metadata, Metadata), lambda: f"holds a {type(metadata).__name__}, not DCP metadata"),
+        (
+            isinstance(getattr(metadata, "state_dict_metadata", None), dict)
+            and isinstance(getattr(metadata, "storage_data", None), dict),
+            lambda: "lacks the tables of entries and of files",
+        ),
+    ]
+    for holds, what in plain:
+        if not holds:
+            raise CheckpointError(f"{path} was refused: it {what()}")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(_byte_entry(path, name))
+    for index, info in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
+            raise CheckpointError(f"{path} was refused: its table of files holds a {type(info).__name__}")
+        file = info.relative_path
+        if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".distcp"):
+            raise CheckpointError(f"{path} was refused: {index.fqn} is said to lie in {file!r}, outside the checkpoint")
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{path} was refused: {index.fqn} asks for the transforms {info.transform_descriptors}"
+            )
+        if not (isinstance(info.offset, int) and isinstance(info.length, int) and info.offset >= 0 <= info.length):
+            raise CheckpointError(
+                f"{path} was refused: {index.fqn} lies at {info.offset!r}, {info.length!r} bytes long"
+            )
+
+
+def _read_tensor(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
+    try:
+        with open(path, "rb") as file:
+            file.seek(info.offset)
+            stream = io.BytesIO(file.read(info.length))
+        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; it holds {name}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} was refused: {name} is no plain tensor ({str(error).splitlines()[0]})"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged at {name}: {str(error).splitlines()[0]}") from error
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"{path} was refused: {name} is a {type(tensor).__name__}, not a tensor")
+    return tensor
+
+
+def _byte_entry(path: Path | None, name: str) -> str:
+    where = f"{path} was refused: its" if path else "the checkpoint was refused: its"
+    return f"{where} entry {name} is not a tensor but bytes, which DCP would unpickle. Octavo writes none such"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return _kind_of(tensor.dtype, tensor.shape)
+
+
+def _kind_of(dtype: torch.dtype, shape: Any) -> str:
+    return f"{str(dtype)[6:]} {list(shape)}"

@@ -1,0 +1,160 @@
+"""The checkpoints of a run as directories: which there are, which are whole, how one becomes visible, which go.
+
+    checkpoints/step_200/            whole: it was renamed into place after everything in it had reached the disk
+    checkpoints/.step_200.tmp/       being written, or what a killed save left
+    checkpoints/.step_200.old/       the former step_200 while a new one takes its place
+    checkpoints/.step_200.gone/      being deleted
+
+Only names are decided here; what is inside is `state.py`'s matter, except state.json, the list of contents.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.errors import CheckpointError
+
+STATE = "state.json"
+_WHOLE = re.compile(r"step_(\d+)")
+_ASIDE = re.compile(r"\.step_(\d+)\.(tmp|old|gone)")
+
+
+def place(directory: Path, step: int) -> Path:
+    return directory / f"step_{step}"
+
+
+def aside(directory: Path, step: int, why: str) -> Path:
+    return directory / f".step_{step}.{why}"
+
+
+def steps(directory: str | os.PathLike[str]) -> list[int]:
+    """The steps of the checkpoints that were renamed into place, ascending; their contents are not looked at."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    found = (_WHOLE.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def recover(directory: Path) -> None:
+    """Undo a replacement that was interrupted between its two renames: the former checkpoint returns."""
+    for step in _left(directory, "old"):
+        if not place(directory, step).exists():
+            os.rename(aside(directory, step, "old"), place(directory, step))
+
+
+def sweep(directory: Path) -> None:
+    """Remove what killed saves and deletions left. For the one rank that writes, before it writes."""
+    recover(directory)
+    for why in ("tmp", "old", "gone"):
+        for step in _left(directory, why):
+            shutil.rmtree(aside(directory, step, why))
+
+
+def _left(directory: Path, why: str) -> list[int]:
+    found = (_ASIDE.fullmatch(entry.name) for entry in directory.iterdir()) if directory.is_dir() else ()
+    return [int(match[1]) for match in found if match and match[2] == why]
+
+
+def publish(directory: Path, step: int) -> Path:
+    """Make `.step_N.tmp` the checkpoint step_N. A kill at any point leaves the new one or the former one whole."""
+    final, former = place(directory, step), aside(directory, step, "old")
+    sync(aside(directory, step, "tmp"))
+    if final.exists():
+        os.rename(final, former)
+    os.rename(aside(directory, step, "tmp"), final)
+    sync(directory)
+    if former.exists():
+        shutil.rmtree(former)
+    return final
+
+
+def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[int]:
+    """Delete all but `newest` and the `keep` - 1 checkpoints before it; returns the steps deleted.
+
+    Later ones go too: they belong to a history that the run left when it went back to an earlier checkpoint, and
+    `latest` would lead back into it.
+    """
+    directory = Path(directory)
+    kept = [step for step in steps(directory) if step <= newest][-max(keep, 1) :]
+    gone = [step for step in steps(directory) if step not in kept]
+    for step in gone:
+        # Renamed first: a deletion cut short must not leave half a checkpoint under a whole one's name.
+        os.rename(place(directory, step), aside(directory, step, "gone"))
+        shutil.rmtree(aside(directory, step, "gone"))
+    return gone
+
+
+def sync(path: Path) -> None:
+    """Force a file, or a directory's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fingerprint(path: Path) -> dict[str, int]:
+    """{"size": bytes, "crc32": ...} of a file, read in pieces."""
+    checksum, size = 0, 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            checksum, size = zlib.crc32(piece, checksum), size + len(piece)
+    return {"size": size, "crc32": checksum}
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write state.json with a checksum over its own contents, and force it to the disk."""
+    text = json.dumps({"crc32": _checksum(state), **state}, indent=1)
+    with open(path / STATE, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """state.json of a checkpoint. CheckpointError where there is none or it is not what was written."""
+    file = path / STATE
+    if not path.is_dir():
+        there = steps(path.parent)
+        raise CheckpointError(
+            f"there is no checkpoint {path}; {path.parent} holds " + (", ".join(f"step_{s}" for s in there) or "none")
+        )
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        claimed = state.pop("crc32")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing: {path} is not a checkpoint that Octavo finished") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}); use an earlier checkpoint") from error
+    if claimed != _checksum(state):
+        raise CheckpointError(f"{file} was changed after it was written; use an earlier checkpoint")
+    return state
+
+
+def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
+    """What is wrong with one file of a checkpoint, or None."""
+    file = path / name
+    if name != os.path.basename(name):
+        return f"{path / STATE} lists {name!r}, outside the checkpoint"
+    try:
+        found = fingerprint(file) if file.stat().st_size == wanted["size"] else {"size": file.stat().st_size}
+    except FileNotFoundError:
+        return f"{file} is missing"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    if found["size"] != wanted["size"]:
+        return f"{file} has {found['size']} bytes instead of {wanted['size']}: it was cut short or written over"
+    return None if found == wanted else f"{file} is corrupt: its checksum is not the one noted when it was written"
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())

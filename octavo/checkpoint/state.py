@@ -1,0 +1,385 @@
+"""Run states: save everything a run needs to go on bit for bit, and load it, on as many ranks as there are then.
+
+A checkpoint holds tensors in DCP (`model.<name>`, `optimizer.<parameter>.<key>`, `extra.<name>`) and all else as
+JSON in state.json: counters, the optimizer's hyper-parameters by group, and size and checksum of every file.
+The optimizer's state goes by parameter *name*, so two ranks' shards load into one process and the other way round.
+
+How a kill at any moment is survived: everything is written into `.step_N.tmp`, every file and directory is
+fsynced, and only then renamed to `step_N`. A directory of that name is whole, or was damaged later; the checksums
+tell.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from octavo.checkpoint import files
+from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly
+from octavo.checkpoint.errors import CheckpointError
+
+FORMAT = "octavo-run-state-1"
+# How the step is computed, not what it computes: these belong to the machine, not to the run.
+_MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+
+
+class Ranks(Protocol):
+    """What is asked of the world (`parallel.World` is one)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `load` gives back beside the model and the optimizer that it filled.
+
+    step      the step after which the state was saved
+    counters  the JSON that was saved
+    extra     all extra tensors, on the CPU, those of every rank (see `rng.restore`)
+    ranks     how many ranks wrote it
+    """
+
+    step: int
+    counters: dict[str, Any]
+    extra: dict[str, torch.Tensor]
+    ranks: int
+
+
+def save(
+    directory: str | os.PathLike[str],
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, torch.Tensor],
+    counters: Mapping[str, Any],
+    world: Ranks,
+    keep: int,
+) -> Path:
+    """Write `directory`/step_N and return it; then delete all but the `keep` newest. A collective.
+
+    extra: tensors of the caller's. A name that several ranks give must carry equal values (one copy is written);
+    what is each rank's own carries the rank in its name. counters: JSON values, taken from rank 0.
+
+    Raises CheckpointError on every rank if it could not be written (disk full, no permission, ...). The checkpoints
+    that were there are then untouched.
+    """
+    directory = Path(directory)
+    if keep < 1:
+        raise CheckpointError(f"keep={keep} was asked; a run that saves keeps at least 1 checkpoint (run.keep)")
+    tmp = files.aside(directory, step, "tmp")
+    state = _tensors(model, optimizer)
+    state.update({f"extra.{name}": tensor.detach() for name, tensor in extra.items()})
+    _all_tensors(state)
+    try:
+        with _shared("write", tmp, world):
+            if world.rank == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+                files.sweep(directory)
+                tmp.mkdir()
+        with _dcp("write", tmp), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*process group is not.*|.*single process.*")
+            dcp.save(
+                state,
+                storage_writer=SafeWriter(tmp),
+                planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+                no_dist=world.size == 1,
+            )
+        mine: dict[str, dict[str, int]] = {}
+        with _shared("read back", tmp, world):
+            names = [f"__{world.rank}_*.distcp", *([".metadata"] if world.rank == 0 else [])]
+            mine = {file.name: files.fingerprint(file) for name in names for file in sorted(tmp.glob(name))}
+        listed = {name: entry for part in world.gather_objects(mine) for name, entry in part.items()}
+        with _shared("finish", tmp, world):
+            if world.rank == 0:
+                document = {
+                    "format": FORMAT,
+                    "step": step,
+                    "ranks": world.size,
+                    "counters": dict(counters),
+                    "groups": _groups(model, optimizer),
+                    "files": listed,
+                }
+                files.write_state(tmp, document)
+                files.publish(directory, step)
+                files.prune(directory, step, keep)
+    except CheckpointError:
+        if world.rank == 0:
+            shutil.rmtree(tmp, ignore_errors=True)  # best effort: a full disk is freed; what stays is swept later
+        raise
+    return files.place(directory, step)
+
+
+def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str], None] | None = None) -> Path | None:
+    """The newest whole checkpoint, every file read and compared to its checksum; None where there is none at all.
+
+    A damaged one is passed over, and `say` is told (on rank 0). A collective: rank 0 looks, all get its answer.
+    Raises CheckpointError if there are checkpoints but none is whole: starting over in silence would be wrong.
+    """
+    directory = Path(directory)
+    found: dict[str, Any] = {}
+    if world.rank == 0:
+        found = _look(directory, say)
+    found = world.gather_objects(found)[0]
+    if found["step"] is not None:
+        return files.place(directory, found["step"])
+    if found["problems"]:
+        raise CheckpointError(
+            f"no checkpoint in {directory} is whole: {'; '.join(found['problems'])}. Restore one from a copy, or "
+            "start anew in another run.dir"
+        )
+    return None
+
+
+def _look(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
+    problems: list[str] = []
+    try:
+        files.recover(directory)
+        there = files.steps(directory)
+    except OSError as error:
+        return {"step": None, "problems": [f"{directory} cannot be read: {error.strerror}"]}
+    for step in reversed(there):
+        path = files.place(directory, step)
+        try:
+            listed = _document(path)["files"]
+            bad = next((p for name, entry in listed.items() if (p := files.problem(path, name, entry))), None)
+        except CheckpointError as error:
+            bad = str(error)
+        if bad is None:
+            return {"step": step, "problems": problems}
+        problems.append(bad)
+        if say is not None:
+            say(f"checkpoint step_{step} is passed over: {bad}")
+    return {"step": None, "problems": problems}
+
+
+def load(
+    path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks
+) -> Restored:
+    """Fill `model` and `optimizer` in place from the checkpoint directory `path`. A collective.
+
+    The model must have the parameters that were saved, and the optimizer the same groups of them; the number of
+    ranks may differ. `optimizer=None` fills the model alone. Scheduler, data position and generators are the
+    caller's, from the counters and extra tensors returned. Every file is compared to its checksum first.
+
+    Raises CheckpointError, naming the file or the tensor, and on every rank.
+    """
+    path = Path(path)
+    document: dict[str, Any] = {}
+    with _shared("read", path, world):
+        document = _document(path)
+        listed = sorted(document["files"].items())
+        for name, entry in listed[world.rank :: world.size]:
+            if bad := files.problem(path, name, entry):
+                raise CheckpointError(bad)
+    with _shared("read", path, world):
+        unlisted = {entry.name for entry in path.glob("*.distcp")} - set(document["files"])
+        if unlisted:
+            raise CheckpointError(f"{path / min(unlisted)} is not in the list of {files.STATE}: it was added later")
+        metadata = SafeReader(path).read_metadata()
+        state = _tensors(model, None)
+        _same_names(state, metadata, path)
+        slots = {} if optimizer is None else _slots(model, optimizer, metadata, document, path)
+        state.update({f"optimizer.{name}.{key}": tensor for (name, key), tensor in slots.items()})
+        extra = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in metadata.state_dict_metadata.items()
+            if name.startswith("extra.")
+        }
+        state.update(extra)
+    with _dcp("read", path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*process group is not.*|.*single process.*")
+        dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
+    if optimizer is not None:
+        _fill(model, optimizer, slots, document)
+    return Restored(
+        step=document["step"],
+        counters=document["counters"],
+        extra={name.removeprefix("extra."): tensor for name, tensor in extra.items()},
+        ranks=document["ranks"],
+    )
+
+
+def _document(path: Path) -> dict[str, Any]:
+    document = files.read_state(path)
+    if document.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path / files.STATE} is of format {document.get('format')!r}, this version reads {FORMAT!r}"
+        )
+    return document
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """The model's parameters and persistent buffers, each once (tied names: the first), and the optimizer's state.
+
+    Live tensors, detached: DCP reads from them and writes into them. `state_dict` comes first because it reshards
+    FSDP modules; only then are the module's parameters the ones that the optimizer knows.
+    """
+    result: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            result[f"model.{name}"] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+    if optimizer is not None:
+        names = _names(model, optimizer)
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items():
+                slot = f"optimizer.{names[parameter]}.{key}"
+                result[slot] = value.detach() if isinstance(value, torch.Tensor) else value
+    return result
+
+
+def _all_tensors(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}; checkpoints hold tensors, because DCP would pickle anything "
+                "else. Make it a tensor, or a counter"
+            )
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """The name of each of the optimizer's parameters."""
+    model.state_dict(keep_vars=True)  # reshards FSDP modules, see _tensors
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise CheckpointError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's: make "
+                    "the optimizer after fp8.apply and after sharding, from this model's parameters"
+                )
+    return names
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Each parameter group as JSON: the names of its parameters and its hyper-parameters."""
+    if optimizer is None:
+        return []
+    names = _names(model, optimizer)
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in _MACHINE_FLAGS
+        }
+        groups.append({"parameters": [names[p] for p in group["params"]], "settings": settings})
+    return groups
+
+
+def _same_names(state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path) -> None:
+    """That the checkpoint's model is this model: `TensorsOnly` finds what lacks, this what is too much."""
+    spare = sorted(n for n in metadata.state_dict_metadata if n.startswith("model.") and n not in state)
+    if spare:
+        raise CheckpointError(
+            f"{path} holds {len(spare)} tensors that this model lacks, first {spare[0].removeprefix('model.')}: "
+            "it was written by another model"
+        )
+
+
+def _slots(
+    model: nn.Module, optimizer: torch.optim.Optimizer, metadata: Metadata, document: dict[str, Any], path: Path
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Room for the optimizer's state, by (parameter, key): sharded like the parameter where it has its shape."""
+    names = _names(model, optimizer)
+    groups = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
+    saved = [set(group["parameters"]) for group in document["groups"]]
+    if groups != saved:
+        odd = sorted(set().union(*groups) ^ set().union(*saved))
+        what = f"{odd[0]} is trained in only one of them" if odd else "the groups are divided otherwise"
+        raise CheckpointError(
+            f"{path} was written with other parameters in the optimizer: {what}. Resume with the freezing and weight "
+            "decay that it was written with (model.freeze, optimizer), or start a new run from its weights"
+        )
+    parameters = {name: p for p, name in names.items()}
+    slots: dict[tuple[str, str], torch.Tensor] = {}
+    for slot, entry in metadata.state_dict_metadata.items():
+        if not slot.startswith("optimizer."):
+            continue
+        name, _, key = slot.removeprefix("optimizer.").rpartition(".")
+        if name not in parameters:
+            raise CheckpointError(f"{path} holds optimizer state of {name}, which the optimizer does not have")
+        like = parameters[name].detach()
+        if entry.size == like.shape and key != "step":
+            slots[name, key] = torch.empty_like(like, dtype=entry.properties.dtype)
+        else:
+            slots[name, key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return slots
+
+
+def _fill(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    slots: Mapping[tuple[str, str], torch.Tensor],
+    document: dict[str, Any],
+) -> None:
+    """Hand the loaded state over. Not through `load_state_dict`, which casts moments to the parameter's dtype."""
+    parameters = {name: p for p, name in _names(model, optimizer).items()}
+    optimizer.state.clear()
+    on_device: set[str] = set()
+    for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
+        for key, value in saved["settings"].items():
+            present = group.get(key)
+            if isinstance(present, torch.Tensor):
+                present.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(present, tuple) else value
+        if group.get("fused") or group.get("capturable"):
+            on_device.update(saved["parameters"])
+    for (name, key), tensor in slots.items():
+        if key == "step" and name in on_device:
+            tensor = tensor.to(parameters[name].device)
+        optimizer.state[parameters[name]][key] = tensor
+
+
+@contextmanager
+def _shared(verb: str, path: Path, world: Ranks):
+    """What fails on one rank fails on all, with the words of the first that failed."""
+    error: Exception | None = None
+    try:
+        yield
+    except (CheckpointError, OSError, TypeError, ValueError) as caught:
+        error = caught
+    words = [w for w in world.gather_objects(None if error is None else _words(verb, path, error)) if w]
+    if words:
+        raise CheckpointError(words[0]) from error
+
+
+@contextmanager
+def _dcp(verb: str, path: Path):
+    """DCP's exception (a BaseException around a dictionary of ranks) as ours. DCP itself tells all ranks."""
+    try:
+        yield
+    except CheckpointException as caught:
+        rank, (error, _) = min(caught.failures.items(), key=lambda item: item[0])
+        raise CheckpointError(_words(verb, path, error)) from error
+
+
+def _words(verb: str, path: Path, error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        return (
+            f"could not {verb} the checkpoint {path}: {error.strerror or error}"
+            f"{f' ({error.filename})' if error.filename else ''}. Checkpoints already there are untouched; free space "
+            "or mend the permissions, then resume"
+        )
+    return f"could not {verb} the checkpoint {path}: {type(error).__name__}: {error}"

@@ -1,0 +1,97 @@
+"""FSDP2 over the data-parallel ranks: every block of the model is one shard group, the rest is the root's.
+
+What is particular here:
+
+- Gradients are *summed* over ranks, not averaged. Octavo's losses are divided by the count of the whole global batch
+  before backward (`train.losses`), so the sum over ranks is already the gradient that one process would have.
+- Whatever is no block (embeddings, final norm, projector, lm_head) stays in the root's group. So tied embeddings
+  and lm_head are always in one group, which FSDP2 demands of a shared parameter.
+- Frozen and trainable parameters may share a block; only trainable ones take part in the gradient's reduction.
+- Parameters are gathered in their own dtype: what a rank computes with is bit for bit what one process has.
+
+Every rank must run every block in every step, forward and backward alike: collectives are matched by order. A vision
+tower therefore always runs; `models.attach_dummy_image` sees to it on ranks without an image.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from octavo.parallel.world import World, WorldError
+
+
+class HasLayers(Protocol):
+    """What `shard` asks of a model's description (`models.Family` is one)."""
+
+    def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]: ...
+
+
+def shard(model: nn.Module, family: HasLayers, world: World, reshard_after_forward: bool = True) -> nn.Module:
+    """Shard `model` in place over the ranks of `world` and return it; one process: nothing happens.
+
+    Call after freezing and after `fp8.apply`, before the optimizer is made: parameters become DTensors, split along
+    dim 0, under their old names. All ranks must hold the same weights (same file, same seed).
+    `reshard_after_forward` frees a block's gathered weights after its forward and gathers them again for backward;
+    False keeps them: faster, and the memory of the whole model on each rank between the two.
+
+    Raises WorldError if the description finds no block, or two blocks share a parameter.
+    """
+    if world.mesh is None:
+        return model
+    blocks = family.layers(model)
+    if not blocks:
+        raise WorldError(
+            f"{world.size} ranks were asked to share {type(model).__name__}, but its description names no repeating "
+            "block to shard. Run it in one process, or add its blocks to layer_globs in octavo/models/families.py"
+        )
+    _check_unshared(model, blocks)
+    for _, block in blocks:
+        fully_shard(block, mesh=world.mesh, reshard_after_forward=reshard_after_forward)
+    # The root's weights are wanted again right at the start of backward: FSDP2's default keeps them gathered.
+    fully_shard(model, mesh=world.mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Divide by 1 = sum. Gloo has no pre-multiplied sum, which a plain factor would ask for; NCCL does
+            # not mind.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def _check_unshared(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
+    """A parameter of a block must live in that block alone; FSDP2 would only say so in the first forward."""
+    owner: dict[int, str] = {}
+    inside = {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        home = inside.get(name, "the root")
+        if owner.setdefault(id(parameter), home) != home:
+            raise WorldError(
+                f"the parameter {name} is shared between {owner[id(parameter)]} and {home}; a shard group must own "
+                "its parameters alone. Untie it, or run in one process"
+            )
+
+
+def full_state_dict(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
+    """The whole model under its own names: CPU tensors on rank 0, an empty dict elsewhere. A collective.
+
+    Tied names both appear and share one storage, as in an unsharded `state_dict`. Rank 0 needs host memory for the
+    whole model; the others gather one tensor at a time and let it go.
+    """
+    result: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor | None] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            whole = tensor.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            # In one process this would alias the live weights: a snapshot must not change under its holder.
+            seen[id(tensor)] = whole.to("cpu", copy=True) if world.is_main else None
+        snapshot = seen[id(tensor)]
+        if snapshot is not None:
+            result[name] = snapshot
+    return result

@@ -1,0 +1,186 @@
+"""The processes of a run: who am I, how many are we, and the few things we say to each other.
+
+`setup` reads what torchrun wrote into the environment. One process is the ordinary case: then there is no process
+group, no mesh, and every helper of `World` is the identity, so that callers need no second code path.
+
+Objects cross between ranks as JSON in uint8 tensors: `torch.distributed`'s own object collectives are pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+TIMEOUT = timedelta(minutes=10)  # longer than any honest wait (a checkpoint, an evaluation), shorter than a night
+
+
+class WorldError(RuntimeError):
+    """The ranks of a run could not be set up, or one of them no longer answers."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`. `device` is where this rank computes; `mesh` is the 1-D data-parallel mesh ("dp",),
+    None for a single process. Every method below is a collective: all ranks call it, in the same order."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+    mesh: DeviceMesh | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that prints and writes files."""
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum over ranks, as a new tensor on the tensor's own device; the input is left alone."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over ranks, as a new tensor on the tensor's own device."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def any(self, flag: bool) -> bool:
+        """True where any rank says so: how a signal that reached one rank is acted upon by all at the same step."""
+        return bool(self.all_reduce_max(torch.tensor(int(flag))).item())
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        # A reduced tensor rather than dist.barrier: the same call for gloo and NCCL, without guessing a device.
+        self.sum(torch.zeros(1))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank. Values are what JSON holds (a tuple returns as a list).
+
+        Raises TypeError for anything else, on the rank that tried, before a word is sent.
+        """
+        data = json.dumps(value).encode()
+        if self.size == 1:
+            return [json.loads(data)]
+        mine = torch.tensor(list(data), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = mine.numel()
+        lengths = self.sum(lengths)
+        # One row a rank, summed: rows of the others are zero, so uint8 cannot overflow.
+        table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
+        table[self.rank, : mine.numel()] = mine
+        table = self.sum(table)
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(table, lengths.tolist(), strict=True)]
+
+    def from_main(self, action: Callable[[], Any]) -> Any:
+        """Run `action` on rank 0 alone and give its result (JSON) to all.
+
+        An exception raised there leaves every rank: as itself on rank 0, as WorldError with its words elsewhere.
+        """
+        if self.size == 1:
+            return json.loads(json.dumps(action()))
+        failure: Exception | None = None
+        answer: dict[str, Any] = {}
+        if self.is_main:
+            try:
+                answer = {"value": action()}
+            except Exception as error:  # told to the others first, raised below
+                failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
+        answer = self.gather_objects(answer)[0]
+        if failure is not None:
+            raise failure
+        if "error" in answer:
+            raise WorldError(f"rank 0 failed, and rank {self.rank} with it: {answer['error']}")
+        return answer["value"]
+
+    def close(self) -> None:
+        """Leave the process group. Harmless without one, and when called twice."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+        result = tensor.detach().clone()
+        if self.size == 1:
+            return result
+        try:
+            dist.all_reduce(result, op=op)
+        except RuntimeError as error:
+            raise WorldError(
+                f"rank {self.rank} of {self.size} waited for the others in vain: one of them has died or hangs. "
+                f"Its own message, further up or in its log, has the cause. ({str(error).splitlines()[0]})"
+            ) from error
+        return result
+
+
+def setup(threads: int | None = None) -> World:
+    """Join the run that torchrun started, or be its only process. Call once, before the model is built.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). Without WORLD_SIZE, or with
+    1, there is no process group. CUDA takes NCCL (gloo beside it, for what lives on the CPU), else gloo.
+    `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
+
+    Raises WorldError where the environment contradicts itself, a rank has no GPU of its own, or peers do not appear.
+    """
+    if threads is not None:
+        if threads < 1:
+            raise WorldError(f"threads={threads} was asked; at least 1 is needed")
+        torch.set_num_threads(threads)
+    rank, size, local_rank = _read(os.environ)
+    device = _device(local_rank, size)
+    if size == 1:
+        return World(device=device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(
+            f"rank {rank} of {size} could not meet the others at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}. Start all ranks with torchrun, e.g. "
+            "torchrun --nproc-per-node 2 -m octavo.cli.main train FILE"
+        ) from error
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
+    return World(rank, size, local_rank, device, mesh)
+
+
+def _read(env: Mapping[str, str]) -> tuple[int, int, int]:
+    """(rank, size, local rank) from torchrun's variables."""
+
+    def number(name: str, default: int | None) -> int:
+        text = env.get(name)
+        if text is None and default is not None:
+            return default
+        try:
+            return int(text or "")
+        except ValueError:
+            found = "is not set" if text is None else f"is {text!r}"
+            raise WorldError(
+                f"WORLD_SIZE={env['WORLD_SIZE']} asks for several processes, but {name} {found}, not a number. "
+                "Start the run with torchrun, or unset WORLD_SIZE for a single process"
+            ) from None
+
+    size = number("WORLD_SIZE", 1)
+    if size == 1:
+        return 0, 1, 0
+    rank = number("RANK", None)
+    if size < 1 or not 0 <= rank < size:
+        raise WorldError(f"RANK={rank} and WORLD_SIZE={size} contradict each other: 0 <= RANK < WORLD_SIZE is needed")
+    return rank, size, number("LOCAL_RANK", rank)
+
+
+def _device(local_rank: int, size: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    if local_rank >= found:
+        raise WorldError(
+            f"local rank {local_rank} needs a GPU of its own, but this machine shows {found}. Start at most {found} "
+            "processes here (torchrun --nproc-per-node), or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    device = torch.device("cuda", local_rank if size > 1 else torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device
