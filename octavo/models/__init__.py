@@ -1,21 +1,33 @@
 """Hugging Face models described, never modified: families and components, loading, processors, small checkpoints."""
 
+from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, Family, describe, stays
+from octavo.models.freeze import freeze
+from octavo.models.generate import generate
 from octavo.models.loading import empty, load, parameter_count, read_config
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
+from octavo.models.save import save_hf
+from octavo.models.shapes import SHAPES, shape_model
 
 __all__ = [
     "COMPONENTS",
+    "SHAPES",
     "Family",
     "ModelError",
     "TextProcessor",
+    "attach_dummy_image",
     "describe",
+    "dummy_image_inputs",
     "empty",
+    "freeze",
+    "generate",
     "load",
     "load_processor",
     "load_tokenizer",
     "parameter_count",
     "read_config",
+    "save_hf",
+    "shape_model",
     "stays",
 ]

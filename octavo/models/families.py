@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from octavo.fp8.globs import matches
 from octavo.models.errors import ModelError
-from octavo.models.globs import matches
 
 COMPONENTS = ("image_encoder", "image_projector", "foundation", "lm_head")
 
@@ -52,7 +52,7 @@ class Family:
     def component_of(self, module_name: str) -> str | None:
         """The component that holds the module of this name, or None for a container above components."""
         for component, globs in self.components.items():
-            if any(matches(module_name, glob) for glob in globs):
+            if any(matches(glob, module_name) for glob in globs):
                 return component
         return None
 
@@ -61,13 +61,13 @@ class Family:
         return [
             (name, module)
             for name, module in model.named_modules()
-            if any(matches(name, glob) for glob in self.layer_globs)
+            if any(matches(glob, name) for glob in self.layer_globs)
         ]
 
 
 def _below(*names: str) -> tuple[str, ...]:
     """Each module and everything in it."""
-    return tuple(glob for name in names for glob in (name, f"{name}.**"))
+    return tuple(f"{name}.**" for name in names)
 
 
 _TEXT = {"foundation": _below("model.language_model"), "lm_head": ("lm_head",)}
@@ -182,7 +182,7 @@ def _text(model: PreTrainedModel) -> Family:
 def _check(model: PreTrainedModel, family: Family) -> None:
     names = [name for name, _ in model.named_modules()]
     for what, globs in {**family.components, "blocks": family.layer_globs}.items():
-        if not any(matches(name, glob) for name in names for glob in globs):
+        if not any(matches(glob, name) for name in names for glob in globs):
             raise ModelError(
                 f"{type(model).__name__}: nothing named {' or '.join(globs)} was found for {what}; this transformers "
                 "version names the modules of this family in another way. Use a supported version (>= 5.17)."

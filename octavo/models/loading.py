@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
-
 from transformers.utils import logging as transformers_logging
 
 from octavo.models.errors import ModelError
@@ -67,8 +67,8 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(
-            f"{folder}/config.json holds quantised weights (quant_method {method!r}); training starts from BF16 or FP32 "
-            "weights. Use the unquantised checkpoint."
+            f"{folder}/config.json holds quantised weights (quant_method {method!r}); training starts from BF16 or "
+            "FP32 weights. Use the unquantised checkpoint."
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -99,7 +99,7 @@ def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = to
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise ModelError(f"a {config.model_type!r} model cannot be built from its config: {_first_line(error)}") from error
+        raise ModelError(f"no {config.model_type!r} model can be built from its config: {_summary(error)}") from error
     model.tie_weights()
     return model
 
@@ -166,11 +166,14 @@ def check_weight_files(folder: Path) -> list[Path]:
                 absent = sorted(expected - set(tensors.keys()))
         except (SafetensorError, OSError) as error:
             raise ModelError(
-                f"{file} is damaged or truncated ({file.stat().st_size} bytes): {_first_line(error)}. Download or write "
-                "it again."
+                f"{file} is damaged or truncated ({file.stat().st_size} bytes): {_first_line(error)}. Download "
+                "or write it again."
             ) from error
         if absent:
-            raise ModelError(f"{file} lacks {absent[0]!r}, which {index.name} places in it ({len(absent)} such tensors).")
+            raise ModelError(
+                f"{file} lacks {absent[0]!r} ({len(absent)} such tensors), which {index.name} places in it. Download "
+                "both again."
+            )
     return files
 
 
@@ -180,8 +183,8 @@ def _no_weights(folder: Path, file: Path, indexed: bool) -> str:
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
     if pickles:
         return (
-            f"{folder} holds only pickled weights ({', '.join(pickles[:3])}); a pickle can run code when it is read, so "
-            "Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format), then load."
+            f"{folder} holds only pickled weights ({', '.join(pickles[:3])}); a pickle can run code when it is read, "
+            "so Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format) first."
         )
     return f"{folder} holds no {_SINGLE} and no {_INDEX}: there are no weights to load."
 
@@ -207,11 +210,11 @@ def _refuse_incomplete(folder: Path, info: dict) -> None:
 def _auto_class(config: PreTrainedConfig) -> type:
     if is_vision_config(config):
         return AutoModelForImageTextToText
-    if type(config) in AutoModelForCausalLM._model_mapping:
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     raise ModelError(
-        f"model_type {config.model_type!r} is neither a described vision-language family ({', '.join(VISION_FAMILIES)}) "
-        "nor a text-only decoder that transformers knows."
+        f"model_type {config.model_type!r} is neither a described vision-language family "
+        f"({', '.join(VISION_FAMILIES)}) nor a text-only decoder that transformers knows."
     )
 
 

@@ -49,7 +49,7 @@ class InternVLImageTextProcessor(InternVLProcessor):
         chat_template: str | None = None,
         **_: Any,
     ):
-        super().__init__(image_processor, tokenizer, None, image_seq_length=image_seq_length, chat_template=chat_template)
+        super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template=chat_template)
 
 
 class TextProcessor:
@@ -106,14 +106,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder. Raises ModelError when there is none, or it needs code from the folder."""
     folder = Path(path)
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
-        raise ModelError(f"{folder} has no tokenizer (tokenizer.json, tokenizer_config.json). Copy them from the model.")
+        raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:400]}") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ModelError(f"{folder}: the tokenizer has neither a pad nor an eos token; name one in tokenizer_config.json.")
+            raise ModelError(f"{folder}: the tokenizer has no pad and no eos token. Name one in tokenizer_config.json.")
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere; any id serves
     return tokenizer
 
@@ -149,7 +149,8 @@ def load_processor(
     try:
         image_processor = image_class.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, TypeError) as error:
-        raise ModelError(f"{folder}: the image processor cannot be loaded: {' '.join(str(error).split())[:400]}") from error
+        reason = " ".join(str(error).split())[:400]
+        raise ModelError(f"{folder}: the image processor cannot be loaded: {reason}") from error
     _limit(image_processor, given)
     more = {}
     if processor_class is InternVLImageTextProcessor:
@@ -185,7 +186,7 @@ def _limit(image_processor: Any, given: dict[str, int]) -> None:
         what = "tile"
     for key, value in given.items():
         if value < unit:
-            raise ModelError(f"{key} {value} is less than one {what} of this model ({unit} pixels). Give at least {unit}.")
+            raise ModelError(f"{key} {value} is less than one {what} of this model. Give at least {unit}.")
     if isinstance(image_processor, Qwen2VLImageProcessorPil):
         size = dict(image_processor.size)
         if high is not None:
@@ -194,7 +195,7 @@ def _limit(image_processor: Any, given: dict[str, int]) -> None:
         if low is not None:
             size["shortest_edge"] = low
             size["longest_edge"] = max(size["longest_edge"], low)
-        image_processor.size = type(image_processor.size)(**size) if not isinstance(image_processor.size, dict) else size
+        image_processor.size = type(image_processor.size)(**size)
     else:
         if high is not None:
             image_processor.max_patches = high // unit

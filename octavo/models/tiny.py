@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gene
 from octavo.models.errors import ModelError
 from octavo.models.families import is_vision_config
 from octavo.models.loading import quiet
-from octavo.models.nearest import nearest
 from octavo.models.tiny_configs import CONFIGS, INTERNVL_IMAGE, PATCH, SIZES
 from octavo.models.tokens import INTERNVL, LLAMA, MPT, QWEN, QWEN_VL, Special, train_tokenizer
 
@@ -58,10 +57,10 @@ def write(
     would be written; writing the same again is a no-op.
     """
     if family not in CONFIGS:
-        raise ModelError(f"there is no tiny family {family!r}{nearest(family, FAMILIES)}; known: {', '.join(FAMILIES)}.")
+        raise ModelError(f"there is no tiny family {family!r}; known: {', '.join(FAMILIES)}.")
     size = size or SIZES[0]
     if size not in SIZES:
-        raise ModelError(f"there is no size {size!r}{nearest(size, SIZES)}; known: {', '.join(SIZES)}.")
+        raise ModelError(f"there is no size {size!r}; known: {', '.join(SIZES)}.")
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; name a directory that is new, empty, or written by this command.")

@@ -94,15 +94,14 @@ LLAMA = Special(("<unk>", "<s>", "</s>"), _LLAMA, eos="</s>", pad="<unk>", bos="
 
 
 def train_tokenizer(special: Special, texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts` (the built-in ones come first, so that role names are single tokens).
+    """A byte-level BPE tokenizer trained on `texts` and built-in ones, which make role names and digits single tokens.
 
     Equal texts give an equal tokenizer. Ids: 256 bytes, the merges, then the special tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r" ?[^\s]+\n?|\s+")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, behavior="isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     corpus = [*DEFAULT_TEXTS, *(texts or ())]
     # Questions asked for by name outweigh the built-in texts: the merge budget is small and frequency decides.

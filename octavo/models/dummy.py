@@ -1,0 +1,109 @@
+"""A dummy image times zero: the vision tower takes part in every step, also where a batch has no image.
+
+Why: in data-parallel training every rank has to run the same collectives. A rank whose rows hold no image would skip
+the tower, its all-gathers and its reduce-scatters, and the other ranks would wait for ever. And an unfrozen tower that
+a step never reaches has gradients None where others have tensors. So the tower runs on the smallest image, and what
+comes out enters the language model's input as nothing at all: the value is unchanged, the gradient exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from octavo.models.errors import ModelError
+from octavo.models.families import Family
+
+
+class _Join(torch.autograd.Function):
+    """`embeds` unchanged; its gradient passes, every feature receives zeros.
+
+    Not `embeds + 0 * features.sum()`: zero times Inf or NaN is NaN, and adding 0.0 turns -0.0 into 0.0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, embeds: Tensor, *features: Tensor) -> Tensor:
+        ctx.shapes = [(f.shape, f.dtype, f.device) for f in features]
+        return embeds.view_as(embeds)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
+        return (grad, *zeros)
+
+
+def dummy_image_inputs(model: nn.Module, family: Family) -> dict[str, Tensor]:
+    """The smallest black image of a family, as its `get_image_features` takes it, on the tower's device.
+
+    Qwen: one token, `pixel_values` [merge^2, channels * temporal * patch^2] and `image_grid_thw` [1, 3].
+    InternVL: one tile that shuffles to one token, `pixel_values` [1, channels, height, width].
+    """
+    if not family.has_vision:
+        raise ModelError(f"{family.name} takes no images; only a vision-language model needs a dummy image.")
+    config = model.config.vision_config
+    parameter = next(model.get_submodule(family.tower).parameters())
+    like = {"dtype": parameter.dtype, "device": parameter.device}
+    if family.name == "internvl":
+        cells = round(1 / model.config.downsample_ratio)
+        height, width = (cells * side for side in config.patch_size)
+        return {"pixel_values": torch.zeros(1, config.num_channels, height, width, **like)}
+    merge = config.spatial_merge_size
+    pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return {
+        "pixel_values": torch.zeros(merge * merge, pixels, **like),
+        "image_grid_thw": torch.tensor([[1, merge, merge]], device=parameter.device),
+    }
+
+
+def attach_dummy_image(
+    model: nn.Module,
+    family: Family,
+    enabled: Callable[[], bool],
+    guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> RemovableHandle:
+    """Run tower and projector on a dummy image before the language model, whenever `enabled()` is true.
+
+    enabled  asked once a forward: true for a batch without images (or always: harmless, one small image)
+    guard    context around the extra forward, e.g. `octavo.fp8.uncounted`, so that it enters no amax history, health
+             figure or GEMM count
+
+    The tower runs frozen or not. Losses and other gradients are bit-identical to a model without the hook; unfrozen
+    parameters of tower and projector get gradients of exactly zero. Returns a handle; `remove()` takes the hook away.
+    """
+    owner = model.get_submodule(family.tower.rpartition(".")[0])
+    dummy_image_inputs(model, family)  # a family without images is refused here, not in the first step
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        if not enabled():
+            return None
+        embeds = kwargs.get("inputs_embeds")
+        if embeds is None:
+            raise ModelError(
+                f"the language model of {family.name} was called without inputs_embeds, so a dummy image cannot join; "
+                "call the whole model, not its language model alone."
+            )
+        with guard():
+            output = owner.get_image_features(**dummy_image_inputs(model, family))
+        joined = _Join.apply(embeds, *_features(output))
+        return args, {**kwargs, "inputs_embeds": joined}
+
+    return model.get_submodule(family.language_model).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _features(output: Any) -> Iterator[Tensor]:
+    """The projector's outputs: what enters the language model, DeepStack's included."""
+    for entry in (output.pooler_output, getattr(output, "deepstack_features", None)):
+        yield from _tensors(entry)
+
+
+def _tensors(entry: Any) -> Iterator[Tensor]:
+    if isinstance(entry, Tensor):
+        yield entry
+    elif entry is not None:
+        for item in entry:
+            yield from _tensors(item)

@@ -1,0 +1,62 @@
+"""Greedy answers from a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
+
+from octavo.models.errors import ModelError
+from octavo.models.processors import TextProcessor
+
+
+def generate(
+    model: PreTrainedModel,
+    processor: ProcessorMixin | TextProcessor,
+    messages: Sequence[dict[str, Any]],
+    images: Sequence[Image] = (),
+    max_new_tokens: int = 32,
+) -> str:
+    """The model's greedy answer to `messages`, decoded without special tokens.
+
+    messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
+    images    one PIL image for each image part, in reading order
+
+    The model's mode and its generation settings are left as they were. Raises ModelError when images and image parts
+    differ in number, when there is nothing to answer, and when max_new_tokens is below one.
+    """
+    asked = sum(
+        1
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part.get("type") == "image"
+    )
+    if asked != len(images):
+        raise ModelError(f"the messages hold {asked} image parts but {len(images)} images were given; they must agree.")
+    if not messages or max_new_tokens < 1:
+        raise ModelError(
+            f"{len(messages)} messages and max_new_tokens={max_new_tokens}: an answer needs at least one of each."
+        )
+    text = processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    # The template has written the special tokens; a tokenizer that adds its own would write <s> twice.
+    batch = processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)
+    batch = batch.to(model.device)
+    stop = model.generation_config.eos_token_id
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=processor.tokenizer.eos_token_id if stop is None else stop,
+        pad_token_id=processor.tokenizer.pad_token_id,
+    )
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            ids = model.generate(**batch, generation_config=settings)
+    finally:
+        model.train(training)
+    return processor.tokenizer.decode(ids[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip()

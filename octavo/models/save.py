@@ -1,0 +1,141 @@
+"""Folders that stock transformers loads: config, safetensors, tokenizer, processor, chat template.
+
+Weights go through transformers' own conversion (disk names differ from module names in Qwen2.5-VL and InternVL,
+and Qwen3-VL-MoE's experts are transposed on disk), from a stock model on the meta device: nothing of what was swapped
+into the trained model can leak into the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.models.errors import ModelError
+from octavo.models.loading import empty, quiet, read_json
+
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def save_hf(
+    model: nn.Module,
+    source_path: str | Path,
+    directory: str | Path,
+    dtype: torch.dtype | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Write `model` as a Hugging Face folder and return the directory.
+
+    source_path  the folder the model was loaded from: config, tokenizer and processor files are copied from it
+    dtype        of the floating-point weights on disk; None keeps the model's
+    state_dict   the full weights, when the model itself holds only shards (gathered by the caller); plain tensors
+
+    Written aside, fsynced, then renamed: the directory is whole or absent. An earlier export is replaced; any other
+    non-empty directory is refused. Raises ModelError when names or shapes are not those of the source's model, or when
+    a tensor is a shard.
+    """
+    source, target = Path(source_path), Path(directory)
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
+        raise ModelError(f"{target} exists and is no model folder; name another directory, or delete it.")
+    stock = empty(source)
+    weights = _checked(state_dict if state_dict is not None else model.state_dict(), stock)
+    weights = _cast(weights, dtype)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        made = scratch / "new"
+        with quiet():
+            stock.save_pretrained(made, state_dict=weights)
+        _write_config(source, made, next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32))
+        for pattern in _COMPANIONS:
+            for file in source.glob(pattern):
+                if file.is_file():
+                    shutil.copy(file, made / file.name)
+        _sync(made)
+        if target.exists():
+            target.rename(scratch / "old")
+        made.rename(target)
+        _sync_directory(target.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tensor]:
+    """The weights without the second names of tied ones; ModelError when they are not the stock model's."""
+    wanted = stock.state_dict()
+    tied = set(getattr(stock, "all_tied_weights_keys", {}))
+    absent = [name for name in wanted if name not in weights and name not in tied]
+    strange = [name for name in weights if name not in wanted]
+    if absent or strange:
+        raise ModelError(
+            f"the weights are not those of the source's model: {len(absent)} missing (first {absent[:1]}), "
+            f"{len(strange)} unknown (first {strange[:1]}). Save with the folder that the model was loaded from."
+        )
+    for name, tensor in weights.items():
+        if hasattr(tensor, "to_local"):
+            raise ModelError(f"{name} is a rank's shard of a DTensor; gather the weights and give them as state_dict.")
+        if tensor.shape != wanted[name].shape:
+            raise ModelError(
+                f"{name} has shape {tuple(tensor.shape)}, the source's model {tuple(wanted[name].shape)}. Save with "
+                "the folder that the model was loaded from."
+            )
+        if tensor.is_meta:
+            raise ModelError(f"{name} is on the meta device and has no values to save. Load the weights first.")
+    return {name: tensor for name, tensor in weights.items() if name not in tied}
+
+
+def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in weights.items()
+    }
+
+
+def _write_config(source: Path, made: Path, dtype: torch.dtype) -> None:
+    """The source's config.json with the dtype of what was written."""
+    config = read_json(source / "config.json")
+    name = str(dtype).removeprefix("torch.")
+
+    def rewrite(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in node.items()}
+
+    config = rewrite(config)
+    if "torch_dtype" not in config:
+        config["dtype"] = name
+    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _sync(directory: Path) -> None:
+    for file in directory.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,135 @@
+"""Published models by their dimensions alone, for planning without weights or network.
+
+Sources: the `config.json` of each checkpoint (Qwen/Qwen3-VL-*-Instruct, Qwen/Qwen2.5-VL-7B-Instruct,
+OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf) and LLM-Foundry's `mpt-1b.yaml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import (
+    InternVLConfig,
+    LlamaConfig,
+    MptConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
+
+from octavo.fp8.globs import nearest
+from octavo.models.errors import ModelError
+from octavo.models.families import Family, describe
+from octavo.models.loading import empty
+
+
+def _qwen3_text(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000000.0,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
+        **more,
+    }
+
+
+def _qwen3_vision(out: int, large: bool) -> dict[str, Any]:
+    return {
+        "depth": 27 if large else 24,
+        "hidden_size": 1152 if large else 1024,
+        "intermediate_size": 4304 if large else 4096,
+        "num_heads": 16,
+        "out_hidden_size": out,
+        "deepstack_visual_indexes": [8, 16, 24] if large else [5, 11, 17],
+    }
+
+
+def _qwen3_vl(text: dict[str, Any], large: bool, tied: bool) -> PreTrainedConfig:
+    vision = _qwen3_vision(text["hidden_size"], large)
+    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+
+
+def _qwen3_vl_30b_a3b() -> PreTrainedConfig:
+    moe = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+    text = _qwen3_text(2048, 6144, 48, 32, 4, tie_word_embeddings=False, **moe)
+    return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(2048, True), tie_word_embeddings=False)
+
+
+def _qwen2_5_vl_7b() -> PreTrainedConfig:
+    text = {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
+    }
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
+def _internvl3_5_8b() -> PreTrainedConfig:
+    text = _qwen3_text(4096, 12288, 36, 32, 8, model_type="qwen3", tie_word_embeddings=False)
+    text["max_position_embeddings"] = 40960
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
+    vision = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096, "attention_bias": True}
+    return InternVLConfig(text_config=text, vision_config=vision, image_token_id=151671, tie_word_embeddings=False)
+
+
+def _llama2_7b() -> PreTrainedConfig:
+    return LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    )
+
+
+def _mpt_1b() -> PreTrainedConfig:
+    return MptConfig(d_model=2048, n_heads=16, n_layers=24, expansion_ratio=4, max_seq_len=2048, vocab_size=50368)
+
+
+SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_vl_2b": lambda: _qwen3_vl(_qwen3_text(2048, 6144, 28, 16, 8), large=False, tied=True),
+    "qwen3_vl_4b": lambda: _qwen3_vl(_qwen3_text(2560, 9728, 36, 32, 8), large=False, tied=True),
+    "qwen3_vl_8b": lambda: _qwen3_vl(_qwen3_text(4096, 12288, 36, 32, 8), large=True, tied=False),
+    "qwen3_vl_30b_a3b": _qwen3_vl_30b_a3b,
+    "qwen2_5_vl_7b": _qwen2_5_vl_7b,
+    "internvl3_5_8b": _internvl3_5_8b,
+    "llama2_7b": _llama2_7b,
+    "mpt_1b": _mpt_1b,
+}
+
+
+def shape_model(name: str) -> tuple[PreTrainedModel, Family]:
+    """A published model on the meta device (BF16 shapes, no memory), and its description.
+
+    Raises ModelError for an unknown name, listing the known ones.
+    """
+    if name not in SHAPES:
+        close = nearest(name, SHAPES, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ModelError(f"there is no published shape {name!r}{hint}; known: {', '.join(SHAPES)}.")
+    model = empty(SHAPES[name]())
+    return model, describe(model)
