@@ -222,6 +222,8 @@ def _check_turns(turns: list[Turn]) -> None:
     if talk[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
     for number, turn in enumerate(turns, 1):
+        if not turn.text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in turn.text):
+            raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
         if turn.role == "assistant" and not turn.text.strip():
             raise RowProblem(f"turn {number} is an assistant turn without text")
 

@@ -140,7 +140,7 @@ def _grid(four: np.ndarray) -> np.ndarray:
 
 
 def _row(identity: str, image: str, digits: np.ndarray) -> dict[str, Any]:
-    talk = []
+    talk: list[dict[str, str]] = []
     for place, digit in zip(PLACES, digits, strict=True):
         asked = place if talk else "<image>" + place
         talk += [{"from": "human", "value": asked}, {"from": "gpt", "value": str(digit)}]

@@ -195,6 +195,9 @@ class Encoder:
         for run in self._image_runs(sample):
             if run.stop > end:
                 end = min(end, run.start)
+                # The mark that opens the image goes too: models look for an image behind each.
+                if end and sample.input_ids[end - 1] == getattr(self.processor, "vision_start_token_id", None):
+                    end -= 1
                 break
             kept, pixels = kept + 1, pixels + run.pixels
         grid = sample.image_grid_thw
@@ -206,31 +209,29 @@ class Encoder:
             pixel_values=sample.pixel_values[:pixels].copy() if sample.pixel_values is not None and kept else None,
             image_grid_thw=grid[:kept] if grid is not None and kept else None,
             images=kept,
-            answers=tuple(span for span in sample.answers if span[1] <= end),
+            answers=tuple(span for span in sample.answers if span[1] <= end),  # whole ones
         )
 
     def _image_runs(self, sample: Sample) -> list[_Run]:
         """Where each image's tokens stand, and how many rows of `pixel_values` are its own."""
-        if not sample.images:
+        if sample.pixel_values is None:
             return []
-        runs = _runs(np.isin(sample.input_ids, list(self.image_ids)))
-        assert sample.pixel_values is not None
-        rows = len(sample.pixel_values)
-        if sample.image_grid_thw is not None:
-            patches = sample.image_grid_thw.prod(axis=1)
-        elif len(runs) == sample.images:
-            tokens = np.array([self._content(sample.input_ids[start:stop]) for start, stop in runs])
-            patches = tokens * rows // tokens.sum()
+        ids = sample.input_ids
+        picture = np.isin(ids, list(self.image_ids))
+        # Images that touch are one stretch of image tokens. Where they open with a mark of their own it parts them ...
+        opens = np.flatnonzero(picture & (ids == getattr(self.processor, "start_image_token_id", None)))
+        runs = _runs(picture, opens)
+        if sample.image_grid_thw is None:
+            # Every tile of an image takes as many tokens.
+            tokens = np.array([self._content(ids[start:stop]) for start, stop in runs])
+            rows = tokens * len(sample.pixel_values) // tokens.sum()
         else:
-            patches = np.full(sample.images, rows // sample.images)
-        # Images that touch form one run: it is shared out by their patches.
-        total = sum(stop - start for start, stop in runs)
-        if len(runs) != sample.images:
-            sizes = patches * total // patches.sum()
-            positions = np.concatenate([np.arange(start, stop) for start, stop in runs])
-            edges = np.concatenate([[0], np.cumsum(sizes)])
-            runs = [(int(positions[a]), int(positions[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False)]
-        return [_Run(start, stop, int(n)) for (start, stop), n in zip(runs, patches, strict=True)]
+            rows = sample.image_grid_thw.prod(axis=1)
+            if len(runs) != len(rows):  # ... where they do not, tokens are shared out by patches.
+                edges = np.cumsum([0, *(rows * int(picture.sum()) // rows.sum())])
+                where = np.flatnonzero(picture)
+                runs = [(int(where[a]), int(where[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False)]
+        return [_Run(start, stop, int(count)) for (start, stop), count in zip(runs, rows, strict=True)]
 
     def _content(self, ids: np.ndarray) -> int:
         return int((ids == self.processor.image_token_id).sum())
@@ -276,10 +277,17 @@ class _Expansion:
         return position + sum(more for end, more in self.growth if end <= position)
 
 
-def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """(start, stop) of each unbroken stretch of True."""
+def _runs(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:
+    """(start, stop) of each unbroken stretch of True; a new one begins at each position of `opens`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    found = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    if opens is None or not len(opens):
+        return found
+    parted = []
+    for start, stop in found:
+        cuts = [start, *(int(o) for o in opens if start < o < stop), stop]
+        parted += list(zip(cuts, cuts[1:], strict=False))
+    return parted
 
 
 def _image_ids(processor: Any) -> frozenset[int]:

@@ -84,8 +84,9 @@ class JsonlRows:
         return {**self.__dict__, "_handle": None}
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            os.close(self._handle)
+        handle: int | None = getattr(self, "_handle", None)
+        if handle is not None:
+            os.close(handle)
 
 
 def open_rows(path: str | Path) -> Rows:

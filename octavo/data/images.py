@@ -29,14 +29,18 @@ def locate(root: Path, name: str) -> Path:
         )
     if not name or "\0" in name:
         raise ImageProblem(f"image name {name!r} is not a file name")
-    root = root.resolve()
-    path = (root / name).resolve()
+    try:
+        root = root.resolve()
+        path = (root / name).resolve()
+        there = path.is_file()
+    except (OSError, RuntimeError) as cause:  # a name too long, a loop of links
+        raise ImageProblem(f"image {name[:80]!r} cannot be looked up ({cause})") from cause
     if not path.is_relative_to(root):
         raise ImageProblem(
             f"image {name!r} lies outside the image folder {root} (at {path}); "
             f"name the folder that holds it in `images`, or copy it there"
         )
-    if not path.is_file():
+    if not there:
         raise ImageProblem(f"image {name!r} is missing: no file at {path}; check `images` in the configuration")
     return path
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ CACHE_BYTES = 512 << 20
 
 
 class Processed(Dataset):
-    """Rows by (source, row), read and encoded; a bad row comes back as its `BadSample` instead of raising.
+    """Rows by (source, row), read and encoded; a bad row comes back as its error instead of raising it.
 
     Keeps what it made in memory up to `cache_bytes`, the least recently used first to go: epochs after the first
     decode no image.
@@ -29,23 +31,23 @@ class Processed(Dataset):
 
     def __init__(self, sources: tuple[Any, ...], encoder: Encoder, cache_bytes: int = CACHE_BYTES) -> None:
         self.sources, self.encoder, self.cache_bytes = sources, encoder, cache_bytes
-        self._kept: OrderedDict[tuple[int, int], Sample | BadSample] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], Sample | DataError] = OrderedDict()
         self._bytes = 0
 
-    def __getitem__(self, place: tuple[int, int]) -> Sample | BadSample:
+    def __getitem__(self, place: tuple[int, int]) -> Sample | DataError:
         found = self._kept.get(place)
         if found is not None:
             self._kept.move_to_end(place)
             return found
         source, row = place
         try:
-            made: Sample | BadSample = self.encoder.encode(self.sources[source][row])
-        except BadSample as bad:
+            made: Sample | DataError = self.encoder.encode(self.sources[source][row])
+        except DataError as bad:
             made = bad.with_traceback(None)
         self._keep(place, made)
         return made
 
-    def _keep(self, place: tuple[int, int], made: Sample | BadSample) -> None:
+    def _keep(self, place: tuple[int, int], made: Sample | DataError) -> None:
         size = _size(made)
         if size > self.cache_bytes:
             return
@@ -56,7 +58,7 @@ class Processed(Dataset):
             self._bytes -= _size(old)
 
 
-def _size(made: Sample | BadSample) -> int:
+def _size(made: Sample | DataError) -> int:
     # A kilobyte for the objects around the arrays.
     return (made.nbytes if isinstance(made, Sample) else 0) + 1024
 
@@ -70,7 +72,7 @@ class Judge:
         self.sources, self.on_bad, self.report = sources, on_bad, SkipReport(report_path)
         self._bad: list[set[int]] = [set() for _ in sources]
 
-    def admit(self, place: tuple[int, int], made: Sample | BadSample) -> Sample | None:
+    def admit(self, place: tuple[int, int], made: Sample | DataError) -> Sample | None:
         """The sample, or None for a row that is left out. Raises the row's error, and `DataError` where a data set
         has no good row at all."""
         if isinstance(made, Sample):
@@ -78,7 +80,7 @@ class Judge:
                 reason = f"{made.length} tokens cut to {len(made.input_ids)}"
                 self.report.add({"file": made.file, "row": made.row, "id": made.id, "action": "cut", "reason": reason})
             return made
-        if self.on_bad == "error" and not isinstance(made, LongSample):
+        if not isinstance(made, BadSample) or (self.on_bad == "error" and not isinstance(made, LongSample)):
             raise made
         self.report.add(made.record())
         source, row = place
@@ -191,12 +193,13 @@ class _WithPlace(Dataset):
     def __init__(self, processed: Processed) -> None:
         self.processed = processed
 
-    def __getitem__(self, place: tuple[int, int]) -> tuple[tuple[int, int], Sample | BadSample]:
+    def __getitem__(self, place: tuple[int, int]) -> tuple[tuple[int, int], Sample | DataError]:
         return place, self.processed[place]
 
 
 def _by_workers(processed: Processed, places: _Places, workers: int) -> Iterator[Any]:
     """Rows in order, made by worker processes. A worker that dies ends the run with its name and the cure."""
+    outer = signal.getsignal(signal.SIGCHLD)
     stream = iter(
         DataLoader(
             _WithPlace(processed),
@@ -209,6 +212,10 @@ def _by_workers(processed: Processed, places: _Places, workers: int) -> Iterator
             generator=torch.Generator(),
         )
     )
+    # Torch answers a worker's death with an exception out of a signal handler, that is in the middle of whatever the
+    # trainer is doing, a checkpoint for example. Without it `next` notices, within five seconds.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, outer)
     processes = list(getattr(stream, "_workers", ()))
     try:
         while True:

@@ -47,25 +47,30 @@ def read(dataset: Dataset) -> Source:
 def recognise(rows: Rows) -> str:
     """Tell the format from the structure of the first rows. Raises `DataError` where they disagree or say nothing."""
     evidence: dict[str, int] = {}
-    plain = False
+    plain: int | None = None
     for row in range(min(len(rows), LOOKED_AT)):
         try:
             told = _told_by(rows[row])
         except BadSample:
             continue  # a broken line; it is reported when its turn comes
+        if told == "both":
+            raise DataError(
+                f"{rows.path}: the format is ambiguous (row {row} has turns with from/value and turns with "
+                f"role/content); set `format` for this data set"
+            )
         if told == "from/value":
-            plain = True
+            plain = row if plain is None else plain
         elif told is not None:
             evidence.setdefault(told, row)
-    if plain and "messages" in evidence:
-        evidence.setdefault("llava", next(r for r in range(len(rows)) if _told_by(rows[r]) == "from/value"))
+    if plain is not None and "messages" in evidence:
+        evidence.setdefault("llava", plain)
     if len(evidence) > 1:
         rows_named = ", ".join(f"row {row} reads as {name}" for name, row in sorted(evidence.items()))
         raise DataError(f"{rows.path}: the format is ambiguous ({rows_named}); set `format` for this data set")
     if evidence:
         return next(iter(evidence))
-    if plain:
-        return "llava"
+    if plain is not None:
+        return "llava"  # text only so far: llava and sharegpt read such rows alike
     raise DataError(
         f"{rows.path}: no row looks like a conversation (the first is {_keys(rows)}); expected LLaVA "
         f"('conversations' with from/value), ShareGPT, or 'messages' with role/content"
@@ -73,7 +78,8 @@ def recognise(rows: Rows) -> str:
 
 
 def _told_by(raw: Any) -> str | None:
-    """llava, sharegpt or messages where a row proves it; "from/value" where it could be either of the first two."""
+    """llava, sharegpt or messages where a row proves it; "from/value" where it could be either of the first two,
+    "both" where its turns are mixed, None where it is no conversation."""
     if isinstance(raw, list):
         return "messages" if raw and isinstance(raw[0], dict) and "role" in raw[0] else None
     if not isinstance(raw, dict):
@@ -82,8 +88,10 @@ def _told_by(raw: Any) -> str | None:
     turns = [turn for key in keys for turn in raw[key] if isinstance(turn, dict)]
     spoken = any("from" in turn and "value" in turn for turn in turns)
     chatted = any("role" in turn and "content" in turn for turn in turns)
+    if spoken and chatted:
+        return "both"
     if chatted:
-        return "messages" if not spoken else None
+        return "messages"
     if not spoken:
         return None
     if raw.get("images") or "messages" in keys or any(turn.get("from") in ("user", "assistant") for turn in turns):

@@ -1,0 +1,65 @@
+"""A folder of small images, data sets written on the spot, and the processors of tiny models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from octavo.data import Source, read
+
+VISION = ("qwen3_vl", "qwen2_5_vl", "internvl")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """`models(family)`: the processor of a tiny model of it."""
+    from octavo.models import load_processor, tiny
+
+    made: dict[str, Any] = {}
+
+    def processor(family: str) -> Any:
+        if family not in made:
+            made[family] = load_processor(tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini"))
+        return made[family]
+
+    return processor
+
+
+class Folder:
+    """Writes data files and images into a temporary folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def image(self, name: str = "a.png", size: tuple[int, int] = (16, 16), color: Any = (200, 30, 60)) -> str:
+        (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, color).save(self.path / name)
+        return name
+
+    def json(self, rows: Any, name: str = "rows.json") -> Path:
+        path = self.path / name
+        text = "\n".join(json.dumps(r) for r in rows) if name.endswith(".jsonl") else json.dumps(rows)
+        path.write_text(text)
+        return path
+
+    def read(self, rows: Any, name: str = "rows.json", **more: Any) -> Source:
+        path = self.json(rows, name) if not isinstance(rows, Path) else rows
+        return read(SimpleNamespace(**{"path": str(path), "images": None, "weight": 1.0, "max_samples": None,
+                                       "format": "auto", **more}))  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def llava(*said: str, **more: Any) -> dict[str, Any]:
+    """A LLaVA row of human and gpt in turn."""
+    talk = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(said)]
+    return {"id": "r", "conversations": talk, **more}
