@@ -1,0 +1,172 @@
+"""The trial: high precision, high precision with another seed, and each FP8 recipe, on the same data; then the verdict.
+
+Every arm is an ordinary run in ``DIRECTORY/arms/NAME`` and the report lies in ``DIRECTORY/report``. The trial can be
+stopped and started again: a finished arm is read, a half-done one continues, and an arm that was trained with another
+configuration is refused (or, with ``fresh``, made again).
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.config import RECIPES, Config, Fp8Section, load_config
+from octavo.report.judge import Arm, Verdict, judge
+from octavo.report.rundir import ReportError, RunRecord, read
+
+Train = Callable[..., Any]
+
+
+def compare(
+    cfg: Config,
+    recipes: Sequence[str] | None = None,
+    directory: str | Path = "runs/compare",
+    console: Any = None,
+    fresh: bool = False,
+) -> Verdict:
+    """Run the trial and write the report.
+
+    ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``console`` is a rich console
+    (None: silent). Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
+    nothing in FP8 was asked for, a recipe is unknown, or an existing arm was trained with another configuration.
+    """
+    from octavo.report.page import write
+    from octavo.train import run
+
+    directory = Path(directory)
+    arms = arms_of(cfg, recipes, directory)
+    if fresh:
+        clear(directory)
+    for arm in arms:  # refuse before the first arm has cost minutes
+        check_reusable(arm)
+    records = []
+    started = time.monotonic()
+    for number, arm in enumerate(arms, 1):
+        records.append((arm, _one(arm, f"{number}/{len(arms)} {arm.label}", run, console)))
+    verdict = judge(records)
+    paths = write(verdict, records, directory / "report")
+    _say(console, f"{len(arms)} arms in {time.monotonic() - started:.0f} s; report: {paths[0]}")
+    return verdict
+
+
+def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path) -> list[Arm]:
+    """The arms of a trial, in the order in which they run; raises ``ReportError`` where no FP8 arm would be among them."""
+    own = own_recipe(cfg)
+    if recipes is None:
+        if own == "off":
+            raise ReportError(
+                "the configuration asks for fp8.recipe: off, so there is nothing to compare with high precision. "
+                f"Set fp8.recipe, or name recipes to try: {', '.join(r for r in RECIPES if r != 'off')}"
+            )
+        recipes = [own]
+    wrong = [r for r in recipes if (r not in RECIPES or r == "off") and not (r == own == "by-component")]
+    if wrong or not recipes:
+        known = ", ".join(r for r in RECIPES if r != "off")
+        asked = f"{', '.join(map(repr, wrong))} asked for" if wrong else "no recipe given"
+        raise ReportError(f"{asked}; compare sets FP8 recipes beside high precision. Give one or more of: {known}")
+    plain = cfg.model_copy(update={"fp8": Fp8Section(recipe="off")})
+    seed = cfg.run.seed
+    arms = [
+        _arm(plain, directory, "high-precision", "high precision", "reference", seed),
+        _arm(
+            plain, directory, f"high-precision-seed-{seed + 1}", f"high precision, seed {seed + 1}", "noise", seed + 1
+        ),
+    ]
+    for name in dict.fromkeys(recipes):
+        chosen = cfg if name == own else cfg.with_overrides([f"fp8.recipe={name}"])
+        arms.append(_arm(chosen, directory, f"fp8-{name}", f"FP8 {name}", "fp8", seed))
+    return arms
+
+
+def own_recipe(cfg: Config) -> str:
+    """What a configuration asks for: its recipe; "by-component" where only components or rules ask for one; or off."""
+    fp8 = cfg.fp8
+    if fp8.recipe != "off":
+        return fp8.recipe
+    parts = [fp8.image_encoder, fp8.image_projector, fp8.foundation, *fp8.rules]
+    return "by-component" if any(p and p.recipe not in (None, "off") for p in parts) else "off"
+
+
+def _arm(cfg: Config, directory: Path, name: str, label: str, kind: str, seed: int) -> Arm:
+    run = cfg.run.model_copy(update={"dir": str(directory / "arms" / name), "resume": "auto", "seed": seed})
+    return Arm(name, label, kind, cfg.model_copy(update={"run": run}))
+
+
+def clear(directory: Path) -> None:
+    """Delete the arms and the report of an earlier trial; only folders that a trial made are touched."""
+    for arm in sorted((directory / "arms").glob("*")):
+        if (arm / "config.yaml").is_file():
+            shutil.rmtree(arm)
+    if (directory / "report" / "report.json").is_file():
+        shutil.rmtree(directory / "report")
+
+
+def check_reusable(arm: Arm) -> None:
+    """Raise ``ReportError`` where the arm's folder holds a run of another configuration."""
+    directory = Path(arm.cfg.run.dir)
+    saved = directory / "config.yaml"
+    if not saved.is_file():
+        return
+    differ = _differences(_comparable(load_config(saved)), _comparable(arm.cfg))
+    if differ:
+        shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in differ[:5])
+        raise ReportError(
+            f"{directory} was trained with another configuration: {shown}. "
+            "Give another directory, or --fresh to train the arms again"
+        )
+
+
+def _comparable(cfg: Config) -> dict[str, Any]:
+    """What decides an arm's figures: everything but where the run lies and how it is watched and saved."""
+    data = cfg.model_dump(mode="json")
+    for key in ("dir", "resume", "save_every", "keep", "tensorboard"):
+        data["run"].pop(key, None)
+    return data
+
+
+def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for name in dict.fromkeys([*old, *new]):
+            found += _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+        return found
+    return [] if old == new else [(key, old, new)]
+
+
+def finished(arm: Arm) -> RunRecord | None:
+    """The record of an arm that reached its last step with everything the report needs; None where it must (still) run."""
+    directory = Path(arm.cfg.run.dir)
+    if not (directory / "metrics.jsonl").is_file():
+        return None
+    try:
+        record = read(directory)
+    except ReportError:
+        return None
+    cfg = arm.cfg
+    whole = (
+        int(record.steps[-1]) >= cfg.train.steps
+        and (record.eval is not None or not cfg.data.eval)
+        and (bool(record.proof) or arm.kind != "fp8")
+        and ((directory / "hf" / "config.json").is_file() or not cfg.run.hf)
+    )
+    return record if whole else None
+
+
+def _one(arm: Arm, label: str, run: Train, console: Any) -> RunRecord:
+    """Train an arm, or read it where it is finished."""
+    record = finished(arm)
+    if record is not None:
+        _say(console, f"{label}: finished earlier, read from {arm.cfg.run.dir}")
+        return record
+    run(arm.cfg, console=console, label=label)
+    gc.collect()  # an arm's model and optimizer must not stay beside the next one's
+    return read(arm.cfg.run.dir)
+
+
+def _say(console: Any, text: str) -> None:
+    if console is not None:
+        console.print(text, highlight=False, markup=False)

@@ -1,0 +1,320 @@
+"""The plots of a report, each drawn once and kept twice: a PNG file, and SVG for the page.
+
+In the SVG every colour of ``PALETTE`` becomes a CSS variable, so the same drawing follows the page from light to dark.
+Long runs are averaged down to at most ``POINTS`` points a curve before they are drawn. Figures are made without pyplot
+(no global state, no display); draw and save them inside ``matplotlib.rc_context(STYLE)``.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from octavo.report.rundir import LayerHealth
+from octavo.report.verdict import COSINE_MIN, SQNR_WARN, UNDERFLOW_FAIL, UNDERFLOW_WARN
+
+POINTS = 800
+
+#: colours of the light scheme, by the name of the CSS variable that replaces them in the SVG
+PALETTE = {
+    "paper": "#fdfdfc",
+    "ink": "#22262b",
+    "soft": "#6b7178",
+    "line": "#dcdfe2",
+    "base": "#4b5a6b",
+    "noise": "#a9b4c0",
+    "fp8-0": "#c8571b",
+    "fp8-1": "#1d7f79",
+    "fp8-2": "#7a4fa3",
+    "fp8-3": "#a3831c",
+    "fp8-4": "#b23a62",
+    "good": "#2f7d4f",
+    "warn": "#b7791f",
+    "bad": "#b3392f",
+    "kind-0": "#56708f",
+    "kind-1": "#86a0b8",
+    "kind-2": "#c6a15b",
+    "kind-3": "#d0703c",
+    "kind-4": "#6f9d86",
+    "kind-5": "#b9bec4",
+    "band": "#f1f2f3",
+}
+
+STYLE: dict[str, Any] = {
+    "figure.facecolor": PALETTE["paper"],
+    "axes.facecolor": PALETTE["paper"],
+    "savefig.facecolor": PALETTE["paper"],
+    "axes.edgecolor": PALETTE["line"],
+    "axes.labelcolor": PALETTE["soft"],
+    "axes.titlecolor": PALETTE["ink"],
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.labelsize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": PALETTE["line"],
+    "grid.linewidth": 0.7,
+    "text.color": PALETTE["ink"],
+    "xtick.color": PALETTE["soft"],
+    "ytick.color": PALETTE["soft"],
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "lines.solid_capstyle": "round",
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "octavo",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The losses of one arm. ``kind`` is reference, noise or fp8; ``color`` a name in ``PALETTE``."""
+
+    label: str
+    kind: str
+    color: str
+    steps: np.ndarray
+    losses: np.ndarray
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred mean over ``window`` steps, NaN left out; near the ends the window shrinks to what is there."""
+    known = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(known)])
+    at = np.arange(len(values))
+    half = window // 2
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
+    size = count[high] - count[low]
+    return np.where(size > 0, (total[high] - total[low]) / np.maximum(size, 1), np.nan)
+
+
+def window_for(steps: int) -> int:
+    """Steps that the smoothed curves average: a twenty-fifth of the run, at least one."""
+    return max(1, steps // 25)
+
+
+def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if len(values) <= POINTS:
+        return steps, values
+    parts = np.array_split(np.arange(len(values)), POINTS)
+    return np.array([steps[p].mean() for p in parts]), np.array([np.nanmean(values[p]) for p in parts])
+
+
+def _color(name: str) -> str:
+    return PALETTE[name]
+
+
+def loss_figure(curves: Sequence[Curve]) -> Figure:
+    """Loss of each arm over the steps: raw, faint; smoothed, strong. A log axis where the loss falls twentyfold."""
+    figure = Figure(figsize=(9, 3.9), layout="constrained")
+    axes = figure.subplots()
+    # High precision last, so that it is not hidden below the curves that should follow it.
+    for curve in sorted(curves, key=lambda c: {"noise": 0, "fp8": 1, "reference": 2}[c.kind]):
+        color = _color(curve.color)
+        axes.plot(*_thin(curve.steps, curve.losses), color=color, lw=0.6, alpha=0.28)
+        smoothed = smooth(curve.losses, window_for(len(curve.losses)))
+        style = {"reference": (0, (4, 2)), "noise": "-", "fp8": "-"}[curve.kind]
+        axes.plot(*_thin(curve.steps, smoothed), color=color, lw=1.9, ls=style, label=curve.label)
+    finite = np.concatenate([c.losses[np.isfinite(c.losses)] for c in curves])
+    if finite.size and finite.min() > 0 and finite.max() / finite.min() > 20:
+        axes.set_yscale("log")
+    axes.set(title="Loss", xlabel="step", ylabel="nats per token")
+    axes.margins(x=0.01)
+    axes.legend(loc="upper right")
+    return figure
+
+
+def running_gap(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Relative gap of the mean losses so far, at each step; its last value is the verdict's figure."""
+    count = min(len(losses), len(reference))
+    ours, theirs = losses[:count], reference[:count]
+    both = np.isfinite(ours) & np.isfinite(theirs)
+    difference = np.cumsum(np.where(both, ours - theirs, 0.0))
+    total = np.cumsum(np.where(both, np.abs(theirs), 0.0))
+    return difference / np.where(total > 0, total, np.nan)
+
+
+def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
+    """FP8 against high precision: the smoothed difference, and the gap of the mean so far, each over the seed's band."""
+    reference = next(c for c in curves if c.kind == "reference")
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    window = window_for(len(reference.losses))
+    for curve in sorted(curves, key=lambda c: c.kind != "noise"):
+        if curve.kind == "reference":
+            continue
+        count = min(len(curve.losses), len(reference.losses))
+        steps = reference.steps[:count]
+        apart = smooth(curve.losses[:count] - reference.losses[:count], window)
+        gap = 100 * running_gap(curve.losses, reference.losses)
+        for axes, values in ((upper, apart), (lower, gap)):
+            if curve.kind == "noise":
+                x, y = _thin(steps, np.abs(values))
+                axes.fill_between(
+                    x, -y, y, color=_color("noise"), alpha=0.45, lw=0, label="noise: another seed, either sign"
+                )
+            else:
+                axes.plot(*_thin(steps, values), color=_color(curve.color), lw=1.7, label=curve.label)
+    for axes in (upper, lower):
+        axes.axhline(0, color=_color("base"), lw=1, ls=(0, (4, 2)))
+        axes.margins(x=0.01)
+    tail = 100 * running_gap(curves[-1].losses, reference.losses)
+    if np.isfinite(tail).any():
+        lower.axhspan(-100 * tolerated, 100 * tolerated, color=_color("good"), alpha=0.18, lw=0, label="0.25 %")
+    upper.set(title=f"Loss minus high precision's, mean over {window} steps", ylabel="nats per token")
+    lower.set(title="Gap of the mean loss so far; its end is the verdict's figure", xlabel="step", ylabel="per cent")
+    upper.legend(loc="best", ncols=2)
+    lower.legend(loc="best", ncols=2)
+    return figure
+
+
+def _spans(components: Sequence[str]) -> list[tuple[str, int, int]]:
+    spans: list[tuple[str, int, int]] = []
+    for i, name in enumerate(components):
+        if spans and spans[-1][0] == name:
+            spans[-1] = (name, spans[-1][1], i)
+        else:
+            spans.append((name, i, i))
+    return spans
+
+
+_ROLE_STYLE = {
+    "x": ("fp8-0", "o"),
+    "w": ("base", "s"),
+    "dy": ("fp8-1", "^"),
+    "x_wgrad": ("fp8-3", "o"),
+    "dy_wgrad": ("fp8-2", "^"),
+}
+
+
+def _dots(axes: Axes, health: Sequence[LayerHealth], figure_name: str, scale: float, roles: Sequence[str]) -> None:
+    for role in roles:
+        values = [getattr(layer, figure_name).get(role, np.nan) for layer in health]
+        if not np.isfinite(values).any():
+            continue
+        color, marker = _ROLE_STYLE[role]
+        size = 26 if len(health) <= 60 else 9
+        axes.scatter(range(len(health)), scale * np.array(values), s=size, marker=marker, color=_color(color),
+                     alpha=0.85, lw=0, label=role.replace("_", ", "))  # fmt: skip
+
+
+def _threshold(axes: Axes, value: float, color: str, text: str) -> None:
+    axes.axhline(value, color=_color(color), lw=1, ls=(0, (2, 2)))
+    axes.annotate(text, (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 2), textcoords="offset points",
+                  ha="right", va="bottom", fontsize=8, color=_color(color))  # fmt: skip
+
+
+def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], title: str) -> Figure:
+    """Per FP8 layer, in the model's order: SQNR and underflow by operand, and the cosine of its weight gradient."""
+    layers = [h.layer for h in health]
+    few = len(layers) <= 48
+    figure = Figure(figsize=(9, 8.4 if few else 7.2), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[1.25, 1, 1])
+    _dots(top, health, "sqnr", 1, ("x", "w", "dy"))
+    _dots(middle, health, "underflow", 100, ("x", "w", "dy", "x_wgrad", "dy_wgrad"))
+    cosines = np.array([np.nan if h.cosine is None else h.cosine for h in health])
+    bottom.scatter(range(len(layers)), cosines, s=26 if few else 9, marker="D", color=_color("fp8-4"), lw=0)
+    top.set(title=f"{title}: signal to quantization noise", ylabel="dB")
+    middle.set(title="Underflow: non-zero values that became zero", ylabel="per cent")
+    bottom.set(title="Cosine of the weight gradient to high precision's", ylabel="cosine")
+    _threshold(top, SQNR_WARN["e4m3"], "warn", "E4M3 warns below")
+    most = max([100 * v for h in health for v in h.underflow.values()], default=0.0)
+    middle.set_yscale("symlog", linthresh=0.01)
+    middle.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    middle.set_ylim(-0.002, max(10.0, 2 * most))
+    _threshold(middle, 100 * UNDERFLOW_WARN, "warn", "fwd, dgrad operands warn above")
+    _threshold(middle, 100 * UNDERFLOW_FAIL, "bad", "fail above")
+    low = float(np.nanmin(cosines)) if np.isfinite(cosines).any() else 1.0
+    bottom.set_ylim(min(low, COSINE_MIN) - 0.01, 1.004)
+    _threshold(bottom, COSINE_MIN, "warn", "warns below")
+    for axes in (top, middle, bottom):
+        for i, (_, first, last) in enumerate(_spans([components.get(name, "") for name in layers])):
+            if i % 2 == 0:
+                axes.axvspan(first - 0.5, last + 0.5, color=_color("band"), lw=0, zorder=0)
+        axes.set_xlim(-0.5, len(layers) - 0.5)
+    for name, first, last in _spans([components.get(name, "") for name in layers]):
+        top.annotate(name.replace("_", " "), ((first + last) / 2, 1), xycoords=("data", "axes fraction"),
+                     xytext=(0, -4), textcoords="offset points", ha="center", va="top", fontsize=9, color=_color("soft"))  # fmt: skip
+    top.set_ylim(top=top.get_ylim()[1] + 3)
+    top.legend(loc="lower left", ncols=3)
+    middle.legend(loc="upper left", ncols=5)
+    if few:
+        bottom.set_xticks(range(len(layers)), [short(name) for name in layers], rotation=90, fontsize=7.5)
+    else:
+        bottom.set_xlabel("FP8 layer, in the model's order")
+    return figure
+
+
+def short(name: str) -> str:
+    """The part of a module name that tells layers apart: from its first number on, or its last two segments."""
+    parts = name.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if first is None:
+        return ".".join(parts[-2:])
+    return ".".join(parts[first:])
+
+
+def memory_figure(
+    bars: Sequence[tuple[str, Mapping[str, int]]], kinds: Sequence[str], unit: tuple[str, float]
+) -> Figure:
+    """Bytes by kind, one stacked bar for each arm; ``unit`` is a name and its bytes."""
+    name, size = unit
+    figure = Figure(figsize=(9, 1.5 + 0.55 * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    for row, (_, memory) in enumerate(bars):
+        left = 0.0
+        for i, kind in enumerate(kinds):
+            width = memory.get(kind, 0) / size
+            axes.barh(row, width, left=left, height=0.62, color=_color(f"kind-{min(i, 5)}"),
+                      label=kind.replace("_", " ") if row == 0 else None)  # fmt: skip
+            left += width
+        axes.annotate(f"{left:.1f} {name}", (left, row), xytext=(5, 0), textcoords="offset points", va="center",
+                      fontsize=9, color=_color("ink"))  # fmt: skip
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", visible=True)
+    axes.margins(x=0.12)
+    axes.set(title="Memory by kind", xlabel=name)
+    figure.legend(loc="outside lower center", ncols=min(len(kinds), 6))
+    return figure
+
+
+def save(figure: Figure, path: Path) -> str:
+    """Write ``path`` (PNG) and return the same drawing as inline SVG whose colours are CSS variables."""
+    figure.savefig(path, dpi=150)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _inline(buffer.getvalue(), path.stem)
+
+
+def _inline(svg: str, prefix: str) -> str:
+    """An SVG file as an element of a page: no XML head, no namespaces (HTML knows them), ids apart, themed colours."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r'href="#', f'href="#{prefix}-', svg).replace("url(#", f"url(#{prefix}-")
+    svg = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{prefix}"', 1)
+    svg = re.sub(r"font: ([^;]*?)'DejaVu Sans'[^;\"]*", r"font: \1system-ui, sans-serif", svg)
+    for name, value in PALETTE.items():
+        svg = re.sub(re.escape(value) + r"\b", f"var(--{name})", svg, flags=re.IGNORECASE)
+    return svg

@@ -1,0 +1,222 @@
+"""From finished arms to a verdict: collects each arm's figures, asks every row of the trust table, says the result.
+
+An arm is one run of the trial: high precision (``reference``), high precision with another seed (``noise``), or one
+FP8 recipe (``fp8``). Nothing here trains or draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from octavo.config import Config
+from octavo.report import verdict as rows
+from octavo.report.rundir import LayerHealth, ReportError, RunRecord
+from octavo.report.verdict import FAIL, PASS, WARN, Check, percent
+
+#: what an interpreter of ``octavo compare``'s exit code sees; 1 and 2 stay with errors and wrong usage
+EXIT_CODES = {PASS: 0, WARN: 3, FAIL: 4}
+
+_SAME_MACHINE = ("python", "os", "cpu", "threads", "torch", "cuda", "gpu", "gpus", "driver")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run of the trial: its folder's name, how the page calls it, its kind and the configuration it trains."""
+
+    name: str
+    label: str
+    kind: str
+    cfg: Config
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ``compare`` says: pass, warn or fail, in one line, with the reasons (worst first) and all figures."""
+
+    status: str
+    line: str
+    reasons: tuple[str, ...]
+    checks: tuple[Check, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def exit_code(self) -> int:
+        """0 pass, 3 warn, 4 fail."""
+        return EXIT_CODES[self.status]
+
+
+def accuracy(record: RunRecord) -> float | None:
+    """Share of held-out questions answered exactly right, or None where nothing was evaluated."""
+    value = (record.eval or {}).get("exact_match")
+    return None if value is None else float(value)
+
+
+def dtype_of(arm: Arm, record: RunRecord) -> str:
+    """The dtype that high precision computed in: fp32, or bf16."""
+    asked = arm.cfg.train.precision
+    if asked != "auto":
+        return asked
+    return "bf16" if record.environment.get("gpus") or record.environment.get("gpu") else "fp32"
+
+
+def dy_format(row: Mapping[str, Any]) -> str:
+    """The format of a plan row's dy operands: e5m2 under hybrid, else e4m3."""
+    recipe = row.get("recipe")
+    asked = recipe.get("format") if isinstance(recipe, Mapping) else row.get("format")
+    return "e5m2" if asked == "hybrid" else "e4m3"
+
+
+def _operands(health: Sequence[LayerHealth], figure: str, roles: Sequence[str]) -> dict[str, float]:
+    """A figure by operand, under names such as "x of layers.0.q_proj" and "dy (wgrad) of layers.0.q_proj"."""
+    found = {}
+    for layer in health:
+        for role in roles:
+            value = getattr(layer, figure).get(role)
+            if value is not None:
+                operand, _, layout = role.partition("_")
+                found[f"{operand}{f' ({layout})' if layout else ''} of {layer.layer}"] = value
+    return found
+
+
+def _health_checks(arm: Arm, record: RunRecord) -> list[Check]:
+    health = record.health
+    e5m2 = {row["name"] for row in record.plan.get("rows", ()) if dy_format(row) == "e5m2"}
+    by_format: dict[str, dict[str, float]] = {"e4m3": {}}
+    for layer in health:
+        for role, level in layer.sqnr.items():
+            fmt = "e5m2" if role.startswith("dy") and layer.layer in e5m2 else "e4m3"
+            by_format.setdefault(fmt, {}).update(_operands([layer], "sqnr", [role]))
+    wgrad = _operands(health, "underflow", ("x_wgrad", "dy_wgrad")) or _operands(health, "underflow", ("x", "dy"))
+    return [
+        rows.check_underflow(arm.label, _operands(health, "underflow", ("x", "w", "dy")), wgrad=False),
+        rows.check_underflow(arm.label, wgrad, wgrad=True),
+        *(rows.check_sqnr(arm.label, fmt, values) for fmt, values in by_format.items()),
+        rows.check_cosine(arm.label, {h.layer: h.cosine for h in health if h.cosine is not None}),
+        rows.check_nan_codes(arm.label, {h.layer: h.nan_codes for h in health}),
+    ]
+
+
+def _same_machine(arm: Arm, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Check:
+    differ = [k for k in _SAME_MACHINE if ours.get(k) != theirs.get(k)]
+    threshold = "same device, threads and versions"
+    if not ours or not theirs:
+        say = "a run recorded no environment"
+        return Check("same_machine", "Same machine", arm.label, None, "not recorded", threshold, WARN, say)
+    if differ:
+        say = f"this arm and high precision differ in {', '.join(differ)}; speed and noise cannot be compared"
+        return Check("same_machine", "Same machine", arm.label, float(len(differ)), "differs", threshold, WARN, say)
+    return Check("same_machine", "Same machine", arm.label, 0.0, "same", threshold, PASS, "same device and versions")
+
+
+def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
+    """Seed noise of the mean loss: the largest relative gap between high-precision runs that differ in the seed."""
+    gaps = [abs(rows.loss_gap(other.losses, reference.losses)) for other in others]
+    return max(gaps, default=math.nan)
+
+
+def judge(arms: Sequence[tuple[Arm, RunRecord]]) -> Verdict:
+    """Hold every FP8 arm against the trust table.
+
+    Raises ``ReportError`` where there is no reference, no noise or no FP8 arm.
+    """
+    by_kind = {kind: [(a, r) for a, r in arms if a.kind == kind] for kind in ("reference", "noise", "fp8")}
+    missing = [kind for kind, found in by_kind.items() if not found]
+    if missing:
+        raise ReportError(f"a verdict needs a reference, a noise and an FP8 arm; missing: {', '.join(missing)}")
+    (ref_arm, ref) = by_kind["reference"][0]
+    noise_records = [r for _, r in by_kind["noise"]]
+    noise = noise_of(ref, noise_records)
+    ref_accuracy = accuracy(ref)
+    spread = max(
+        (abs(a - ref_accuracy) for r in noise_records if (a := accuracy(r)) is not None and ref_accuracy is not None),
+        default=0.0,
+    )
+    checks: list[Check] = []
+    for arm, record in by_kind["fp8"]:
+        checks.append(rows.check_loss_gap(arm.label, rows.loss_gap(record.losses, ref.losses), noise))
+        mine = accuracy(record)
+        if mine is not None and ref_accuracy is not None:
+            checks.append(rows.check_accuracy(arm.label, mine, ref_accuracy, spread))
+        checks.append(rows.check_gemms(arm.label, record.proof))
+        checks += _health_checks(arm, record)
+        checks.append(rows.check_states(arm.label, arm.cfg.optimizer.states, None))
+        checks.append(rows.check_same_data(arm.label, record.tokens, ref.tokens))
+        checks.append(_same_machine(arm, record.environment, ref.environment))
+    for arm, record in arms:
+        checks.append(_skipped(arm, record))
+    status = rows.worst([c.status for c in checks])
+    ordered = sorted((c for c in checks if c.status != PASS), key=lambda c: c.status != FAIL)
+    reasons = tuple(f"{c.arm}: {c.title}: {c.sentence}" for c in ordered)
+    line = _line(status, by_kind["fp8"], (ref_arm, ref), noise, reasons)
+    data = {
+        "noise": noise,
+        "accuracy_spread": spread,
+        "reference_dtype": dtype_of(ref_arm, ref),
+        "arms": [_arm_data(arm, record, ref) for arm, record in arms],
+    }
+    return Verdict(status, line, reasons, tuple(checks), data)
+
+
+def _skipped(arm: Arm, record: RunRecord) -> Check:
+    last = int(record.steps[-1])
+    return rows.check_skipped(arm.label, record.skipped, last, arm.cfg.train.steps)
+
+
+def _line(
+    status: str,
+    fp8: Sequence[tuple[Arm, RunRecord]],
+    reference: tuple[Arm, RunRecord],
+    noise: float,
+    reasons: Sequence[str],
+) -> str:
+    """The first line of the page: the status, then for each recipe its gap, accuracy and counted share."""
+    ref_arm, ref = reference
+    parts = []
+    for arm, record in fp8:
+        gap = rows.loss_gap(record.losses, ref.losses)
+        text = f"{arm.label} stands {100 * gap:+.2f} % from {dtype_of(ref_arm, ref)} in mean loss (seed noise {percent(noise)})"
+        mine, theirs = accuracy(record), accuracy(ref)
+        if mine is not None and theirs is not None:
+            text += f", answers {percent(mine, 1)} of held-out questions beside {percent(theirs, 1)}"
+        share = record.proof.get("share")
+        if share is not None:
+            text += f", {percent(float(share), 1)} of linear FLOPs counted in FP8"
+        parts.append(text)
+    ending = f" First reason: {reasons[0]}." if status != PASS and reasons else ""
+    return f"{status.upper()}: {'; '.join(parts)}.{ending}"
+
+
+def _arm_data(arm: Arm, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
+    tail = record.losses[-max(1, len(record.losses) // 20) :]
+    return {
+        "name": arm.name,
+        "label": arm.label,
+        "kind": arm.kind,
+        "recipe": arm.cfg.fp8.recipe,
+        "seed": arm.cfg.run.seed,
+        "steps": int(record.steps[-1]),
+        "mean_loss": record.mean_loss,
+        "last_loss": float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan,
+        "gap": 0.0 if arm.kind == "reference" else rows.loss_gap(record.losses, reference.losses),
+        "eval": dict(record.eval) if record.eval else None,
+        "tokens_per_s": record.speed,
+        "speed_ratio": record.speed / reference.speed,
+        "memory": dict(record.memory),
+        "skipped": list(record.skipped),
+        "health_steps": list(record.health_steps),
+        "health": [
+            {"layer": h.layer, "sqnr": dict(h.sqnr), "underflow": dict(h.underflow), "saturation": dict(h.saturation),
+             "dw_cosine": h.cosine, "nan_codes": h.nan_codes}
+            for h in record.health
+        ],
+        "plan": dict(record.plan),
+        "proof": dict(record.proof),
+        "environment": dict(record.environment),
+        "config": record.config,
+        "curve": {"step": record.steps.tolist(), "loss": record.losses.tolist()},
+    }  # fmt: skip

@@ -1,0 +1,270 @@
+"""Writes the report of a trial: ``report.html`` (one file, opens offline), ``report.json`` and the PNG plots.
+
+The page holds nothing that was typed: every figure comes from the run directories through ``judge``. Its look is in
+``page.html.jinja`` and ``page.css``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+
+import octavo
+from octavo.report import figures
+from octavo.report.judge import Arm, Verdict, accuracy
+from octavo.report.rundir import ReportError, RunRecord
+from octavo.report.verdict import GAP_TOLERATED, percent
+
+Records = Sequence[tuple[Arm, RunRecord]]
+
+#: the order and the words of the memory table; kinds that a run adds come after
+KINDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "codes": "cached FP8 codes",
+    "activations": "kept activations",
+}
+ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad": "dy, wgrad"}
+
+
+def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ...]:
+    """Write the report of a trial into ``directory``; returns the paths, the page first."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = document(verdict)
+    drawings, images = draw(records, directory)
+    page = directory / "report.html"
+    page.write_text(render(verdict, records, drawings, data["created"]), encoding="utf-8")
+    (directory / "report.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return (page, directory / "report.json", *images)
+
+
+def document(verdict: Verdict) -> dict[str, Any]:
+    """``report.json``: verdict, checks and everything measured, as plain JSON; what is not a finite number is null."""
+    return _finite(
+        {
+            "octavo": octavo.__version__,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "verdict": {
+                "status": verdict.status,
+                "line": verdict.line,
+                "reasons": list(verdict.reasons),
+                "exit_code": verdict.exit_code,
+            },
+            "checks": [check.to_json() for check in verdict.checks],
+            **verdict.data,
+        }
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def curves_of(records: Records) -> list[figures.Curve]:
+    """The loss curves, each with its colour; FP8 arms count through five colours."""
+    curves, fp8 = [], 0
+    for arm, record in records:
+        color = {"reference": "base", "noise": "noise"}.get(arm.kind, f"fp8-{fp8 % 5}")
+        fp8 += arm.kind == "fp8"
+        curves.append(figures.Curve(arm.label, arm.kind, color, record.steps, record.losses))
+    return curves
+
+
+def draw(records: Records, directory: Path) -> tuple[dict[str, str], list[Path]]:
+    """Draw every plot: SVG by name for the page, and the PNG files written beside it."""
+    curves = curves_of(records)
+    fp8 = [(arm, record) for arm, record in records if arm.kind == "fp8"]
+    drawings, images = {}, []
+
+    def keep(name: str, figure: Any) -> None:
+        images.append(directory / f"{name}.png")
+        drawings[name] = figures.save(figure, images[-1])
+
+    with matplotlib.rc_context(figures.STYLE):
+        keep("loss", figures.loss_figure(curves))
+        keep("gap", figures.gap_figure(curves, GAP_TOLERATED))
+        for arm, record in fp8:
+            if record.health:
+                name = "health" if len(fp8) == 1 else f"health-{arm.name}"
+                components = {row["name"]: row.get("component") or "" for row in record.plan.get("rows", ())}
+                keep(name, figures.health_figure(record.health, components, arm.label))
+        bars = [(arm.label, record.memory) for arm, record in records if record.memory and arm.kind != "noise"]
+        if bars:
+            most = max(sum(memory.values()) for _, memory in bars)
+            keep("memory", figures.memory_figure(bars, memory_kinds(bars), unit_of(most)))
+    return drawings, images
+
+
+def memory_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
+    """Kinds of memory that any arm recorded, in the order of ``KINDS``; a peak is a total and no kind of its own."""
+    seen = dict.fromkeys(kind for _, memory in bars for kind in memory if kind not in TOTALS)
+    return [kind for kind in KINDS if kind in seen] + [kind for kind in seen if kind not in KINDS]
+
+
+TOTALS = ("peak", "total", "peak_allocated", "allocated", "reserved", "rss")
+
+
+def unit_of(size: float) -> tuple[str, float]:
+    """KiB, MiB or GiB: the largest unit of which ``size`` bytes hold at least one."""
+    for name, unit in (("GiB", 2.0**30), ("MiB", 2.0**20)):
+        if size >= unit:
+            return name, unit
+    return "KiB", 2.0**10
+
+
+def bytes_text(size: float) -> str:
+    """Bytes for people: 12.3 MiB."""
+    name, unit = unit_of(size)
+    return f"{size / unit:.1f} {name}" if size else "0"
+
+
+def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a plan that differ only in the numbers of their names, as one line each: pattern, count, recipe, reason."""
+    groups: dict[tuple, dict[str, Any]] = {}
+    for row in plan.get("rows", ()):
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row["name"])
+        recipe = row.get("recipe")
+        name = recipe.get("name") if isinstance(recipe, Mapping) else recipe
+        shape = " x ".join(map(str, row.get("shape") or ()))
+        reason = row.get("reason") or ""
+        key = (pattern, row.get("component"), row.get("kind"), shape, name, reason)
+        group = groups.setdefault(
+            key,
+            {"pattern": pattern, "component": row.get("component") or "", "kind": row.get("kind") or "", "shape": shape,
+             "recipe": name, "reason": reason, "count": 0, "share": 0.0},
+        )  # fmt: skip
+        group["count"] += 1
+        group["share"] += float(row.get("share") or 0.0)
+    return list(groups.values())
+
+
+def tiles(verdict: Verdict, records: Records) -> list[dict[str, str]]:
+    """The figures at the head of the page, for the first FP8 arm."""
+    arms = {arm["label"]: arm for arm in verdict.data["arms"]}
+    arm, record = next((a, r) for a, r in records if a.kind == "fp8")
+    _, reference = next((a, r) for a, r in records if a.kind == "reference")
+    dtype = verdict.data["reference_dtype"]
+    found = [
+        {
+            "figure": f"{100 * arms[arm.label]['gap']:+.2f} %",
+            "word": f"mean loss against {dtype}; two seeds differ by {percent(verdict.data['noise'])}",
+        }
+    ]
+    mine, theirs = accuracy(record), accuracy(reference)
+    if mine is not None and theirs is not None:
+        found.append({"figure": percent(mine, 1), "word": f"held-out answers right; {dtype}: {percent(theirs, 1)}"})
+    if record.proof.get("share") is not None:
+        found.append(
+            {"figure": percent(float(record.proof["share"]), 1), "word": "of linear FLOPs ran in FP8, counted"}
+        )
+    ratio = arms[arm.label]["speed_ratio"]
+    if math.isfinite(ratio):
+        found.append({"figure": f"{ratio:.2f} x", "word": f"speed of {dtype} on this machine"})
+    return found
+
+
+def speed_sentence(records: Records) -> str:
+    """What the speed figures mean on the device they were read on."""
+    environment = next(r.environment for a, r in records if a.kind == "fp8")
+    if environment.get("gpus") or environment.get("gpu"):
+        return "Read on the GPU named under Environment, in one trial, one arm after the other."
+    return (
+        "No GPU here: the FP8 arms ran the reference, which emulates FP8 in plain PyTorch and is slower by nature. "
+        "It shows what FP8 does to the training, not how fast FP8 is."
+    )
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """A nested mapping as (dotted key, text) rows for a table."""
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            rows += flat(value, f"{name}.")
+        elif isinstance(value, list | tuple):
+            if value and all(isinstance(inner, Mapping) for inner in value):
+                for number, inner in enumerate(value):
+                    rows += flat(inner, f"{name}[{number}].")
+            elif value:
+                rows.append((name, ", ".join(map(str, value))))
+        elif value is not None and value != "":
+            rows.append((name, f"{value:.6g}" if isinstance(value, float) else str(value)))
+    return rows
+
+
+def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], created: str) -> str:
+    """The page as HTML."""
+    here = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"percent": percent, "bytes": bytes_text, "fixed": _fixed, "svg": Markup}
+    shown = [(label, record.memory) for label, record in ((a.label, r) for a, r in records) if record.memory]
+    fp8 = [
+        {
+            "label": arm.label,
+            "name": arm.name,
+            "groups": plan_groups(record.plan),
+            "notes": record.plan.get("notes") or (),
+            "health": record.health,
+            "health_steps": record.health_steps,
+            "drawing": drawings.get("health") or drawings.get(f"health-{arm.name}"),
+            "proof": flat({k: v for k, v in record.proof.items() if k not in ("layers", "counts")}),
+        }
+        for arm, record in records
+        if arm.kind == "fp8"
+    ]
+    if not fp8:
+        raise ReportError("a page needs at least one FP8 arm")
+    reference = next((a, r) for a, r in records if a.kind == "reference")
+    return environment.get_template("page.html.jinja").render(
+        verdict=verdict,
+        line=verdict.line.partition(": ")[2],
+        created=created,
+        version=octavo.__version__,
+        css=(here / "page.css").read_text(encoding="utf-8"),
+        colors=figures.PALETTE,
+        tiles=tiles(verdict, records),
+        checks=sorted(verdict.checks, key=lambda c: ("fail", "warn", "pass").index(c.status)),
+        arms=verdict.data["arms"],
+        noise=verdict.data["noise"],
+        dtype=verdict.data["reference_dtype"],
+        spread=verdict.data["accuracy_spread"],
+        evaluated=any(arm["eval"] for arm in verdict.data["arms"]),
+        drawings=drawings,
+        fp8=fp8,
+        roles=ROLE_WORDS,
+        kinds=[(kind, KINDS.get(kind, kind.replace("_", " "))) for kind in memory_kinds(shown)],
+        totals=[kind for kind in TOTALS if any(kind in memory for _, memory in shown)],
+        speed_sentence=speed_sentence(records),
+        environment=flat(reference[1].environment),
+        configs=[(arm.label, record.config) for arm, record in records],
+    )
+
+
+def _fixed(value: float | None, digits: int = 2) -> str:
+    """A number with fixed digits and thousands apart; a dash where there is none."""
+    if value is None or not np.isfinite(value):
+        return "\N{EN DASH}"
+    return f"{value:,.{digits}f}"

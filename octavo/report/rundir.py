@@ -1,0 +1,198 @@
+"""What a run left behind, read once into a value that the verdict, the plots and the page share.
+
+A run directory holds ``metrics.jsonl`` (one JSON object a line, in the order of writing), ``plan.json``, ``proof.json``,
+``environment.json``, ``config.yaml`` and ``result.json``. Only this file knows their layout. Arrays have one entry for
+each recorded step: ``losses`` in nats per token (fp32), ``tokens`` consumed by the step, ``tokens_per_s``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
+
+
+class ReportError(ValueError):
+    """A report cannot be made from what was given; the message names the file and the cure."""
+
+
+@dataclass(frozen=True)
+class LayerHealth:
+    """One FP8 layer, averaged over the measured steps that were applied.
+
+    ``sqnr`` in dB and ``underflow`` as a share (0..1) by role (x, w, dy, x_wgrad, dy_wgrad); ``cosine`` between the
+    FP8 weight gradient and the high-precision one of the same step, None where no weight gradient was computed;
+    ``nan_codes`` summed over the measured steps.
+    """
+
+    layer: str
+    sqnr: Mapping[str, float]
+    underflow: Mapping[str, float]
+    saturation: Mapping[str, float]
+    cosine: float | None
+    nan_codes: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run directory as a value. ``eval`` is the last evaluation, or None where nothing was evaluated."""
+
+    directory: Path
+    steps: np.ndarray
+    losses: np.ndarray
+    tokens: np.ndarray
+    tokens_per_s: np.ndarray
+    skipped: tuple[int, ...]
+    memory: Mapping[str, int]
+    health: tuple[LayerHealth, ...]
+    health_steps: tuple[int, ...]
+    eval: Mapping[str, float] | None
+    plan: Mapping[str, Any]
+    proof: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    config: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean of the finite losses over the run."""
+        finite = self.losses[np.isfinite(self.losses)]
+        return float(finite.mean()) if finite.size else math.nan
+
+    @property
+    def speed(self) -> float:
+        """Median tokens per second, the first tenth of the steps left out as warm-up; NaN where it was not recorded."""
+        rest = self.tokens_per_s[len(self.tokens_per_s) // 10 :]
+        rest = rest[np.isfinite(rest)]
+        return float(np.median(rest)) if rest.size else math.nan
+
+
+def read(directory: str | Path) -> RunRecord:
+    """Read a run directory.
+
+    Raises ``ReportError`` where the directory or ``metrics.jsonl`` is missing, empty, or not what a run writes.
+    ``plan.json``, ``proof.json`` and ``environment.json`` may be missing (an interrupted run); the verdict judges that.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ReportError(f"{directory} is not a directory; give the run directory that `octavo train` wrote")
+    rows = [row for row in _lines(directory / "metrics.jsonl") if "step" in row]
+    trained = [row for row in rows if "loss" in row]
+    if not trained:
+        raise ReportError(
+            f"{directory / 'metrics.jsonl'} holds no training step; the run stopped before its first one. "
+            "Run it again, or delete the directory"
+        )
+    skipped = tuple(int(row["step"]) for row in trained if row.get("skipped"))
+    measured = [row for row in rows if row.get("health")]
+    evals = [row["eval"] for row in rows if row.get("eval")]
+    result = _json(directory / "result.json")
+    return RunRecord(
+        directory=directory,
+        steps=np.array([int(row["step"]) for row in trained]),
+        losses=_column(trained, "loss"),
+        tokens=_column(trained, "tokens"),
+        tokens_per_s=_column(trained, "tokens_per_s"),
+        skipped=skipped,
+        memory=_memory(trained),
+        health=_health([row["health"] for row in measured if int(row["step"]) not in skipped]),
+        health_steps=tuple(int(row["step"]) for row in measured),
+        eval=result.get("eval") or (evals[-1] if evals else None),
+        plan=_json(directory / "plan.json"),
+        proof=_json(directory / "proof.json"),
+        environment=_json(directory / "environment.json"),
+        config=_text(directory / "config.yaml"),
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as err:
+        raise ReportError(
+            f"{path} is not JSON (line {err.lineno}: {err.msg}); delete the run and start it again"
+        ) from err
+    if not isinstance(value, dict):
+        raise ReportError(f"{path} holds a {type(value).__name__}, expected an object; is it a file of Octavo's?")
+    return value
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ReportError(f"{path} does not exist; is {path.parent} a run directory of Octavo?")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as err:
+            if number == len(lines):  # a killed run may leave half a last line; a resume writes that step again
+                break
+            raise ReportError(f"{path}:{number} is not JSON ({err.msg}); the file was changed or cut") from err
+        if not isinstance(row, dict):
+            raise ReportError(f"{path}:{number} holds a {type(row).__name__}, expected an object")
+        rows.append(row)
+    return rows
+
+
+def _column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
+    def number(value: Any) -> float:
+        return math.nan if value is None else float(value)
+
+    return np.array([number(row.get(key)) for row in rows], dtype=np.float64)
+
+
+def _memory(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Bytes by kind: the largest value that any step recorded."""
+    most: dict[str, int] = {}
+    for row in rows:
+        for kind, size in (row.get("memory") or {}).items():
+            if isinstance(size, int | float):
+                most[kind] = max(most.get(kind, 0), int(size))
+    return most
+
+
+def _mean(values: list[Any]) -> float:
+    numbers = [float(v) for v in values if v is not None and math.isfinite(float(v))]
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+def _health(tables: list[Mapping[str, Any]]) -> tuple[LayerHealth, ...]:
+    """Average the tables of ``fp8.health()`` over the measured steps, layer by layer in the model's order."""
+    layers = list(dict.fromkeys(name for table in tables for name in table))
+    found = []
+    for name in layers:
+        seen = [table[name] for table in tables if name in table]
+        roles = [role for role in ROLES if any(isinstance(entry.get(role), Mapping) for entry in seen)]
+
+        def of(figure: str, seen: list = seen, roles: list = roles) -> dict[str, float]:
+            means = {role: _mean([(entry.get(role) or {}).get(figure) for entry in seen]) for role in roles}
+            return {role: value for role, value in means.items() if math.isfinite(value)}
+
+        cosine = _mean([entry.get("dw_cosine") for entry in seen])
+        found.append(
+            LayerHealth(
+                layer=name,
+                sqnr=of("sqnr"),
+                underflow=of("underflow"),
+                saturation=of("saturation"),
+                cosine=cosine if math.isfinite(cosine) else None,
+                nan_codes=int(sum(entry.get("nan_codes") or 0 for entry in seen)),
+            )
+        )
+    return tuple(found)

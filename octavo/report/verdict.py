@@ -1,0 +1,246 @@
+"""The trust table of ``docs/numerics.md`` as functions: each row takes figures and says pass, warn or fail, and why.
+
+A row returns a ``Check``: the figure, the threshold it was held against, the status and one plain sentence. The verdict
+is the worst of them. Shares are 0..1 here and per cent in the sentences; SQNR is in dB; losses are in nats per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+PASS, WARN, FAIL = "pass", "warn", "fail"
+_RANK = {PASS: 0, WARN: 1, FAIL: 2}
+
+GAP_TOLERATED = 0.0025  # of the high-precision loss
+NOISE_FACTOR = 2.0
+UNDERFLOW_HEALTHY = 0.008
+UNDERFLOW_WARN, UNDERFLOW_FAIL = 0.01, 0.05  # operands of fwd and dgrad
+UNDERFLOW_WARN_WGRAD = 0.20  # operands of wgrad
+SQNR_WARN = {"e4m3": 25.0, "e5m2": 20.0}
+COSINE_MEDIAN, COSINE_MIN = 0.99, 0.95
+ACCURACY_POINT = 0.01
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the trust table, answered for one arm."""
+
+    name: str
+    title: str
+    arm: str
+    figure: float | None
+    shown: str
+    threshold: str
+    status: str
+    sentence: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def worst(statuses: Sequence[str]) -> str:
+    """The worst of several statuses; pass where there is none."""
+    return max(statuses, key=_RANK.__getitem__, default=PASS)
+
+
+def percent(value: float, digits: int = 2) -> str:
+    """A share as per cent: enough digits that a figure which is not zero never reads as zero."""
+    if value == 0 or not math.isfinite(value):
+        return f"{100 * value:.{digits}f} %"
+    while abs(100 * value) < 0.5 * 10**-digits and digits < 6:
+        digits += 2
+    return f"{100 * value:.{digits}f} %"
+
+
+def loss_gap(losses: np.ndarray, reference: np.ndarray) -> float:
+    """Signed relative gap of two runs on the same steps: (mean loss - mean reference loss) / mean reference loss.
+
+    Steps in which either loss is not finite are left out of both means. NaN where nothing is left or the mean is 0.
+    """
+    count = min(len(losses), len(reference))
+    ours, theirs = losses[:count], reference[:count]
+    both = np.isfinite(ours) & np.isfinite(theirs)
+    if not both.any() or theirs[both].mean() == 0:
+        return math.nan
+    return float((ours[both].mean() - theirs[both].mean()) / abs(theirs[both].mean()))
+
+
+def check_loss_gap(arm: str, gap: float, noise: float) -> Check:
+    """Relative loss gap, mean over the run, against the gap between two high-precision runs of different seed.
+
+    Passes within the noise or within 0.25 %; fails beyond 0.25 % and twice the noise. A *lower* loss than high
+    precision's is no harm, so beyond the noise it only warns.
+    """
+    if not math.isfinite(gap) or not math.isfinite(noise):
+        status, say = FAIL, "the losses hold no two finite values to compare"
+    else:
+        size, where = abs(gap), "above" if gap > 0 else "below"
+        say = f"the mean loss is {percent(size)} {where} high precision's; two seeds of high precision differ by {percent(noise)}"
+        if size <= max(noise, GAP_TOLERATED):
+            status = PASS
+        elif size <= NOISE_FACTOR * noise or gap < 0:
+            status = WARN
+        else:
+            status = FAIL
+            say += ", so FP8 changed this training"
+    return Check(
+        "loss_gap", "Loss gap, mean over the run", arm, gap, f"{100 * gap:+.2f} %",
+        f"seed noise {percent(noise)} or 0.25 %; fails above both 0.25 % and {percent(NOISE_FACTOR * noise)}",
+        status, say,
+    )  # fmt: skip
+
+
+def _worst_layer(by_layer: Mapping[str, float], largest: bool) -> tuple[str, float]:
+    pick = max if largest else min
+    layer = pick(by_layer, key=by_layer.__getitem__)
+    return layer, by_layer[layer]
+
+
+def _unmeasured(name: str, title: str, arm: str, threshold: str) -> Check:
+    return Check(
+        name, title, arm, None, "not measured", threshold, WARN,
+        "no health figures were recorded; set run.health_every to at most the number of steps",
+    )  # fmt: skip
+
+
+def check_underflow(arm: str, by_operand: Mapping[str, float], wgrad: bool) -> Check:
+    """Share of non-zero values that became zero; ``by_operand`` maps "layer role" to a share (mean over the run)."""
+    name, gemms = ("underflow_wgrad", "wgrad") if wgrad else ("underflow", "fwd and dgrad")
+    title = f"Underflow, {gemms} operands"
+    threshold = "below 20 %" if wgrad else "below 1 %; fails above 5 %"
+    if not by_operand:
+        return _unmeasured(name, title, arm, threshold)
+    layer, share = _worst_layer(by_operand, largest=True)
+    if wgrad:
+        status = WARN if share > UNDERFLOW_WARN_WGRAD else PASS
+    else:
+        status = FAIL if share > UNDERFLOW_FAIL else WARN if share > UNDERFLOW_WARN else PASS
+    say = f"at most {percent(share)} of the non-zero values became zero, most in {layer}"
+    return Check(name, title, arm, share, percent(share), threshold, status, say)
+
+
+def check_sqnr(arm: str, fmt: str, by_operand: Mapping[str, float]) -> Check:
+    """Signal to quantization noise in dB for the operands cast to ``fmt`` (e4m3 or e5m2); the lowest counts."""
+    limit, label = SQNR_WARN[fmt], fmt.upper()
+    name, title, threshold = f"sqnr_{fmt}", f"SQNR, {label} operands", f"at least {limit:.0f} dB"
+    if not by_operand:
+        return _unmeasured(name, title, arm, threshold)
+    layer, level = _worst_layer(by_operand, largest=False)
+    middle = float(np.median(list(by_operand.values())))
+    status = WARN if level < limit else PASS
+    say = f"median {middle:.1f} dB over {len(by_operand)} operands; the lowest, {level:.1f} dB, is {layer}"
+    return Check(name, title, arm, level, f"{level:.1f} dB", threshold, status, say)
+
+
+def check_cosine(arm: str, by_layer: Mapping[str, float]) -> Check:
+    """Cosine between each layer's FP8 weight gradient and the high-precision one: median and minimum over layers."""
+    name, title = "dw_cosine", "Cosine of weight gradients"
+    threshold = f"median at least {COSINE_MEDIAN}, none below {COSINE_MIN}"
+    if not by_layer:
+        return _unmeasured(name, title, arm, threshold)
+    layer, low = _worst_layer(by_layer, largest=False)
+    middle = float(np.median(list(by_layer.values())))
+    status = WARN if low < COSINE_MIN or middle < COSINE_MEDIAN else PASS
+    say = f"median {middle:.4f} over {len(by_layer)} layers; the lowest, {low:.4f}, is {layer}"
+    return Check(name, title, arm, low, f"{low:.4f} (median {middle:.4f})", threshold, status, say)
+
+
+def check_nan_codes(arm: str, by_layer: Mapping[str, int]) -> Check:
+    """NaN codes in measured steps that were applied: any is a failure."""
+    name, title, threshold = "nan_codes", "NaN codes in an applied step", "none"
+    if not by_layer:
+        return _unmeasured(name, title, arm, threshold)
+    count = sum(by_layer.values())
+    if count:
+        layer, most = _worst_layer({k: float(v) for k, v in by_layer.items()}, largest=True)
+        say = f"{count} NaN codes entered GEMMs of steps that were applied, {int(most)} of them in {layer}"
+    else:
+        say = "no NaN code in any measured step"
+    return Check(name, title, arm, float(count), str(count), threshold, FAIL if count else PASS, say)
+
+
+def check_gemms(arm: str, proof: Mapping[str, Any]) -> Check:
+    """FP8 GEMMs that did not run where planned: what the run's own count, ``proof.json``, says."""
+    name, title, threshold = "fp8_gemms", "FP8 GEMMs ran where planned", "every planned GEMM counted"
+    if not proof:
+        return Check(
+            name, title, arm, None, "no proof", threshold, FAIL,
+            "the run left no proof.json, so nothing shows that FP8 ran; run the arm again",
+        )  # fmt: skip
+    pending, missing = list(proof.get("pending") or ()), list(proof.get("missing") or ())
+    share, counted = proof.get("share"), int(proof.get("fp8_gemms") or 0)
+    shown = f"{counted} GEMMs" + (f", {percent(share, 1)} of linear FLOPs" if share is not None else "")
+    if missing or not counted:
+        what = ", ".join(map(str, missing[:3])) or "none of them"
+        say = f"planned FP8 GEMMs did not run: {what}" if missing else "no FP8 GEMM was counted"
+        return Check(name, title, arm, float(len(missing)), shown, threshold, FAIL, say)
+    if pending:
+        say = f"{', '.join(map(str, pending))} was never reached by the data, so its FP8 GEMMs are not proven"
+        return Check(name, title, arm, 0.0, shown, threshold, WARN, say)
+    return Check(
+        name, title, arm, 0.0, shown, threshold, PASS, "every FP8 GEMM of the plan was counted, none is missing"
+    )
+
+
+def check_skipped(arm: str, skipped: Sequence[int], steps: int, planned: int) -> Check:
+    """Steps whose loss or gradient was not finite, and whether the run reached its last step."""
+    name, title, threshold = "skipped_steps", "Steps skipped", "none; fails where the run did not end"
+    shown = f"{len(skipped)} of {steps}"
+    if steps < planned:
+        say = f"the run ended at step {steps} of {planned}"
+        return Check(name, title, arm, float(len(skipped)), shown, threshold, FAIL, say)
+    if skipped:
+        first = ", ".join(map(str, skipped[:5])) + (" ..." if len(skipped) > 5 else "")
+        say = f"loss or gradient was not finite in {len(skipped)} steps, which were skipped: {first}"
+        return Check(name, title, arm, float(len(skipped)), shown, threshold, WARN, say)
+    return Check(name, title, arm, 0.0, shown, threshold, PASS, f"all {steps} steps were finite and applied")
+
+
+def check_states(arm: str, states: str, zeroed: int | None) -> Check:
+    """Second moments that became zero in quantized optimizer states; fp32 and bf16 states cannot lose one that way."""
+    name, title, threshold = "v_zero", "Second moments that became zero", "none"
+    if states in ("fp32", "bf16"):
+        say = f"optimizer states are {states}: none is rounded to zero by a quantizer"
+        return Check(name, title, arm, 0.0, "0", threshold, PASS, say)
+    if zeroed is None:
+        return Check(
+            name, title, arm, None, "not counted", threshold, WARN, f"states are {states} and were not counted"
+        )
+    say = f"{zeroed} non-zero second moments became zero" if zeroed else "no second moment became zero"
+    return Check(name, title, arm, float(zeroed), str(zeroed), threshold, FAIL if zeroed else PASS, say)
+
+
+def check_accuracy(arm: str, value: float, reference: float, spread: float) -> Check:
+    """Held-out accuracy (0..1) beside high precision's: apart by at most max(1 point, 2x the spread of two seeds).
+
+    Below that fails; above it only warns, since better answers are no harm but still a difference.
+    """
+    limit, apart = max(ACCURACY_POINT, NOISE_FACTOR * abs(spread)), value - reference
+    status = PASS if abs(apart) <= limit + 1e-12 else WARN if apart > 0 else FAIL
+    say = (
+        f"{percent(value, 1)} of the held-out questions, high precision {percent(reference, 1)}: "
+        f"{100 * abs(apart):.1f} points {'apart' if apart == 0 else 'more' if apart > 0 else 'fewer'}"
+    )
+    return Check(
+        "accuracy", "Held-out accuracy", arm, value, percent(value, 1), f"within {100 * limit:.1f} points", status, say
+    )
+
+
+def check_same_data(arm: str, tokens: np.ndarray, reference: np.ndarray) -> Check:
+    """Both arms must have read the same data: the tokens of every step are equal."""
+    name, title, threshold = "same_data", "Same data", "equal tokens at every step"
+    count = min(len(tokens), len(reference))
+    known = np.isfinite(tokens[:count]) & np.isfinite(reference[:count])
+    differ = np.flatnonzero(known & (tokens[:count] != reference[:count]))
+    if not known.any():
+        return Check(name, title, arm, None, "not recorded", threshold, WARN, "the arms recorded no token counts")
+    if differ.size:
+        say = f"{differ.size} steps read another number of tokens than high precision; the arms cannot be compared"
+        return Check(name, title, arm, float(differ.size), f"{differ.size} differ", threshold, FAIL, say)
+    say = f"all {int(known.sum())} steps read the same number of tokens as high precision"
+    return Check(name, title, arm, 0.0, "0 differ", threshold, PASS, say)

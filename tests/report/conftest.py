@@ -1,0 +1,41 @@
+"""Fixtures of the report's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
+
+from octavo.config import load_config_text, to_yaml
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> Any:
+    return load_config_text(CONFIG).with_overrides([f"run.dir={tmp_path / 'unused'}"])
+
+
+@pytest.fixture
+def trial(cfg: Any, tmp_path: Path) -> Any:
+    """A function that writes the three arms of a trial as finished runs; keywords change the FP8 arm."""
+    from octavo.report.compare import arms_of
+
+    def make(
+        directory: Path | None = None, *, shift: float = 0.001, recipes: tuple = ("blockwise",), **fp8: Any
+    ) -> Any:
+        directory = directory or tmp_path / "trial"
+        arms = arms_of(cfg, recipes, directory)
+        for arm in arms:
+            home = Path(arm.cfg.run.dir)
+            if arm.kind == "fp8":
+                options = {"tables": {1: health(), 50: health()}, "plan_json": plan(), "proof": GOOD_PROOF} | fp8
+                write_run(home, losses(100, shift), config=to_yaml(arm.cfg), **options)
+            else:
+                seed = int(arm.kind == "noise")
+                value = {"exact_match": 0.985} if seed else {}
+                write_run(home, losses(100, 0.012 * seed, seed), config=to_yaml(arm.cfg), **value)
+        return SimpleNamespace(directory=directory, arms=arms, recipes=recipes)
+
+    return make

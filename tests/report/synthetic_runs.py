@@ -1,0 +1,101 @@
+"""Run directories written by hand, in the layout that ``octavo.train`` leaves, so that the report is tested without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LAYERS = [
+    *(f"model.visual.blocks.{i}.{n}" for i in range(2) for n in ("attn.qkv", "attn.proj", "mlp.linear_fc1")),
+    *(f"model.language_model.layers.{i}.{n}" for i in range(2) for n in ("self_attn.q_proj", "mlp.down_proj")),
+]
+
+
+def component(name: str) -> str:
+    return "image_encoder" if "visual" in name else "foundation"
+
+
+def plan(recipe: str = "blockwise", fmt: str = "e4m3") -> dict[str, Any]:
+    rows = [
+        {"name": n, "component": component(n), "kind": "linear", "shape": [64, 64], "fp8": True,
+         "recipe": {"name": recipe, "format": fmt}, "reason": "asked for the whole model", "share": 0.09}
+        for n in LAYERS
+    ]  # fmt: skip
+    head = {"name": "lm_head", "component": "foundation", "kind": "lm_head", "shape": [300, 64], "fp8": False,
+            "recipe": None, "reason": "lm_head stays in high precision", "share": None}  # fmt: skip
+    return {"rows": [*rows, head], "notes": ["per-tensor amax is local to each rank"]}
+
+
+def health(sqnr: float = 31.5, underflow: float = 0.001, cosine: float = 0.999, nan_codes: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+
+    def operand() -> dict[str, float]:
+        return {"sqnr": sqnr + float(rng.uniform(0, 0.4)), "underflow": underflow, "saturation": 0.0}
+
+    return {
+        name: {**{role: operand() for role in ("x", "w", "dy", "x_wgrad", "dy_wgrad")}, "dw_cosine": cosine,
+               "nan_codes": nan_codes}
+        for name in LAYERS
+    }  # fmt: skip
+
+
+def losses(steps: int, shift: float = 0.0, seed: int = 0) -> np.ndarray:
+    at = np.arange(1, steps + 1)
+    noise = np.random.default_rng(seed).normal(0, 0.02, steps)
+    return (3 * np.exp(-at / (0.3 * steps)) + 0.05) * (1 + shift) * np.exp(noise)
+
+
+def write_run(
+    directory: Path,
+    loss: np.ndarray,
+    *,
+    config: str = "",
+    tables: dict[int, dict] | None = None,
+    plan_json: dict | None = None,
+    proof: dict | None = None,
+    exact_match: float | None = 0.98,
+    environment: dict | None = None,
+    tokens: int = 1000,
+    speed: float = 5000.0,
+    skipped: tuple[int, ...] = (),
+) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for step, value in enumerate(loss.tolist(), 1):
+        row: dict[str, Any] = {
+            "step": step, "loss": value, "tokens": tokens, "tokens_per_s": speed, "grad_norm": 1.0, "lr": 1e-3,
+            "memory": {"weights": 4_800_000, "gradients": 4_800_000, "optimizer": 9_600_000,
+                       "codes": 1_200_000 if tables else 0, "activations": 9_000_000},
+        }  # fmt: skip
+        if step in skipped:
+            row["skipped"] = True
+        if tables and step in tables:
+            row["health"] = tables[step]
+        lines.append(json.dumps(row))
+    if exact_match is not None:
+        lines.append(
+            json.dumps({"step": len(loss), "eval": {"loss": 0.1, "exact_match": exact_match, "questions": 800}})
+        )
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "environment.json").write_text(
+        json.dumps(environment if environment is not None else {"torch": "2.13", "cpu": "some <cpu>", "threads": 2})
+    )
+    (directory / "config.yaml").write_text(config)
+    if plan_json is not None:
+        (directory / "plan.json").write_text(json.dumps(plan_json))
+    if proof is not None:
+        (directory / "proof.json").write_text(json.dumps(proof))
+    return directory
+
+
+GOOD_PROOF = {"fp8_gemms": 30, "share": 0.94, "missing": [], "pending": [], "components": {"foundation": 0.95}}
+
+CONFIG = """\
+model: {path: tiny}
+data: {train: [{path: train.json}], eval: [{path: test.json}]}
+train: {steps: 100, global_batch: 8, micro_batch: 8}
+run: {hf: false}
+"""
