@@ -133,6 +133,7 @@ def load(
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, by name and shape; never accepted
                 **extra,
             )
     except (RuntimeError, ValueError, OSError, SafetensorError, ImportError) as error:
@@ -150,14 +151,21 @@ def check_weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index} has no weight_map. Download or write the file again.")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(f, str) for f in weight_map.values())
+        ):
+            raise ModelError(f"{index} has no weight_map of tensor names to files. Download or write the file again.")
+        shards = sorted(set(weight_map.values()))
+        if outside := [name for name in shards if Path(name).name != name]:
+            raise ModelError(
+                f"{index} names {outside[0]!r}, which is not a file of this folder. Write the index again."
+            )
+        files = [folder / name for name in shards]
     else:
         weight_map, files = {}, [folder / _SINGLE]
     for file in files:
-        if file.resolve().parent != folder.resolve() and Path(file.name) != Path(str(file.relative_to(folder))):
-            raise ModelError(f"{index} names {file}, which is outside the folder. Write the index again.")
         if not file.exists():
             raise ModelError(_no_weights(folder, file, index.exists()))
         expected = {name for name, shard in weight_map.items() if folder / shard == file}
@@ -197,7 +205,7 @@ def _refuse_incomplete(folder: Path, info: dict) -> None:
         ("mismatched_keys", "of another shape than the model's"),
         ("error_msgs", "reported while loading"),
     ):
-        found = sorted(str(item) for item in info.get(key, ()))
+        found = sorted(_named(item) for item in info.get(key, ()))
         if found:
             wrong.append(f"{len(found)} {what}: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}")
     if wrong:
@@ -205,6 +213,14 @@ def _refuse_incomplete(folder: Path, info: dict) -> None:
             f"{folder}: tensors do not match the model that config.json describes. {'; '.join(wrong)}. Check that "
             "config.json and the weights belong together, or download them again."
         )
+
+
+def _named(item: object) -> str:
+    """A loading report's entry: a name, or (name, shape on disk, shape of the model)."""
+    if isinstance(item, tuple) and len(item) == 3:
+        name, disk, model = item
+        return f"{name} {tuple(disk)} instead of {tuple(model)}"
+    return str(item)
 
 
 def _auto_class(config: PreTrainedConfig) -> type:

@@ -62,9 +62,10 @@ def save_hf(
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         made = scratch / "new"
+        written = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
         with quiet():
             stock.save_pretrained(made, state_dict=weights)
-        _write_config(source, made, next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32))
+        _write_config(source, made, written)
         for pattern in _COMPANIONS:
             for file in source.glob(pattern):
                 if file.is_file():

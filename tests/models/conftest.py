@@ -1,0 +1,49 @@
+"""Small checkpoints of every family, written once a session, and inputs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from octavo.models import tiny
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> folder of its mini checkpoint (read only; tests that damage one copy it)."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini")
+        return made[family]
+
+    return get
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (16, 16)) -> Image.Image:
+    """A grey-scale image of random pixels, (width, height)."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0]), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def conversation(image: bool) -> list[dict]:
+    """Two questions and their answers, about an image or not."""
+    first = [{"type": "image"}, {"type": "text", "text": "first?"}] if image else "first?"
+    return [
+        {"role": "user", "content": first},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "second?"},
+        {"role": "assistant", "content": "4"},
+    ]
+
+
+def batch(processor, image: bool, seed: int = 0):
+    """A conversation as the model's inputs, tensors, with an image if asked."""
+    text = processor.apply_chat_template(conversation(image), tokenize=False)
+    images = [picture(seed)] if image else None
+    return processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)

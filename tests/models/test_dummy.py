@@ -1,0 +1,105 @@
+"""The dummy image: the tower runs, and nothing changes."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from octavo import models
+from tests.models.conftest import batch
+
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+
+
+def step(model, inputs):
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    return loss.detach(), {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def of_images(name: str) -> bool:
+    return any(part in name for part in ("visual", "vision_tower", "projector"))
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_a_batch_without_images_reaches_the_tower_with_zero_gradients_and_the_same_loss(checkpoint, family):
+    model = models.load(checkpoint(family))
+    described = models.describe(model)
+    inputs = batch(models.load_processor(checkpoint(family)), image=False)
+    loss, grads = step(model, inputs)
+    assert all(grad is None for name, grad in grads.items() if of_images(name))
+
+    entered = []
+
+    @contextmanager
+    def guard():
+        entered.append(1)
+        yield
+
+    handle = models.attach_dummy_image(model, described, lambda: True, guard)
+    with_dummy, dummy_grads = step(model, inputs)
+    assert torch.equal(loss, with_dummy)
+    assert entered == [1]
+    for name, grad in dummy_grads.items():
+        if of_images(name):
+            assert grad is not None and torch.count_nonzero(grad) == 0, name
+        else:
+            assert torch.equal(grad, grads[name]), name
+    handle.remove()
+    _, again = step(model, inputs)
+    assert all(grad is None for name, grad in again.items() if of_images(name))
+
+
+def test_a_frozen_tower_runs_too_and_stays_without_gradients(checkpoint):
+    model = models.load(checkpoint("qwen3_vl"))
+    family = models.describe(model)
+    models.freeze(model, family, ["image_encoder", "image_projector"])
+    calls = []
+    model.get_submodule(family.tower).register_forward_hook(lambda *_: calls.append(1))
+    models.attach_dummy_image(model, family, lambda: True)
+    _, grads = step(model, batch(models.load_processor(checkpoint("qwen3_vl")), image=False))
+    assert calls == [1]
+    assert all(grad is None for name, grad in grads.items() if of_images(name))
+
+
+def test_with_real_images_the_dummy_adds_nothing_to_the_towers_gradients(checkpoint):
+    model = models.load(checkpoint("qwen3_vl"))
+    inputs = batch(models.load_processor(checkpoint("qwen3_vl")), image=True)
+    loss, grads = step(model, inputs)
+    models.attach_dummy_image(model, models.describe(model), lambda: True)
+    with_dummy, dummy_grads = step(model, inputs)
+    assert torch.equal(loss, with_dummy)
+    assert all(torch.equal(grad, dummy_grads[name]) for name, grad in grads.items())
+    assert any(torch.count_nonzero(grad) for name, grad in grads.items() if of_images(name))
+
+
+def test_features_that_are_not_finite_leave_no_trace_in_the_language_model(checkpoint):
+    model = models.load(checkpoint("qwen3_vl"))
+    family = models.describe(model)
+    inputs = batch(models.load_processor(checkpoint("qwen3_vl")), image=False)
+    loss, grads = step(model, inputs)
+    with torch.no_grad():
+        model.model.visual.merger.linear_fc2.bias.fill_(float("inf"))
+    models.attach_dummy_image(model, family, lambda: True)
+    with_dummy, dummy_grads = step(model, inputs)
+    assert torch.equal(loss, with_dummy)
+    assert all(torch.equal(grad, dummy_grads[name]) for name, grad in grads.items() if not of_images(name))
+
+
+def test_disabled_it_does_nothing(checkpoint):
+    model = models.load(checkpoint("internvl"))
+    family = models.describe(model)
+    calls = []
+    model.get_submodule(family.tower).register_forward_hook(lambda *_: calls.append(1))
+    models.attach_dummy_image(model, family, lambda: False)
+    model(**batch(models.load_processor(checkpoint("internvl")), image=False))
+    assert calls == []
+
+
+def test_a_text_model_has_no_dummy_image(checkpoint):
+    model = models.load(checkpoint("qwen3"))
+    with pytest.raises(models.ModelError, match="qwen3 takes no images"):
+        models.attach_dummy_image(model, models.describe(model), lambda: True)

@@ -1,0 +1,56 @@
+"""Greedy answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo import models
+from octavo.models import tiny
+from tests.models.conftest import conversation, picture
+
+
+def teach(model, processor, answer: str, image: bool) -> None:
+    """A few steps on one conversation: enough to say its answer."""
+    turns = [conversation(image)[0], {"role": "assistant", "content": answer}]
+    text = processor.apply_chat_template(turns, tokenize=False)
+    inputs = processor(
+        text=[text], images=[picture()] if image else None, return_tensors="pt", add_special_tokens=False
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(12):
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_what_was_learned_is_said(checkpoint, family):
+    model = models.load(checkpoint(family)).train()
+    processor = models.load_processor(checkpoint(family))
+    image = models.describe(model).has_vision
+    teach(model, processor, "7 8", image)
+    said = models.generate(model, processor, conversation(image)[:1], [picture()] if image else [], max_new_tokens=6)
+    assert said == "7 8"
+    assert model.training
+
+
+def test_max_new_tokens_and_determinism(checkpoint):
+    model, processor = models.load(checkpoint("qwen3")), models.load_processor(checkpoint("qwen3"))
+    one, again = (models.generate(model, processor, conversation(False)[:1], [], 3) for _ in range(2))
+    assert one == again and len(processor.tokenizer(one)["input_ids"]) <= 4
+
+
+@pytest.mark.parametrize(
+    ("messages", "images", "tokens", "message"),
+    [
+        (conversation(True)[:1], [], 4, "1 image parts but 0 images"),
+        (conversation(False)[:1], [picture()], 4, "0 image parts but 1 images"),
+        ([], [], 4, "0 messages and max_new_tokens=4"),
+        (conversation(False)[:1], [], 0, "1 messages and max_new_tokens=0"),
+    ],
+)
+def test_errors(checkpoint, messages, images, tokens, message):
+    model, processor = models.load(checkpoint("qwen3_vl")), models.load_processor(checkpoint("qwen3_vl"))
+    with pytest.raises(models.ModelError, match=message):
+        models.generate(model, processor, messages, images, tokens)

@@ -1,0 +1,194 @@
+"""Folders, whole and damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from octavo import models
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path) -> Path:
+    """A copy of a small text model, to damage."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_weights(folder: Path, change) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Two shards and an index instead of the one file."""
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    index = {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{number + 1:05d}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return index
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(models.ModelError, match=message):
+        models.load(folder)
+
+
+def test_values_dtype_and_mode(folder):
+    model = models.load(folder, torch.bfloat16)
+    weights = load_file(folder / "model.safetensors")
+    assert not model.training
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, weights[name].bfloat16())
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl"])
+def test_attention_implementations(checkpoint, family, implementation):
+    model = models.load(checkpoint(family), attn_implementation=implementation)
+    assert model.config._attn_implementation == implementation
+
+
+def test_an_attention_that_the_family_lacks(checkpoint):
+    with pytest.raises(models.ModelError, match="mpt"):
+        models.load(checkpoint("mpt"), attn_implementation="sdpa")
+
+
+def test_shards(folder):
+    whole = models.load(folder).state_dict()
+    shard(folder)
+    assert all(torch.equal(value, whole[name]) for name, value in models.load(folder).state_dict().items())
+
+
+def test_empty_reads_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    model = models.empty(folder)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_no_folder(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere is not a folder: .*octavo tiny")
+    refused(tmp_path, "config.json is missing")
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '"text"'])
+def test_a_broken_config(folder, content):
+    (folder / "config.json").write_text(content)
+    refused(folder, "config.json (is not JSON|holds a)")
+
+
+def test_a_config_of_an_unknown_or_unfit_model(folder):
+    edit_config(folder, model_type="never_heard_of")
+    refused(folder, "config.json cannot be used.*never_heard_of")
+    edit_config(folder, model_type="clip")
+    refused(folder, "model_type 'clip' is neither a described vision-language family")
+
+
+def test_a_field_of_the_wrong_type(folder):
+    edit_config(folder, hidden_size="wide")
+    refused(folder, "config.json .*hidden_size|config.json has a field")
+
+
+def test_code_in_the_folder(folder):
+    edit_config(folder, auto_map={"AutoModelForCausalLM": "evil.Model"})
+    (folder / "evil.py").write_text("raise SystemExit")
+    refused(folder, "asks to run Python code")
+
+
+def test_quantised_weights(folder):
+    edit_config(folder, quantization_config={"quant_method": "fp8"})
+    refused(folder, "quantised weights .quant_method 'fp8'")
+
+
+def test_pickled_weights(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "only pickled weights .pytorch_model.bin.; a pickle can run code")
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    refused(folder, "no weights to load")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1, -4096])
+def test_a_truncated_file(folder, keep):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(folder, r"model\.safetensors is damaged or truncated \(\d+ bytes\)")
+
+
+def test_a_header_that_promises_too_much(folder):
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    refused(folder, "damaged or truncated")
+
+
+def test_a_missing_shard_and_a_missing_tensor_of_the_index(folder):
+    index = shard(folder)
+    file = folder / "model-00002-of-00002.safetensors"
+    kept = load_file(file)
+    lost = sorted(kept)[0]
+    save_file({name: value for name, value in kept.items() if name != lost}, file, metadata={"format": "pt"})
+    refused(folder, f"lacks '{lost}'")
+    assert index[lost] == file.name
+    file.unlink()
+    refused(folder, "model-00002-of-00002.safetensors is missing, though .*index.json names it")
+
+
+def test_an_index_that_leaves_the_folder(folder, tmp_path):
+    shutil.copy(folder / "model.safetensors", tmp_path / "other.safetensors")
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        index = dict.fromkeys(tensors.keys(), "../other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    refused(folder, "names '../other.safetensors', which is not a file of this folder")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
+def test_a_broken_index(folder, content):
+    (folder / "model.safetensors.index.json").write_text(content)
+    refused(folder, "index.json has no weight_map")
+
+
+def test_a_tensor_that_would_be_random(folder):
+    edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    refused(
+        folder,
+        r"1 missing in the folder \(transformers would fill it with random numbers\): model.layers.1.mlp.up_proj",
+    )
+
+
+def test_a_tensor_nobody_knows(folder):
+    edit_weights(folder, lambda weights: weights.update({"model.layers.7.extra": torch.ones(2)}))
+    refused(folder, "1 in the folder but unknown to the model: model.layers.7.extra")
+
+
+def test_a_tensor_of_another_shape(folder):
+    edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
+    refused(folder, r"1 of another shape than the model's: model.norm.weight \(3,\) instead of \(64,\)")
+
+
+def test_a_vision_tensor_is_missed_too(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl_moe"), tmp_path / "model"))
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        name = next(key for key in tensors.keys() if "experts.down_proj" in key)  # noqa: SIM118
+    edit_weights(folder, lambda weights: weights.pop(name))
+    refused(folder, "1 missing in the folder .*experts.down_proj")

@@ -1,0 +1,126 @@
+"""Processors without torchvision."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import models
+from octavo.models import tiny
+from tests.models.conftest import batch, conversation, picture
+
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_an_image_becomes_as_many_tokens_as_features(checkpoint, family):
+    model = models.load(checkpoint(family))
+    processor = models.load_processor(checkpoint(family))
+    inputs = batch(processor, image=True)
+    assert (inputs["input_ids"] == models.describe(model).image_token_id).sum() == 4
+    assert set(models.describe(model).pixel_inputs) <= set(inputs)
+    with torch.no_grad():
+        seen, other = (model(**batch(processor, image=True, seed=s)).logits for s in (0, 1))
+    assert not torch.equal(seen, other)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_text_and_answers(checkpoint, family):
+    processor = models.load_processor(checkpoint(family))
+    inputs = batch(processor, image=False)
+    assert inputs["input_ids"].shape == inputs["attention_mask"].shape and "pixel_values" not in inputs
+    prompt = processor.apply_chat_template(conversation(False)[:1], tokenize=False, add_generation_prompt=True)
+    whole = processor.apply_chat_template(conversation(False)[:2], tokenize=False)
+    assert whole.startswith(prompt) and whole.rstrip().endswith(processor.tokenizer.eos_token)
+    assert len(processor.tokenizer(" 3", add_special_tokens=False)["input_ids"]) == 1
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_system_turns_and_any_text_survive(checkpoint, family):
+    tokenizer = models.load_tokenizer(checkpoint(family))
+    messages = [{"role": "system", "content": "Answer in German."}, *conversation(False)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert "Answer in German." in text and text.index("German") < text.index("first?")
+    for sample in (text, "Grüße, 世界 🙂\n\n\ttab  two", "", " "):
+        assert tokenizer.decode(tokenizer(sample, add_special_tokens=False)["input_ids"]) == sample
+
+
+def test_rows_with_and_without_images_in_one_call(checkpoint):
+    processor = models.load_processor(checkpoint("qwen3_vl"))
+    texts = [processor.apply_chat_template(conversation(image), tokenize=False) for image in (True, False)]
+    inputs = processor(text=texts, images=[picture()], padding=True, return_tensors="pt")
+    assert inputs["input_ids"].shape[0] == 2 and inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mpt"])
+def test_a_text_model_refuses_images(checkpoint, family):
+    processor = models.load_processor(checkpoint(family))
+    assert isinstance(processor, models.TextProcessor)
+    with pytest.raises(models.ModelError, match="1 images were given to a text-only model"):
+        processor(text=["first?"], images=[picture()])
+    with pytest.raises(models.ModelError, match="max_pixels given, but .* is a text-only model"):
+        models.load_processor(checkpoint(family), max_pixels=4096)
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens"), [({}, 64), ({"max_pixels": 1024}, 16), ({"max_pixels": 64}, 1), ({"min_pixels": 16384}, 256)]
+)
+def test_pixel_limits_of_qwen(checkpoint, limits, tokens):
+    processor = models.load_processor(checkpoint("qwen3_vl"), **limits)
+    text = processor.apply_chat_template(conversation(True), tokenize=False)
+    inputs = processor(text=[text], images=[picture(size=(64, 64))], return_tensors="pt")
+    assert inputs["image_grid_thw"].prod().item() == 4 * tokens
+    assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
+
+
+@pytest.mark.parametrize(
+    ("limits", "tiles"), [({}, 5), ({"max_pixels": 700}, 3), ({"max_pixels": 256}, 1), ({"min_pixels": 1281}, 7)]
+)
+def test_tile_limits_of_internvl(checkpoint, limits, tiles):
+    processor = models.load_processor(checkpoint("internvl"), **limits)
+    text = processor.apply_chat_template(conversation(True), tokenize=False)
+    inputs = processor(text=[text], images=[picture(size=(96, 16))], return_tensors="pt")
+    assert inputs["pixel_values"].shape == (tiles, 3, 16, 16)
+    assert (inputs["input_ids"] == processor.image_token_id).sum() == 4 * tiles
+
+
+@pytest.mark.parametrize(
+    ("family", "limits", "message"),
+    [
+        ("qwen3_vl", {"max_pixels": 63}, "max_pixels 63 is less than one token of this model. Give at least 64"),
+        ("internvl", {"max_pixels": 255}, "max_pixels 255 is less than one tile of this model. Give at least 256"),
+        ("qwen3_vl", {"max_pixels": 100, "min_pixels": 200}, "min_pixels 200 is above max_pixels 100"),
+        ("qwen3_vl", {"min_pixels": 0}, "min_pixels 0 is less than one token"),
+    ],
+)
+def test_impossible_limits(checkpoint, family, limits, message):
+    with pytest.raises(models.ModelError, match=message):
+        models.load_processor(checkpoint(family), **limits)
+
+
+def test_incomplete_folders(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
+    (folder / "processor_config.json").unlink()
+    assert models.load_processor(folder).tokenizer is not None  # the published folders have no such file
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(models.ModelError, match="has no preprocessor_config.json"):
+        models.load_processor(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(models.ModelError, match="the tokenizer cannot be loaded"):
+        models.load_processor(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(models.ModelError, match="has no tokenizer.json"):
+        models.load_processor(folder)
+
+
+def test_a_vision_family_that_is_not_described(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llava"}))
+    with pytest.raises(models.ModelError, match="no processor for model_type 'llava'"):
+        models.load_processor(folder)

@@ -1,0 +1,120 @@
+"""Exported folders: stock transformers loads them, and they hold the model's values."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from octavo import models
+from octavo.models import save, tiny
+from tests.models.conftest import batch
+
+
+def stock(path, dtype=torch.float32):
+    config = AutoConfig.from_pretrained(path)
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    return auto.from_pretrained(path, dtype=dtype)
+
+
+class Swapped(nn.Linear):
+    """What a class swap in place leaves behind: the same parameters under another class."""
+
+
+def disturb(model) -> None:
+    with torch.no_grad():
+        for index, p in enumerate(model.parameters()):
+            p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(index)))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_round_trip_through_stock_transformers(checkpoint, tmp_path, family):
+    source = checkpoint(family)
+    model = models.load(source)
+    disturb(model)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Swapped
+    out = models.save_hf(model, source, tmp_path / "hf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+    inputs = batch(models.load_processor(out), image=models.describe(model).has_vision)
+    with torch.no_grad():
+        expected, found = model(**inputs).logits, stock(out)(**inputs).logits
+    assert torch.equal(expected, found)
+    with safe_open(source / "model.safetensors", "pt") as a, safe_open(out / "model.safetensors", "pt") as b:
+        assert set(a.keys()) == set(b.keys())  # names and layouts on disk are the source's
+        assert all(a.get_slice(k).get_shape() == b.get_slice(k).get_shape() for k in a.keys())  # noqa: SIM118
+    again = models.load(out).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
+    text = "first? 3"
+    assert (
+        AutoTokenizer.from_pretrained(out)(text)["input_ids"]
+        == AutoTokenizer.from_pretrained(source)(text)["input_ids"]
+    )
+    assert {p.name for p in source.iterdir()} == {p.name for p in out.iterdir()}
+
+
+def test_bf16_is_written_as_bf16(checkpoint, tmp_path):
+    source = checkpoint("qwen3_vl")
+    model = models.load(source)
+    out = models.save_hf(model, source, tmp_path / "hf", torch.bfloat16)
+    with safe_open(out / "model.safetensors", "pt") as tensors:
+        assert {tensors.get_tensor(key).dtype for key in tensors.keys()} == {torch.bfloat16}  # noqa: SIM118
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["text_config"]["dtype"] == "bfloat16"
+    loaded = models.load(out, torch.bfloat16).state_dict()
+    assert all(torch.equal(value.bfloat16(), loaded[name]) for name, value in model.state_dict().items())
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_gathered_weights_are_taken_instead_of_the_models(checkpoint, tmp_path):
+    source = checkpoint("qwen3_vl")
+    model = models.load(source)
+    weights = {name: value.clone() + 1 for name, value in model.state_dict().items()}  # tied names are copies here
+    out = models.save_hf(models.empty(source), source, tmp_path / "hf", state_dict=weights)
+    loaded = models.load(out).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
+
+
+def test_an_earlier_export_is_replaced_and_a_strange_folder_is_not(checkpoint, tmp_path):
+    source = checkpoint("qwen3")
+    model = models.load(source)
+    models.save_hf(model, source, tmp_path / "hf")
+    disturb(model)
+    out = models.save_hf(model, source, tmp_path / "hf")
+    assert torch.equal(models.load(out).lm_head.weight, model.lm_head.weight)
+    other = tmp_path / "photos"
+    other.mkdir()
+    (other / "cat.png").write_bytes(b"")
+    with pytest.raises(models.ModelError, match="exists and is no model folder"):
+        models.save_hf(model, source, other)
+
+
+def test_a_failed_save_leaves_nothing_half_written(checkpoint, tmp_path, monkeypatch):
+    source = checkpoint("qwen3")
+    model = models.load(source)
+
+    def fail(directory):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(save, "_sync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        models.save_hf(model, source, tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_another_model(checkpoint, tmp_path):
+    model = models.load(checkpoint("qwen3"))
+    weights = dict(model.state_dict())
+    weights["extra"] = weights.pop("model.norm.weight")
+    with pytest.raises(models.ModelError, match="1 missing .*'model.norm.weight'.*1 unknown .*'extra'"):
+        models.save_hf(model, checkpoint("qwen3"), tmp_path / "hf", state_dict=weights)
+    weights = {**model.state_dict(), "model.norm.weight": torch.ones(3)}
+    with pytest.raises(models.ModelError, match=r"model.norm.weight has shape \(3,\), the source's model \(64,\)"):
+        models.save_hf(model, checkpoint("qwen3"), tmp_path / "hf", state_dict=weights)
+    with pytest.raises(models.ModelError, match="on the meta device and has no values"):
+        models.save_hf(models.empty(checkpoint("qwen3")), checkpoint("qwen3"), tmp_path / "hf")

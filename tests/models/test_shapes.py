@@ -1,0 +1,50 @@
+"""Published sizes: the right number of parameters, no memory, no time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from octavo import models
+
+# Totals of the published checkpoints (tied weights once), in billions.
+PUBLISHED = {
+    "qwen3_vl_2b": 2.13,
+    "qwen3_vl_4b": 4.44,
+    "qwen3_vl_8b": 8.77,
+    "qwen3_vl_30b_a3b": 31.07,
+    "qwen2_5_vl_7b": 8.29,
+    "internvl3_5_8b": 8.53,
+    "llama2_7b": 6.74,
+    "mpt_1b": 1.316,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters(name):
+    model, family = models.shape_model(name)
+    assert models.parameter_count(model) == pytest.approx(PUBLISHED[name] * 1e9, rel=0.005)
+    assert all(p.is_meta for p in model.parameters())
+    assert family.has_vision == ("vl" in name)
+
+
+def test_every_shape_is_checked():
+    assert set(PUBLISHED) == set(models.SHAPES)
+
+
+def test_an_unknown_shape_lists_the_known():
+    with pytest.raises(models.ModelError, match=r"did you mean 'qwen3_vl_8b'\?\); known: qwen3_vl_2b, .*mpt_1b"):
+        models.shape_model("qwen3_vl_8")
+
+
+def test_time_and_memory_of_the_largest():
+    code = (
+        "import time; from octavo import models; t = time.time(); models.shape_model('qwen3_vl_30b_a3b'); "
+        "import resource; print(time.time() - t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    seconds, kib = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert float(seconds) < 20 and float(kib) < 2 * 1024**2
