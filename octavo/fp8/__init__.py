@@ -1,0 +1,76 @@
+"""FP8 for linear layers, inside anybody's training loop; needs torch alone.
+
+    from octavo import fp8
+
+    plan = fp8.plan(model, "blockwise")     # what will run in FP8, and why; print(plan.table())
+    fp8.apply(model, plan)                  # in place; parameters, names and values stay
+    with fp8.count_gemms() as counts:       # proof of use
+        loss = model(**batch).loss; loss.backward()
+
+The arithmetic is :mod:`octavo.fp8.cast` and :mod:`octavo.fp8.recipe`; the layer is :mod:`octavo.fp8.linear`.
+"""
+
+from octavo.fp8.cast import CastError, CastSpec, Quantized, dequantize
+from octavo.fp8.experts import Experts
+from octavo.fp8.health import Health, health
+from octavo.fp8.kernels import registry as _registry
+from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
+from octavo.fp8.linear import Linear, linear
+from octavo.fp8.metrics import calc_diff, cosine, saturation, sqnr, underflow
+from octavo.fp8.observe import HIGH, GemmCounts, count_gemms, uncounted
+from octavo.fp8.plan import Plan, PlanRow, apply, plan
+from octavo.fp8.policy import ComponentPolicy, PlanError, Policy, Rule
+from octavo.fp8.proof import Proof, ProofError
+from octavo.fp8.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
+from octavo.fp8.scaling import load_scaling_state, reduce_scaling_state, scaling_state
+from octavo.fp8.topology import Row, topology
+from octavo.fp8.weights import invalidate
+
+backends = _registry.names
+
+__all__ = [
+    "HIGH",
+    "RECIPES",
+    "BackendError",
+    "CastError",
+    "CastSpec",
+    "ComponentPolicy",
+    "Experts",
+    "Gemm",
+    "GemmCounts",
+    "Health",
+    "Linear",
+    "Plan",
+    "PlanError",
+    "PlanRow",
+    "Policy",
+    "Proof",
+    "ProofError",
+    "Quantized",
+    "Recipe",
+    "RecipeError",
+    "Row",
+    "Rule",
+    "Selection",
+    "apply",
+    "backends",
+    "calc_diff",
+    "cosine",
+    "count_gemms",
+    "dequantize",
+    "health",
+    "invalidate",
+    "linear",
+    "load_scaling_state",
+    "plan",
+    "quantize",
+    "recipe",
+    "reduce_scaling_state",
+    "saturation",
+    "scaling_state",
+    "select",
+    "sqnr",
+    "topology",
+    "uncounted",
+    "underflow",
+]

@@ -1,0 +1,213 @@
+"""What ran: counts of GEMMs and their FLOPs, FP8 and high precision alike.
+
+Every GEMM of an FP8 layer reports itself here, under the layer's name, one of four words and the backend that ran it:
+
+* ``fwd``        the forward
+* ``recompute``  the same forward run again inside a backward (activation checkpointing)
+* ``dgrad``, ``wgrad``  the two GEMMs of the backward
+
+A GEMM kept in high precision reports the backend :data:`HIGH`. So do, while somebody counts, the linear layers that the plan
+left alone; that makes the share of FP8 a counted figure and not a computed one.
+
+Collectors are process-wide, because a backward may run on autograd's own threads, and may be nested.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+HIGH = "high"  # the "backend" of a GEMM in high precision
+Key = tuple[str, str, str]  # (layer, gemm, backend)
+
+
+class Phase(NamedTuple):
+    """Why a forward runs: ``counted`` is False on behalf of a dummy, ``recompute`` is True inside a backward."""
+
+    counted: bool
+    recompute: bool
+
+    @property
+    def gemm(self) -> str:
+        return "recompute" if self.recompute else "fwd"
+
+
+class GemmCounts(Mapping[Key, int]):
+    """``counts[(layer, gemm, backend)]`` -> calls, 0 for what never ran; ``counts.flops`` the same keys (2 M N K each).
+
+    ``due`` counts, per (layer, "dgrad" or "wgrad", "fwd" or "recompute"), the forwards that promised such a GEMM.
+    ``idle`` counts, per layer of experts, the experts that a forward gave no token.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[Key] = Counter()
+        self.flops: Counter[Key] = Counter()
+        self.due: Counter[Key] = Counter()
+        self.idle: Counter[str] = Counter()
+
+    def __getitem__(self, key: Key) -> int:
+        return self.calls[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __repr__(self) -> str:
+        return f"GemmCounts({self.total()} GEMMs of {len({k[0] for k in self.calls})} layers)"
+
+    def total(self, gemm: str | None = None, layer: str | None = None, fp8: bool | None = None) -> int:
+        """Calls, all or of one gemm, one layer, FP8 only (True) or high precision only (False)."""
+        return sum(
+            n
+            for (a, g, b), n in self.calls.items()
+            if gemm in (None, g) and layer in (None, a) and fp8 in (None, b != HIGH)
+        )
+
+    def promised(self, layer: str, gemm: str) -> int:
+        """How many backward GEMMs the forwards made necessary.
+
+        A checkpointed forward promises twice when its first run already builds a graph (non-reentrant) and once when only
+        the recomputation does (reentrant): the larger of the two is the number of backward passes through the layer.
+        """
+        return max(self.due[(layer, gemm, "fwd")], self.due[(layer, gemm, "recompute")])
+
+
+_lock = threading.Lock()
+_collectors: list[GemmCounts] = []
+_state = threading.local()
+# Sequence numbers of the autograd nodes made inside uncounted(): a checkpoint that recomputes a dummy's forward is
+# recognised by the node in whose backward it happens.
+_uncounted_nodes: deque[tuple[int, int]] = deque(maxlen=1024)
+
+
+@contextmanager
+def count_gemms() -> Iterator[GemmCounts]:
+    """Count the GEMMs that run inside, whichever thread runs them."""
+    counts = GemmCounts()
+    with _lock:
+        _collectors.append(counts)
+        _watch_modules()
+    try:
+        yield counts
+    finally:
+        with _lock:
+            _collectors[:] = [c for c in _collectors if c is not counts]
+            _watch_modules()
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Forwards inside, their recomputations and their backwards enter no amax history, health figure or GEMM count.
+
+    For work whose result is multiplied by zero: the dummy image that keeps a sharded vision tower in step.
+    """
+    first = torch.autograd._get_sequence_nr()
+    _state.depth = getattr(_state, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _state.depth -= 1
+        last = torch.autograd._get_sequence_nr()
+        if last > first:
+            _uncounted_nodes.append((first, last))
+
+
+def phase() -> Phase:
+    """The phase of a forward that starts now."""
+    recompute = torch._C._current_graph_task_id() != -1
+    counted = getattr(_state, "depth", 0) == 0
+    if recompute and counted and _uncounted_nodes:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            number = node._sequence_nr()
+            counted = not any(first <= number < last for first, last in _uncounted_nodes)
+    return Phase(counted, recompute)
+
+
+def counting() -> bool:
+    return bool(_collectors)
+
+
+def record(layer: str, gemm: str, backend: str, flops: int) -> None:
+    for counts in _collectors:
+        counts.calls[(layer, gemm, backend)] += 1
+        counts.flops[(layer, gemm, backend)] += flops
+
+
+def promise(layer: str, gemm: str, when: Phase) -> None:
+    for counts in _collectors:
+        counts.due[(layer, gemm, when.gemm)] += 1
+
+
+def idle(layer: str, experts: int) -> None:
+    for counts in _collectors:
+        counts.idle[layer] += experts
+
+
+# --- linear layers in high precision, seen only while somebody counts -------------------------------------------------
+
+
+class Watched(NamedTuple):
+    """The GEMMs of a module that stays in high precision: (name, N, K) each. ``routed``: the second argument holds
+    top-k indices, one row of work for each."""
+
+    gemms: tuple[tuple[str, int, int], ...]
+    routed: bool
+
+
+_watched: WeakKeyDictionary[nn.Module, Watched] = WeakKeyDictionary()
+_hook: Any = None
+
+
+def watch(module: nn.Module, watched: Watched) -> None:
+    """Let counters see this module, which the plan keeps in high precision."""
+    _watched[module] = watched
+
+
+def _watch_modules() -> None:
+    """One hook for all modules, present only while somebody counts: a module nobody counts pays nothing."""
+    global _hook
+    if _collectors and _hook is None:
+        _hook = nn.modules.module.register_module_forward_hook(_observe_module, with_kwargs=True)
+    elif not _collectors and _hook is not None:
+        _hook.remove()
+        _hook = None
+
+
+def _observe_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    watched = _watched.get(module)
+    if watched is None:
+        return
+    now = phase()
+    given = [*args, *kwargs.values()]
+    if not now.counted or not given or not isinstance(given[0], Tensor):
+        return
+    x = given[0]
+    y = output[0] if isinstance(output, tuple) else output
+    if watched.routed:
+        rows = given[1].numel() if len(given) > 1 and isinstance(given[1], Tensor) else 0
+    else:
+        rows = x.numel() // max(watched.gemms[0][2], 1)
+    needs_x = x.requires_grad
+    needs_w = any(p.requires_grad and p.dim() > 1 for p in module._parameters.values() if p is not None)
+    for name, n, k in watched.gemms:
+        record(name, now.gemm, HIGH, 2 * rows * n * k)
+
+    def backward(_: Tensor) -> None:
+        for name, n, k in watched.gemms:
+            if needs_x:
+                record(name, "dgrad", HIGH, 2 * rows * n * k)
+            if needs_w:
+                record(name, "wgrad", HIGH, 2 * rows * n * k)
+
+    if isinstance(y, Tensor) and y.requires_grad:
+        y.register_hook(backward)

@@ -1,0 +1,80 @@
+"""A plan as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from octavo.fp8.globs import template
+
+if TYPE_CHECKING:
+    from octavo.fp8.plan import Plan, PlanRow
+
+_HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
+
+
+def table(plan: Plan) -> str:
+    """One line for layers that differ only in their numbers, then totals, reasons, shares and notes."""
+    groups: dict[tuple[object, ...], list[PlanRow]] = {}
+    for row in plan.rows:
+        key = (template(row.name), row.component, row.row.shape, row.recipe, row.reason, row.row.frozen, _backend(row))
+        groups.setdefault(key, []).append(row)
+    lines = [_line(rows) for rows in groups.values()]
+    widths = [max(len(line[i]) for line in [_HEAD, *lines]) for i in range(len(_HEAD))]
+    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [_HEAD, *lines]]
+    text.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join([*text, "", *_totals(plan)])
+
+
+def fold(names: Iterable[str]) -> str:
+    """Names that differ in numbers as one: ``layers.{0..27}.mlp.up_proj``."""
+    columns = list(zip(*(n.split(".") for n in names), strict=True))
+    return ".".join(_fold_segment(list(dict.fromkeys(c))) for c in columns)
+
+
+def _fold_segment(values: list[str]) -> str:
+    if len(values) == 1:
+        return values[0]
+    numbers = sorted(int(v) for v in values)
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    parts = [f"{r[0]}..{r[-1]}" if len(r) > 2 else ",".join(map(str, r)) for r in runs]
+    return "{" + ",".join(parts) + "}"
+
+
+def _line(rows: list[PlanRow]) -> tuple[str, ...]:
+    row = rows[0]
+    shape = f"{row.shape[0]} x {row.shape[1]}"
+    if row.row.experts is not None:
+        active = f", {row.row.experts_per_token} a token" if row.row.experts_per_token else ""
+        shape += f" ({row.row.experts} experts{active})"
+    notes = [row.reason]
+    if row.row.frozen:
+        notes.append("frozen, no wgrad" if row.fp8 else "frozen")
+    if row.row.tied:
+        notes.append(f"tied to {row.row.tied[0]}")
+    recipe = row.recipe.short() if row.recipe is not None else "-"
+    return row.component, fold(r.name for r in rows), shape, str(len(rows)), recipe, _backend(row), "; ".join(notes)
+
+
+def _backend(row: PlanRow) -> str:
+    return ", ".join(dict.fromkeys(s.backend.name for s in row.selections.values())) or "-"
+
+
+def _totals(plan: Plan) -> list[str]:
+    fp8 = [r for r in plan.rows if r.fp8]
+    high = [r for r in plan.rows if not r.fp8]
+    params = sum(r.row.params for r in plan.rows) or 1
+    inside = sum(r.row.params for r in fp8)
+    lines = [f"FP8: {len(fp8)} of {len(plan.rows)} linear layers, {inside:,} of {params:,} parameters in them"]
+    reasons: dict[str, list[PlanRow]] = {}
+    for row in high:
+        reasons.setdefault(row.reason, []).append(row)
+    lines += [f"high precision: {len(rows)} ({reason})" for reason, rows in reasons.items()]
+    shares = [f"{c} {100 * plan.share_of(c):.1f} %" for c in plan.parts if any(r.share for r in plan.rows if r.component == c)]
+    lines.append(f"linear FLOPs in FP8: {100 * plan.share:.1f} % ({', '.join(shares) or 'none'}); lm_head and patch embedding apart")
+    return lines + [f"note: {note}" for note in plan.notes]

@@ -1,0 +1,159 @@
+"""What is asked for: a recipe for the whole model, for its components, and for names; later and narrower wins.
+
+A :class:`Policy` says nothing about any model; :func:`octavo.fp8.plan` lays it over one. At every level None means
+"as above".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from octavo.fp8.globs import compile_glob
+from octavo.fp8.recipe import RECIPES, Recipe, RecipeError, recipe
+
+OFF = "off"
+
+
+class PlanError(ValueError):
+    """A plan that cannot be made or cannot be applied: what was asked, what was found, and the cure."""
+
+
+@dataclass(frozen=True)
+class ComponentPolicy:
+    """One component's answer. ``recipe``: a recipe's name or "off"; ``format``: e4m3 or hybrid; ``fwd``, ``dgrad``,
+    ``wgrad``: fp8 or bf16. None: as the whole model; but the image projector is off until its recipe is given."""
+
+    recipe: str | None = None
+    format: str | None = None
+    fwd: str | None = None
+    dgrad: str | None = None
+    wgrad: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The answer for the layers whose names ``match`` (an anchored glob on dotted segments, as in ``**.layers.0.**``)."""
+
+    match: str
+    recipe: str | None = None
+    format: str | None = None
+    fwd: str | None = None
+    dgrad: str | None = None
+    wgrad: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            compile_glob(self.match)
+        except ValueError as error:
+            raise PlanError(f"A rule cannot be read: {error}.") from None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to run in FP8.
+
+    Args:
+        recipe: one of ``fp8.RECIPES``, or "off" (then components and rules may still switch parts on).
+        format: "e4m3", "hybrid" or None for the recipe's default.
+        fwd, dgrad, wgrad: "fp8" or "bf16".
+        components: component name -> :class:`ComponentPolicy`.
+        rules: :class:`Rule` objects (or mappings with their fields); a later rule wins over an earlier one.
+        activations: "bf16"; what blocks keep for backward besides the linears.
+        backend: "auto", or the backend that must run every FP8 GEMM.
+
+    Raises:
+        PlanError: for names that do not exist and pairs that cannot be.
+    """
+
+    recipe: str = "blockwise"
+    format: str | None = None
+    fwd: str = "fp8"
+    dgrad: str = "fp8"
+    wgrad: str = "fp8"
+    components: Mapping[str, ComponentPolicy] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    activations: str = "bf16"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        parts = {k: ComponentPolicy(**v) if isinstance(v, Mapping) else v for k, v in self.components.items()}
+        object.__setattr__(self, "components", parts)
+        rules = tuple(Rule(**r) if isinstance(r, Mapping) else r for r in self.rules)
+        object.__setattr__(self, "rules", rules)
+        if self.activations != "bf16":
+            raise PlanError(
+                f"activations={self.activations!r} is not available in this version: blocks keep what they save for backward in "
+                "high precision. Use activations='bf16'."
+            )
+        for where, name in self._recipes():
+            if name == "auto":
+                raise PlanError(f"{where}: recipe 'auto' is not available in this version; use one of {_names()}.")
+            if name != OFF and name not in RECIPES:
+                raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_names()}.")
+
+    def _recipes(self) -> list[tuple[str, str]]:
+        named = [("the whole model", self.recipe)]
+        named += [(f"component {k!r}", c.recipe) for k, c in self.components.items() if c.recipe is not None]
+        named += [(f"rule {r.match!r}", r.recipe) for r in self.rules if r.recipe is not None]
+        return named
+
+    @property
+    def asks_fp8(self) -> bool:
+        """True if any level asks for FP8."""
+        return any(name != OFF for _, name in self._recipes())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("components", "rules")},
+            "components": {k: _given(c) for k, c in self.components.items()},
+            "rules": [_given(r) for r in self.rules],
+        }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The levels of a policy laid over each other for one layer; ``source`` names the level that chose the recipe."""
+
+    recipe: str
+    format: str | None
+    fwd: str
+    dgrad: str
+    wgrad: str
+    source: str
+
+    def over(self, level: ComponentPolicy | Rule, source: str) -> Decision:
+        """This decision with what ``level`` says put on top."""
+        said = {f: getattr(level, f) for f in ("recipe", "format", "fwd", "dgrad", "wgrad") if getattr(level, f) is not None}
+        return replace(self, **said, source=source) if said else self
+
+    def build(self) -> Recipe | None:
+        """The recipe, or None for off. Raises PlanError for a pair that cannot be."""
+        if self.recipe == OFF:
+            return None
+        try:
+            return recipe(self.recipe, self.format, self.fwd, self.dgrad, self.wgrad)
+        except RecipeError as error:
+            raise PlanError(f"{self.source}: {error}") from None
+
+
+def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
+    """The decision for a layer of ``component`` that ``rules`` match (in their order)."""
+    decision = Decision(policy.recipe, policy.format, policy.fwd, policy.dgrad, policy.wgrad, "the whole model")
+    given = policy.components.get(component)
+    if component == "image_projector" and (given is None or given.recipe is None):
+        decision = replace(decision, recipe=OFF, source="the projector stays unless asked")
+    if given is not None:
+        decision = decision.over(given, f"component {component}" if given.recipe is not None else decision.source)
+    for rule in rules:
+        decision = decision.over(rule, f"rule {rule.match}")
+    return decision
+
+
+def _given(level: ComponentPolicy | Rule) -> dict[str, Any]:
+    return {f.name: getattr(level, f.name) for f in fields(level) if getattr(level, f.name) is not None}
+
+
+def _names() -> str:
+    return ", ".join((OFF, *RECIPES))

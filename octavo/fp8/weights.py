@@ -1,0 +1,170 @@
+"""FP8 codes of weights, cast once per optimizer step and never stale.
+
+A tensor's version counter cannot keep such a cache right on its own: fused AdamW on the CPU, ``p.data = ...`` and ``.to()``
+change a weight without moving it, and FSDP2's gathered parameter keeps version 0 while its values change. Codes are
+valid while all of these stay the same: the parameter object, its version, its storage and address, its dtype, and the
+epoch. The epoch rises
+
+* at every step of every ``torch.optim`` optimizer (a process-wide post-step hook),
+* when a state dict is loaded into the module and when ``.to()``, ``.cuda()``, ``.half()`` pass over it,
+* when a parameter is put into the module by assignment. That is also how FSDP2 swaps the sharded and the gathered
+  parameter, in any module whose class has its own ``__setattr__``: full-size codes do not outlive resharding.
+
+:func:`invalidate` is for writes that nobody can see (``p.data.mul_()`` between two forwards without an optimizer step).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.kernels.registry import Backend
+
+_epoch = 0
+_installed = False
+_lock = threading.Lock()
+
+
+def _raise_epoch(*_: object) -> None:
+    global _epoch
+    _epoch += 1
+
+
+def watch_optimizers() -> None:
+    """Let every ``torch.optim`` step raise the epoch; once per process, on first use."""
+    global _installed
+    with _lock:
+        if not _installed:
+            register_optimizer_step_post_hook(_raise_epoch)
+            _installed = True
+
+
+def is_dtensor(value: object) -> bool:
+    """True for a DTensor, without importing torch.distributed where nobody else has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+class Part(NamedTuple):
+    """Which (N, K) matrix of a parameter a GEMM uses: one expert's ``slot``, ``transposed`` if stored as (K, N)."""
+
+    slot: int | None = None
+    transposed: bool = False
+
+    def of(self, parameter: Tensor) -> Tensor:
+        matrix = parameter.detach()
+        if self.slot is not None:
+            matrix = matrix[self.slot]
+        return matrix.t() if self.transposed else matrix
+
+
+class WeightCodes:
+    """The codes of one parameter, by part and cast. ``casts`` counts the casts made, for tests and for the curious.
+
+    Copies and pickles of a module start with an empty cache: codes are derived data.
+    """
+
+    def __init__(self) -> None:
+        self.casts = 0
+        self._codes: dict[tuple[Part, CastSpec], Quantized] = {}
+        self._owner: Callable[[], Tensor | None] = lambda: None
+        self._storage: StorageWeakRef | None = None  # held weakly, so that its address cannot be reused
+        self._stamp: tuple[Any, ...] = ()
+        self._sharded: Callable[[], Tensor | None] = lambda: None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCodes:
+        return WeightCodes()
+
+    def __reduce__(self) -> tuple[type[WeightCodes], tuple[()]]:
+        return WeightCodes, ()
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def drop(self) -> None:
+        """Forget all codes and free their memory."""
+        self._codes.clear()
+        self._stamp = ()
+
+    def placed(self, value: object) -> None:
+        """A parameter was put into the module: under FSDP2 the sharded one (resharding) or the gathered one."""
+        self.drop()
+        if is_dtensor(value):
+            self._sharded = weakref.ref(value)  # type: ignore[assignment]
+
+    def get(self, owner: Tensor, part: Part, spec: CastSpec, backend: Backend) -> Quantized:
+        """The codes of ``part`` of the parameter ``owner`` under ``spec``, cast now if there are no valid ones."""
+        if owner.is_inference():  # keeps no version counter: an edit could not be noticed
+            self.casts += 1
+            return backend.quantize(part.of(owner), spec)
+        if not self._valid(owner):
+            self._codes.clear()
+            self._owner = weakref.ref(owner)
+            self._storage = StorageWeakRef(owner.untyped_storage())
+            self._stamp = self._stamp_of(owner)
+        codes = self._codes.get((part, spec))
+        if codes is None:
+            # Codes made in inference mode must serve a later training step.
+            with torch.inference_mode(False), torch.no_grad():
+                codes = backend.quantize(part.of(owner), spec)
+            self._codes[part, spec] = codes
+            self.casts += 1
+        return codes
+
+    def _valid(self, owner: Tensor) -> bool:
+        return (
+            self._owner() is owner
+            and self._storage is not None
+            and self._storage.cdata == owner.untyped_storage()._cdata
+            and self._stamp == self._stamp_of(owner)
+        )
+
+    def _stamp_of(self, owner: Tensor) -> tuple[Any, ...]:
+        sharded = self._sharded()
+        return (_epoch, owner._version, owner.data_ptr(), owner.dtype, None if sharded is None else sharded._version)
+
+
+class HoldsCodes(nn.Module):
+    """For modules with cached weight codes: notices every way in which a parameter comes, goes or is rewritten.
+
+    Its own ``__setattr__`` is what makes FSDP2 swap parameters by assignment instead of behind the module's back.
+    """
+
+    def _weight_codes(self) -> Mapping[str, WeightCodes]:
+        """The caches by the name of their parameter."""
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_parameters", ()):
+            codes = self._weight_codes().get(name)
+            if codes is not None:
+                codes.placed(value)
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        for codes in self._weight_codes().values():
+            codes.drop()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for codes in self._weight_codes().values():
+            codes.drop()
+        return super()._apply(fn, recurse)
+
+
+def invalidate(model: nn.Module) -> None:
+    """Forget the FP8 codes of all weights of a model, after a write that no version counter and no optimizer step shows:
+    ``p.data.mul_()``, a kernel of your own, a NumPy view."""
+    for module in model.modules():
+        if isinstance(module, HoldsCodes):
+            for codes in module._weight_codes().values():
+                codes.drop()
