@@ -1,0 +1,99 @@
+"""The reference backend: NUMERICS in plain PyTorch, on any device. Every other backend is tested against it.
+
+A GEMM here decodes its operands and multiplies them in fp32. That equals the pinned arithmetic (fp32 partial sums over
+each block of the contraction, each multiplied by its two scales, added in fp32) up to the order of summation in fp32:
+
+* Powers of two (blockwise, rowwise, mxfp8): code * scale is exact in fp32, products of two codes have at most 8
+  significant bits, and multiplying by a power of two commutes with every rounding. Scaling each operand first
+  therefore gives the very same terms as scaling each partial sum afterwards.
+* fp32 scales (tensorwise, delayed): code * scale would round, so the codes themselves are multiplied, exactly, and the fp32
+  result is scaled. This is possible because such a scale does not change along the contraction; where it does (a spec
+  of your own), operands are scaled first, at one fp32 rounding each.
+
+The result is rounded once, to ``out_dtype``. Neither autocast nor a lowered matmul precision (TF32, BF16 on AMX) reaches in:
+autocast is switched off inside, and under a lowered precision the product is computed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.fp8 import cast
+from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.formats import decode
+from octavo.fp8.recipe import Recipe
+
+__all__ = ["ReferenceBackend"]
+
+
+class ReferenceBackend:
+    """Plain PyTorch on any device: slow on a GPU, always right."""
+
+    name = "reference"
+
+    def supports(
+        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int] | None
+    ) -> str | None:
+        """Everything is supported, but not a GEMM that the recipe keeps in high precision."""
+        if op == "quantize" or not isinstance(what, Recipe):
+            return None
+        return None if what.gemm(op) is not None else f"the recipe keeps {op} in high precision, so there is no FP8 GEMM"
+
+    def quantize(self, x: Tensor, spec: CastSpec) -> Quantized:
+        """See ``octavo.fp8.cast.quantize``."""
+        return cast.quantize(x, spec)
+
+    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        """y [M, N] = x [M, K] @ w [N, K].T, contracting K."""
+        return _gemm("fwd", x_q, 1, w_q, 1, out_dtype)
+
+    def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        """dx [M, K] = dy [M, N] @ w [N, K], contracting N."""
+        return _gemm("dgrad", dy_q, 1, w_q, 0, out_dtype)
+
+    def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        """dw [N, K] = dy [M, N].T @ x [M, K], contracting M."""
+        return _gemm("wgrad", dy_q, 0, x_q, 0, out_dtype)
+
+
+def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out_dtype: torch.dtype) -> Tensor:
+    """Contract dimension ``a_dim`` of a with dimension ``b_dim`` of b; rows of the result from a, columns from b."""
+    if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
+        raise CastError(
+            f"gemm_{name}: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices that agree "
+            f"in dimension {a_dim} of the first and {b_dim} of the second. Flatten leading dimensions first."
+        )
+    a, a_scale = _operand(a_q, a_dim)
+    b, b_scale = _operand(b_q, b_dim)
+    out = _matmul_fp32(a if a_dim == 1 else a.t(), b if b_dim == 0 else b.t())
+    if a_scale is not None:
+        out = out.mul_(a_scale.view(-1, 1))
+    if b_scale is not None:
+        out = out.mul_(b_scale.view(1, -1))
+    return out if out_dtype is torch.float32 else out.to(out_dtype)
+
+
+def _operand(q: Quantized, contracted: int) -> tuple[Tensor, Tensor | None]:
+    """The operand in fp32, and the scale that is still owed to the result: one element, or one a free index."""
+    scale = q.scale
+    if q.spec.scale != "fp32" or scale.shape[contracted] != 1:
+        return cast.dequantize(q), None
+    free, block = q.data.shape[1 - contracted], q.spec.block[1 - contracted]
+    if block > 1:
+        scale = scale.reshape(-1).repeat_interleave(block)[:free]
+    return decode(q.data), scale
+
+
+def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in true fp32, whatever autocast and the matmul precision of the process say."""
+    device = a.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return _matmul_fp32(a, b)
+    settings = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul
+    if settings.fp32_precision in ("none", "ieee"):
+        return torch.mm(a, b)
+    return torch.mm(a.double(), b.double()).float()
