@@ -118,7 +118,7 @@ def package_problems() -> list[Problem]:
 
 
 def satisfies(found: str, needed: str) -> bool:
-    """Whether a version lies in a range such as ``>=2.11,<2.14``. Suffixes (``2.13.0+cpu``, ``2.14.0a0``) are ignored."""
+    """Whether a version lies in a range such as ``>=2.11,<2.14``; suffixes (``+cpu``, ``a0``) are ignored."""
     number = _release(found)
     for clause in needed.split(","):
         match = re.fullmatch(r"\s*(>=|<)\s*([0-9.]+)\s*", clause)

@@ -58,12 +58,13 @@ def to_config(tree: Tree) -> Config:
 
 
 def _in_order(problems: list[Problem], tree: Tree) -> list[Problem]:
-    """By file in order of appearance, then by line; overrides last."""
+    """By file in order of appearance, then by line and column; overrides last, as they were given."""
     files = list(dict.fromkeys(p.source for p in tree.places.values() if p.line is not None))
+    sources = [s for s in files if s not in tree.overrides] + tree.overrides
 
-    def key(problem: Problem) -> tuple[int, int]:
-        source, line = problem.place.source, problem.place.line
-        return (files.index(source) if source in files else len(files) + (line is None), line or 0)
+    def key(problem: Problem) -> tuple[int, int, int]:
+        place = problem.place
+        return (sources.index(place.source) if place.source in sources else -1, place.line or 0, place.column or 0)
 
     return sorted(dict.fromkeys(problems), key=key)
 
@@ -107,6 +108,8 @@ def _remove(node: Any, path: Path, whole_lists: bool) -> None:
 
 def _told(detail: ErrorDetails, tree: Tree) -> Problem:
     path: Path = tuple(detail["loc"])
+    if detail["type"] == "missing" and isinstance(path[-1], int):
+        path = path[:-1]  # a list of fixed length is told as a whole
     found, cure = _sentence(detail, path)
     return Problem(tree.place(path), dotted(path), found, cure)
 
@@ -116,7 +119,7 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
     kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key", _where_instead(path)
-    if kind == "missing":
+    if kind == "missing" and not isinstance(value, (list, tuple)):
         return _missing(path)
     if kind == "literal_error":
         options = [str(o) for o in _options(path) if o != "auto" or path[-1] != "recipe"]
@@ -135,24 +138,32 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
               "less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}  # fmt: skip
     if kind in limits:
         name, word = limits[kind]
-        return f"must be {word} {context[name]:g}, found {named(value)}", ""
+        return f"must be {word} {_limit(context[name])}, found {named(value)}", ""
     if kind in ("too_short", "string_too_short"):
-        return "must not be empty", f"give {_field_help(path)}" if _field_help(path) else ""
-    if kind == "too_long":
-        return f"expected {context.get('max_length')} values, found {named(value)}", ""
+        return "must not be empty", f"give the {path[-1]} ({_field_help(path).rstrip('.')})"
+    if kind in ("too_long", "missing"):
+        return f"expected {len(_default(path))} values, found {named(value)}", f"e.g. {_in_yaml(_default(path))}"
     return str(detail["msg"]), ""
 
 
 def _missing(path: Path) -> tuple[str, str]:
-    name, help_text = path[-1], _field_help(path)
-    if isinstance(name, int):
-        return f"a value is missing at position {name}", ""
+    section = _section(path)
+    if section is not None:
+        needed = [name for name, field in section.model_fields.items() if field.is_required()]
+        return "required, but absent", f"add `{path[-1]}:` with at least {', '.join(needed)} under it"
     inside = f" under `{dotted(path[:-1])}`" if len(path) > 1 else ""
-    return "required, but absent", f"add `{name}:`{inside}" + (f" ({help_text.rstrip('.')})" if help_text else "")
+    return "required, but absent", f"add `{path[-1]}:`{inside} ({_field_help(path).rstrip('.')})"
+
+
+def _limit(bound: float) -> str:
+    return str(int(bound)) if float(bound).is_integer() else str(bound)
 
 
 def _type_cure(kind: str, value: Any, path: Path) -> str:
     if value is None:
+        section = _section(path)
+        if section and any(field.is_required() for field in section.model_fields.values()):
+            return "indent its keys under it"
         if kind == "model_type":
             return "remove the line for the defaults, or indent its keys under it"
         return "remove the line for the default, or give a value"
@@ -166,16 +177,22 @@ def _type_cure(kind: str, value: Any, path: Path) -> str:
     if kind == "string_type" and not isinstance(value, (list, dict)):
         return f'put it in quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
     if kind == "tuple_type":
-        return "write `- ` before it" if isinstance(value, dict) else f"write [{value}]"
-    if (
-        kind == "model_type"
-        and isinstance(value, (str, bool))
-        and path[-1] in ("image_encoder", "image_projector", "foundation", "fp8")
-    ):
-        return f"write {{recipe: {'off' if value is False else value}}}"
-    if kind == "model_type" and isinstance(value, str):
-        return f"write {{path: {value}}}" if path[0] in ("data", "model") else "write `key: value` pairs under it"
+        fixed = _default(path)
+        return "write `- ` before it" if isinstance(value, dict) else f"write {_in_yaml(fixed or [value])}"
+    if kind == "model_type" and isinstance(value, (str, bool)):
+        return _short_form(path, "off" if value is False else str(value))
     return ""
+
+
+def _short_form(path: Path, value: str) -> str:
+    """What was meant by a lone word where a section belongs, e.g. `foundation: rowwise`."""
+    section = _section(path)
+    first = next(iter(section.model_fields)) if section else ""
+    return {
+        "recipe": f"write {{recipe: {value}}}",
+        "path": f"write {{path: {value}}}",
+        "match": f'write {{match: "{value}", recipe: off}}',
+    }.get(first, "write `key: value` pairs under it")
 
 
 def _where_instead(path: Path) -> str:
@@ -227,6 +244,17 @@ def _options(path: Path) -> tuple[Any, ...]:
     names = [part for part in path if isinstance(part, str)]
     field = _fields(tuple(names[:-1])).get(names[-1])
     return typing.get_args(_inner(field.annotation)) if field else ()
+
+
+def _default(path: Path) -> list[Any]:
+    """The default of a field that holds a list; empty where it has none."""
+    field = _fields(path[:-1]).get(str(path[-1]))
+    return list(field.default) if field and isinstance(field.default, tuple) else []
+
+
+def _in_yaml(values: list[Any]) -> str:
+    """A list as YAML writes it in a line."""
+    return f"[{', '.join(str(value) for value in values)}]"
 
 
 def _field_help(path: Path) -> str:

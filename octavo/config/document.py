@@ -237,5 +237,7 @@ def _syntax(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
     if "mapping values are not allowed" in problem:
         return line, "a `:` where no key can stand", "check this line's indentation, or quote the text that holds it"
     if "could not find expected ':'" in problem:
-        return line, "a line without `:`", "write `key: value`"
+        # the mark stands where the parser gave up; the context is the line that began a key
+        begun = error.context_mark.line + 1 if error.context_mark else line
+        return begun, "a line without `:`", "write `key: value`"
     return line, problem, "check brackets, quotes and indentation on and above this line"

@@ -24,6 +24,7 @@ class Tree:
     places: dict[Path, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: bool = False
+    overrides: list[str] = field(default_factory=list)
 
     def place(self, path: Path) -> Place:
         """Where ``path`` was written, or else the nearest thing around it that was."""
@@ -62,6 +63,7 @@ def read_string(tree: Tree, text: str, base: FilePath) -> None:
 def apply_override(tree: Tree, text: str) -> None:
     """Applies one ``a.b.0.c=value``. A problem names the override's own text."""
     place = Place(f"override `{text}`")
+    tree.overrides.append(place.source)
     name, equals, right = text.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(parts):

@@ -1,0 +1,63 @@
+"""The trial: high precision, high precision with another seed, and each FP8 recipe, on the same data.
+
+Writes report.html (one file, opens offline), report.json and PNG plots. Exit code: 0 pass, 0 warn, 1 fail.
+  octavo compare run.yaml
+  octavo compare run.yaml --recipes blockwise,tensorwise --out trial
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from octavo.cli import arguments, terminal
+from octavo.config import RECIPES, Config
+from octavo.config.problems import nearest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_config(parser)
+    parser.add_argument("--recipes", metavar="A,B", help="FP8 recipes to try (default: the file's own)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the report and the runs (default: <run.dir>-compare)")
+    parser.add_argument("--fresh", action="store_true", help="train arms again that were trained before")
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    cfg = arguments.config(args)
+    recipes = chosen(cfg, args.recipes)
+
+    from octavo import report
+
+    directory = args.out or f"{cfg.run.dir}-compare"
+    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), fresh=args.fresh)
+    return conclude(verdict, args.json)
+
+
+def chosen(cfg: Config, text: str | None) -> list[str] | None:
+    """The recipes to try, each checked against the configuration now and not after the first arm has trained."""
+    if text is None:
+        return None
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise arguments.UsageError("--recipes is empty; name at least one, e.g. --recipes blockwise")
+    for name in names:
+        if name == "off":
+            raise arguments.UsageError("--recipes: off is the twin that every recipe stands beside; leave it out")
+        if name not in RECIPES:
+            close = nearest(name, RECIPES[1:])
+            hint = f"did you mean {close}? " if close else ""
+            raise arguments.UsageError(f"--recipes: unknown {name!r}; {hint}there are {', '.join(RECIPES[1:])}")
+        cfg.with_overrides([f"fp8.recipe={name}"])
+    return names
+
+
+def conclude(verdict: Any, as_json: bool) -> int:
+    """Says the verdict; 0 for pass and warn (with its reasons), 1 for fail."""
+    if as_json:
+        terminal.show_json({"status": verdict.status, "line": verdict.line, "reasons": list(verdict.reasons)})
+    else:
+        print(verdict.line)
+        for reason in verdict.reasons:
+            print(f"  {reason}")
+    return 1 if verdict.status == "fail" else 0

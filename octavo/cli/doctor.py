@@ -1,0 +1,60 @@
+"""Shows what this machine can run, what it cannot, and the cure. Exit code 1 where something required is broken."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from octavo.cli import arguments, terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_json(parser)
+    parser.add_argument("--all", action="store_true", help="also list one by one what works")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo import doctor
+
+    say = (lambda text: terminal.note(f"{text} ...")) if sys.stderr.isatty() else (lambda text: None)
+    report = doctor.examine(say)
+    if args.json:
+        terminal.show_json(report.to_json())
+    else:
+        show(report, everything=args.all)
+    return 0 if report.healthy else 1
+
+
+def show(report: Any, everything: bool) -> None:
+    """The checks as one table, then what each shortcoming means with its cure, then one line that sums up."""
+    rows = _all_rows(report) if everything else _short_rows(report)
+    terminal.show_table(("", "what", "found"), rows)
+    for check in [*report.of("fail"), *report.of("warn"), *report.of("absent")]:
+        if not check.means and not check.cure:
+            continue
+        terminal.note_below(f"{check.status}: {check.name}: {check.found}", means=check.means, cure=check.cure)
+    failures = report.of("fail")
+    print()
+    if failures:
+        print(f"{len(failures)} required things do not work: {', '.join(c.name for c in failures)}.")
+    else:
+        print("Everything that is required works.")
+
+
+def _all_rows(report: Any) -> list[tuple[str, str, str]]:
+    return [(check.status, f"{check.area}: {check.name}", check.found) for check in report.checks]
+
+
+def _short_rows(report: Any) -> list[tuple[str, str, str]]:
+    """What works in one row an area; everything else by itself."""
+    rows: list[tuple[str, str, str]] = []
+    for area in dict.fromkeys(check.area for check in report.checks):
+        checks = [check for check in report.checks if check.area == area]
+        good = [check for check in checks if check.status == "ok"]
+        if len(good) > 3:
+            rows.append(("ok", area, ", ".join(check.name for check in good)))
+        else:
+            rows += [("ok", f"{area}: {check.name}", check.found) for check in good]
+        rows += [(c.status, f"{area}: {c.name}", c.found) for c in checks if c.status != "ok"]
+    return rows

@@ -1,0 +1,117 @@
+"""The door: finds the command, imports its file alone, and turns what goes wrong into a sentence and an exit code.
+
+Exit codes: 0 done, 1 the work failed or the verdict is bad, 2 wrong usage or configuration, 130 interrupted. Octavo's
+own errors are written for users and printed as they are; anything else is a defect and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import octavo
+
+DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+
+#: command -> what it does, in the order a newcomer meets them; each is octavo/cli/<command>.py
+COMMANDS: dict[str, str] = {
+    "demo": "the whole story on real handwriting: train a tiny Qwen3-VL in FP8 beside its twin, write the report",
+    "train": "run one training job from a YAML file",
+    "plan": "show which layer would run in which recipe and why; reads no weights",
+    "compare": "train high precision and FP8 on the same data and seeds; exit code = the verdict",
+    "eval": "evaluate a run on its held-out data",
+    "generate": "ask a trained model about an image",
+    "doctor": "what this machine can run, what it cannot, and the cure",
+    "tiny": "write a small checkpoint of a real architecture",
+    "digits": "write the embedded dataset of handwritten digits",
+    "schema": "print the JSON schema of the configuration, for editors",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``octavo ARGV...`` and returns the exit code. Never calls ``sys.exit`` itself."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except SystemExit as stop:  # argparse: --help (0) or wrong usage (2)
+        return stop.code if isinstance(stop.code, int) else WRONG
+    except KeyboardInterrupt:
+        print("octavo: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader (head, less) has left; give the interpreter nothing to flush into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception as error:
+        if not _speaks_to_users(error):
+            raise
+        print(f"octavo {arguments[0]}: {error}", file=sys.stderr)
+        return WRONG if _is_config_error(error) else FAILED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return DONE if arguments else WRONG
+    name, rest = arguments[0], arguments[1:]
+    if name in ("-V", "--version"):
+        print(f"octavo {octavo.__version__}")
+        return DONE
+    if name not in COMMANDS:
+        return _unknown(name)
+    command = importlib.import_module(f"octavo.cli.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"octavo {name}",
+        description=command.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    # key=value may stand before and after options
+    return int(command.run(parser.parse_intermixed_args(rest)))
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"octavo {octavo.__version__}: FP8 training of vision-language models that proves itself",
+            "",
+            "usage: octavo COMMAND [arguments]     octavo COMMAND --help",
+            "",
+            *lines,
+            "",
+            "start with: octavo demo",
+        ]
+    )
+
+
+def _unknown(name: str) -> int:
+    import difflib
+
+    if name.startswith("-"):
+        print(f"octavo: there is no option {name} before the command; see octavo --help", file=sys.stderr)
+        return WRONG
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    if name.endswith((".yaml", ".yml")):
+        hint = f"to run this file: octavo train {name}"
+    else:
+        hint = f"did you mean `octavo {close[0]}`?" if close else "there are: " + ", ".join(COMMANDS)
+    print(f"octavo: there is no command {name!r}; {hint}", file=sys.stderr)
+    return WRONG
+
+
+def _speaks_to_users(error: Exception) -> bool:
+    """Whether the error is one of Octavo's own classes, whose messages name what was asked, found and the cure."""
+    return type(error).__module__.split(".")[0] == "octavo"
+
+
+def _is_config_error(error: Exception) -> bool:
+    from octavo.cli.arguments import UsageError
+    from octavo.config.problems import ConfigError
+
+    return isinstance(error, (ConfigError, UsageError))

@@ -1,0 +1,93 @@
+"""Calm output: rich tables where a person looks on, aligned text where a file or a pipe does, JSON where asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: how a status is shown to a person; the word alone must do where there is no colour
+STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", "absent": "dim"}
+
+
+def show_json(data: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+
+
+def show_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()
+) -> None:
+    """A table on stdout. ``right`` lists the columns of numbers. A status word as a cell is coloured on a terminal."""
+    if sys.stdout.isatty():
+        _rich_table(columns, rows, title, right)
+    else:
+        print(plain_table(columns, rows, title=title, right=right))
+
+
+def plain_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()
+) -> str:
+    """Aligned text, two spaces between columns, nothing cut off."""
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        parts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return "  ".join(parts).rstrip()
+
+    head = [title] if title else []
+    return "\n".join([*head, line(columns), line(["-" * w for w in widths]), *map(line, rows)])
+
+
+def show_pairs(pairs: Mapping[str, str], *, title: str = "") -> None:
+    """Names and values, one a line."""
+    width = max(map(len, pairs), default=0)
+    if title:
+        print(title)
+    for name, value in pairs.items():
+        print(f"  {name:<{width}}  {value}")
+
+
+def note(text: str) -> None:
+    """A line beside the result: on stderr, so that stdout stays the result alone."""
+    print(text, file=sys.stderr)
+
+
+def note_below(text: str, *, means: str, cure: str) -> None:
+    """A finding on stdout with what it means and its cure, set off below a table."""
+    print(f"\n{text}")
+    if means:
+        print(f"  means: {means}")
+    if cure:
+        print(f"  cure:  {cure}")
+
+
+def console() -> Any:
+    """A rich console for progress, on stderr, so that stdout holds results alone."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def number(value: Any) -> str:
+    """A figure for a table: four significant digits, whole numbers as they are, a dash for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, right: Sequence[int]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*[Text(cell, style=STYLES.get(cell, "")) for cell in row])
+    Console().print(table)

@@ -1,0 +1,26 @@
+"""Writes a small checkpoint of a real architecture: config, safetensors, tokenizer, processor. Random weights.
+
+octavo tiny qwen3_vl ./tiny-qwen3-vl
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.cli import arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "family", metavar="FAMILY", help="qwen3_vl, qwen3_vl_moe, qwen2_5_vl, internvl, qwen3, llama, mpt"
+    )
+    parser.add_argument("directory", metavar="DIR", help="folder to write; must not hold another checkpoint")
+    parser.add_argument("--seed", type=arguments.natural, default=0, help="seed of the random weights (default 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.models import tiny
+
+    path = tiny.write(args.family, args.directory, seed=args.seed)
+    print(f"wrote a tiny {args.family} to {path}")
+    return 0

@@ -1,0 +1,83 @@
+"""Every FP8 backend tried: a real linear layer, forward and backward, in every recipe, on every kind of device.
+
+The layer goes the way of a training run (plan, apply, autograd), is counted, and its y, dx and dw are held against
+high precision. Sizes are ragged on purpose: 33 tokens, 144 inputs, 80 outputs fill no 128-block evenly.
+"""
+
+from __future__ import annotations
+
+from octavo.doctor.machine import first_line
+from octavo.doctor.report import ABSENT, FAIL, OK, Check
+
+#: calc_diff of a sound result: E4M3 leaves about 1e-3, E5M2 gradients about 5e-3; a wrong scale or layout leaves 1
+SOUND = 0.02
+TOKENS, INPUTS, OUTPUTS = 33, 144, 80
+
+
+def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
+    """One check for each backend, recipe and device."""
+    import torch
+
+    from octavo.fp8.kernels import registry
+    from octavo.fp8.recipe import RECIPES
+
+    if devices is None:
+        devices = ("cpu", "cuda:0") if torch.cuda.is_available() else ("cpu",)
+    return [_try(name, recipe, d) for d in devices for name in registry.names() for recipe in RECIPES]
+
+
+def _try(backend: str, recipe_name: str, device: str) -> Check:
+    import torch
+
+    from octavo.fp8.kernels import registry
+    from octavo.fp8.recipe import recipe
+
+    name = f"{backend} {recipe_name} on {device}"
+    made = recipe(recipe_name)
+    lacks = {
+        op: lack
+        for op in ("fwd", "dgrad", "wgrad")
+        if (lack := registry.get(backend).supports(op, made, torch.device(device), (TOKENS, OUTPUTS, INPUTS)))
+    }
+    if lacks:
+        means = "another backend is chosen for this recipe"
+        return Check("fp8", name, ABSENT, "; ".join(dict.fromkeys(lacks.values())), means, "none needed")
+    means = f"fp8.recipe: {recipe_name} cannot be trusted here"
+    cure = "use another recipe or fp8.backend, and report this with `octavo doctor --json`"
+    try:
+        worst = _run(backend, recipe_name, device)
+    except Exception as error:  # whatever a kernel raises is this backend's answer and is shown
+        return Check("fp8", name, FAIL, first_line(error), means, cure)
+    bad = [f"{what} {diff:.2g}" for what, diff in worst.items() if not diff < SOUND]
+    if bad:
+        return Check("fp8", name, FAIL, f"far from high precision: calc_diff of {', '.join(bad)}", means, cure)
+    return Check("fp8", name, OK, "calc_diff " + ", ".join(f"{what} {diff:.1e}" for what, diff in worst.items()))
+
+
+def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
+    """calc_diff to high precision of y, dx and dw; raises where a GEMM did not run in FP8 on this backend."""
+    import torch
+
+    from octavo import fp8
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(TOKENS, n, generator=generator).to(device, dtype) for n in (INPUTS, OUTPUTS))
+    model = torch.nn.Sequential(torch.nn.Linear(INPUTS, OUTPUTS)).to(device, dtype)
+    plain = _forward_backward(model, x, dy)
+    fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=recipe_name, backend=backend)))
+    with fp8.count_gemms() as counts:
+        ours = _forward_backward(model, x, dy)
+    ran = {gemm for (_, gemm, used), calls in dict(counts).items() if used == backend and calls}
+    missing = {"fwd", "dgrad", "wgrad"} - ran
+    if missing:
+        raise RuntimeError(f"{', '.join(sorted(missing))} did not run in FP8")
+    return {what: fp8.calc_diff(a, b) for what, a, b in zip(("y", "dx", "dw"), ours, plain, strict=True)}
+
+
+def _forward_backward(model, x, dy):  # type: ignore[no-untyped-def]
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.backward(dy)
+    return y.detach(), x.grad, model[0].weight.grad.clone()

@@ -1,0 +1,137 @@
+"""Python, packages, processors, memory, disk and the process group: what stands around the arithmetic."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+from octavo import environment
+from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
+
+GIB = 2**30
+SHM_WANTED = 1 * GIB
+DISK_WANTED = 5 * GIB
+
+
+def versions() -> list[Check]:
+    """Python and every required package against the versions Octavo is written for."""
+    checks = [Check("versions", "python", OK, platform.python_version())]  # pip refuses one that is too old
+    problems = {problem.package: problem for problem in environment.package_problems()}
+    for package, needed in environment.REQUIRED.items():
+        if package in problems:
+            means = f"Octavo is written for {package} {needed}"
+            checks.append(Check("versions", package, FAIL, problems[package].found, means, problems[package].cure))
+        else:
+            checks.append(Check("versions", package, OK, f"{environment.version(package)} ({needed})"))
+    return checks
+
+
+def devices(record: dict[str, Any]) -> list[Check]:
+    """CPU, memory and GPUs, from :func:`octavo.environment.describe`'s record."""
+    cpu, memory = record.get("cpu") or {}, record.get("memory_bytes")
+    size = f", {memory / GIB:.0f} GiB of memory" if memory else ""
+    checks = [Check("devices", "cpu", OK, f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores')} cores{size}")]
+    for index, gpu in enumerate(record.get("gpus") or []):
+        capability = tuple(int(part) for part in gpu["capability"].split("."))
+        found = f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_bytes'] / GIB:.0f} GiB"
+        if capability >= (8, 9):
+            checks.append(Check("devices", f"cuda:{index}", OK, found))
+        else:
+            means = "it has no FP8 units (sm 8.9 or later has): FP8 is computed, without being faster"
+            checks.append(Check("devices", f"cuda:{index}", WARN, found, means, "use Ada, Hopper or later for speed"))
+    if not record.get("gpus"):
+        checks.append(_no_gpu(record))
+    return checks
+
+
+def _no_gpu(record: dict[str, Any]) -> Check:
+    torch, driver = record.get("torch") or {}, record.get("driver")
+    means = "the reference does the real job on the CPU, slowly"
+    if driver and not torch.get("cuda_build"):
+        cure = "install torch with CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        found = f"driver {driver} is there, but torch {torch.get('version')} is built without CUDA"
+        return Check("devices", "gpu", WARN, found, means, cure)
+    if driver:
+        cause = record.get("unread", {}).get("gpus", "torch.cuda.is_available() is False")
+        cure = "compare the driver with torch's CUDA version (nvidia-smi); in a container, start it with --gpus all"
+        found = f"driver {driver} is there, but torch (CUDA {torch.get('cuda_build')}) sees no GPU: {cause}"
+        return Check("devices", "gpu", WARN, found, means, cure)
+    return Check("devices", "gpu", ABSENT, "none", means, "none needed for the demo; an NVIDIA GPU makes it fast")
+
+
+def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Check]:
+    """Shared memory for data workers and free disk for checkpoints."""
+    checks = []
+    if shm.is_dir():
+        free = shutil.disk_usage(shm).free
+        found = f"{free / GIB:.1f} GiB free"
+        if free >= SHM_WANTED:
+            checks.append(Check("storage", str(shm), OK, found))
+        else:
+            means = "data workers hand over batches through it and die with a bus error when it is full"
+            cure = "data.workers: 0, or start the container with --shm-size=8g"
+            checks.append(Check("storage", str(shm), WARN, found, means, cure))
+    folder = folder or Path.cwd()
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.0f} GiB free"
+    if free >= DISK_WANTED:
+        checks.append(Check("storage", "this folder", OK, found))
+    else:
+        means = "a checkpoint holds weights, master weights and two moments: about 16 bytes a parameter"
+        checks.append(
+            Check("storage", "this folder", WARN, found, means, "free some, or point run.dir at a larger disk")
+        )
+    if not os.access(folder, os.W_OK):
+        checks.append(
+            Check(
+                "storage", "this folder", WARN, "not writable", "run.dir is made here", "set run.dir, or change folder"
+            )
+        )
+    return checks
+
+
+def process_groups() -> list[Check]:
+    """Gloo tried with a group of one, and NCCL where there is a GPU: what torchrun needs."""
+    import torch
+    import torch.distributed as dist
+
+    means = "training on several processes (torchrun) does not work; one process does"
+    if not dist.is_available():
+        return [Check("distributed", "torch.distributed", WARN, "not built in", means, "install a stock torch build")]
+    checks = [_group_of_one("gloo", means)]
+    if torch.cuda.is_available():
+        if dist.is_nccl_available():
+            checks.append(_group_of_one("nccl", means))
+        else:
+            checks.append(
+                Check("distributed", "nccl", WARN, "not built in", means, "install a stock CUDA build of torch")
+            )
+    return checks
+
+
+def _group_of_one(backend: str, means: str) -> Check:
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return Check("distributed", backend, OK, f"in use ({dist.get_backend()})")
+    value = torch.ones(1, device="cuda:0" if backend == "nccl" else "cpu")
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            dist.all_reduce(value)
+        finally:
+            dist.destroy_process_group()
+    except Exception as error:  # whatever it is, it is this machine's answer and is shown
+        cure = "set GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to a network interface that exists; see `ip link`"
+        return Check("distributed", backend, WARN, first_line(error), means, cure)
+    return Check("distributed", backend, OK, "a group of one reduced a tensor")
+
+
+def first_line(error: BaseException) -> str:
+    """``TypeName: first line of the message``."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

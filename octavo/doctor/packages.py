@@ -1,0 +1,113 @@
+"""Packages tried by really importing them, each in a process of its own: one that crashes takes nothing along."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from octavo import environment
+from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
+
+SECONDS = 180
+
+
+@dataclass(frozen=True)
+class Package:
+    """``statement`` is what must work; ``means`` what is lost without it; ``cure`` how to get it."""
+
+    distribution: str
+    statement: str
+    means: str
+    cure: str
+    required: bool = False
+
+
+REQUIRED = (
+    Package("torch", "import torch", "nothing runs without torch", "pip install 'torch>=2.11,<2.14'", required=True),
+    Package(
+        "transformers",
+        "from transformers import Qwen3VLForConditionalGeneration, AutoTokenizer",
+        "no model can be loaded",
+        "pip install --upgrade 'transformers>=5.17' tokenizers safetensors",
+        required=True,
+    ),
+    Package(
+        "matplotlib",
+        "import matplotlib; matplotlib.use('Agg'); import matplotlib.figure",
+        "octavo compare cannot draw its plots",
+        "pip install --upgrade matplotlib",
+        required=True,
+    ),
+    Package(
+        "tensorboard",
+        "from torch.utils.tensorboard import SummaryWriter",
+        "training stops where it would write TensorBoard events",
+        "pip install --upgrade tensorboard, or run.tensorboard: false",
+        required=True,
+    ),
+    Package(
+        "scikit-learn",
+        "from sklearn.datasets import load_digits",
+        "octavo digits and octavo demo have no handwriting",
+        "pip install --upgrade scikit-learn",
+        required=True,
+    ),
+)
+
+OPTIONAL = (
+    Package("triton", "import triton", "no fast FP8 kernels on a GPU", "it comes with CUDA builds of torch"),
+    Package(
+        "deep_gemm",
+        "import deep_gemm",
+        "no DeepGEMM kernels on Hopper and later",
+        "build it from github.com/deepseek-ai/DeepGEMM",
+    ),
+    Package("flash-attn", "import flash_attn", "attention uses torch's own kernels", "pip install flash-attn"),
+    Package("torchao", "import torchao", "benchmarks lack this peer", "pip install torchao"),
+    Package("trl", "import trl", "some tests lack their oracle", "pip install trl"),
+    Package("peft", "import peft", "nothing in this version; LoRA will need it", "pip install peft"),
+    Package("vllm", "import vllm", "nothing in this version; faster rollouts will use it", "pip install vllm"),
+    Package(
+        "torchvision",
+        "import torchvision",
+        "stock AutoProcessor cannot load image processors; Octavo's own loader does not need it",
+        "pip install torchvision from the index that torch came from; PyPI's build fails beside a CPU torch",
+    ),
+)
+
+
+def imports(packages: tuple[Package, ...] = REQUIRED + OPTIONAL) -> list[Check]:
+    """One check for each package, two imports at a time."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return list(pool.map(try_import, packages))
+
+
+def try_import(package: Package) -> Check:
+    """Imports one package in a fresh interpreter, if it is installed, and keeps the cause of a failure."""
+    area = "imports" if package.required else "optional"
+    version = environment.version(package.distribution)
+    broken = FAIL if package.required else WARN
+    if version is None:
+        status = FAIL if package.required else ABSENT
+        return Check(area, package.distribution, status, "not installed", package.means, package.cure)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", package.statement], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        found = f"{version}: the import did not end in {SECONDS} s"
+        return Check(area, package.distribution, broken, found, package.means, package.cure)
+    if done.returncode == 0:
+        return Check(area, package.distribution, OK, version)
+    return Check(area, package.distribution, broken, f"{version}: {cause(done)}", package.means, package.cure)
+
+
+def cause(done: subprocess.CompletedProcess[str]) -> str:
+    """Why the process failed: the exception's line, or the signal that ended it."""
+    if done.returncode < 0:
+        return f"the import was ended by signal {-done.returncode}"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+    return (errors or lines or [f"exit code {done.returncode}"])[-1]

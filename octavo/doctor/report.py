@@ -1,0 +1,47 @@
+"""What the doctor says: one :class:`Check` for each thing that was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+#: ok: works · warn: works with a limit · absent: optional and not there · fail: required and broken
+OK, WARN, ABSENT, FAIL = "ok", "warn", "absent", "fail"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tried: what was found, and for anything but ok what it means and the cure."""
+
+    area: str
+    name: str
+    status: str
+    found: str
+    means: str = ""
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks, in order, and the machine's record."""
+
+    checks: tuple[Check, ...]
+    environment: dict[str, Any]
+
+    @property
+    def healthy(self) -> bool:
+        """True unless something required is broken."""
+        return all(check.status != FAIL for check in self.checks)
+
+    def of(self, *statuses: str) -> Sequence[Check]:
+        """The checks with one of these statuses."""
+        return [check for check in self.checks if check.status in statuses]
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"healthy", "checks": [...], "environment"}``, ready for json.dumps."""
+        return {
+            "healthy": self.healthy,
+            "checks": [asdict(check) for check in self.checks],
+            "environment": self.environment,
+        }

@@ -1,0 +1,336 @@
+"""Wrong configurations: each problem names its line, what was found and the fix; all of them at once."""
+
+import os
+
+import pytest
+
+from octavo.config import ConfigError, load_config, load_config_text
+from octavo.config.problems import nearest
+
+BASE = """model: {path: ./m}
+data: {train: [{path: a.json}]}
+train: {steps: 10, global_batch: 8}
+"""
+
+
+def problems(text: str, overrides=()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(text, overrides, source="x.yaml")
+    return [str(problem) for problem in caught.value.problems]
+
+
+def one(text: str, overrides=()) -> str:
+    found = problems(text, overrides)
+    assert len(found) == 1, found
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("fp8: {recpie: off}", "x.yaml:4: fp8.recpie: unknown key; did you mean `recipe`?"),
+        ("fp8: {Image-Encoder: {}}", "x.yaml:4: fp8.Image-Encoder: unknown key; did you mean `image_encoder`?"),
+        ("modle: {}", "x.yaml:4: modle: unknown key; did you mean `model`?"),
+        ("fp8: {lr: 1}", "x.yaml:4: fp8.lr: unknown key; that is `train.lr`"),
+        ("learning_rate: 1", "x.yaml:4: learning_rate: unknown key; that is `train.lr`"),
+        ("zzz: 1", "unknown key; valid here: model, fp8, data, train, optimizer, run, extends"),
+        ("fp8: {recipe: blokwise}", "x.yaml:4: fp8.recipe: found 'blokwise'; did you mean blockwise? one of off, tens"),
+        ("fp8: {recipe: false}", "x.yaml:4: fp8.recipe: found false (a boolean); write `off`"),
+        ("fp8: {recipe: }", "fp8.recipe: found nothing (null); one of off, tensorwise"),
+        ("fp8:", "x.yaml:4: fp8: expected a mapping, found nothing (null); remove the line for the defaults"),
+        ("fp8: {foundation: rowwise}", "fp8.foundation: expected a mapping, found 'rowwise'; write {recipe: rowwise}"),
+        ("fp8: {image_projector: false}", "found false (a boolean); write {recipe: off}"),
+        ("fp8: {param: 'yes'}", "fp8.param: expected true or false, found 'yes'; write true"),
+        ("fp8: {backend: 3}", 'fp8.backend: expected text, found 3; put it in quotes: "3"'),
+        (
+            "fp8:\n  rules:\n    - match: a\n      recipe: of",
+            "x.yaml:7: fp8.rules.0.recipe: found 'of'; did you mean off?",
+        ),
+        ("fp8: {rules: {match: a, recipe: off}}", "fp8.rules: expected a list, found a mapping; write `- ` before it"),
+        (
+            "fp8: {rules: [a]}",
+            "x.yaml:4: fp8.rules.0: expected a mapping, found 'a'; write {match: \"a\", recipe: off}",
+        ),
+        ("fp8: {rules: [{recipe: off}]}", "fp8.rules.0.match: required, but absent; add `match:` under `fp8.rules.0`"),
+        ("optimizer: {betas: [0.9]}", "optimizer.betas: expected 2 values, found a list of 1"),
+        ("optimizer: {betas: [0.9, 0.9, 1]}", "optimizer.betas: expected 2 values, found a list of 3"),
+        ("optimizer: {betas: [0.9, 1.0]}", "optimizer.betas.1: must be below 1, found 1.0"),
+        ("optimizer: {betas: 0.9}", "optimizer.betas: expected a list, found 0.9; write [0.9, 0.95]"),
+        ("optimizer: {eps: '1e-8'}", "optimizer.eps: expected a number, found '1e-8'; write 1e-8 without quotes"),
+        ("optimizer: {eps: 0}", "optimizer.eps: must be above 0, found 0"),
+        ("optimizer: {eps: .inf}", "optimizer.eps: expected a finite number, found inf"),
+        ("run: {keep: 2.0}", "run.keep: expected a whole number, found 2.0; write 2"),
+        ("run: {keep: 2.5}", "run.keep: expected a whole number, found 2.5"),
+        ("run: {keep: true}", "run.keep: expected a whole number, found true (a boolean)"),
+        ("run: {keep: }", "run.keep: expected a whole number, found nothing (null); remove the line for the default"),
+        ("run: {seed: -1}", "run.seed: must be at least 0, found -1"),
+        ("run: {dir: ''}", "run.dir: must not be empty"),
+        ("run: [1]", "run: expected a mapping, found a list of 1"),
+        ("run: {seed: 99999999999999999999}", "run.seed: must be at most 9223372036854775807"),
+    ],
+)
+def test_one_wrong_value(more, message):
+    assert message in one(BASE + more + "\n")
+
+
+def test_required_sections_and_keys():
+    found = problems("fp8: {recipe: off}\n")
+    assert found[0] == "x.yaml: model: required, but absent; add `model:` with at least path under it"
+    assert len(found) == 3
+    found = problems("model: {}\ndata: {train: []}\ntrain:\n  lr: 1\n")
+    assert "x.yaml:1: model.path: required, but absent; add `path:` under `model` (Folder of a Hugging Face" in found[0]
+    assert "x.yaml:2: data.train: must not be empty; give the train (Data sets to train on)" in found[1]
+    assert "x.yaml:3: train.steps: required, but absent; add `steps:` under `train` (Optimizer steps" in found[2]
+    assert (
+        problems("model:\n")[2] == "x.yaml:1: model: expected a mapping, found nothing (null); indent its keys under it"
+    )
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "x.yaml: the file is empty; give at least `model`, `data` and `train`"),
+        ("# only a comment\n", "the file is empty"),
+        ("- a\n- b\n", "x.yaml:1: the file holds a list at the top; write a mapping"),
+        ("just text\n", "the file holds a single value at the top"),
+        ("model:\n\tpath: x\n", "x.yaml:2: a tab is used for indentation; indent with spaces"),
+        ("model: {path: x\n", "x.yaml:"),
+        ("a: 1\n b: 2\n", "x.yaml:2: a `:` where no key can stand"),
+        ("a: 1\nb\n", "x.yaml:2: a line without `:`; write `key: value`"),
+        ("a: **.layers\n", "(an unquoted * begins an alias); put a glob in quotes"),
+        ("a: 1\n---\nb: 2\n", "x.yaml:2: a second document begins (---); keep one document a file"),
+        ("a: \x01\n", "x.yaml:1: the character '\\x01' is not allowed in YAML"),
+        ("[" * 1000, "cannot be read as YAML"),
+    ],
+)  # fmt: skip
+def test_text_that_is_not_a_mapping(text, message):
+    assert message in one(text)
+
+
+def test_duplicate_keys_tags_and_odd_keys_come_with_the_rest():
+    found = problems(
+        BASE + "train:\n  lr: 1\nrun: {seed: 1, seed: 2}\n"
+        "fp8: {backend: !!python/name:os.system x, rules: !!set {a}}\n1: 2\n? [a]\n: 3\nstes: 4\n"
+    )
+    text = "\n".join(found)
+    assert "x.yaml:4: train: the key appears twice (first on line 3); keep one" in text
+    assert "x.yaml:6: run.seed: the key appears twice (first on line 6); keep one" in text
+    assert "x.yaml:7: fp8.backend: the tag !!python/name:os.system is not used here" in text
+    assert "fp8.rules: the tag !!set is not used here" in text
+    assert "x.yaml:8: 1: a key must be a word" in text
+    assert "stes: unknown key" in text
+
+
+def test_aliases_that_loop_or_explode():
+    assert "an alias refers to a value that contains it" in "\n".join(problems(BASE + "fp8: {rules: &r [*r]}\n"))
+    bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
+    )
+    assert "more than 100000 values" in one(bomb)
+    assert "`<<` merges mappings only" in "\n".join(problems(BASE + "fp8: {<<: 3}\n"))
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("train.stpes=3", "override `train.stpes=3`: train.stpes: unknown key; did you mean `steps`?"),
+        ("trian.steps=3", "override `trian.steps=3`: trian: unknown key; did you mean `train`?"),
+        ("train.steps=ten", "override `train.steps=ten`: train.steps: expected a whole number, found 'ten'"),
+        ("train.steps.x=1", "`train.steps` is 10 and holds no keys; set `train.steps` itself"),
+        ("data.train.3.path=x", "data.train: has one entry, 0; found `3`; name one of them, or set the whole list"),
+        ("data.train.first.path=x", "data.train: has one entry, 0; found `first`"),
+        ("data.eval.0.path=x", "data.eval: there is no list here, so no entry 0; set the whole list: data.eval=[...]"),
+        ("train.0=x", "there is no list at `train`"),
+        ("foo", "override `foo`: not of the form key=value; write key=value"),
+        ("other.yaml", "name one FILE.yaml; a second one is joined to it by `extends:`"),
+        ("=3", "not of the form key=value"),
+        ("a..b=3", "not of the form key=value"),
+        ("extends=b.yaml", "extends: files are not joined by an override; write it in the file"),
+        ("model.freeze=[a", "model.freeze: the value is not YAML: expected ',' or ']'"),
+        ("model.freeze=[**.a]", "put a glob in quotes"),
+        ("run.resume=atuo", "'atuo' is neither never, auto nor a path; did you mean auto? a path has a slash: ./atuo"),
+        ("run.resume=", "run.resume: expected text, found nothing (null)"),
+        ("fp8.param=true", "override `fp8.param=true`: fp8.param: not available in this version"),
+        (
+            "fp8={recipe: mxfp8, format: hybrid}",
+            "override `fp8={recipe: mxfp8, format: hybrid}`: fp8.format: mxfp8 has no",
+        ),
+    ],
+)
+def test_a_wrong_override_names_itself(override, message):
+    assert message in one(BASE, [override])
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("fp8: {param: true}", "fp8.param: not available in this version: FP8 primary weights; use `param: false`"),
+        ("fp8: {foundation: {param: true}}", "fp8.foundation.param: not available in this version"),
+        ("fp8: {activations: fp8}", "fp8.activations: not available in this version"),
+        ("fp8: {recipe: auto}", "fp8.recipe: not available in this version: recipe auto; name one, e.g. blockwise"),
+        ("fp8: {image_encoder: {recipe: auto}}", "fp8.image_encoder.recipe: not available in this version"),
+        ("fp8: {rules: [{match: a, recipe: auto}]}", "fp8.rules.0.recipe: not available in this version"),
+        ("optimizer: {states: coat}", "optimizer.states: not available in this version: optimizer states in coat"),
+        ("optimizer: {master: bf16+sr}", "optimizer.master: not available in this version: master weights as bf16+sr"),
+        ("fp8: {recipe: mxfp8, format: hybrid}", "fp8.format: mxfp8 has no hybrid format"),
+        (
+            "fp8: {format: hybrid, foundation: {recipe: mxfp8}}",
+            "fp8.foundation.recipe: mxfp8 has no hybrid format, whi",
+        ),
+        (
+            "fp8: {recipe: mxfp8, rules: [{match: a, format: hybrid}]}",
+            "fp8.rules.0.format: mxfp8, inherited from fp8.rec",
+        ),
+        ("fp8: {foundation: {recipe: mxfp8, format: hybrid}}", "fp8.foundation.format: mxfp8 has no hybrid format"),
+        ("fp8: {fwd: bf16, dgrad: bf16, wgrad: bf16}", "fp8.wgrad: fwd, dgrad and wgrad are all bf16"),
+        ("fp8: {foundation: {recipe: rowwise, fwd: bf16, dgrad: bf16, wgrad: bf16}}", "fp8.foundation.wgrad: fwd, dgr"),
+        (
+            "fp8: {foundation: {recipe: off, format: e4m3}}",
+            "fp8.foundation.format: has no effect where the recipe is off",
+        ),
+        ("fp8: {rules: [{match: a}]}", "fp8.rules.0: the rule changes nothing"),
+        (
+            "fp8: {rules: [{match: a..b, recipe: off}]}",
+            "fp8.rules.0.match: 'a..b' is not a glob over module names: it ha",
+        ),
+        ("fp8: {rules: [{match: '**a.b', recipe: off}]}", "** must be a whole segment, not part of `**a`"),
+        ("fp8: {rules: [{match: 'a/b', recipe: off}]}", "joined by dots, not slashes"),
+        ("fp8: {rules: [{match: '.*q_proj$', recipe: off}]}", "it is no regular expression"),
+        ("fp8: {rules: [{match: 'a b', recipe: off}]}", "module names hold no spaces"),
+        ("run: {eval_every: 5}", "run.eval_every: there is nothing to evaluate on: data.eval is empty"),
+        ("run: {resume: ''}", "run.resume: is empty; use never, auto or the path of a checkpoint"),
+    ],
+)
+def test_what_cannot_be(more, message):
+    assert any(message in found for found in problems(BASE + more + "\n")), problems(BASE + more + "\n")
+
+
+def test_pixels_that_cannot_be():
+    wrong = BASE.replace("a.json}]", "a.json}], min_pixels: 9, max_pixels: 8")
+    assert (
+        one(wrong) == "x.yaml:2: data.min_pixels: min_pixels 9 is above max_pixels 8; lower it or raise data.max_pixels"
+    )
+
+
+@pytest.mark.parametrize(
+    "train, message",
+    [
+        ("{steps: 10, global_batch: 7, micro_batch: 2}", "a multiple of micro_batch 2; use e.g. micro_batch 1 or"),
+        ("{steps: 10, warmup: 10}", "train.warmup: warmup 10 leaves nothing of 10 steps; use at most 9"),
+        ("{steps: 10, lr: 1e-5, min_lr: 1e-4}", "train.min_lr: min_lr 0.0001 is above lr 1e-05"),
+        ("{steps: 10, schedule: constant, min_lr: 1e-6}", "train.min_lr: has no effect on a constant schedule"),
+        ("{steps: 0}", "train.steps: must be at least 1, found 0"),
+    ],
+)  # fmt: skip
+def test_steps_that_cannot_be(train, message):
+    assert message in one(f"model: {{path: m}}\ndata: {{train: [{{path: a}}]}}\ntrain: {train}\n")
+
+
+@pytest.mark.parametrize(
+    "freeze, message",
+    [
+        ("[image_encodr]", "model.freeze.0: unknown component 'image_encodr'; did you mean image_encoder?"),
+        ("['a.[bc']", "model.freeze.0: 'a.[bc' is neither a component nor a glob"),
+        ("image_encoder", "model.freeze: expected a list, found 'image_encoder'; write [image_encoder]"),
+        ("['']", "it is empty"),
+    ],
+)
+def test_freeze(freeze, message):
+    assert message in one(BASE.replace("./m", f"./m, freeze: {freeze}"))
+
+
+def test_all_at_once_in_the_order_of_the_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("model: {path: m, frezee: []}\n\ntrain: {steps: 5, warmup: 9}\n")
+    (tmp_path / "run.yaml").write_text(
+        "extends: base.yaml\ndata:\n  train: []\nfp8: {recipe: of}\nrun: {seed: 1, seed: 2}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config("run.yaml", ["run.kep=1", "train.clip=-1"])
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "7 problems in the configuration:"
+    assert [line.split(": ")[:2] for line in lines[1:]] == [
+        ["  base.yaml:1", "model.frezee"],
+        ["  base.yaml:3", "train.warmup"],
+        ["  run.yaml:3", "data.train"],
+        ["  run.yaml:4", "fp8.recipe"],
+        ["  run.yaml:5", "run.seed"],
+        ["  override `run.kep=1`", "run.kep"],
+        ["  override `train.clip=-1`", "train.clip"],
+    ]
+
+
+def test_rules_are_checked_beside_wrong_keys():
+    found = problems(
+        BASE + "fp8:\n  rules:\n    - {match: '**x', recipe: of}\n    - {match: a}\nrun: {eval_every: 1, x: 1}\n"
+    )
+    assert [f.split(": ")[1] for f in found] == [
+        "fp8.rules.0.match",
+        "fp8.rules.0.recipe",
+        "fp8.rules.1",
+        "run.eval_every",
+        "run.x",
+    ]
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sft.yaml").write_text(BASE)
+    (tmp_path / "latin.yaml").write_bytes("# é".encode("latin-1"))
+    (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbf" + BASE.encode())
+    load_config("bom.yaml")
+    for name, message in {
+        "stf.yaml": "stf.yaml: there is no file stf.yaml; did you mean sft.yaml?",
+        "12345.yml": "the folder has bom.yaml, latin.yaml, sft.yaml",
+        "no/x.yaml": "there is no folder no either",
+        ".": "is a folder; name a YAML file in it",
+        "latin.yaml": "latin.yaml is not UTF-8 text",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(name)
+        assert message in str(caught.value)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads everything")
+def test_a_file_without_permission(tmp_path):
+    secret = tmp_path / "x.yaml"
+    secret.write_text(BASE)
+    secret.chmod(0)
+    with pytest.raises(ConfigError, match="check its permissions"):
+        load_config(secret)
+
+
+def test_extends_that_cannot_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("x: 1\nextends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: [c.yaml]\n")
+    (tmp_path / "c.yaml").write_text("extends: a.yaml\n")
+    (tmp_path / "self.yaml").write_text("extends: self.yaml\n")
+    (tmp_path / "lost.yaml").write_text("\nextends: bb.yaml\n")
+    (tmp_path / "number.yaml").write_text("extends: 3\n" + BASE)
+    (tmp_path / "empty.yaml").write_text("extends: []\n" + BASE)
+    for name, message in {
+        "a.yaml": "c.yaml:1: extends: the files extend each other (a.yaml -> b.yaml -> c.yaml -> a.yaml); remove one",
+        "self.yaml": "self.yaml:1: extends: the files extend each other (self.yaml -> self.yaml)",
+        "lost.yaml": "lost.yaml:2: extends: there is no file bb.yaml; did you mean b.yaml?",
+        "number.yaml": "number.yaml:1: extends: expected a file name or a list of them, found 3; write `ext",
+        "empty.yaml": "found an empty list",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(name)
+        assert message in str(caught.value)
+
+
+def test_a_diamond_is_no_cycle(tmp_path):
+    (tmp_path / "root.yaml").write_text(BASE)
+    (tmp_path / "left.yaml").write_text("extends: root.yaml\nrun: {seed: 1}\n")
+    (tmp_path / "right.yaml").write_text("extends: root.yaml\nrun: {keep: 7}\n")
+    (tmp_path / "top.yaml").write_text("extends: [left.yaml, right.yaml]\n")
+    cfg = load_config(tmp_path / "top.yaml")
+    assert (cfg.run.seed, cfg.run.keep) == (1, 7)
+
+
+def test_nearest():
+    assert nearest("blokwise", ["blockwise", "rowwise"]) == "blockwise"
+    assert nearest("BLOCK-WISE", ["blockwise"]) == "blockwise"
+    assert nearest("zzz", ["blockwise"]) is None

@@ -1,0 +1,229 @@
+"""Files, extends and overrides: what wins, where paths point, and what comes back."""
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo.config import Config, ConfigError, load_config, load_config_text, to_yaml
+from octavo.config.document import scalar
+
+BASE = """
+model: {path: ./m}
+data: {train: [{path: a.json}]}
+train: {steps: 10}
+"""
+
+
+def text(more: str = "", overrides=()):
+    return load_config_text(BASE + more, overrides)
+
+
+def test_defaults():
+    cfg = text()
+    assert cfg.fp8.recipe == "blockwise"
+    assert cfg.fp8.format is None
+    assert cfg.train.lr == 2e-5
+    assert cfg.optimizer.betas == (0.9, 0.95)
+    assert cfg.run.dir == "runs/octavo"
+    assert cfg.fp8.image_projector is None
+
+
+def test_the_example_of_the_design():
+    cfg = load_config_text(
+        """
+model:
+  path: ./Qwen3-VL-8B-Instruct
+  freeze: [image_encoder]
+fp8:
+  recipe: blockwise
+  format: e4m3
+  param: false
+  image_encoder: {recipe: rowwise}
+  image_projector: {recipe: off}
+  rules:
+    - {match: "**.layers.0.**", recipe: off}
+  activations: bf16
+data:
+  train: [{path: ./data/llava_instruct.json, images: ./data/coco, weight: 1.0, max_samples: 5000}]
+  eval: [{path: ./data/held_out.json, images: ./data/coco}]
+  on_bad_sample: error
+train: {phase: sft, steps: 1000, seq_length: 4096, global_batch: 32, lr: 2e-4, schedule: cosine, loss: token}
+optimizer: {states: fp32, master: fp32}
+run: {dir: runs/first, seed: 0, resume: never, save_every: 200, eval_every: 100, log_every: 1}
+"""
+    )
+    assert cfg.fp8.image_projector.recipe == "off"  # in YAML 1.2 `off` is a word
+    assert cfg.fp8.rules[0].match == "**.layers.0.**"
+    assert cfg.train.lr == 2e-4
+    assert isinstance(cfg.data.train, tuple)
+
+
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        ("3e-4", 3e-4),
+        (".5e3", 500.0),
+        ("1.", 1.0),
+        ("-7", -7),
+        ("0x10", 16),
+        ("0o17", 15),
+        ("010", 10),
+        ("1_000", "1_000"),
+        ("off", "off"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("TRUE", True),
+        ("~", None),
+        ("", None),
+        ("-.inf", -math.inf),
+        ("12:30", "12:30"),
+        ("2020-01-01", "2020-01-01"),
+        ("**.layers", "**.layers"),
+    ],
+)
+def test_scalars_are_yaml_1_2(written, read):
+    got = scalar(written)
+    assert got == read and type(got) is type(read)
+
+
+def test_a_yaml_1_1_header_changes_nothing():
+    cfg = load_config_text("%YAML 1.1\n---" + BASE + "fp8: {recipe: off}\n")
+    assert cfg.fp8.recipe == "off"
+
+
+def test_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        text().train.steps = 3
+    hash(text())
+
+
+def test_extends_chain_and_relative_paths(tmp_path, monkeypatch):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model.yaml").write_text(
+        "model: {path: ./weights, freeze: [lm_head]}\nrun: {seed: 1, keep: 5}\n"
+    )
+    (tmp_path / "base" / "data.yaml").write_text(
+        "data: {train: [{path: ../d.json, images: img}]}\ntrain: {steps: 5}\nrun: {seed: 2}\n"
+    )
+    (tmp_path / "both.yaml").write_text("extends: [base/model.yaml, base/data.yaml]\ntrain: {lr: 3e-4}\n")
+    (tmp_path / "top.yaml").write_text("extends: both.yaml\nmodel: {freeze: [foundation]}\nrun: {dir: runs/x}\n")
+    monkeypatch.chdir(tmp_path / "base")
+    cfg = load_config("../top.yaml", ["train.steps=7", "data.eval=[{path: e.json}]"])
+    assert cfg.model.path == str(tmp_path / "base" / "weights")
+    assert cfg.data.train[0].path == str(tmp_path / "d.json")
+    assert cfg.data.train[0].images == str(tmp_path / "base" / "img")
+    assert cfg.data.eval[0].path == str(tmp_path / "base" / "e.json")  # an override's path is seen from here
+    assert cfg.model.freeze == ("foundation",)  # lists replace
+    assert (cfg.run.seed, cfg.run.keep, cfg.run.dir) == (2, 5, "runs/x")  # mappings merge, later wins
+    assert (cfg.train.steps, cfg.train.lr) == (7, 3e-4)
+
+
+def test_home_and_absolute_paths(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert text(overrides=["model.path=~/m"]).model.path == "/home/somebody/m"
+    assert text(overrides=["model.path=/m/../n"]).model.path == "/n"
+
+
+def test_overrides_reach_everything():
+    cfg = text(
+        "fp8: {image_encoder: {recipe: rowwise, format: e4m3}, rules: [{match: a, recipe: off}]}\n",
+        [
+            "data.train.0.max_samples=10",
+            "fp8.image_encoder.recipe=tensorwise",
+            "fp8.foundation.wgrad=bf16",
+            "fp8.rules.0.match=**.layers.0.**",
+            "data.system=Answer: briefly # please",
+            "optimizer={weight_decay: 0.1}",
+            "model.freeze=[image_encoder, lm_head]",
+            "train.lr=1",
+            'run.dir="12"',
+            "run.threads=",
+        ],
+    )
+    assert cfg.data.train[0].max_samples == 10
+    assert (cfg.fp8.image_encoder.recipe, cfg.fp8.image_encoder.format) == ("tensorwise", "e4m3")
+    assert cfg.fp8.foundation.wgrad == "bf16"
+    assert cfg.fp8.rules[0].match == "**.layers.0.**"
+    assert cfg.data.system == "Answer: briefly # please"
+    assert cfg.optimizer.weight_decay == 0.1 and cfg.optimizer.eps == 1e-8
+    assert cfg.model.freeze == ("image_encoder", "lm_head")
+    assert cfg.train.lr == 1.0 and isinstance(cfg.train.lr, float)
+    assert cfg.run.dir == "12" and cfg.run.threads is None
+
+
+def test_the_last_override_wins():
+    assert text(overrides=["run.seed=1", "run={seed: 2}", "run.seed=3"]).run.seed == 3
+
+
+def test_overrides_alone():
+    cfg = load_config(None, ["model.path=m", "data.train=[{path: a}]", "train.steps=1"])
+    assert cfg.train.steps == 1
+
+
+def test_anchors_aliases_and_merge_keys():
+    cfg = load_config_text(
+        """
+model: {path: m}
+data:
+  train: &sets [{path: a.json}]
+  eval: *sets
+fp8:
+  image_encoder: &tower {recipe: rowwise, fwd: bf16}
+  foundation:
+    <<: *tower
+    fwd: fp8
+train: {steps: 3}
+"""
+    )
+    assert cfg.data.eval == cfg.data.train
+    assert (cfg.fp8.foundation.recipe, cfg.fp8.foundation.fwd) == ("rowwise", "fp8")
+
+
+def test_with_overrides_leaves_the_original():
+    cfg = text()
+    other = cfg.with_overrides(["fp8.recipe=off", "run.seed=4"])
+    assert (other.fp8.recipe, other.run.seed) == ("off", 4)
+    assert (cfg.fp8.recipe, cfg.run.seed) == ("blockwise", 0)
+    with pytest.raises(
+        ConfigError, match=r"override `train.stpes=1`: train.stpes: unknown key; did you mean `steps`\?"
+    ):
+        cfg.with_overrides(["train.stpes=1"])
+
+
+def test_a_config_built_in_python_obeys_the_rules_too():
+    with pytest.raises(ValueError, match="not available in this version"):
+        Config(
+            model={"path": "m"}, data={"train": [{"path": "a"}]}, train={"steps": 1}, optimizer={"states": "fp8"}
+        )  # fmt: skip
+
+
+def test_resolved_yaml_loads_to_an_equal_config(tmp_path, monkeypatch):
+    cfg = text(
+        "fp8: {format: hybrid, recipe: tensorwise, rules: [{match: '**', wgrad: bf16}]}\n",
+        ["optimizer.eps=1e-20", "train.lr=123456789e-12", "data.system='3e-4'", "run.resume=./a/b"],
+    )
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    monkeypatch.chdir("/")  # and from anywhere
+    assert load_config(tmp_path / "config.yaml") == cfg
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    system=st.one_of(
+        st.text(), st.sampled_from([".5e3", "null", "~", "0o7", "- a", "a: b", "#x", "1_0", "''", "\u2028"])
+    ),
+    lr=st.floats(min_value=1e-300, max_value=1e300),
+    seed=st.integers(min_value=0, max_value=2**63 - 1),
+)
+def test_any_text_and_number_survives_the_resolved_yaml(system, lr, seed):
+    cfg = text()
+    cfg = cfg.model_copy(
+        update={
+            "data": cfg.data.model_copy(update={"system": system}),
+            "train": cfg.train.model_copy(update={"lr": lr}),
+            "run": cfg.run.model_copy(update={"seed": seed}),
+        }
+    )
+    assert load_config_text(to_yaml(cfg)) == cfg

@@ -1,0 +1,53 @@
+"""The JSON schema, and what importing the configuration costs."""
+
+import json
+import subprocess
+import sys
+
+from octavo.config import RECIPES, SCHEMA_FILE, Config, json_schema, schema_text
+
+
+def test_the_committed_schema_is_current():
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), "run: make schema"
+
+
+def test_the_schema_teaches():
+    schema = json_schema()
+    assert list(schema["properties"]) == ["extends", *Config.model_fields]
+    for name, part in schema["$defs"].items():
+        assert part["additionalProperties"] is False
+        for key, field in part["properties"].items():
+            assert len(field.get("description", "")) > 10, f"{name}.{key} is not described"
+
+
+def test_a_file_that_extends_another_may_be_partial():
+    schema = json_schema()
+    assert "required" not in schema
+    demanding = {name for name, part in schema["$defs"].items() if part.get("required")}
+    assert demanding == {"Dataset", "Rule"}
+
+
+def test_the_schema_is_plain_json():
+    assert json.loads(schema_text()) == json.loads(json.dumps(json_schema()))
+
+
+def test_recipes_are_those_of_the_arithmetic():
+    from octavo.fp8 import recipe
+
+    assert tuple(recipe.RECIPES) == RECIPES[1:] and RECIPES[0] == "off"
+
+
+def test_the_configuration_imports_quickly_and_without_torch():
+    code = (
+        "import sys, time; t = time.process_time(); import octavo.config; spent = time.process_time() - t;"
+        "print(spent, [m for m in ('torch', 'transformers', 'numpy', 'rich') if m in sys.modules])"
+    )
+    seconds = []
+    for _ in range(5):  # processor time on a busy machine varies: the best of a few counts
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        spent, heavy = done.stdout.split(maxsplit=1)
+        assert heavy == "[]\n"
+        seconds.append(float(spent))
+        if seconds[-1] < 0.25:
+            return
+    raise AssertionError(f"importing octavo.config took {min(seconds):.2f} s of processor time")
