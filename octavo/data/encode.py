@@ -89,6 +89,8 @@ class Encoder:
             raise DataError(f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask needs; "
                             "add a tokenizer.json to the model folder")  # fmt: skip
         self.image_ids = _image_ids(processor) if self.sees else frozenset()
+        # Qwen's templates write this mark themselves, before the placeholder; not every version's processor names it.
+        self.opening_id = self.tokenizer.get_vocab().get("<|vision_start|>") if self.sees else None
         specials = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         self.ends = tuple(sorted(specials | set(self.tokenizer.all_special_tokens)))
 
@@ -196,7 +198,7 @@ class Encoder:
             if run.stop > end:
                 end = min(end, run.start)
                 # The mark that opens the image goes too: models look for an image behind each.
-                if end and sample.input_ids[end - 1] == getattr(self.processor, "vision_start_token_id", None):
+                if end and sample.input_ids[end - 1] == self.opening_id:
                     end -= 1
                 break
             kept, pixels = kept + 1, pixels + run.pixels

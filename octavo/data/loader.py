@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +157,10 @@ class Loader:
     def _stream(self) -> Iterator[list[dict[str, Any]]]:
         mine = self.global_batch // self.world
         places = _Places(self.mixture, self.rows, self.rank * mine, mine, self.global_batch)
-        made = (
-            ((place, self._processed[place]) for place in places)
-            if self.workers == 0
-            else _by_workers(self._processed, places, self.workers)
-        )
+        if self.workers:
+            made = _by_workers(self._processed, places, self.workers)
+        else:
+            made = ((place, self._processed[place]) for place in places)
         try:
             while True:
                 batches = []
@@ -197,7 +196,9 @@ class _WithPlace(Dataset):
         return place, self.processed[place]
 
 
-def _by_workers(processed: Processed, places: _Places, workers: int) -> Iterator[Any]:
+def _by_workers(
+    processed: Processed, places: _Places, workers: int
+) -> Generator[tuple[tuple[int, int], Sample | DataError], None, None]:
     """Rows in order, made by worker processes. A worker that dies ends the run with its name and the cure."""
     outer = signal.getsignal(signal.SIGCHLD)
     stream = iter(

@@ -77,11 +77,11 @@ def _end(whole: str, until: str, start: int, message: Message) -> int | None:
         return len(until)
     content = message["content"]
     words = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    at = until.rfind(words.strip())
-    if at < start:
-        return None
-    tail = until[at:]
-    return start + len(tail) if whole.startswith(tail, start) else None
+    for said in (words, words.strip()):  # templates write it as it is, or stripped
+        at = until.rfind(said)
+        if at >= start and whole.startswith(until[at:], start):
+            return start + len(until) - at
+    return None
 
 
 def _without_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:

@@ -13,8 +13,6 @@ from PIL import Image
 
 from octavo.data import Source, read
 
-VISION = ("qwen3_vl", "qwen2_5_vl", "internvl")
-
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
@@ -48,6 +46,12 @@ class Folder:
         path.write_text(text)
         return path
 
+    @staticmethod
+    def llava(*said: str, **more: Any) -> dict[str, Any]:
+        """A LLaVA row of human and gpt in turn."""
+        talk = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(said)]
+        return {"id": "r", "conversations": talk, **more}
+
     def read(self, rows: Any, name: str = "rows.json", **more: Any) -> Source:
         path = self.json(rows, name) if not isinstance(rows, Path) else rows
         return read(SimpleNamespace(**{"path": str(path), "images": None, "weight": 1.0, "max_samples": None,
@@ -57,9 +61,3 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
-
-
-def llava(*said: str, **more: Any) -> dict[str, Any]:
-    """A LLaVA row of human and gpt in turn."""
-    talk = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(said)]
-    return {"id": "r", "conversations": talk, **more}

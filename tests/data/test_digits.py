@@ -1,0 +1,93 @@
+"""The digits set: what it holds, that test handwriting is unseen, and that nothing is overwritten."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from octavo.data import DataError, Encoder, digits
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return digits.write(tmp_path_factory.mktemp("digits") / "set", train=30, test=10, seed=4)
+
+
+def quarters(path):
+    image = np.asarray(Image.open(path))
+    assert image.shape == (16, 16)
+    return [image[r : r + 8, c : c + 8] for r in (0, 8) for c in (0, 8)]
+
+
+def test_real_digits_in_reading_order_and_a_clean_split(made):
+    bunch = load_digits()
+    known = {np.rint(image * (255 / 16)).astype(np.uint8).tobytes(): n for n, image in enumerate(bunch.images)}
+    for file, count, mine in ((made.train, 30, {0, 1, 2, 3}), (made.test, 10, {4})):
+        rows = json.loads(file.read_text())
+        assert len(rows) == count
+        for row in rows:
+            samples = [known[quarter.tobytes()] for quarter in quarters(made.directory / row["image"])]
+            assert {n % 5 for n in samples} <= mine
+            answers = [turn["value"] for turn in row["conversations"] if turn["from"] == "gpt"]
+            assert answers == [str(bunch.target[n]) for n in samples]
+    asked = [turn["value"] for turn in rows[0]["conversations"] if turn["from"] == "human"]
+    assert asked == ["<image>First?", "Second?", "Third?", "Fourth?"]
+
+
+def test_short_enough_to_train_fast(folder, models, made):
+    for family in ("qwen3_vl", "qwen2_5_vl", "internvl"):
+        encoder = Encoder(models(family), 40)
+        sample = encoder.encode(folder.read(made.train)[0])
+        assert len(sample.input_ids) <= 40 and len(sample.answers) == 4
+        assert (sample.input_ids == encoder.processor.image_token_id).sum() == 4  # the image is not rescaled
+        assert all(end - start == 2 for start, end in sample.answers)  # the digit and the end of the turn
+
+
+def test_same_settings_same_files_and_are_accepted(made, tmp_path):
+    again = digits.write(tmp_path / "again", train=30, test=10, seed=4)
+    for file in sorted(made.directory.rglob("*.*")):
+        assert file.read_bytes() == (again.directory / file.relative_to(made.directory)).read_bytes()
+    before = made.train.stat().st_mtime_ns
+    assert digits.write(made.directory, train=30, test=10, seed=4) == made and made.train.stat().st_mtime_ns == before
+    other = digits.write(tmp_path / "other", train=30, test=10, seed=5)
+    assert other.train.read_text() != made.train.read_text()
+    assert not list(tmp_path.glob(".*"))  # nothing left aside
+
+
+def test_the_card_names_its_source(made):
+    card = (made.directory / "README.md").read_text()
+    assert "UCI ML" in card and "load_digits" in card and "1438 and 359 different handwritten samples" in card
+
+
+def test_what_is_there_is_never_overwritten(made, tmp_path):
+    with pytest.raises(
+        DataError, match=r"other settings \(train: 30 there, 31 asked; seed: 4 there, 0 asked\); choose"
+    ):
+        digits.write(made.directory, train=31, test=10)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match="exists and is not a digits set; choose another directory"):
+        digits.write(tmp_path, train=3, test=1)
+    with pytest.raises(DataError, match="is not a digits set"):
+        digits.write(tmp_path / "notes.txt", train=3, test=1)
+    torn = digits.write(tmp_path / "torn", train=3, test=1)
+    (torn.directory / "images" / "train" / "00001.png").unlink()
+    with pytest.raises(DataError, match=r"is not complete \(2 of 3 train images\); remove it"):
+        digits.write(torn.directory, train=3, test=1)
+
+
+def test_an_empty_directory_is_filled_and_nonsense_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert digits.write(tmp_path / "empty", train=2, test=1).train.is_file()
+    with pytest.raises(DataError, match="train=0, test=1: each needs at least one image"):
+        digits.write(tmp_path / "x", train=0, test=1)
+    with pytest.raises(DataError, match="seed=-1"):
+        digits.write(tmp_path / "x", train=1, test=1, seed=-1)
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(digits, "_row", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        digits.write(tmp_path / "x", train=2, test=1)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,212 @@
+"""The stream of a rank: exact, resumable, the same for any number of workers, honest about what it leaves out."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
+from octavo.data.loader import Processed
+
+
+@pytest.fixture
+def source(folder):
+    images = [folder.image(f"{n}.png", color=(n, 0, 0)) for n in range(6)]
+    rows = [folder.llava("<image>First?" if n % 3 else "none?", str(n), **({"image": images[n % 6]} if n % 3 else {}))
+            for n in range(12)]  # fmt: skip
+    return folder.read([dict(row, id=str(n)) for n, row in enumerate(rows)])
+
+
+@pytest.fixture
+def encoder(models):
+    return Encoder(models("qwen3_vl"), 64)
+
+
+def loader(source, encoder, **options):
+    options = {"micro_batch": 2, "global_batch": 4, **options}
+    return Loader(Mixture([source], seed=1), encoder, **options)
+
+
+def steps(stream, count):
+    return [next(stream) for _ in range(count)]
+
+
+def rows(step):
+    return [row for batch in step for row in batch["meta"].rows]
+
+
+def same(a, b):
+    assert a["meta"] == b["meta"] and a.keys() == b.keys()
+    return all(torch.equal(a[key], b[key]) for key in a if key != "meta")
+
+
+def test_steps_micro_batches_and_rows(source, encoder):
+    stream = loader(source, encoder)
+    assert stream.rows == 0
+    first = next(stream)
+    assert len(first) == 2 and all(batch["meta"].samples == 2 for batch in first) and stream.rows == 4
+    epoch = rows(first) + [row for step in steps(stream, 2) for row in rows(step)]
+    assert sorted(epoch) == list(range(12)) and stream.rows == 12
+    assert [len(s) for s in steps(loader(source, encoder, micro_batch=3), 1)] == [2]  # 3 + 1
+
+
+def test_resume_is_exact(source, encoder):
+    whole = steps(loader(source, encoder), 8)
+    stream = loader(source, encoder)
+    steps(stream, 5)
+    rest = steps(loader(source, encoder, start_row=stream.rows), 3)
+    assert all(same(a, b) for one, two in zip(whole[5:], rest, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def test_ranks_share_a_step(source, encoder):
+    whole = steps(loader(source, encoder), 4)
+    ranks = [steps(loader(source, encoder, rank=r, world=2), 4) for r in (0, 1)]
+    for number in range(4):
+        assert rows(ranks[0][number]) + rows(ranks[1][number]) == rows(whole[number])
+
+
+def test_workers_change_nothing_and_do_not_run_ahead(source, encoder):
+    state = torch.get_rng_state()
+    inline = steps(loader(source, encoder), 5)
+    for workers in (1, 2):
+        stream = loader(source, encoder, workers=workers)
+        made = steps(stream, 5)
+        assert stream.rows == 20
+        stream.close()
+        assert all(same(a, b) for x, y in zip(inline, made, strict=True) for a, b in zip(x, y, strict=True))
+    assert torch.equal(state, torch.get_rng_state())  # the run's own randomness is not touched
+
+
+def test_a_worker_that_dies_is_named(source, encoder):
+    stream = loader(source, encoder, workers=2)
+    next(stream)
+    handler = signal.getsignal(signal.SIGCHLD)
+    victim = multiprocessing.active_children()[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    time.sleep(0.2)  # no exception out of the blue here
+    with pytest.raises(
+        RuntimeError, match=rf"data worker \d \(pid {victim.pid}, killed by signal 9\) died\. .*lower data"
+    ):
+        for _ in range(50):
+            next(stream)
+    assert signal.getsignal(signal.SIGCHLD) == handler
+    assert not multiprocessing.active_children()
+
+
+def bad_rows(folder, source):
+    raw = [source.rows[n] for n in range(12)]
+    raw[2], raw[5] = dict(raw[2], image="none.png"), {"id": "5", "conversations": []}
+    raw[7] = folder.llava("long " * 100, "x", id="7")
+    return folder.read([dict(row) for row in raw], "bad.json")
+
+
+def test_bad_rows_stop_the_run(folder, source, encoder):
+    with pytest.raises(BadSample, match=r"bad\.json, row (2|5) \(id (2|5)\)"):
+        steps(loader(bad_rows(folder, source), encoder), 3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_rows_are_left_out_counted_and_listed_once(folder, source, encoder, workers):
+    listed = folder.path / "run" / "skipped.jsonl"
+    options = {"on_bad": "skip", "report_path": listed, "workers": workers}
+    stream = loader(bad_rows(folder, source), encoder, **options)
+    seen = [row for step in steps(stream, 6) for row in rows(step)]
+    stream.close()
+    assert sorted(seen) == sorted([n for n in range(12) if n not in (2, 5, 7)] * 2)
+    assert stream.report.counts == {"skipped": 2, "dropped": 1}
+    found = {line["row"]: line for line in map(json.loads, listed.read_text().splitlines())}
+    assert set(found) == {2, 5, 7} and len(listed.read_text().splitlines()) == 3
+    assert "none.png' is missing" in found[2]["reason"] and found[7]["action"] == "dropped"
+    # A resumed run, or another rank, lists nothing twice; a torn last line is left behind.
+    listed.write_text(listed.read_text() + '{"file": "torn')
+    steps(loader(bad_rows(folder, source), encoder, **options, start_row=4), 6)
+    lines = listed.read_text().splitlines()
+    assert len(lines) == 4 and lines[3] == '{"file": "torn'
+
+
+def test_long_rows_are_dropped_even_where_bad_rows_stop(folder, encoder):
+    source = folder.read([folder.llava("q", "a"), folder.llava("long " * 100, "x")])
+    stream = loader(source, encoder, global_batch=2)
+    assert [batch["meta"].samples for batch in next(stream)] == [1]
+    assert stream.report.counts == {"dropped": 1}
+
+
+def test_cut_rows_are_counted(folder, models):
+    source = folder.read([folder.llava("q", "a", "long " * 100, "x")])
+    stream = loader(source, Encoder(models("qwen3_vl"), 20, on_long="cut"), global_batch=1, micro_batch=1)
+    (batch,) = next(stream)
+    assert batch["meta"].lengths == (20,) and stream.report.counts == {"cut": 1}
+
+
+def test_an_empty_micro_batch_is_a_masked_row(folder, source, encoder):
+    stream = loader(bad_rows(folder, source), encoder, micro_batch=1, on_bad="skip")
+    batches = [batch for step in steps(stream, 3) for batch in step]
+    empty = [batch for batch in batches if not batch["meta"].samples]
+    assert len(batches) == 12 and len(empty) == 3 and (empty[0]["labels"] == -100).all()
+
+
+def test_only_bad_rows_is_an_error(folder, source, encoder):
+    bad = folder.read([{"conversations": []}] * 3, format="llava")
+    stream = Loader(Mixture([source, bad]), encoder, 1, 1, on_bad="skip")
+    with pytest.raises(DataError, match=r"every one of its 3 rows was left out; .*the conversation is empty"):
+        steps(stream, 30)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_long_as_an_error_is_never_skipped(folder, models, workers):
+    source = folder.read([folder.llava("long " * 100, "x")])
+    stream = loader(source, Encoder(models("qwen3_vl"), 20, on_long="error"), on_bad="skip", workers=workers)
+    with pytest.raises(DataError, match=r"row 0: is \d+ tokens long, seq_length is 20; raise train.seq_length"):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 4, "world": 3}, r"global_batch 4 rows cannot be shared by 3 process\(es\).*a multiple"),
+        ({"micro_batch": 0}, "in micro-batches of 0"),
+        ({"rank": 2, "world": 2}, "rank 2 of 2"),
+        ({"on_bad": "ignore"}, "on_bad_sample is 'ignore'; it must be error or skip"),
+    ],
+)
+def test_impossible_settings(source, encoder, options, message):
+    with pytest.raises(DataError, match=message):
+        loader(source, encoder, **options)
+
+
+def test_the_cache_is_bounded_and_used(source, encoder):
+    everything = Processed((source,), encoder)
+    assert everything[0, 1] is everything[0, 1]
+    size = everything[0, 1].nbytes + 1024
+    two = Processed((source,), encoder, cache_bytes=2 * size)
+    first = two[0, 1]
+    two[0, 2]
+    assert two[0, 1] is first  # used again, so row 2 is the older one
+    two[0, 4]
+    assert two[0, 1] is first and set(two._kept) == {(0, 1), (0, 4)}
+    nothing = Processed((source,), encoder, cache_bytes=0)
+    assert nothing[0, 1] is not nothing[0, 1]
+
+
+def test_eval_set_each_row_once_in_order(source, encoder):
+    alone = EvalSet([source, source], encoder, 5)
+    assert len(alone) == 5 and alone.rows == 24
+    for _ in range(2):
+        assert [row for batch in alone for row in batch["meta"].rows] == list(range(12)) * 2
+    ranks = [list(EvalSet([source, source], encoder, 5, rank=r, world=2)) for r in (0, 1)]
+    assert [len(batches) for batches in ranks] == [3, 3]  # as many forwards on each
+    assert ranks[1][2]["meta"].samples == 0
+    rows_of = [row for pair in zip(*ranks, strict=True) for batch in pair for row in batch["meta"].rows]
+    assert rows_of == list(range(12)) * 2
+
+
+def test_eval_set_leaves_out_and_refuses_like_the_loader(folder, source, encoder):
+    bad = bad_rows(folder, source)
+    held = EvalSet([bad], encoder, 4, on_bad="skip", report_path=folder.path / "skipped.jsonl")
+    assert sum(batch["meta"].samples for batch in held) == 9 and held.report.counts["skipped"] == 2
+    with pytest.raises(BadSample, match="row 2"):
+        list(EvalSet([bad], encoder, 4))
