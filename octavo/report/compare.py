@@ -34,15 +34,15 @@ def compare(
     (None: silent). Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
     nothing in FP8 was asked for, a recipe is unknown, or an existing arm was trained with another configuration.
     """
-    from octavo.report.page import write
-    from octavo.train import run
-
     directory = Path(directory)
     arms = arms_of(cfg, recipes, directory)
     if fresh:
         clear(directory)
     for arm in arms:  # refuse before the first arm has cost minutes
         check_reusable(arm)
+    from octavo.report.page import write
+    from octavo.train import run
+
     records = []
     started = time.monotonic()
     for number, arm in enumerate(arms, 1):
@@ -54,7 +54,7 @@ def compare(
 
 
 def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path) -> list[Arm]:
-    """The arms of a trial, in the order in which they run; raises ``ReportError`` where no FP8 arm would be among them."""
+    """The arms of a trial, in the order they run; raises ``ReportError`` where none of them would be FP8."""
     own = own_recipe(cfg)
     if recipes is None:
         if own == "off":
@@ -69,12 +69,10 @@ def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path) -> list
         asked = f"{', '.join(map(repr, wrong))} asked for" if wrong else "no recipe given"
         raise ReportError(f"{asked}; compare sets FP8 recipes beside high precision. Give one or more of: {known}")
     plain = cfg.model_copy(update={"fp8": Fp8Section(recipe="off")})
-    seed = cfg.run.seed
+    seed, other = cfg.run.seed, cfg.run.seed + 1
     arms = [
         _arm(plain, directory, "high-precision", "high precision", "reference", seed),
-        _arm(
-            plain, directory, f"high-precision-seed-{seed + 1}", f"high precision, seed {seed + 1}", "noise", seed + 1
-        ),
+        _arm(plain, directory, f"high-precision-seed-{other}", f"high precision, seed {other}", "noise", other),
     ]
     for name in dict.fromkeys(recipes):
         chosen = cfg if name == own else cfg.with_overrides([f"fp8.recipe={name}"])
@@ -138,7 +136,7 @@ def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]
 
 
 def finished(arm: Arm) -> RunRecord | None:
-    """The record of an arm that reached its last step with everything the report needs; None where it must (still) run."""
+    """The record of an arm that reached its end with all that the report needs; None where it must (still) run."""
     directory = Path(arm.cfg.run.dir)
     if not (directory / "metrics.jsonl").is_file():
         return None

@@ -151,7 +151,7 @@ def running_gap(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
-    """FP8 against high precision: the smoothed difference, and the gap of the mean so far, each over the seed's band."""
+    """FP8 against high precision: the smoothed difference, and the gap of the mean so far, over the seed's band."""
     reference = next(c for c in curves if c.kind == "reference")
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -166,9 +166,7 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
         for axes, values in ((upper, apart), (lower, gap)):
             if curve.kind == "noise":
                 x, y = _thin(steps, np.abs(values))
-                axes.fill_between(
-                    x, -y, y, color=_color("noise"), alpha=0.45, lw=0, label="noise: another seed, either sign"
-                )
+                axes.fill_between(x, -y, y, color=_color("noise"), alpha=0.45, lw=0, label="another seed, either sign")
             else:
                 axes.plot(*_thin(steps, values), color=_color(curve.color), lw=1.7, label=curve.label)
     for axes in (upper, lower):
@@ -249,11 +247,13 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
                 axes.axvspan(first - 0.5, last + 0.5, color=_color("band"), lw=0, zorder=0)
         axes.set_xlim(-0.5, len(layers) - 0.5)
     for name, first, last in _spans([components.get(name, "") for name in layers]):
-        top.annotate(name.replace("_", " "), ((first + last) / 2, 1), xycoords=("data", "axes fraction"),
-                     xytext=(0, -4), textcoords="offset points", ha="center", va="top", fontsize=9, color=_color("soft"))  # fmt: skip
+        centre = ((first + last) / 2, 1)
+        top.annotate(name.replace("_", " "), centre, xycoords=("data", "axes fraction"), va="top",
+                     xytext=(0, -4), textcoords="offset points", ha="center", fontsize=9,
+                     color=_color("soft"))  # fmt: skip
     top.set_ylim(top=top.get_ylim()[1] + 3)
-    top.legend(loc="lower left", ncols=3)
-    middle.legend(loc="upper left", ncols=5)
+    for axes, columns in ((top, 3), (middle, 5)):
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, borderpad=0, handletextpad=0.1)
     if few:
         bottom.set_xticks(range(len(layers)), [short(name) for name in layers], rotation=90, fontsize=7.5)
     else:

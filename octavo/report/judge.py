@@ -18,10 +18,8 @@ from octavo.report import verdict as rows
 from octavo.report.rundir import LayerHealth, ReportError, RunRecord
 from octavo.report.verdict import FAIL, PASS, WARN, Check, percent
 
-#: what an interpreter of ``octavo compare``'s exit code sees; 1 and 2 stay with errors and wrong usage
-EXIT_CODES = {PASS: 0, WARN: 3, FAIL: 4}
-
-_SAME_MACHINE = ("python", "os", "cpu", "threads", "torch", "cuda", "gpu", "gpus", "driver")
+#: what two arms must share; the rest of the record (free memory, variables) may differ
+_SAME_MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 pass, 3 warn, 4 fail."""
-        return EXIT_CODES[self.status]
+        """What ``octavo compare`` exits with: 1 where the verdict is fail, else 0."""
+        return int(self.status == FAIL)
 
 
 def accuracy(record: RunRecord) -> float | None:
@@ -61,7 +59,7 @@ def dtype_of(arm: Arm, record: RunRecord) -> str:
     asked = arm.cfg.train.precision
     if asked != "auto":
         return asked
-    return "bf16" if record.environment.get("gpus") or record.environment.get("gpu") else "fp32"
+    return "bf16" if record.environment.get("gpus") else "fp32"
 
 
 def dy_format(row: Mapping[str, Any]) -> str:
@@ -88,7 +86,7 @@ def _health_checks(arm: Arm, record: RunRecord) -> list[Check]:
     e5m2 = {row["name"] for row in record.plan.get("rows", ()) if dy_format(row) == "e5m2"}
     by_format: dict[str, dict[str, float]] = {"e4m3": {}}
     for layer in health:
-        for role, level in layer.sqnr.items():
+        for role in layer.sqnr:
             fmt = "e5m2" if role.startswith("dy") and layer.layer in e5m2 else "e4m3"
             by_format.setdefault(fmt, {}).update(_operands([layer], "sqnr", [role]))
     wgrad = _operands(health, "underflow", ("x_wgrad", "dy_wgrad")) or _operands(health, "underflow", ("x", "dy"))
@@ -128,14 +126,13 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]]) -> Verdict:
     missing = [kind for kind, found in by_kind.items() if not found]
     if missing:
         raise ReportError(f"a verdict needs a reference, a noise and an FP8 arm; missing: {', '.join(missing)}")
-    (ref_arm, ref) = by_kind["reference"][0]
+    ref_arm, ref = by_kind["reference"][0]
     noise_records = [r for _, r in by_kind["noise"]]
     noise = noise_of(ref, noise_records)
     ref_accuracy = accuracy(ref)
-    spread = max(
-        (abs(a - ref_accuracy) for r in noise_records if (a := accuracy(r)) is not None and ref_accuracy is not None),
-        default=0.0,
-    )
+    seeds = [accuracy(r) for r in noise_records]
+    known = [abs(a - ref_accuracy) for a in seeds if a is not None and ref_accuracy is not None]
+    spread = max(known, default=0.0)
     checks: list[Check] = []
     for arm, record in by_kind["fp8"]:
         checks.append(rows.check_loss_gap(arm.label, rows.loss_gap(record.losses, ref.losses), noise))
@@ -179,7 +176,8 @@ def _line(
     parts = []
     for arm, record in fp8:
         gap = rows.loss_gap(record.losses, ref.losses)
-        text = f"{arm.label} stands {100 * gap:+.2f} % from {dtype_of(ref_arm, ref)} in mean loss (seed noise {percent(noise)})"
+        text = f"{arm.label} stands {100 * gap:+.2f} % from {dtype_of(ref_arm, ref)} in mean loss"
+        text += f" (seed noise {percent(noise)})"
         mine, theirs = accuracy(record), accuracy(ref)
         if mine is not None and theirs is not None:
             text += f", answers {percent(mine, 1)} of held-out questions beside {percent(theirs, 1)}"

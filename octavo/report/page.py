@@ -136,7 +136,7 @@ def bytes_text(size: float) -> str:
 
 
 def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a plan that differ only in the numbers of their names, as one line each: pattern, count, recipe, reason."""
+    """Rows of a plan that differ only in the numbers of their names, as one line each."""
     groups: dict[tuple, dict[str, Any]] = {}
     for row in plan.get("rows", ()):
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row["name"])
@@ -171,9 +171,8 @@ def tiles(verdict: Verdict, records: Records) -> list[dict[str, str]]:
     if mine is not None and theirs is not None:
         found.append({"figure": percent(mine, 1), "word": f"held-out answers right; {dtype}: {percent(theirs, 1)}"})
     if record.proof.get("share") is not None:
-        found.append(
-            {"figure": percent(float(record.proof["share"]), 1), "word": "of linear FLOPs ran in FP8, counted"}
-        )
+        share = percent(float(record.proof["share"]), 1)
+        found.append({"figure": share, "word": "of linear FLOPs ran in FP8, counted"})
     ratio = arms[arm.label]["speed_ratio"]
     if math.isfinite(ratio):
         found.append({"figure": f"{ratio:.2f} x", "word": f"speed of {dtype} on this machine"})
@@ -183,7 +182,7 @@ def tiles(verdict: Verdict, records: Records) -> list[dict[str, str]]:
 def speed_sentence(records: Records) -> str:
     """What the speed figures mean on the device they were read on."""
     environment = next(r.environment for a, r in records if a.kind == "fp8")
-    if environment.get("gpus") or environment.get("gpu"):
+    if environment.get("gpus"):
         return "Read on the GPU named under Environment, in one trial, one arm after the other."
     return (
         "No GPU here: the FP8 arms ran the reference, which emulates FP8 in plain PyTorch and is slower by nature. "

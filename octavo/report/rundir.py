@@ -1,8 +1,8 @@
 """What a run left behind, read once into a value that the verdict, the plots and the page share.
 
-A run directory holds ``metrics.jsonl`` (one JSON object a line, in the order of writing), ``plan.json``, ``proof.json``,
-``environment.json``, ``config.yaml`` and ``result.json``. Only this file knows their layout. Arrays have one entry for
-each recorded step: ``losses`` in nats per token (fp32), ``tokens`` consumed by the step, ``tokens_per_s``.
+A run directory holds ``metrics.jsonl`` (one JSON object a line, in the order of writing), ``plan.json``,
+``proof.json``, ``environment.json``, ``config.yaml`` and ``result.json``. Only this file knows their layout. Arrays
+have one entry for each recorded step.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def check_loss_gap(arm: str, gap: float, noise: float) -> Check:
         status, say = FAIL, "the losses hold no two finite values to compare"
     else:
         size, where = abs(gap), "above" if gap > 0 else "below"
-        say = f"the mean loss is {percent(size)} {where} high precision's; two seeds of high precision differ by {percent(noise)}"
+        say = f"the mean loss is {percent(size)} {where} high precision's, whose two seeds differ by {percent(noise)}"
         if size <= max(noise, GAP_TOLERATED):
             status = PASS
         elif size <= NOISE_FACTOR * noise or gap < 0:
@@ -182,9 +182,7 @@ def check_gemms(arm: str, proof: Mapping[str, Any]) -> Check:
     if pending:
         say = f"{', '.join(map(str, pending))} was never reached by the data, so its FP8 GEMMs are not proven"
         return Check(name, title, arm, 0.0, shown, threshold, WARN, say)
-    return Check(
-        name, title, arm, 0.0, shown, threshold, PASS, "every FP8 GEMM of the plan was counted, none is missing"
-    )
+    return Check(name, title, arm, 0.0, shown, threshold, PASS, "every FP8 GEMM of the plan was counted")
 
 
 def check_skipped(arm: str, skipped: Sequence[int], steps: int, planned: int) -> Check:

@@ -1,4 +1,4 @@
-"""Run directories written by hand, in the layout that ``octavo.train`` leaves, so that the report is tested without training."""
+"""Run directories written by hand, in the layout that ``octavo.train`` leaves: tests of the report train nothing."""
 
 from __future__ import annotations
 

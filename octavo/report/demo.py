@@ -1,0 +1,212 @@
+"""The whole story on real handwriting: digits, a tiny Qwen3-VL, the trial, the report, and a question to the FP8 model.
+
+Everything that is said is computed here and now. A second run in the same folder reuses what is complete.
+
+    digits/  model/  demo.yaml       the data, the untrained checkpoint, the configuration (yours to change and rerun)
+    arms/    report/                 the trial: one run directory an arm, and the page
+    answer.png                       a held-out image, the questions, the FP8 model's answers, the truth
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.config import Config, load_config
+from octavo.report.compare import arms_of, compare
+from octavo.report.judge import Verdict
+from octavo.report.rundir import ReportError
+from octavo.report.verdict import percent
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from rich.text import Text
+
+RECIPE = "blockwise"
+SHADES = " ░▒▓█"
+ROW = 0  # the held-out image that is asked about: the first, whatever the answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question about the image: what the FP8 model generated and what is true."""
+
+    question: str
+    answer: str
+    truth: str
+
+    @property
+    def right(self) -> bool:
+        return self.answer == self.truth
+
+
+@dataclass(frozen=True)
+class Interview:
+    """A held-out image, the answers to its questions, and how many FP8 GEMMs gave them."""
+
+    image: Image
+    answers: tuple[Answer, ...]
+    gemms: int
+
+
+def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, console: Any = None) -> Verdict:
+    """Make the set and the model in ``directory``, run the trial of ``steps`` steps, ask, and say what was found.
+
+    ``fresh`` trains the arms again. ``console`` is a rich console (None: silent). Raises ``ReportError`` where the
+    folder holds a demo of other settings, and the errors of the rooms that it calls.
+    """
+    if steps < 1:
+        raise ReportError(f"steps={steps}: the demo needs at least one step")
+    directory, started = Path(directory), time.monotonic()
+    clock = Clock(console)
+    cfg = prepare(directory, steps, console)
+    clock.lap("data and model")
+    verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh)
+    clock.lap("trial")
+    arm = next(arm for arm in arms_of(cfg, [RECIPE], directory) if arm.kind == "fp8")
+    interview = ask(arm.cfg, directory / "digits" / "test.json", ROW)
+    draw(interview, directory / "answer.png")
+    clock.lap("question")
+    if console is not None:
+        show(console, interview, directory)
+        summarize(console, verdict, directory, clock, time.monotonic() - started)
+    return verdict
+
+
+class Clock:
+    """Seconds by stage."""
+
+    def __init__(self, console: Any) -> None:
+        self.console = console
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name], self._last = now - self._last, now
+
+
+def prepare(directory: Path, steps: int, console: Any) -> Config:
+    """Digits, the untrained checkpoint and ``demo.yaml``; what is there already is accepted only if it is the same."""
+    from octavo.data import digits
+    from octavo.models import tiny
+
+    directory.mkdir(parents=True, exist_ok=True)
+    digits.write(directory / "digits", console=console)
+    tiny.write("qwen3_vl", directory / "model", texts=_texts(directory / "digits" / "train.json"))
+    file = directory / "demo.yaml"
+    if not file.is_file():
+        file.write_text(resources.files("octavo.report").joinpath("demo.yaml").read_text(encoding="utf-8"))
+    return load_config(file, [f"train.steps={steps}"])
+
+
+def _texts(file: Path) -> list[str]:
+    """What the conversations say, for the tokenizer: questions and digits become single tokens."""
+    rows = json.loads(file.read_text(encoding="utf-8"))[:200]
+    return [turn["value"].replace("<image>", "") for row in rows for turn in row["conversations"]]
+
+
+def ask(cfg: Config, file: Path, number: int) -> Interview:
+    """Ask the trained FP8 model every question of a held-out row, in one conversation with its own earlier answers."""
+    from PIL import Image
+
+    from octavo import fp8, models
+
+    row = json.loads(file.read_text(encoding="utf-8"))[number]
+    with Image.open(file.parent / row["image"]) as opened:
+        image = opened.convert("RGB")
+    model, processor = load_fp8(cfg)
+    talk, answers, messages = row["conversations"], [], []
+    with fp8.count_gemms() as counts:
+        for asked, told in zip(talk[::2], talk[1::2], strict=True):
+            question = asked["value"].replace("<image>", "").strip()
+            parts: list[dict[str, str]] = [{"type": "text", "text": question}]
+            if "<image>" in asked["value"]:
+                parts.insert(0, {"type": "image"})
+            messages.append({"role": "user", "content": parts})
+            answer = models.generate(model, processor, messages, [image], max_new_tokens=4)
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+            answers.append(Answer(question, answer, told["value"]))
+    return Interview(image, tuple(answers), sum(counts.values()))
+
+
+def picture(image: Image, colour: bool) -> Text:
+    """A grey image as terminal text: with colours two pixels a half block, without them shades, two columns a pixel."""
+    import numpy as np
+    from rich.text import Text
+
+    grey = np.asarray(image.convert("L"))
+    text = Text()
+    if not colour:
+        for line in grey:
+            text.append("".join(SHADES[int(value) * (len(SHADES) - 1) // 255] * 2 for value in line) + "\n")
+        return text
+    wide = grey.repeat(2, axis=0).repeat(2, axis=1)
+    for upper, lower in zip(wide[::2], wide[1::2], strict=True):
+        for above, below in zip(upper, lower, strict=True):
+            text.append("▀", style=f"rgb({above},{above},{above}) on rgb({below},{below},{below})")
+        text.append("\n")
+    return text
+
+
+def draw(interview: Interview, path: Path) -> None:
+    """Save the image beside the questions, the answers and the truth."""
+    import matplotlib
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    from octavo.report.figures import PALETTE, STYLE
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=[1, 1.25])
+        left.imshow(np.asarray(interview.image.convert("L")), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+        for axes in (left, right):
+            axes.set_axis_off()
+        right.set(xlim=(0, 1), ylim=(0, 1))
+        for column, word in ((0.02, "question"), (0.42, "FP8 model"), (0.78, "truth")):
+            right.text(column, 0.93, word, color=PALETTE["soft"], fontsize=10)
+        for number, answer in enumerate(interview.answers):
+            height = 0.76 - 0.8 * number / max(len(interview.answers), 1)
+            right.text(0.02, height, answer.question, fontsize=13)
+            color = PALETTE["good" if answer.right else "bad"]
+            right.text(0.42, height, answer.answer or "(nothing)", fontsize=15, fontweight="bold", color=color)
+            right.text(0.78, height, answer.truth, fontsize=15)
+        figure.savefig(path, dpi=150)
+
+
+def show(console: Any, interview: Interview, directory: Path) -> None:
+    """The image and the conversation on the terminal."""
+    from rich.table import Table
+
+    console.print("\nA held-out image, asked of the FP8 model:", highlight=False)
+    console.print(picture(interview.image, colour=console.color_system is not None and console.is_terminal))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for word in ("question", "FP8 model", "truth", ""):
+        table.add_column(word)
+    for answer in interview.answers:
+        mark = "[green]right[/]" if answer.right else "[red]wrong[/]"
+        table.add_row(answer.question, answer.answer or "(nothing)", answer.truth, mark)
+    console.print(table)
+    console.print(
+        f"{interview.gemms} FP8 GEMMs gave these answers; saved as {directory / 'answer.png'}", highlight=False
+    )
+
+
+def summarize(console: Any, verdict: Verdict, directory: Path, clock: Clock, seconds: float) -> None:
+    """The verdict, both accuracies, the seconds by stage, and where the report lies."""
+    console.print()
+    for arm in verdict.data["arms"]:
+        right = (arm["eval"] or {}).get("exact_match")
+        shown = "not evaluated" if right is None else f"{percent(right, 1)} of held-out questions"
+        console.print(f"  {arm['label']:<24} loss {arm['last_loss']:.4f}  {shown}", highlight=False)
+    laps = ", ".join(f"{name} {spent:.0f} s" for name, spent in clock.laps.items())
+    console.print(f"\n{verdict.line}", highlight=False, markup=False)
+    for reason in verdict.reasons:
+        console.print(f"  {reason}", highlight=False, markup=False)
+    console.print(f"{seconds:.0f} s ({laps}). Report: {directory / 'report' / 'report.html'}", highlight=False)

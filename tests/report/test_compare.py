@@ -1,0 +1,109 @@
+"""Which arms a trial runs, what it reuses, continues and refuses; training itself is played by a stub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
+
+from octavo.config import load_config_text, to_yaml
+from octavo.report import ReportError, compare
+from octavo.report.compare import arms_of, own_recipe
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Stands in for ``octavo.train.run``: writes a finished run and remembers which arm was asked for."""
+    asked: list[str] = []
+
+    def run(cfg, *, console=None, label=None, hooks=()):
+        home = Path(cfg.run.dir)
+        asked.append(home.name)
+        fp8 = home.name.startswith("fp8")
+        extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if fp8 else {}
+        write_run(home, losses(cfg.train.steps, 0.01 * cfg.run.seed, cfg.run.seed), config=to_yaml(cfg), **extra)
+        return SimpleNamespace(dir=home, status="done")
+
+    import octavo.train
+
+    monkeypatch.setattr(octavo.train, "run", run, raising=False)
+    return asked
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Plots take a second each; only one test needs them."""
+    monkeypatch.setattr("octavo.report.page.draw", lambda records, directory: ({"loss": "", "gap": ""}, []))
+
+
+def test_arms(cfg, tmp_path: Path) -> None:
+    arms = arms_of(cfg.with_overrides(["run.seed=3"]), ["rowwise", "mxfp8", "rowwise"], tmp_path)
+    assert [(a.name, a.kind, a.cfg.fp8.recipe, a.cfg.run.seed) for a in arms] == [
+        ("high-precision", "reference", "off", 3),
+        ("high-precision-seed-4", "noise", "off", 4),
+        ("fp8-rowwise", "fp8", "rowwise", 3),
+        ("fp8-mxfp8", "fp8", "mxfp8", 3),
+    ]
+    assert all(a.cfg.run.resume == "auto" and a.cfg.run.dir == str(tmp_path / "arms" / a.name) for a in arms)
+
+
+def test_high_precision_takes_no_fp8_from_components_and_rules(tmp_path: Path) -> None:
+    text = CONFIG + "fp8: {recipe: off, image_encoder: {recipe: rowwise}, rules: [{match: '**.a', recipe: mxfp8}]}\n"
+    cfg = load_config_text(text)
+    assert own_recipe(cfg) == "by-component"
+    reference, _, fp8 = arms_of(cfg, None, tmp_path)
+    assert reference.cfg.fp8.image_encoder is None and reference.cfg.fp8.rules == ()
+    assert fp8.cfg.fp8 == cfg.fp8 and fp8.name == "fp8-by-component"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recipes", "message"),
+    [
+        (["fp8.recipe=off"], None, "asks for fp8.recipe: off.*name recipes to try: tensorwise, rowwise, blockwise"),
+        ([], ["blockwize"], "'blockwize' asked for.*Give one or more of: tensorwise"),
+        ([], ["off"], "'off' asked for"),
+        ([], [], "no recipe given"),
+    ],
+)
+def test_nothing_to_compare(cfg, tmp_path: Path, overrides, recipes, message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        compare(cfg.with_overrides(overrides), recipes, tmp_path)
+    assert not list(tmp_path.iterdir()), "a refused trial leaves nothing behind"
+
+
+def test_trial_runs_reuses_and_continues(cfg, tmp_path: Path, trained, undrawn) -> None:
+    verdict = compare(cfg, None, tmp_path)
+    assert verdict.status == "pass" and verdict.exit_code == 0
+    assert trained == ["high-precision", "high-precision-seed-1", "fp8-blockwise"]
+    assert (tmp_path / "report" / "report.html").is_file()
+    trained.clear()
+
+    compare(cfg, ["blockwise", "rowwise"], tmp_path)
+    assert trained == ["fp8-rowwise"], "finished arms are read, a new recipe is trained"
+    trained.clear()
+
+    half = tmp_path / "arms" / "fp8-rowwise" / "metrics.jsonl"
+    half.write_text("\n".join(half.read_text().splitlines()[:40]) + "\n")
+    compare(cfg, ["blockwise", "rowwise"], tmp_path)
+    assert trained == ["fp8-rowwise"], "an arm that stopped half-way is handed to train, which continues it"
+
+
+def test_another_configuration_is_refused_or_made_again(cfg, tmp_path: Path, trained, undrawn) -> None:
+    compare(cfg, None, tmp_path)
+    (tmp_path / "mine.txt").write_text("not the trial's")
+    trained.clear()
+    changed = cfg.with_overrides(["train.lr=1e-3", "run.keep=5"])
+    with pytest.raises(ReportError, match=r"trained with another configuration: train\.lr was 2e-05, is now 0\.001"):
+        compare(changed, None, tmp_path)
+    assert trained == []
+    compare(changed, None, tmp_path, fresh=True)
+    assert len(trained) == 3 and (tmp_path / "mine.txt").is_file()
+
+
+def test_watching_differently_is_the_same_trial(cfg, tmp_path: Path, trained, undrawn) -> None:
+    compare(cfg, None, tmp_path)
+    trained.clear()
+    compare(cfg.with_overrides(["run.keep=5", "run.tensorboard=false", "run.save_every=50"]), None, tmp_path)
+    assert trained == []

@@ -1,0 +1,199 @@
+"""The verdict over whole arms, and the page: complete, offline, and honest about what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from synthetic_runs import LAYERS, health, losses, plan
+
+from octavo.report import ReportError, judge
+from octavo.report.compare import finished
+from octavo.report.figures import running_gap, smooth
+from octavo.report.page import bytes_text, plan_groups, write
+
+
+def records_of(made):
+    return [(arm, finished(arm)) for arm in made.arms]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return {}
+
+
+@pytest.fixture
+def page(trial, tmp_path: Path, shared):
+    """One written report, shared by the tests that only read it."""
+    if not shared:
+        records = records_of(trial(tmp_path / "trial", recipes=("blockwise", "tensorwise")))
+        verdict = judge(records)
+        paths = write(verdict, records, tmp_path / "report")
+        shared.update(verdict=verdict, paths=paths, html=paths[0].read_text(), json=json.loads(paths[1].read_text()))
+        shared["images"] = {p.name: Image.open(p).size for p in paths[2:]}
+    return shared
+
+
+def test_verdict_is_in_the_first_line(page) -> None:
+    assert page["verdict"].status == "pass" and page["verdict"].reasons == ()
+    body = page["html"].split("<body>", 1)[1].strip()
+    assert body.startswith('<h1><span class="pill pass">pass</span> FP8 blockwise stands +0.10 % from fp32')
+    assert "98.0 % of held-out questions" in body.split("</h1>")[0]
+
+
+def test_every_section_is_there(page) -> None:
+    heads = re.findall(r"<h2>(.*?)</h2>", page["html"])
+    assert heads == [
+        "Checks", "Loss", "Accuracy", "The plan", "Health of the FP8 layers", "Memory", "Speed", "Proof that FP8 ran",
+        "Environment", "Configuration",
+    ]  # fmt: skip
+    for text in ("emulates FP8", "per-tensor amax is local", "lm_head stays in high precision", *LAYERS[:1]):
+        assert text in page["html"]
+
+
+def test_opens_offline(page) -> None:
+    assert not re.findall(r"""(?:https?:)?//[\w.]""", page["html"])
+    links = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", page["html"])
+    assert links and all(link.startswith("#") for link in links)
+    assert "<script" not in page["html"]
+
+
+def test_is_well_formed_and_escaped(page) -> None:
+    class Checker(HTMLParser):
+        open: list[str] = []
+        ids: list[str] = []
+        void = {"meta", "br", "link", "img", "input", "hr"}
+
+        def handle_starttag(self, tag, attrs):
+            self.ids += [v for k, v in attrs if k == "id"]
+            if tag not in self.void:
+                self.open.append(tag)
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+    checker = Checker()
+    checker.feed(page["html"])
+    assert checker.open == []
+    assert len(checker.ids) == len(set(checker.ids)), "two elements share an id"
+    assert "some &lt;cpu&gt;" in page["html"]
+
+
+def test_follows_dark_mode(page) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", page["html"], flags=re.DOTALL)
+    assert len(drawings) == 5  # loss, gap, health of each recipe, memory
+    for drawing in drawings:
+        assert "var(--ink)" in drawing and "#22262b" not in drawing
+
+
+def test_json_holds_everything(page) -> None:
+    data = page["json"]
+    assert data["verdict"] == {"status": "pass", "line": page["verdict"].line, "reasons": [], "exit_code": 0}
+    assert [arm["kind"] for arm in data["arms"]] == ["reference", "noise", "fp8", "fp8"]
+    arm = data["arms"][2]
+    assert arm["gap"] == pytest.approx(0.001)
+    assert len(arm["curve"]["loss"]) == 100 and len(arm["health"]) == len(LAYERS)
+    assert arm["plan"]["rows"] and arm["proof"]["fp8_gemms"] == 30 and arm["environment"]["torch"] == "2.13"
+    assert {check["status"] for check in data["checks"]} == {"pass"}
+
+
+def test_plots_lie_beside_the_page(page) -> None:
+    names = {"loss.png", "gap.png", "memory.png", "health-fp8-blockwise.png", "health-fp8-tensorwise.png"}
+    assert set(page["images"]) == names
+    assert all(width > 800 and height > 200 for width, height in page["images"].values())
+
+
+def test_page_survives_what_is_missing(trial, tmp_path: Path) -> None:
+    """No health, no proof, no evaluation, no memory, no environment, a NaN: said, and never a pass."""
+    made = trial(tables=None, proof=None, plan_json=None, environment={})
+    records = [
+        (arm, dataclasses.replace(record, eval=None, memory={}, losses=np.append(record.losses[:-1], np.nan)))
+        for arm, record in ((arm, finished(arm) or _read(arm)) for arm in made.arms)
+    ]
+    verdict = judge(records)
+    assert verdict.status == "fail" and verdict.exit_code == 1
+    assert any("proof.json" in reason for reason in verdict.reasons)
+    html = write(verdict, records, tmp_path / "report")[0].read_text()
+    for text in ("The run left no proof", "No health figures were recorded", "recorded no memory figures"):
+        assert text in html
+    assert "Accuracy" not in re.findall(r"<h2>(.*?)</h2>", html)
+    json.loads((tmp_path / "report" / "report.json").read_text())
+
+
+def _read(arm):
+    from octavo.report import read
+
+    return read(arm.cfg.run.dir)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({"shift": 0.05}, "fail", "Loss gap"),
+        ({"shift": 0.015}, "warn", "Loss gap"),
+        ({"exact_match": 0.9}, "fail", "Held-out accuracy"),
+        ({"tables": {1: health(underflow=0.06)}}, "fail", "Underflow, fwd and dgrad"),
+        ({"tables": {1: health(sqnr=22.0)}}, "warn", "SQNR, E4M3"),
+        ({"tables": {1: health(sqnr=22.0)}, "plan_json": plan(fmt="hybrid")}, "warn", "SQNR, E4M3"),
+        ({"tables": {1: health(cosine=0.9)}}, "warn", "Cosine"),
+        ({"tables": {1: health(nan_codes=1)}}, "fail", "NaN codes"),
+        ({"tokens": 999}, "fail", "Same data"),
+        ({"environment": {"torch": "2.12"}}, "warn", "Same machine"),
+        ({"skipped": (5,)}, "warn", "Steps skipped"),
+        ({"proof": {"fp8_gemms": 0}}, "fail", "FP8 GEMMs"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else None,
+)
+def test_one_fault_decides_the_verdict(trial, change: dict, status: str, reason: str) -> None:
+    verdict = judge(records_of(trial(**change)))
+    assert verdict.status == status
+    assert all(reason in r for r in verdict.reasons), verdict.reasons
+    assert verdict.line.startswith(f"{status.upper()}: ") and reason in verdict.line
+
+
+def test_hybrid_holds_dy_to_its_own_threshold(trial) -> None:
+    """22 dB are fine for E5M2 dy and too few for E4M3: the plan says which operand is which."""
+    table = health()
+    for row in table.values():
+        row["dy"]["sqnr"] = row["dy_wgrad"]["sqnr"] = 22.0
+    assert judge(records_of(trial(tables={1: table}, plan_json=plan("tensorwise", "hybrid")))).status == "pass"
+    assert judge(records_of(trial(tables={1: table}))).status == "warn"
+
+
+def test_a_verdict_needs_all_three_kinds(trial) -> None:
+    records = records_of(trial())
+    with pytest.raises(ReportError, match="missing: noise"):
+        judge([r for r in records if r[0].kind != "noise"])
+
+
+def test_smooth_and_running_gap() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0])
+    assert smooth(values, 1)[0] == 1.0 and np.isnan(smooth(values, 1)[1])
+    assert smooth(values, 3).tolist() == [1.0, 2.0, 4.0, 4.0]
+    reference = losses(50)
+    gap = running_gap(reference * 1.02, reference)
+    assert gap == pytest.approx(np.full(50, 0.02))
+
+
+def test_plan_groups_count_layers_that_differ_in_their_number() -> None:
+    groups = plan_groups(plan())
+    assert [g["count"] for g in groups] == [2] * 5 + [1]
+    assert groups[0]["pattern"] == "model.visual.blocks.*.attn.qkv" and groups[0]["recipe"] == "blockwise"
+    assert groups[0]["share"] == pytest.approx(0.18)
+    assert plan_groups({}) == []
+
+
+def test_bytes_for_people() -> None:
+    assert [bytes_text(n) for n in (0, 512, 2048, 3 * 2**20, 5 * 2**30)] == [
+        "0",
+        "0.5 KiB",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+    ]

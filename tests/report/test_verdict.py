@@ -1,0 +1,149 @@
+"""Every row of the trust table, provoked to pass, warn and fail at its thresholds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from octavo.report import verdict as rows
+from octavo.report.verdict import FAIL, PASS, WARN
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("gap", "noise", "status"),
+    [
+        (0.0, 0.0, PASS),
+        (0.0025, 0.0, PASS),  # within a quarter of a per cent, whatever the noise
+        (0.009, 0.01, PASS),  # within the noise
+        (-0.009, 0.01, PASS),
+        (0.015, 0.01, WARN),  # beyond the noise, within twice
+        (0.02, 0.01, WARN),
+        (0.021, 0.01, FAIL),
+        (0.0026, 0.0, FAIL),
+        (-0.5, 0.01, WARN),  # a lower loss is no harm, but a difference
+        (NAN, 0.01, FAIL),
+        (0.0, NAN, FAIL),
+    ],
+)
+def test_loss_gap(gap: float, noise: float, status: str) -> None:
+    check = rows.check_loss_gap("FP8", gap, noise)
+    assert check.status == status
+    assert check.arm == "FP8" and check.sentence
+
+
+def test_loss_gap_is_of_the_means() -> None:
+    reference = np.array([4.0, 2.0, 2.0])
+    assert rows.loss_gap(reference * 1.01, reference) == pytest.approx(0.01)
+    assert rows.loss_gap(reference - np.array([0.4, 0, 0]), reference) == pytest.approx(-0.05)
+
+
+def test_loss_gap_leaves_skipped_steps_out_of_both() -> None:
+    assert rows.loss_gap(np.array([1.0, NAN, 3.0]), np.array([1.0, 100.0, 3.0])) == 0.0
+    assert rows.loss_gap(np.array([1.0, 2.0, 9.0]), np.array([1.0, 2.0])) == 0.0  # an unfinished arm: common steps
+    assert math.isnan(rows.loss_gap(np.array([NAN]), np.array([1.0])))
+    assert math.isnan(rows.loss_gap(np.array([]), np.array([1.0])))
+
+
+@pytest.mark.parametrize(
+    ("share", "wgrad", "status"),
+    [
+        (0.0, False, PASS), (0.01, False, PASS), (0.011, False, WARN), (0.05, False, WARN), (0.051, False, FAIL),
+        (0.19, True, PASS), (0.21, True, WARN), (0.9, True, WARN),
+    ],
+)  # fmt: skip
+def test_underflow(share: float, wgrad: bool, status: str) -> None:
+    check = rows.check_underflow("FP8", {"x of a": 0.0, "dy of b": share}, wgrad)
+    assert check.status == status
+    assert check.figure == share
+    if share:
+        assert "dy of b" in check.sentence
+
+
+@pytest.mark.parametrize(
+    ("fmt", "level", "status"), [("e4m3", 25.0, PASS), ("e4m3", 24.9, WARN), ("e5m2", 20.0, PASS), ("e5m2", 19.9, WARN)]
+)
+def test_sqnr(fmt: str, level: float, status: str) -> None:
+    check = rows.check_sqnr("FP8", fmt, {"x of a": 31.0, "w of b": level})
+    assert check.status == status
+    assert "w of b" in check.sentence and fmt.upper() in check.title
+
+
+@pytest.mark.parametrize(
+    ("values", "status"),
+    [((0.999, 0.998, 0.96), PASS), ((0.999, 0.999, 0.94), WARN), ((0.98, 0.98, 0.999), WARN), ((0.99,), PASS)],
+)
+def test_cosine(values: tuple[float, ...], status: str) -> None:
+    check = rows.check_cosine("FP8", {f"layer{i}": v for i, v in enumerate(values)})
+    assert check.status == status
+    assert check.figure == min(values)
+
+
+def test_nan_codes() -> None:
+    assert rows.check_nan_codes("FP8", {"a": 0, "b": 0}).status == PASS
+    check = rows.check_nan_codes("FP8", {"a": 0, "b": 3})
+    assert check.status == FAIL
+    assert "3 NaN codes" in check.sentence and "b" in check.sentence
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        rows.check_underflow("FP8", {}, wgrad=False),
+        rows.check_underflow("FP8", {}, wgrad=True),
+        rows.check_sqnr("FP8", "e4m3", {}),
+        rows.check_cosine("FP8", {}),
+        rows.check_nan_codes("FP8", {}),
+    ],
+    ids=lambda c: c.name,
+)
+def test_what_was_not_measured_is_no_pass(check: rows.Check) -> None:
+    assert check.status == WARN
+    assert "run.health_every" in check.sentence
+
+
+def test_skipped_steps() -> None:
+    assert rows.check_skipped("FP8", (), 100, 100).status == PASS
+    some = rows.check_skipped("FP8", (7, 9), 100, 100)
+    assert some.status == WARN and "7, 9" in some.sentence
+    short = rows.check_skipped("FP8", (), 41, 100)
+    assert short.status == FAIL and "step 41 of 100" in short.sentence
+
+
+def test_optimizer_states() -> None:
+    assert rows.check_states("FP8", "fp32", None).status == PASS
+    assert rows.check_states("FP8", "fp8", None).status == WARN
+    assert rows.check_states("FP8", "fp8", 0).status == PASS
+    assert rows.check_states("FP8", "coat", 5).status == FAIL
+
+
+@pytest.mark.parametrize(
+    ("value", "reference", "spread", "status"),
+    [
+        (0.98, 0.98, 0.0, PASS),
+        (0.97, 0.98, 0.0, PASS),  # one point
+        (0.969, 0.98, 0.0, FAIL),
+        (0.969, 0.98, 0.006, PASS),  # twice the spread
+        (1.0, 0.98, 0.0, WARN),
+    ],
+)
+def test_accuracy(value: float, reference: float, spread: float, status: str) -> None:
+    assert rows.check_accuracy("FP8", value, reference, spread).status == status
+
+
+def test_same_data() -> None:
+    tokens = np.array([10.0, 12.0, 11.0])
+    assert rows.check_same_data("FP8", tokens, tokens).status == PASS
+    assert rows.check_same_data("FP8", tokens + [0, 1, 0], tokens).status == FAIL
+    assert rows.check_same_data("FP8", tokens * NAN, tokens).status == WARN
+
+
+def test_worst_and_percent() -> None:
+    assert rows.worst([]) == PASS
+    assert rows.worst([PASS, FAIL, WARN]) == FAIL
+    assert rows.percent(0.0) == "0.00 %"
+    assert rows.percent(0.012345) == "1.23 %"
+    assert rows.percent(0.00001) == "0.0010 %"  # what is not zero never reads as zero
