@@ -10,20 +10,25 @@ from octavo.fp8.globs import template
 if TYPE_CHECKING:
     from octavo.fp8.plan import Plan, PlanRow
 
-_HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
+HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
 
 
 def table(plan: Plan) -> str:
-    """One line for layers that differ only in their numbers, then totals, reasons, shares and notes."""
+    """The lines, then totals, reasons, shares and notes."""
+    body = lines(plan)
+    widths = [max(len(line[i]) for line in [HEAD, *body]) for i in range(len(HEAD))]
+    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [HEAD, *body]]
+    text.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join([*text, "", *totals(plan), *[f"note: {note}" for note in plan.notes]])
+
+
+def lines(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells under :data:`HEAD`, one line for layers that differ only in their numbers."""
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
     for row in plan.rows:
         key = (template(row.name), row.component, row.row.shape, row.recipe, row.reason, row.row.frozen, _backend(row))
         groups.setdefault(key, []).append(row)
-    lines = [_line(rows) for rows in groups.values()]
-    widths = [max(len(line[i]) for line in [_HEAD, *lines]) for i in range(len(_HEAD))]
-    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [_HEAD, *lines]]
-    text.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join([*text, "", *_totals(plan)])
+    return [_line(rows) for rows in groups.values()]
 
 
 def fold(names: Iterable[str]) -> str:
@@ -65,16 +70,17 @@ def _backend(row: PlanRow) -> str:
     return ", ".join(dict.fromkeys(s.backend.name for s in row.selections.values())) or "-"
 
 
-def _totals(plan: Plan) -> list[str]:
+def totals(plan: Plan) -> list[str]:
+    """What is FP8, what is not and why, and the share of linear FLOPs, one sentence each."""
     fp8 = [r for r in plan.rows if r.fp8]
     high = [r for r in plan.rows if not r.fp8]
     params = sum(r.row.params for r in plan.rows) or 1
     inside = sum(r.row.params for r in fp8)
-    lines = [f"FP8: {len(fp8)} of {len(plan.rows)} linear layers, {inside:,} of {params:,} parameters in them"]
+    said = [f"FP8: {len(fp8)} of {len(plan.rows)} linear layers, {inside:,} of {params:,} parameters in them"]
     reasons: dict[str, list[PlanRow]] = {}
     for row in high:
         reasons.setdefault(row.reason, []).append(row)
-    lines += [f"high precision: {len(rows)} ({reason})" for reason, rows in reasons.items()]
+    said += [f"high precision: {len(rows)} ({reason})" for reason, rows in reasons.items()]
     shares = [f"{c} {100 * plan.share_of(c):.1f} %" for c in plan.parts if any(r.share for r in plan.rows if r.component == c)]
-    lines.append(f"linear FLOPs in FP8: {100 * plan.share:.1f} % ({', '.join(shares) or 'none'}); lm_head and patch embedding apart")
-    return lines + [f"note: {note}" for note in plan.notes]
+    said.append(f"linear FLOPs in FP8: {100 * plan.share:.1f} % ({', '.join(shares) or 'none'}); lm_head and patch embedding apart")
+    return said
