@@ -5,6 +5,8 @@
     train.json       LLaVA rows: id, image, conversations
     test.json
     images/train/00000.png ...   16 x 16 grey PNG: four 8 x 8 digits, first and second above third and fourth
+    train_text.json  the same handwriting for models without eyes: one digit a row, drawn in characters
+    test_text.json
 
 The digits are the 1797 of scikit-learn. Every fifth sample is kept for the test images, so that no handwriting in a
 test image was ever seen in training.
@@ -27,7 +29,8 @@ from octavo.data.errors import DataError
 PLACES = ("First?", "Second?", "Third?", "Fourth?")
 SIDE = 8
 WHITE = 16  # scikit-learn's grey values are counts of 0 to 16
-LAYOUT = 1  # rises when the same settings give other files
+INK = " .+#"  # four shades, for the rows that draw a digit in characters
+LAYOUT = 2  # rises when the same settings give other files
 
 CARD = """# Octavo digits
 
@@ -37,6 +40,9 @@ that asks for each by its place: first and second above third and fourth. LLaVA 
 ```json
 {example}
 ```
+
+`train_text.json` and `test_text.json` hold the same samples for text-only models: one digit a row, drawn as 8 lines of
+8 characters, and the question which digit it is.
 
 **Source.** The digits are the 1797 samples of `sklearn.datasets.load_digits`, the test part of the UCI ML *Optical
 Recognition of Handwritten Digits* data set (E. Alpaydin, C. Kaynak, 1998; CC BY 4.0; https://doi.org/10.24432/C50P49):
@@ -104,7 +110,8 @@ def _accept(directory: Path, settings: dict[str, int]) -> None:
         )
     for part in ("train", "test"):
         images = len(list((directory / "images" / part).glob("*.png")))
-        if images != settings[part] or not (directory / f"{part}.json").is_file():
+        listed = all((directory / f"{part}{kind}.json").is_file() for kind in ("", "_text"))
+        if images != settings[part] or not listed:
             raise DataError(f"{directory} is not complete ({images} of {settings[part]} {part} images); remove it")
 
 
@@ -126,8 +133,9 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
                 name = f"images/{part}/{index:05d}.png"
                 Image.fromarray(_grid(greys[four])).save(directory / name)
                 rows.append(_row(f"{part}-{index:05d}", name, bunch.target[four]))
-            text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
-            (directory / f"{part}.json").write_text(text)
+            (directory / f"{part}.json").write_text(_listed(rows))
+            drawn = [_drawn(f"{part}-text-{i:05d}", bunch.images[i], bunch.target[i]) for i in pool]
+            (directory / f"{part}_text.json").write_text(_listed(drawn))
     sizes = {f"{part}_samples": len(pool) for part, pool in pools.items()}
     card = CARD.format(**settings, **sizes, example=json.dumps(rows[0], indent=1))
     (directory / "README.md").write_text(card)
@@ -145,3 +153,15 @@ def _row(identity: str, image: str, digits: np.ndarray) -> dict[str, Any]:
         asked = place if talk else "<image>" + place
         talk += [{"from": "human", "value": asked}, {"from": "gpt", "value": str(digit)}]
     return {"id": identity, "image": image, "conversations": talk}
+
+
+def _drawn(identity: str, grey: np.ndarray, digit: int) -> dict[str, Any]:
+    """One handwritten sample, [8, 8] grey values of 0 to 16, as a row of text."""
+    shades = np.minimum(grey * len(INK) / (WHITE + 1), len(INK) - 1).astype(int)
+    picture = "\n".join("".join(INK[shade] for shade in line) for line in shades)
+    asked = {"from": "human", "value": f"{picture}\nWhich digit?"}
+    return {"id": identity, "conversations": [asked, {"from": "gpt", "value": str(digit)}]}
+
+
+def _listed(rows: list[dict[str, Any]]) -> str:
+    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

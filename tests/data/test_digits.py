@@ -91,3 +91,14 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         digits.write(tmp_path / "x", train=2, test=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_text_rows_draw_the_same_split_in_characters(tmp_path):
+    found = digits.write(tmp_path / "d", train=2, test=2)
+    train = json.loads((found.directory / "train_text.json").read_text())
+    test = json.loads((found.directory / "test_text.json").read_text())
+    assert (len(train), len(test)) == (1438, 359)
+    picture, question = train[0]["conversations"][0]["value"].rsplit("\n", 1)
+    assert question == "Which digit?" and [len(line) for line in picture.split("\n")] == [8] * 8
+    assert set(picture) <= set(digits.INK + "\n") and "image" not in train[0]
+    assert not {r["conversations"][0]["value"] for r in train} & {r["conversations"][0]["value"] for r in test}
