@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -135,6 +134,17 @@ def ask(cfg: Config, file: Path, number: int) -> Interview:
     return Interview(image, tuple(answers), sum(counts.values()))
 
 
+def load_fp8(cfg: Config) -> tuple[Any, Any]:
+    """What the run of ``cfg`` trained, its linear layers in FP8 by the same plan, and its processor."""
+    from octavo import fp8, models
+    from octavo.train.planning import plan_model
+
+    folder = Path(cfg.run.dir) / "hf"
+    model = models.load(folder)
+    plan, _, _ = plan_model(cfg, model, models.describe(model))
+    return fp8.apply(model, plan), models.load_processor(folder)
+
+
 def picture(image: Image, colour: bool) -> Text:
     """A grey image as terminal text: with colours two pixels a half block, without them shades, two columns a pixel."""
     import numpy as np
@@ -193,9 +203,8 @@ def show(console: Any, interview: Interview, directory: Path) -> None:
         mark = "[green]right[/]" if answer.right else "[red]wrong[/]"
         table.add_row(answer.question, answer.answer or "(nothing)", answer.truth, mark)
     console.print(table)
-    console.print(
-        f"{interview.gemms} FP8 GEMMs gave these answers; saved as {directory / 'answer.png'}", highlight=False
-    )
+    told = f"{interview.gemms} FP8 GEMMs gave these answers; saved as {directory / 'answer.png'}"
+    console.print(told, highlight=False)
 
 
 def summarize(console: Any, verdict: Verdict, directory: Path, clock: Clock, seconds: float) -> None:

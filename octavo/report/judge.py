@@ -149,12 +149,13 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]]) -> Verdict:
     status = rows.worst([c.status for c in checks])
     ordered = sorted((c for c in checks if c.status != PASS), key=lambda c: c.status != FAIL)
     reasons = tuple(f"{c.arm}: {c.title}: {c.sentence}" for c in ordered)
-    line = _line(status, by_kind["fp8"], (ref_arm, ref), noise, reasons)
+    by_arm = {arm.label: rows.worst([c.status for c in checks if c.arm == arm.label]) for arm, _ in arms}
+    line = _line(status, by_kind["fp8"], (ref_arm, ref), noise, by_arm)
     data = {
         "noise": noise,
         "accuracy_spread": spread,
         "reference_dtype": dtype_of(ref_arm, ref),
-        "arms": [_arm_data(arm, record, ref) for arm, record in arms],
+        "arms": [{"status": by_arm[arm.label], **_arm_data(arm, record, ref)} for arm, record in arms],
     }
     return Verdict(status, line, reasons, tuple(checks), data)
 
@@ -169,24 +170,22 @@ def _line(
     fp8: Sequence[tuple[Arm, RunRecord]],
     reference: tuple[Arm, RunRecord],
     noise: float,
-    reasons: Sequence[str],
+    by_arm: Mapping[str, str],
 ) -> str:
-    """The first line of the page: the status, then for each recipe its gap, accuracy and counted share."""
+    """The first line of the page: the status, then what each recipe came to beside high precision."""
     ref_arm, ref = reference
+    dtype, theirs = dtype_of(ref_arm, ref), accuracy(ref)
     parts = []
     for arm, record in fp8:
-        gap = rows.loss_gap(record.losses, ref.losses)
-        text = f"{arm.label} stands {100 * gap:+.2f} % from {dtype_of(ref_arm, ref)} in mean loss"
-        text += f" (seed noise {percent(noise)})"
-        mine, theirs = accuracy(record), accuracy(ref)
+        text = f"{arm.label}{f' ({by_arm[arm.label]})' if len(fp8) > 1 else ''} beside {dtype}: "
+        text += f"mean loss {100 * rows.loss_gap(record.losses, ref.losses):+.2f} % (seed noise {percent(noise)})"
+        mine, share = accuracy(record), record.proof.get("share")
         if mine is not None and theirs is not None:
-            text += f", answers {percent(mine, 1)} of held-out questions beside {percent(theirs, 1)}"
-        share = record.proof.get("share")
+            text += f", {percent(mine, 1)} of held-out questions right ({dtype} {percent(theirs, 1)})"
         if share is not None:
             text += f", {percent(float(share), 1)} of linear FLOPs counted in FP8"
         parts.append(text)
-    ending = f" First reason: {reasons[0]}." if status != PASS and reasons else ""
-    return f"{status.upper()}: {'; '.join(parts)}.{ending}"
+    return f"{status.upper()}: {'; '.join(parts)}."
 
 
 def _arm_data(arm: Arm, record: RunRecord, reference: RunRecord) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     for row in plan.get("rows", ()):
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row["name"])
         recipe = row.get("recipe")
-        name = recipe.get("name") if isinstance(recipe, Mapping) else recipe
+        name = recipe_text(recipe)
         shape = " x ".join(map(str, row.get("shape") or ()))
         reason = row.get("reason") or ""
         key = (pattern, row.get("component"), row.get("kind"), shape, name, reason)
@@ -155,10 +155,18 @@ def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def tiles(verdict: Verdict, records: Records) -> list[dict[str, str]]:
-    """The figures at the head of the page, for the first FP8 arm."""
+def recipe_text(recipe: Any) -> str | None:
+    """A plan row's recipe in words, GEMMs that stay in high precision named; None for high precision altogether."""
+    if not isinstance(recipe, Mapping):
+        return recipe
+    kept = [gemm for gemm in ("fwd", "dgrad", "wgrad") if recipe.get(gemm, "fp8") != "fp8"]
+    name = f"{recipe['name']}, {recipe['format']}" if recipe.get("format") else str(recipe["name"])
+    return f"{name} ({', '.join(kept)} in high precision)" if kept else name
+
+
+def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> list[dict[str, str]]:
+    """The figures at the head of the page for one FP8 arm."""
     arms = {arm["label"]: arm for arm in verdict.data["arms"]}
-    arm, record = next((a, r) for a, r in records if a.kind == "fp8")
     _, reference = next((a, r) for a, r in records if a.kind == "reference")
     dtype = verdict.data["reference_dtype"]
     found = [
@@ -236,7 +244,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
     ]
     if not fp8:
         raise ReportError("a page needs at least one FP8 arm")
-    reference = next((a, r) for a, r in records if a.kind == "reference")
+    reference = next(r for a, r in records if a.kind == "reference")
     return environment.get_template("page.html.jinja").render(
         verdict=verdict,
         line=verdict.line.partition(": ")[2],
@@ -244,7 +252,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         version=octavo.__version__,
         css=(here / "page.css").read_text(encoding="utf-8"),
         colors=figures.PALETTE,
-        tiles=tiles(verdict, records),
+        tiles=[(a.label, tiles(verdict, records, a, r)) for a, r in records if a.kind == "fp8"],
         checks=sorted(verdict.checks, key=lambda c: ("fail", "warn", "pass").index(c.status)),
         arms=verdict.data["arms"],
         noise=verdict.data["noise"],
@@ -257,7 +265,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         kinds=[(kind, KINDS.get(kind, kind.replace("_", " "))) for kind in memory_kinds(shown)],
         totals=[kind for kind in TOTALS if any(kind in memory for _, memory in shown)],
         speed_sentence=speed_sentence(records),
-        environment=flat(reference[1].environment),
+        environment=flat(reference.environment),
         configs=[(arm.label, record.config) for arm, record in records],
     )
 

@@ -90,7 +90,7 @@ def check_loss_gap(arm: str, gap: float, noise: float) -> Check:
             say += ", so FP8 changed this training"
     return Check(
         "loss_gap", "Loss gap, mean over the run", arm, gap, f"{100 * gap:+.2f} %",
-        f"seed noise {percent(noise)} or 0.25 %; fails above both 0.25 % and {percent(NOISE_FACTOR * noise)}",
+        f"within {percent(max(noise, GAP_TOLERATED))}; fails above {percent(max(GAP_TOLERATED, NOISE_FACTOR * noise))}",
         status, say,
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def check_cosine(arm: str, by_layer: Mapping[str, float]) -> Check:
     middle = float(np.median(list(by_layer.values())))
     status = WARN if low < COSINE_MIN or middle < COSINE_MEDIAN else PASS
     say = f"median {middle:.4f} over {len(by_layer)} layers; the lowest, {low:.4f}, is {layer}"
-    return Check(name, title, arm, low, f"{low:.4f} (median {middle:.4f})", threshold, status, say)
+    return Check(name, title, arm, low, f"{low:.4f}", threshold, status, say)
 
 
 def check_nan_codes(arm: str, by_layer: Mapping[str, int]) -> Check:
@@ -172,9 +172,10 @@ def check_gemms(arm: str, proof: Mapping[str, Any]) -> Check:
             name, title, arm, None, "no proof", threshold, FAIL,
             "the run left no proof.json, so nothing shows that FP8 ran; run the arm again",
         )  # fmt: skip
-    pending, missing = list(proof.get("pending") or ()), list(proof.get("missing") or ())
     share, counted = proof.get("share"), int(proof.get("fp8_gemms") or 0)
-    shown = f"{counted} GEMMs" + (f", {percent(share, 1)} of linear FLOPs" if share is not None else "")
+    told = "" if share is None else f": {percent(float(share), 1)} of the linear FLOPs"
+    pending, missing = list(proof.get("pending") or ()), list(proof.get("missing") or ())
+    shown = f"{counted} counted"
     if missing or not counted:
         what = ", ".join(map(str, missing[:3])) or "none of them"
         say = f"planned FP8 GEMMs did not run: {what}" if missing else "no FP8 GEMM was counted"
@@ -182,7 +183,7 @@ def check_gemms(arm: str, proof: Mapping[str, Any]) -> Check:
     if pending:
         say = f"{', '.join(map(str, pending))} was never reached by the data, so its FP8 GEMMs are not proven"
         return Check(name, title, arm, 0.0, shown, threshold, WARN, say)
-    return Check(name, title, arm, 0.0, shown, threshold, PASS, "every FP8 GEMM of the plan was counted")
+    return Check(name, title, arm, 0.0, shown, threshold, PASS, f"every FP8 GEMM of the plan was counted{told}")
 
 
 def check_skipped(arm: str, skipped: Sequence[int], steps: int, planned: int) -> Check:

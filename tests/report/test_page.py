@@ -43,7 +43,9 @@ def page(trial, tmp_path: Path, shared):
 def test_verdict_is_in_the_first_line(page) -> None:
     assert page["verdict"].status == "pass" and page["verdict"].reasons == ()
     body = page["html"].split("<body>", 1)[1].strip()
-    assert body.startswith('<h1><span class="pill pass">pass</span> FP8 blockwise stands +0.10 % from fp32')
+    assert body.startswith(
+        '<h1><span class="pill pass">pass</span> FP8 blockwise (pass) beside fp32: mean loss +0.10 %'
+    )
     assert "98.0 % of held-out questions" in body.split("</h1>")[0]
 
 
@@ -154,7 +156,8 @@ def test_one_fault_decides_the_verdict(trial, change: dict, status: str, reason:
     verdict = judge(records_of(trial(**change)))
     assert verdict.status == status
     assert all(reason in r for r in verdict.reasons), verdict.reasons
-    assert verdict.line.startswith(f"{status.upper()}: ") and reason in verdict.line
+    assert verdict.line.startswith(f"{status.upper()}: FP8 blockwise beside fp32: mean loss ")
+    assert verdict.data["arms"][2]["status"] == status
 
 
 def test_hybrid_holds_dy_to_its_own_threshold(trial) -> None:
@@ -184,7 +187,7 @@ def test_smooth_and_running_gap() -> None:
 def test_plan_groups_count_layers_that_differ_in_their_number() -> None:
     groups = plan_groups(plan())
     assert [g["count"] for g in groups] == [2] * 5 + [1]
-    assert groups[0]["pattern"] == "model.visual.blocks.*.attn.qkv" and groups[0]["recipe"] == "blockwise"
+    assert groups[0]["pattern"] == "model.visual.blocks.*.attn.qkv" and groups[0]["recipe"] == "blockwise, e4m3"
     assert groups[0]["share"] == pytest.approx(0.18)
     assert plan_groups({}) == []
 
