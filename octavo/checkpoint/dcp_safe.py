@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,35 +178,41 @@ class TensorsOnly(DefaultLoadPlanner):
 
 
 def _check(metadata: Any, path: Path) -> None:
-    """That what was unpickled is DCP's metadata of tensors, in files of this directory."""
-    plain: list[tuple[bool, Callable[[], str]]] = [
-        (isinstance(metadata, Metadata), lambda: f"holds a {type(metadata).__name__}, not DCP metadata"),
-        (
-            isinstance(getattr(metadata, "state_dict_metadata", None), dict)
-            and isinstance(getattr(metadata, "storage_data", None), dict),
-            lambda: "lacks the tables of entries and of files",
-        ),
-    ]
-    for holds, what in plain:
-        if not holds:
-            raise CheckpointError(f"{path} was refused: it {what()}")
-    for name, entry in metadata.state_dict_metadata.items():
+    """That what was unpickled is DCP's metadata of tensors, in files of this directory.
+
+    Fields are read with `_field`: whoever wrote the pickle decided which attributes its records have.
+    """
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} was refused: it holds a {type(metadata).__name__}, not DCP metadata")
+    entries, places = _field(metadata, "state_dict_metadata"), _field(metadata, "storage_data")
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        raise CheckpointError(f"{path} was refused: it lacks the tables of entries and of files")
+    for name, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(_byte_entry(path, name))
-    for index, info in metadata.storage_data.items():
+        chunks, properties = _field(entry, "chunks"), _field(entry, "properties")
+        sizes = [_field(entry, "size")]
+        if isinstance(chunks, list):
+            sizes += [_field(chunk, key) for chunk in chunks for key in ("offsets", "sizes")]
+        whole = isinstance(chunks, list) and all(isinstance(size, torch.Size) for size in sizes)
+        if not whole or not isinstance(name, str) or not isinstance(_field(properties, "dtype"), torch.dtype):
+            raise CheckpointError(f"{path} was refused: its entry {name} does not say what tensor it is")
+    for index, info in places.items():
         if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
             raise CheckpointError(f"{path} was refused: its table of files holds a {type(info).__name__}")
-        file = info.relative_path
+        name, file = _field(index, "fqn"), _field(info, "relative_path")
         if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".distcp"):
-            raise CheckpointError(f"{path} was refused: {index.fqn} is said to lie in {file!r}, outside the checkpoint")
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(
-                f"{path} was refused: {index.fqn} asks for the transforms {info.transform_descriptors}"
-            )
-        if not (isinstance(info.offset, int) and isinstance(info.length, int) and info.offset >= 0 <= info.length):
-            raise CheckpointError(
-                f"{path} was refused: {index.fqn} lies at {info.offset!r}, {info.length!r} bytes long"
-            )
+            raise CheckpointError(f"{path} was refused: {name} is said to lie in {file!r}, outside the checkpoint")
+        if transforms := _field(info, "transform_descriptors"):
+            raise CheckpointError(f"{path} was refused: {name} asks for the transforms {transforms}")
+        offset, length = _field(info, "offset"), _field(info, "length")
+        if not (isinstance(offset, int) and isinstance(length, int) and offset >= 0 <= length):
+            raise CheckpointError(f"{path} was refused: {name} lies at {offset!r}, {length!r} bytes long")
+
+
+def _field(record: Any, name: str) -> Any:
+    """A record's attribute, or None where it has none."""
+    return getattr(record, name, None)
 
 
 def _read_tensor(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:

@@ -127,14 +127,16 @@ def read_state(path: Path) -> dict[str, Any]:
             f"there is no checkpoint {path}; {path.parent} holds " + (", ".join(f"step_{s}" for s in there) or "none")
         )
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        state = dict(json.loads(file.read_text(encoding="utf-8")))
         claimed = state.pop("crc32")
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing: {path} is not a checkpoint that Octavo finished") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}); use an earlier checkpoint") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is damaged ({type(error).__name__}: {error}); use an earlier checkpoint"
+        ) from error
     if claimed != _checksum(state):
         raise CheckpointError(f"{file} was changed after it was written; use an earlier checkpoint")
     return state

@@ -85,7 +85,7 @@ def save(
         raise CheckpointError(f"keep={keep} was asked; a run that saves keeps at least 1 checkpoint (run.keep)")
     tmp = files.aside(directory, step, "tmp")
     state = _tensors(model, optimizer)
-    state.update({f"extra.{name}": tensor.detach() for name, tensor in extra.items()})
+    state.update({f"extra.{name}": tensor for name, tensor in extra.items()})
     _all_tensors(state)
     try:
         with _shared("write", tmp, world):
@@ -222,6 +222,9 @@ def _document(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path / files.STATE} is of format {document.get('format')!r}, this version reads {FORMAT!r}"
         )
+    lacking = [key for key in ("step", "ranks", "counters", "groups", "files") if key not in document]
+    if lacking:
+        raise CheckpointError(f"{path / files.STATE} lacks {lacking[0]!r}; Octavo did not write it")
     return document
 
 
@@ -356,7 +359,7 @@ def _shared(verb: str, path: Path, world: Ranks):
     error: Exception | None = None
     try:
         yield
-    except (CheckpointError, OSError, TypeError, ValueError) as caught:
+    except (OSError, RuntimeError, TypeError, ValueError) as caught:
         error = caught
     words = [w for w in world.gather_objects(None if error is None else _words(verb, path, error)) if w]
     if words:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,6 +103,10 @@ class World:
         """Leave the process group. Harmless without one, and when called twice."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+            # Gloo's worker threads outlive the group while a mesh refers to it (every DTensor does). One that drops
+            # the last tensor of the last collective after the interpreter began to end aborts the process
+            # ("terminate called without an active exception"); asleep, we let it have the GIL it waits for.
+            time.sleep(0.1)
 
     def _reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         result = tensor.detach().clone()

@@ -1,0 +1,262 @@
+"""A run state comes back to the last bit, or not at all: then the message names the file and the former one serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+
+import pytest
+import torch
+
+from octavo.checkpoint import CheckpointError, latest, steps
+from octavo.checkpoint import files as ck_files
+from tests.checkpoint.models import Model, One, fresh, load, optimizer_for, same, save, snapshot, train, trained
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path):
+    model, optimizer = trained()
+    extra = {"rng.0.torch": torch.get_rng_state(), "amax": torch.tensor([1e-7, float("inf")]), "none": torch.zeros(0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = save(tmp_path, 3, model, optimizer, extra=extra, rows=12, nested={"a": [1, 2.5, None]})
+    want = snapshot(model, optimizer)
+    other, other_optimizer = fresh()
+    got = load(path, other, other_optimizer)
+    assert same(snapshot(other, other_optimizer), want)
+    assert (got.step, got.ranks, got.counters) == (3, 1, {"rows": 12, "nested": {"a": [1, 2.5, None]}})
+    assert same(got.extra, extra)
+    assert other.head.weight is other.embed.weight
+    assert other_optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_resumed_losses_are_the_uninterrupted_ones(tmp_path):
+    model, optimizer = trained(3)
+    path = save(tmp_path, 3, model, optimizer)
+    straight = train(model, optimizer, range(3, 8))
+    model, optimizer = fresh()
+    load(path, model, optimizer)
+    assert train(model, optimizer, range(3, 8)) == straight
+
+
+@pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}, {"amsgrad": True}])
+def test_other_forms_of_adamw_and_a_change_of_form(tmp_path, settings):
+    model, optimizer = trained(2, **settings)
+    path = save(tmp_path, 2, model, optimizer)
+    other, other_optimizer = fresh(**settings)
+    load(path, other, other_optimizer)
+    assert same(snapshot(other, other_optimizer), snapshot(model, optimizer))
+    if "amsgrad" not in settings:  # how the step is computed belongs to the machine: the state fits the plain form
+        other, other_optimizer = fresh()
+        load(path, other, other_optimizer)
+        assert other_optimizer.param_groups[0]["fused"] is None
+        train(other, other_optimizer, range(2, 3))
+
+
+def test_before_the_first_step_there_is_no_optimizer_state(tmp_path):
+    model, optimizer = trained(0)
+    other, other_optimizer = trained(2)
+    load(save(tmp_path, 0, model, optimizer), other, other_optimizer)
+    assert same(snapshot(other, other_optimizer), snapshot(model, optimizer))
+
+
+def test_a_tensor_learning_rate_stays_a_tensor(tmp_path):
+    model, optimizer = trained(1, lr=torch.tensor(0.3))
+    other, other_optimizer = fresh(lr=torch.tensor(0.9))
+    load(save(tmp_path, 1, model, optimizer), other, other_optimizer)
+    lr = other_optimizer.param_groups[0]["lr"]
+    assert torch.is_tensor(lr) and lr.item() == optimizer.param_groups[0]["lr"].item()
+
+
+def test_the_model_alone_can_be_read(tmp_path):
+    model, optimizer = trained()
+    other = Model()
+    load(save(tmp_path, 3, model, optimizer), other, None)
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_nothing_but_tensors_json_and_no_machine_path_is_written(tmp_path):
+    path = save(tmp_path / "somewhere", 3, *trained())
+    assert sorted(entry.name for entry in path.iterdir()) == [".metadata", "__0_0.distcp", "state.json"]
+    assert not [entry for entry in path.iterdir() if b"somewhere" in entry.read_bytes()]
+    document = json.loads((path / "state.json").read_text())
+    assert document["groups"][1]["settings"]["weight_decay"] == 0.0
+    assert document["groups"][1]["parameters"] == ["blocks.0.bias", "blocks.1.bias"]
+
+
+def test_the_newest_are_kept_and_a_history_left_behind_goes(tmp_path):
+    model, optimizer = trained()
+    for step in (1, 2, 3, 10):
+        save(tmp_path, step, model, optimizer, keep=2)
+    assert steps(tmp_path) == [3, 10]
+    save(tmp_path, 4, model, optimizer, keep=2)  # the run went back to 3 and goes on from there
+    assert steps(tmp_path) == [3, 4]
+    assert latest(tmp_path, One()).name == "step_4"
+    with pytest.raises(CheckpointError, match="keep=0"):
+        save(tmp_path, 5, model, optimizer, keep=0)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    model, optimizer = trained()
+    save(tmp_path, 3, model, optimizer, rows=1)
+    path = save(tmp_path, 3, model, optimizer, rows=2)
+    assert load(path, *fresh()).counters == {"rows": 2}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_no_checkpoint_is_none_but_a_wrong_path_is_an_error(tmp_path):
+    assert latest(tmp_path / "never", One()) is None
+    assert latest(tmp_path, One()) is None
+    save(tmp_path, 3, *trained())
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*step_7; .* holds step_3"):
+        load(tmp_path / "step_7", *fresh())
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _edit(path):
+    path.write_text(path.read_text().replace('"rows": 5', '"rows": 6'))
+
+
+DAMAGE = [
+    ("__0_0.distcp", _cut, r"__0_0\.distcp has \d+ bytes instead of \d+"),
+    ("__0_0.distcp", _flip, r"__0_0\.distcp is corrupt"),
+    ("__0_0.distcp", os.remove, r"__0_0\.distcp is missing"),
+    (".metadata", _cut, r"\.metadata has \d+ bytes instead of"),
+    (".metadata", _flip, r"\.metadata is corrupt"),
+    (".metadata", os.remove, r"\.metadata is missing"),
+    ("state.json", _cut, r"state\.json is damaged"),
+    ("state.json", _edit, r"state\.json was changed after it was written"),
+    ("state.json", os.remove, r"state\.json is missing: .* not a checkpoint that Octavo finished"),
+    ("state.json", lambda p: p.write_text("[]"), r"state\.json is damaged"),
+    ("state.json", lambda p: p.write_text("[1]"), r"state\.json is damaged"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGE)
+def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage, words):
+    model, optimizer = trained()
+    save(tmp_path, 3, model, optimizer, rows=4)
+    broken = save(tmp_path, 4, model, optimizer, rows=5)
+    damage(broken / name)
+    target, target_optimizer = fresh()
+    before = snapshot(target, target_optimizer)
+    with pytest.raises(CheckpointError, match=words):
+        load(broken, target, target_optimizer)
+    assert same(snapshot(target, target_optimizer), before), "a refused checkpoint changes nothing"
+    said: list[str] = []
+    found = latest(tmp_path, One(), said.append)
+    assert load(found, target, target_optimizer).step == 3
+    assert len(said) == 1 and said[0].startswith("checkpoint step_4 is passed over: ")
+    damage_all = ck_files.place(tmp_path, 3) / "state.json"
+    damage_all.unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*step_4.*step_3"):
+        latest(tmp_path, One())
+
+
+def test_a_file_added_later_is_refused(tmp_path):
+    path = save(tmp_path, 3, *trained())
+    shutil.copy(path / "__0_0.distcp", path / "__9_0.distcp")
+    with pytest.raises(CheckpointError, match="__9_0.distcp is not in the list"):
+        load(path, *fresh())
+
+
+def test_leftovers_of_killed_saves_are_ignored_and_removed(tmp_path):
+    model, optimizer = trained()
+    save(tmp_path, 3, model, optimizer)
+    shutil.copytree(tmp_path / "step_3", tmp_path / ".step_4.tmp")
+    (tmp_path / ".step_2.gone").mkdir()
+    (tmp_path / ".step_4.tmp" / "state.json").unlink()
+    assert latest(tmp_path, One()).name == "step_3"
+    save(tmp_path, 4, model, optimizer)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_3", "step_4"]
+
+
+def test_a_replacement_cut_short_gives_the_former_one_back(tmp_path):
+    save(tmp_path, 3, *trained(), rows=1)
+    os.rename(tmp_path / "step_3", tmp_path / ".step_3.old")
+    assert load(latest(tmp_path, One()), *fresh()).counters == {"rows": 1}
+
+
+class Wider(Model):
+    def __init__(self):
+        super().__init__(width=6)
+
+
+class Deeper(Model):
+    def __init__(self):
+        super().__init__()
+        self.more = torch.nn.Linear(5, 5)
+
+
+def test_another_model_is_named_not_squeezed_in(tmp_path):
+    path = save(tmp_path, 3, *trained())
+    for kind, words in ((Wider, r"model\.embed\.weight is float32 \[9, 5\], the run's is float32 \[9, 6\]"),
+                        (Deeper, "lacks 2 tensors that this run has, first model.more.bias")):  # fmt: skip
+        with pytest.raises(CheckpointError, match=words):
+            load(path, kind(), None)
+    with pytest.raises(CheckpointError, match=r"the run's is bfloat16"):
+        load(path, Model().bfloat16(), None)
+    deep = Deeper()
+    with pytest.raises(CheckpointError, match=r"holds 2 tensors that this model lacks, first more\.bias"):
+        load(save(tmp_path, 4, deep, None), Model(), None)
+
+
+def test_other_freezing_or_groups_are_named(tmp_path):
+    path = save(tmp_path, 3, *trained())
+    model = Model()
+    model.blocks[0].weight.requires_grad_(True)
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.weight is trained in only one of them.*model\.freeze"):
+        load(path, model, optimizer_for(model))
+    model = Model()
+    with pytest.raises(CheckpointError, match="the groups are divided otherwise"):
+        load(path, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    model, _ = trained()
+    with pytest.raises(CheckpointError, match=r"holds a parameter of shape \[9, 5\] that is not the model's"):
+        save(tmp_path, 3, model, trained()[1])
+    assert steps(tmp_path) == []
+
+
+def test_what_json_and_tensors_do_not_hold_is_refused(tmp_path):
+    model, optimizer = trained()
+    with pytest.raises(CheckpointError, match=r"extra\.x is a list; checkpoints hold tensors"):
+        save(tmp_path, 3, model, optimizer, extra={"x": [1]})
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        save(tmp_path, 3, model, optimizer, rows=object())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_and_the_former_checkpoint_stays(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    save(tmp_path, 3, model, optimizer)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device", "__0_0.distcp")
+
+    monkeypatch.setattr("torch.save", full)
+    with pytest.raises(CheckpointError, match=r"could not write .*step_4.*No space left.*already there are untouched"):
+        save(tmp_path, 4, model, optimizer)
+    monkeypatch.undo()
+    monkeypatch.setattr("octavo.checkpoint.files.write_state", full)
+    with pytest.raises(CheckpointError, match=r"could not finish .*No space left"):
+        save(tmp_path, 4, model, optimizer)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
+    assert load(latest(tmp_path, One()), *fresh()).step == 3
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file, not a folder")
+    with pytest.raises(CheckpointError, match=r"could not write the checkpoint .*checkpoints.*File exists"):
+        save(tmp_path / "checkpoints", 3, *trained())

@@ -1,0 +1,18 @@
+"""How far the gradients of a sharded model are from those of a whole one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def worst_gap(sharded: nn.Module, whole: nn.Module) -> float:
+    """The largest relative difference of a gradient; infinite where one of the two lacks one."""
+    worst = 0.0
+    for (name, mine), (other, want) in zip(sharded.named_parameters(), whole.named_parameters(), strict=True):
+        assert name == other
+        if (mine.grad is None) != (want.grad is None):
+            return float("inf")
+        if want.grad is not None:
+            scale = want.grad.abs().max().clamp(min=1e-6)
+            worst = max(worst, float((mine.grad.full_tensor() - want.grad).abs().max() / scale))
+    return worst

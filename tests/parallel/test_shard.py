@@ -1,0 +1,112 @@
+"""FSDP2 on two gloo ranks against one process: equal gradients, tied weights, frozen parameters.
+
+One spawn runs a list of cases, because starting two ranks costs more than any of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from octavo.parallel import World, WorldError, full_state_dict, shard
+from tests import ranks
+from tests.parallel.gaps import worst_gap
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, tied head; sizes that two ranks cannot halve."""
+
+    def __init__(self, width: int = 7, vocabulary: int = 11):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Blocks:
+    def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [(name, m) for name, m in model.named_modules() if isinstance(m, Block)]
+
+
+def _twins(freeze: str = "") -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    pair = (Decoder(), Decoder())
+    pair[1].load_state_dict(pair[0].state_dict())
+    for model in pair:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not freeze or freeze not in name)
+    return pair
+
+
+def _loss(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
+    return model(ids).float().logsumexp(-1).sum() / count
+
+
+def _decoders(world: World) -> dict:
+    answer: dict = {}
+    for freeze, reshard in (("", True), ("", False), ("up.weight", True), ("blocks.0", True)):
+        sharded, whole = _twins(freeze)
+        shard(sharded, Blocks(), world, reshard_after_forward=reshard)
+        for seed in range(2):  # two micro-batches accumulate
+            ids = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(seed))
+            _loss(whole, ids, 40).backward()
+            _loss(sharded, ids[world.rank :: world.size], 40).backward()
+        answer[f"{freeze or 'all'} {reshard}"] = worst_gap(sharded, whole)
+    answer["dtensors"] = all(isinstance(p, DTensor) for p in sharded.parameters())
+    answer["tied"] = sharded.head.weight is sharded.embed.weight
+    with torch.no_grad():
+        sharded(ids)  # the root stays gathered after a forward: the state must be whole nevertheless
+    state = full_state_dict(sharded, world)
+    answer["names"] = list(state)
+    answer["equal"] = all(torch.equal(state[n], t) for n, t in whole.state_dict().items()) if world.is_main else True
+    return answer
+
+
+def test_two_ranks_give_the_gradients_of_one_process():
+    first, second = ranks.run(_decoders, 2)
+    for answer in (first, second):
+        gaps = {name: gap for name, gap in answer.items() if isinstance(gap, float)}
+        assert len(gaps) == 4 and max(gaps.values()) < 1e-5, gaps
+        assert answer["dtensors"] and answer["tied"] and answer["equal"]
+    assert first["names"] == list(Decoder().state_dict()) and second["names"] == []
+
+
+def test_one_process_is_left_as_it_is():
+    model = Decoder()
+    kind = type(model)
+    assert shard(model, Blocks(), World()) is model and type(model) is kind
+    state = full_state_dict(model, World())
+    assert state["head.weight"] is state["embed.weight"]
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    assert state["embed.weight"].abs().sum() > 0, "a snapshot must not follow the live weights"
+
+
+def test_a_model_without_blocks_and_blocks_that_share_are_refused():
+    world = World(0, 2, mesh=object())  # refused before the mesh is looked at
+    with pytest.raises(WorldError, match="2 ranks were asked to share Linear, but its description names no repeating"):
+        shard(nn.Linear(2, 2), Blocks(), world)
+    model = Decoder()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    with pytest.raises(WorldError, match=r"blocks\.1\.up\.weight is shared between blocks\.0 and blocks\.1"):
+        shard(model, Blocks(), world)

@@ -1,0 +1,60 @@
+"""A vision tower under FSDP2 when only one of two ranks has an image: no hang, and the gradients of one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from octavo import models
+from octavo.models import tiny
+from octavo.parallel import World, shard
+from tests import ranks
+from tests.parallel.gaps import worst_gap
+
+
+def _vision(world: World, path: str) -> dict:
+    return {f"{frozen}": _one_vision(world, path, frozen) for frozen in (True, False)}
+
+
+def _one_vision(world: World, path: str, frozen: bool) -> dict:
+    """Rank 1's row has no image. The reference sees both rows, one after the other, in one process."""
+    sharded, whole = models.load(path), models.load(path)
+    family = models.describe(sharded)
+    rows = _rows(sharded, family)
+    for model in (sharded, whole):
+        if frozen:
+            models.freeze(model, family, ["image_encoder"])
+    shard(sharded, family, world)
+    batch: dict = {}
+    models.attach_dummy_image(sharded, family, lambda: "pixel_values" not in batch)
+    for row in rows:
+        whole(**row).logits.float().logsumexp(-1).sum().div(100).backward()
+    batch = rows[world.rank]
+    sharded(**batch).logits.float().logsumexp(-1).sum().div(100).backward()
+    tower = sharded.get_submodule(family.tower)
+    return {
+        "gap": worst_gap(sharded, whole),
+        "tower_sharded": all(isinstance(p, DTensor) for p in tower.parameters()),
+        "tower_trains": any(p.grad is not None for n, p in tower.named_parameters() if n.startswith("blocks")),
+    }
+
+
+def _rows(model: nn.Module, family: models.Family) -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    image = models.dummy_image_inputs(model, family)
+    image["pixel_values"] = torch.randn(image["pixel_values"].shape, generator=generator)
+    ids = torch.randint(5, 40, (2, 1, 6), generator=generator)
+    ids[0, 0, 2] = family.image_token_id
+    kinds = (ids == family.image_token_id).long()
+    with_image = {"input_ids": ids[0], "mm_token_type_ids": kinds[0], **image}
+    return [with_image, {"input_ids": ids[1], "mm_token_type_ids": kinds[1]}]
+
+
+def test_a_rank_without_an_image_runs_the_tower_too(tmp_path):
+    path = tiny.write("qwen3_vl", tmp_path / "model", size="mini")
+    for answer in ranks.run(_vision, 2, str(path)):
+        for frozen, got in answer.items():
+            assert got["gap"] < 1e-4, (frozen, got)
+            assert got["tower_sharded"]
+            assert got["tower_trains"] == (frozen == "False")

@@ -1,0 +1,131 @@
+"""One process needs no group; several read torchrun's environment, talk in JSON, and notice a dead peer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from octavo.parallel import World, WorldError, setup
+from tests import ranks
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_process_has_no_group_and_every_helper_is_the_identity():
+    world = setup()
+    assert (world.rank, world.size, world.mesh, world.is_main) == (0, 1, None, True)
+    assert not dist.is_initialized()
+    given = torch.tensor([1.0, 2.0])
+    summed = world.sum(given)
+    assert torch.equal(summed, given) and summed is not given
+    assert torch.equal(world.all_reduce_max(given), given)
+    assert world.any(True) and not world.any(False)
+    assert world.gather_objects({"a": [1, None]}) == [{"a": [1, None]}]
+    assert world.from_main(lambda: 3) == 3
+    world.barrier()
+    world.close()
+
+
+def test_world_size_one_under_torchrun_is_one_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert setup().mesh is None and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set, not a number. Start the run with torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "one"}, "RANK is 'one'"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "contradict each other"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "contradict each other"),
+    ],
+)
+def test_an_environment_that_contradicts_itself_is_an_error(monkeypatch, env, words):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorldError, match=words):
+        setup()
+
+
+def test_more_ranks_than_gpus_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorldError, match="local rank 1 needs a GPU of its own, but this machine shows 1"):
+        setup()
+
+
+def test_threads_must_be_positive():
+    with pytest.raises(WorldError, match="threads=0"):
+        setup(threads=0)
+
+
+def test_objects_that_json_does_not_hold_are_refused():
+    with pytest.raises(TypeError):
+        World().gather_objects(object())
+
+
+def _talk(world: World) -> dict:
+    told = ""
+    try:
+        world.from_main(lambda: 1 / 0)
+    except (ZeroDivisionError, WorldError) as error:
+        told = f"{type(error).__name__}: {error}"
+    kept = torch.tensor([1.0 + world.rank])
+    answer = {
+        "sum": world.sum(kept).item(),
+        "kept": kept.item(),
+        "max": world.all_reduce_max(torch.tensor(10 * world.rank)).item(),
+        "any": [world.any(world.rank == 1), world.any(False)],
+        "objects": world.gather_objects({"rank": world.rank, "long": "ü" * 300 * world.rank}),
+        "empty": world.gather_objects(None),
+        "main": world.from_main(lambda: os.getpid()),
+        "pid": os.getpid(),
+        "told": told,
+        "mesh": list(world.mesh.shape),
+    }
+    world.barrier()
+    return answer
+
+
+def test_two_ranks_sum_gather_and_fail_together():
+    first, second = ranks.run(_talk, 2)
+    for answer in (first, second):
+        assert (answer["sum"], answer["max"], answer["any"]) == (3.0, 10, [True, False])
+        assert answer["objects"] == [{"rank": 0, "long": ""}, {"rank": 1, "long": "ü" * 300}]
+        assert answer["empty"] == [None, None]
+        assert answer["main"] == first["pid"]
+        assert answer["mesh"] == [2]
+    assert (first["kept"], second["kept"]) == (1.0, 2.0)  # the input is left alone
+    assert first["told"] == "ZeroDivisionError: division by zero"
+    assert second["told"] == "WorldError: rank 0 failed, and rank 1 with it: ZeroDivisionError: division by zero"
+
+
+def _die(world: World) -> None:
+    if world.rank == 1:
+        os._exit(3)
+    start = time.monotonic()
+    with pytest.raises(WorldError, match="rank 0 of 2 waited for the others in vain: one of them has died"):
+        world.barrier()
+    assert time.monotonic() - start < 30
+    print("noticed", file=sys.stderr, flush=True)
+    os._exit(0)
+
+
+def test_a_dead_rank_is_noticed_not_waited_for(capfd):
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match="exit code 3"):
+        ranks.run(_die, 2)
+    # The spawner ends the survivor as torchrun does; where it was quick enough it has said what it saw.
+    assert "Traceback" not in capfd.readouterr().err
