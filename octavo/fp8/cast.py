@@ -15,8 +15,8 @@ The tensor is seen as [product of leading dimensions, last]. A block (r, c) is r
 whole dimension, as one block even where the dimension is empty. A ragged last block takes its own elements only.
 
 On the CPU the reference does real training, so the layout of the blocks is worked out once per shape, nothing is padded
-that is not ragged, and the rules for bad and for tiny blocks run only where one look at the amax grid finds such a block.
-On other devices that look would be a synchronisation; there the rules always run.
+(a ragged edge is a part of its own), and the rules for bad and for tiny blocks run only where one look at the amax
+grid finds such a block. On other devices that look would be a synchronisation; there the rules always run.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 SCALES = ("fp32", "pow2", "e8m0")
+_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _INF_BITS = 0x7F800000  # the fp32 pattern of infinity; every NaN lies above it
 _NAN_BITS = 0x7FC00000
 _ONE_BITS = 0x3F800000
@@ -60,7 +61,7 @@ class CastSpec:
     Args:
         format: ``"e4m3"`` or ``"e5m2"``.
         block: (rows, columns) that share one scale, of the tensor as stored; -1 is the whole dimension.
-        scale: ``"fp32"`` (amax / FMAX), ``"pow2"`` (the power of two that just fits) or ``"e8m0"`` (the same, one byte).
+        scale: ``"fp32"`` (amax / FMAX), ``"pow2"`` (the power of two that just fits) or ``"e8m0"`` (that, in one byte).
 
     Raises:
         CastError: for anything else.
@@ -77,9 +78,9 @@ class CastSpec:
             raise CastError(f"CastSpec: scale={self.scale!r} is not a kind of scale; use one of {', '.join(SCALES)}.")
         block = self.block
         if not (isinstance(block, tuple) and len(block) == 2 and all(type(n) is int for n in block)):
-            raise CastError(f"CastSpec: block={block!r} must be a tuple of two integers (rows, columns), as in (1, 128).")
+            raise CastError(f"CastSpec: block={block!r} must be a tuple of two integers, as in (1, 128).")
         if any(n < 1 and n != -1 for n in block):
-            raise CastError(f"CastSpec: block={block!r} has a side below 1; use a positive size, or -1 for the whole side.")
+            raise CastError(f"CastSpec: block={block!r} has a side below 1; -1 alone means the whole side.")
 
     @property
     def fmt(self) -> Format:
@@ -104,50 +105,83 @@ class Quantized(NamedTuple):
     spec: CastSpec
 
 
-class _Layout(NamedTuple):
-    """How a [rows, cols] matrix splits into blocks: the view in which each block is a run of ``dims``."""
+class Part(NamedTuple):
+    """A rectangle of the matrix whose blocks are all of one size, so that a view can show each block as ``dims``."""
 
-    grid: tuple[int, int]
-    pad: tuple[int, int, int, int] | None  # as torch.nn.functional.pad wants it; None: nothing is ragged
-    padded: tuple[int, int]
+    rows: slice
+    cols: slice
+    grid_rows: slice
+    grid_cols: slice
     view: tuple[int, ...]
     scale_view: tuple[int, ...]
     dims: tuple[int, ...]
-    repeats: tuple[int, int]  # (rows, columns) of one block
+
+
+class Layout(NamedTuple):
+    """How a [rows, cols] matrix splits into blocks: one part, or two to four where a last block is ragged."""
+
+    grid: tuple[int, int]
+    parts: tuple[Part, ...]  # none if the matrix is empty
+
+    def split(self, matrix: Tensor, grid: bool = False) -> list[Tensor]:
+        """Views of a [rows, cols] matrix, or of its [row blocks, column blocks] grid, one a part."""
+        if len(self.parts) == 1:
+            return [matrix.view(self.parts[0].scale_view if grid else self.parts[0].view)]
+        if grid:
+            return [matrix[p.grid_rows, p.grid_cols].view(p.scale_view) for p in self.parts]
+        return [matrix[p.rows, p.cols].view(p.view) for p in self.parts]
+
+
+def _spans(size: int, block: int) -> tuple[int, list[tuple[slice, slice, int, int]]]:
+    """The number of blocks along one side, and its even and ragged spans: (elements, blocks, count, block size)."""
+    if block == -1 or block >= size > 0:
+        return 1, [(slice(0, size), slice(0, 1), 1, size)]
+    full, rest = divmod(size, block)
+    spans = [(slice(0, full * block), slice(0, full), full, block)] if full else []
+    if rest:
+        spans.append((slice(full * block, size), slice(full, full + 1), 1, rest))
+    return full + bool(rest), spans
+
+
+def _part_view(m: int, r: int, k: int, c: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """View, scale view and block dimensions for m x k blocks of r x c: few dimensions reduce and broadcast faster."""
+    if m == 1 and k == 1:
+        return (r, c), (1, 1), (0, 1)
+    if k == 1 and r == 1:
+        return (m, c), (m, 1), (1,)
+    if m == 1 and c == 1:
+        return (r, k), (1, k), (0,)
+    if r == 1:
+        return (m, k, c), (m, k, 1), (2,)
+    if c == 1:
+        return (m, r, k), (m, 1, k), (1,)
+    return (m, r, k, c), (m, 1, k, 1), (1, 3)
 
 
 @lru_cache(maxsize=4096)
-def _layout(rows: int, cols: int, block: tuple[int, int]) -> _Layout:
-    r, c = (max(size, 1) if n == -1 else n for n, size in zip(block, (rows, cols), strict=True))
-    m, k = (1 if n == -1 else -(-size // b) for n, size, b in zip(block, (rows, cols), (r, c), strict=True))
-    empty = rows == 0 or cols == 0
-    pad = (0, k * c - cols, 0, m * r - rows) if not empty and (m * r != rows or k * c != cols) else None
-    padded = (rows, cols) if pad is None else (m * r, k * c)
-    # Fewer dimensions are cheaper to reduce and to broadcast, so each common shape of block has a view of its own.
-    if m == 1 and k == 1:
-        return _Layout((m, k), pad, padded, padded, (1, 1), (0, 1), (r, c))
-    if r == 1:
-        return _Layout((m, k), pad, padded, (m, k, c), (m, k, 1), (2,), (r, c))
-    if c == 1:
-        return _Layout((m, k), pad, padded, (m, r, k), (m, 1, k), (1,), (r, c))
-    return _Layout((m, k), pad, padded, (m, r, k, c), (m, 1, k, 1), (1, 3), (r, c))
+def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
+    """The blocks of a [rows, cols] matrix, worked out once per shape."""
+    grid_rows, row_spans = _spans(rows, block[0])
+    grid_cols, col_spans = _spans(cols, block[1])
+    if not rows or not cols:
+        return Layout((grid_rows, grid_cols), ())
+    parts = [Part(rs, cs, gr, gc, *_part_view(m, r, k, c)) for rs, gr, m, r in row_spans for cs, gc, k, c in col_spans]
+    return Layout((grid_rows, grid_cols), tuple(parts))
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """x as a contiguous fp32 matrix [product of leading dimensions, last], off the graph, with its two sizes."""
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+def _matrix(x: Tensor, spec: CastSpec) -> tuple[Tensor, Layout]:
+    """x as a contiguous fp32 matrix [product of leading dimensions, last], off the graph, and its blocks."""
+    if x.dtype not in _INPUTS:
         raise CastError(
             f"Cannot quantize a tensor of {x.dtype}: FP8 casts start from float32, bfloat16 or float16. "
             "Convert it first, for instance with x.float()."
         )
     if x.dim() == 0:
-        raise CastError("Cannot quantize a tensor without dimensions: blocks need at least one; use x.reshape(1).")
+        raise CastError("Cannot quantize a tensor without dimensions: a block needs one at least; use x.reshape(1).")
     x = x.detach()
-    cols = x.shape[-1]
-    rows = x.numel() // cols if cols else x.shape[:-1].numel()
     if x.dim() != 2:
-        x = x.reshape(rows, cols)
-    return x.contiguous().float(), rows, cols
+        x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.contiguous().float(), layout(x.shape[0], x.shape[1], spec.block)
 
 
 def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
@@ -174,25 +208,38 @@ def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
     return scale.view(torch.float32), bad
 
 
-def _encode(view: Tensor, scale: Tensor, bad: Tensor | None, spec: CastSpec, clamp: bool) -> Tensor:
-    """Codes of a blocked view under broadcastable fp32 scales; blocks in ``bad`` become NaN."""
+def _amax_bits(magnitude: Tensor, lay: Layout) -> Tensor:
+    """The grid of amax bit patterns, int32. Patterns order as magnitudes do; NaN and infinity win every maximum."""
+    bits = magnitude.view(torch.int32)
+    if len(lay.parts) == 1:
+        return bits.view(lay.parts[0].view).amax(lay.parts[0].dims).view(lay.grid)
+    grid = bits.new_empty(lay.grid)
+    for part, blocks, cells in zip(lay.parts, lay.split(bits), lay.split(grid, grid=True), strict=True):
+        torch.amax(blocks, part.dims, keepdim=True, out=cells)
+    return grid
+
+
+def _encode(
+    x_MK: Tensor, scale: Tensor, bad: Tensor | None, lay: Layout, spec: CastSpec, buffer: Tensor, clamp: bool
+) -> Tensor:
+    """Codes [rows, cols] under a grid of fp32 scales; blocks in ``bad`` become NaN. ``buffer`` is overwritten."""
     if spec.scale == "fp32":
-        scaled = view / scale
+        for x, s, out in zip(lay.split(x_MK), lay.split(scale, grid=True), lay.split(buffer), strict=True):
+            torch.div(x, s, out=out)
     else:
-        scaled = view * scale.reciprocal()  # exact: the reciprocal of a power of two is one
+        inverse = scale.reciprocal()  # exact: the reciprocal of a power of two is one
+        for x, s, out in zip(lay.split(x_MK), lay.split(inverse, grid=True), lay.split(buffer), strict=True):
+            torch.mul(x, s, out=out)
     if clamp:
-        scaled = scaled.clamp_(-spec.fmt.max, spec.fmt.max)
-    data = scaled.to(spec.fmt.dtype)
+        buffer.clamp_(-spec.fmt.max, spec.fmt.max)
+    data = buffer.to(spec.fmt.dtype)
     if bad is not None:
-        data.view(torch.uint8).masked_fill_(bad, NAN_CODE)
+        for codes, mask in zip(lay.split(data.view(torch.uint8)), lay.split(bad, grid=True), strict=True):
+            codes.masked_fill_(mask, NAN_CODE)
     return data
 
 
-def _finish(data: Tensor, scale: Tensor, lay: _Layout, shape: torch.Size, size: tuple[int, int], spec: CastSpec) -> Quantized:
-    data = data.view(lay.padded)
-    if lay.pad is not None:
-        data = data.view(torch.uint8)[: size[0], : size[1]].contiguous().view(spec.fmt.dtype)
-    scale = scale.reshape(lay.grid)
+def _quantized(data: Tensor, scale: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
     if spec.scale == "e8m0":
         scale = (scale.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
     return Quantized(data.view(shape), scale, spec)
@@ -211,19 +258,14 @@ def quantize(x: Tensor, spec: CastSpec) -> Quantized:
     Raises:
         CastError: for another dtype, or a tensor without dimensions.
     """
-    x_MK, rows, cols = _rows(x)
-    lay = _layout(rows, cols, spec.block)
-    if not x_MK.numel():
-        return _finish(x_MK.to(spec.fmt.dtype), x_MK.new_ones(lay.grid), lay, x.shape, (rows, cols), spec)
-    if lay.pad is not None:
-        x_MK = torch.nn.functional.pad(x_MK, lay.pad)  # zeros never raise an amax
-    view = x_MK.view(lay.view)
-    # As integers: comparing bit patterns orders magnitudes, and NaN and infinity win every maximum.
-    bits = view.abs().view(torch.int32).amax(lay.dims, keepdim=True)
-    scale, bad = _scales(bits, spec)
-    # No clamp is needed: amax <= FMAX * scale for powers of two, and amax / (amax / FMAX) exceeds FMAX by an ulp of fp32 at
-    # most, which rounds back to FMAX.
-    return _finish(_encode(view, scale, bad, spec, clamp=False), scale, lay, x.shape, (rows, cols), spec)
+    x_MK, lay = _matrix(x, spec)
+    if not lay.parts:
+        return _quantized(x_MK.to(spec.fmt.dtype), x_MK.new_ones(lay.grid), x.shape, spec)
+    buffer = x_MK.abs()
+    scale, bad = _scales(_amax_bits(buffer, lay), spec)
+    # No clamp is needed: amax <= FMAX * scale for powers of two, and amax / (amax / FMAX) exceeds FMAX by an ulp of
+    # fp32 at most, which rounds back to FMAX.
+    return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=False), scale, x.shape, spec)
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None) -> Quantized:
@@ -233,68 +275,62 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
 
     Args:
         x: as for :func:`quantize`.
-        scale: dequant multipliers, fp32, positive: one element, or [row blocks, column blocks].
+        scale: dequant multipliers, positive: one element, or [row blocks, column blocks].
         spec: the cast; for ``pow2`` and ``e8m0`` the given scales must be powers of two.
-        amax: the amax grid of x where the caller knows it already (for one block: ``amax(x)``); saves a pass.
+        amax: the amax of each block of x where the caller has it already (whole tensor: ``amax(x)``); saves a pass.
 
     Raises:
         CastError: for a wrong dtype of x, or a scale or amax that does not fit the grid of blocks.
     """
-    x_MK, rows, cols = _rows(x)
-    lay = _layout(rows, cols, spec.block)
-    for name, given in (("scale", scale), ("amax", amax)):
-        if given is None or given.numel() == 1 or tuple(given.shape) == lay.grid:
-            continue
-        raise CastError(
-            f"quantize_with_scale: {name} has shape {tuple(given.shape)}, but a tensor of {rows} x {cols} under {spec} has "
-            f"a grid of {lay.grid[0]} x {lay.grid[1]} blocks; give one {name} per block, or a single one."
-        )
-    scale = scale.detach().to(device=x.device, dtype=torch.float32).expand(lay.grid) if scale.dim() else (
-        scale.detach().to(device=x.device, dtype=torch.float32).reshape(1, 1).expand(lay.grid)
-    )
-    if not x_MK.numel():
-        return _finish(x_MK.to(spec.fmt.dtype), scale.contiguous(), lay, x.shape, (rows, cols), spec)
-    if lay.pad is not None:
-        x_MK = torch.nn.functional.pad(x_MK, lay.pad)
-    view = x_MK.view(lay.view)
+    x_MK, lay = _matrix(x, spec)
+    scale = _on_grid("scale", scale, x_MK, lay, spec)
+    if not lay.parts:
+        return _quantized(x_MK.to(spec.fmt.dtype), scale, x.shape, spec)
     if amax is None:
-        bits = view.abs().view(torch.int32).amax(lay.dims, keepdim=True)
+        buffer = x_MK.abs()
+        bits = _amax_bits(buffer, lay)
     else:
-        bits = amax.detach().to(torch.float32).abs().view(torch.int32).expand(lay.grid).reshape(lay.scale_view)
+        buffer = torch.empty_like(x_MK)
+        bits = _on_grid("amax", amax, x_MK, lay, spec).abs().view(torch.int32)
     bad = bits >= _INF_BITS
-    scale = scale.reshape(lay.scale_view)
-    if x.device.type == "cpu" and not bool(bad.any()):
-        return _finish(_encode(view, scale, None, spec, clamp=True), scale, lay, x.shape, (rows, cols), spec)
+    if x_MK.device.type == "cpu" and not bool(bad.any()):
+        return _quantized(_encode(x_MK, scale, None, lay, spec, buffer, clamp=True), scale, x.shape, spec)
     scale = scale.masked_fill(bad, float("nan"))
-    return _finish(_encode(view, scale, bad, spec, clamp=True), scale, lay, x.shape, (rows, cols), spec)
+    return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=True), scale, x.shape, spec)
+
+
+def _on_grid(name: str, given: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
+    """One fp32 value a block, from a grid or from a single element."""
+    given = given.detach().to(device=x_MK.device, dtype=torch.float32)
+    if given.numel() == 1:
+        return given.reshape(1, 1).expand(lay.grid).contiguous()
+    if tuple(given.shape) == lay.grid:
+        return given.contiguous()
+    raise CastError(
+        f"quantize_with_scale: {name} has shape {tuple(given.shape)}, but a matrix of {tuple(x_MK.shape)} under {spec} "
+        f"has {lay.grid[0]} x {lay.grid[1]} blocks; give one {name} per block, or a single one."
+    )
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """fp32(code) * scale, rounded once to ``dtype``, in the shape of ``q.data`` (contiguous)."""
+    """fp32(code) * scale, rounded once to ``dtype``, in the shape of ``q.data`` (contiguous).
+
+    Raises:
+        CastError: if the scales do not fit the codes and the spec.
+    """
     values = decode(q.data)
-    rows, cols = (values.numel() // values.shape[-1] if values.shape[-1] else 0), values.shape[-1]
-    if values.numel():
-        lay = _layout(rows, cols, q.spec.block)
-        scale = scale_fp32(q)
-        if tuple(scale.shape) != lay.grid:
-            raise CastError(
-                f"dequantize: {rows} x {cols} codes under {q.spec} need scales of shape {lay.grid}, found "
-                f"{tuple(scale.shape)}; data, scale and spec must come from the same cast."
-            )
-        if lay.pad is None:
-            values.view(lay.view).mul_(scale.view(lay.scale_view))
-        else:
-            values.view(rows, cols).mul_(_spread(scale, lay, rows, cols))
+    cols = values.shape[-1]
+    matrix = values.view(values.shape[:-1].numel(), cols)
+    lay = layout(matrix.shape[0], cols, q.spec.block)
+    scale = scale_fp32(q)
+    if tuple(scale.shape) != lay.grid:
+        raise CastError(
+            f"dequantize: {tuple(matrix.shape)} codes under {q.spec} need scales of shape {lay.grid}, found "
+            f"{tuple(scale.shape)}; data, scale and spec must come from the same cast."
+        )
+    for blocks, factor in zip(lay.split(matrix), lay.split(scale.contiguous(), grid=True), strict=True):
+        blocks.mul_(factor)
     return values if dtype is torch.float32 else values.to(dtype)
-
-
-def _spread(scale: Tensor, lay: _Layout, rows: int, cols: int) -> Tensor:
-    """One scale an element, for grids that end in ragged blocks."""
-    if lay.repeats[0] > 1:
-        scale = scale.repeat_interleave(lay.repeats[0], 0)[:rows]
-    if lay.repeats[1] > 1:
-        scale = scale.repeat_interleave(lay.repeats[1], 1)[:, :cols]
-    return scale
 
 
 def scale_fp32(q: Quantized) -> Tensor:
@@ -303,7 +339,7 @@ def scale_fp32(q: Quantized) -> Tensor:
 
 
 def amax(x: Tensor) -> Tensor:
-    """max |x| over the whole tensor, fp32, no dimensions, on x's device; NaN or inf where x holds one; 0 if x is empty."""
+    """max |x| over the whole tensor: fp32, no dimensions, on x's device; NaN or inf where x holds one; 0 if empty."""
     x = x.detach()
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)

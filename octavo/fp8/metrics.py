@@ -1,7 +1,7 @@
 """How far FP8 is from what it stands for: SQNR, underflow, saturation, cosine, calc_diff.
 
-SQNR is blind to underflow (a value that vanishes was small), so both are always shown. All sums are float64, all results
-are Python floats; each call waits for the device. ``approx`` is a tensor, or the :class:`Quantized` itself.
+SQNR is blind to underflow (a value that vanishes was small), so both are always shown. All sums are float64, all
+results are Python floats; each call waits for the device. ``approx`` is a tensor, or the :class:`Quantized` itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.fp8.cast import CastError, Quantized, _layout, dequantize, scale_fp32
+from octavo.fp8.cast import CastError, Quantized, dequantize, layout, scale_fp32
 from octavo.fp8.formats import decode
 
 __all__ = ["calc_diff", "cosine", "saturation", "sqnr", "underflow"]
@@ -19,17 +19,16 @@ __all__ = ["calc_diff", "cosine", "saturation", "sqnr", "underflow"]
 
 def _block_sums(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Sums over the blocks of a float64 matrix, one value a block."""
-    x = x.reshape(-1, x.shape[-1])
-    lay = _layout(x.shape[0], x.shape[1], block)
-    if lay.pad is not None:
-        x = torch.nn.functional.pad(x, lay.pad)
-    return x.view(lay.view).sum(lay.dims).flatten()
+    x = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    lay = layout(x.shape[0], x.shape[1], block)
+    sums = [part.sum(p.dims).flatten() for p, part in zip(lay.parts, lay.split(x), strict=True)]
+    return torch.cat(sums)
 
 
 def sqnr(x: Tensor, approx: Tensor | Quantized, block: tuple[int, int] | None = None) -> float:
     """Signal to quantization noise in dB: the mean over blocks of 10 log10(|x|^2 / |x - approx|^2).
 
-    The mean of dB is the geometric mean of ratios, so that a block of small values counts as much as one of large values.
+    The mean of dB is the geometric mean of ratios, so that a block of small values counts as much as one of large.
     Blocks left out of the mean: those that are all zero (no signal), those that are exact (their ratio is infinite) and
     those with a NaN or an infinity (counted elsewhere). If no block is left: inf if some block was exact or zero,
     else NaN.

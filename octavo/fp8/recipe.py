@@ -6,8 +6,8 @@ With x (M tokens x K), w (N x K), dy (M x N)::
     dgrad  dx = dy @ w       contracts N
     wgrad  dw = dy.T @ x     contracts M
 
-A recipe gives every operand of every GEMM a :class:`CastSpec`, or keeps a whole GEMM in high precision (``None``). Where two
-GEMMs name the same cast of the same tensor, its codes are made once and used twice.
+A recipe gives every operand of every GEMM a :class:`CastSpec`, or keeps a whole GEMM in high precision (``None``).
+Where two GEMMs name the same cast of the same tensor, its codes are made once and used twice.
 
 ========== ===================== ======================= ======================== ===== ==========================
 recipe     fwd: x, w             dgrad: dy, w            wgrad: dy, x             scale why
@@ -120,9 +120,7 @@ class Recipe:
         return self.short()
 
 
-def recipe(
-    name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = "fp8", wgrad: str = "fp8"
-) -> Recipe:
+def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = "fp8", wgrad: str = "fp8") -> Recipe:
     """The recipe of that name.
 
     Args:
@@ -138,12 +136,12 @@ def recipe(
     chosen = _DEFAULT_FORMAT[name] if format is None else format
     if chosen not in _FORMATS:
         raise RecipeError(
-            f"recipe {name!r}: format={chosen!r} does not exist; use 'e4m3' (E4M3 everywhere) or 'hybrid' (E5M2 for dy)."
+            f"recipe {name!r}: format={chosen!r} does not exist; use 'e4m3' (for all) or 'hybrid' (E5M2 for dy)."
         )
     if name == "mxfp8" and chosen == "hybrid":
         raise RecipeError(
-            "recipe 'mxfp8' with format='hybrid' cannot be: MXFP8 scales each 32 values of dy, so E5M2's range buys nothing "
-            "and costs a digit. Use format='e4m3', or another recipe (tensorwise, delayed) for hybrid."
+            "recipe 'mxfp8' with format='hybrid' cannot be: MXFP8 scales each 32 values of dy, so E5M2's range buys "
+            "nothing and costs a digit. Use format='e4m3', or another recipe (tensorwise, delayed) for hybrid."
         )
     wanted = {"fwd": fwd, "dgrad": dgrad, "wgrad": wgrad}
     for gemm, precision in wanted.items():
@@ -151,8 +149,8 @@ def recipe(
             raise RecipeError(f"recipe {name!r}: {gemm}={precision!r} is not a precision; use 'fp8' or 'bf16'.")
     if "fp8" not in wanted.values():
         raise RecipeError(
-            f"recipe {name!r} with fwd, dgrad and wgrad all 'bf16' leaves nothing in FP8; keep one of them 'fp8', or leave "
-            "the layer out of the plan (recipe: off)."
+            f"recipe {name!r} with fwd, dgrad and wgrad all 'bf16' leaves nothing in FP8; keep one of them 'fp8', or "
+            "leave the layer out of the plan (recipe: off)."
         )
     dy_format = "e5m2" if chosen == "hybrid" else "e4m3"
     formats = ("e4m3", "e4m3", dy_format, "e4m3", dy_format, "e4m3")

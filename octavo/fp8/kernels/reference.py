@@ -6,12 +6,12 @@ each block of the contraction, each multiplied by its two scales, added in fp32)
 * Powers of two (blockwise, rowwise, mxfp8): code * scale is exact in fp32, products of two codes have at most 8
   significant bits, and multiplying by a power of two commutes with every rounding. Scaling each operand first
   therefore gives the very same terms as scaling each partial sum afterwards.
-* fp32 scales (tensorwise, delayed): code * scale would round, so the codes themselves are multiplied, exactly, and the fp32
-  result is scaled. This is possible because such a scale does not change along the contraction; where it does (a spec
-  of your own), operands are scaled first, at one fp32 rounding each.
+* fp32 scales (tensorwise, delayed): code * scale would round, so the codes themselves are multiplied, exactly, and the
+  fp32 result is scaled. This is possible because such a scale does not change along the contraction; where it does
+  (a spec of your own), operands are scaled first, at one fp32 rounding each.
 
-The result is rounded once, to ``out_dtype``. Neither autocast nor a lowered matmul precision (TF32, BF16 on AMX) reaches in:
-autocast is switched off inside, and under a lowered precision the product is computed in float64.
+The result is rounded once, to ``out_dtype``. Neither autocast nor a lowered matmul precision (TF32, BF16 on AMX) gets
+in: autocast is switched off inside, and under a lowered precision the product is computed in float64.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReferenceBackend:
         """Everything is supported, but not a GEMM that the recipe keeps in high precision."""
         if op == "quantize" or not isinstance(what, Recipe):
             return None
-        return None if what.gemm(op) is not None else f"the recipe keeps {op} in high precision, so there is no FP8 GEMM"
+        return None if what.gemm(op) is not None else f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
 
     def quantize(self, x: Tensor, spec: CastSpec) -> Quantized:
         """See ``octavo.fp8.cast.quantize``."""
@@ -63,8 +63,8 @@ def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out
     """Contract dimension ``a_dim`` of a with dimension ``b_dim`` of b; rows of the result from a, columns from b."""
     if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
         raise CastError(
-            f"gemm_{name}: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices that agree "
-            f"in dimension {a_dim} of the first and {b_dim} of the second. Flatten leading dimensions first."
+            f"gemm_{name}: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices "
+            f"that agree in dimension {a_dim} of the first and {b_dim} of the second. Flatten leading dimensions first."
         )
     a, a_scale = _operand(a_q, a_dim)
     b, b_scale = _operand(b_q, b_dim)
@@ -93,7 +93,13 @@ def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     if torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return _matmul_fp32(a, b)
-    settings = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul
-    if settings.fp32_precision in ("none", "ieee"):
+    if _fp32_precision(device) in ("none", "ieee"):
         return torch.mm(a, b)
     return torch.mm(a.double(), b.double()).float()
+
+
+def _fp32_precision(device: str) -> str:
+    """What an fp32 matmul on this device would compute in now: "none" and "ieee" mean fp32."""
+    if device == "cuda":
+        return torch.backends.cuda.matmul.fp32_precision
+    return torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]

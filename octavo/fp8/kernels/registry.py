@@ -1,8 +1,8 @@
 """The one place where a backend is chosen.
 
-A backend is a set of kernels: the casts and the three GEMMs. :func:`select` looks at the backends in order of preference
-and returns the first that can do what is asked, with the reason and with what was rejected and why. A backend asked for
-by name is met or raises; nothing falls back in silence. The choice is made once and kept for the backward.
+A backend is a set of kernels: the casts and the three GEMMs. :func:`select` goes through the backends in order of
+preference and returns the first that can do what is asked, with the reason, and with what was rejected and why. One
+asked for by name is met or raises; nothing falls back in silence. The choice is made once and kept for the backward.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ def select(
     for name in names():
         lack = _backends[name].supports(op, recipe_or_spec, device, shape)
         if lack is None:
-            reason = "the first choice here" if not rejected else "the first that can: " + "; ".join(
-                f"{other} cannot ({why})" for other, why in rejected
-            )
+            reason = "the only one registered" if len(_backends) == 1 else "the first in order of preference that can"
             return Selection(_backends[name], reason, tuple(rejected))
         rejected.append((name, lack))
     raise BackendError(
@@ -141,9 +139,7 @@ def _of(shape: Sequence[int] | None) -> str:
     return "" if shape is None else f" for shape {tuple(shape)}"
 
 
-def _lacks(
-    op: str, what: Recipe | CastSpec, device: torch.device, shape: Sequence[int] | None, skip: str
-) -> str:
+def _lacks(op: str, what: Recipe | CastSpec, device: torch.device, shape: Sequence[int] | None, skip: str) -> str:
     """What the other backends could do instead, as a sentence."""
     found = [(name, _backends[name].supports(op, what, device, shape)) for name in names() if name != skip]
     able = [name for name, lack in found if lack is None]
