@@ -149,7 +149,8 @@ def check_weight_files(folder: Path) -> list[Path]:
     missing or truncated, or when a shard lacks a tensor that the index places in it.
     """
     index = folder / _INDEX
-    if index.exists():
+    indexed = index.exists() and not (folder / _SINGLE).exists()  # transformers, too, prefers the single file
+    if indexed:
         weight_map = read_json(index).get("weight_map")
         if (
             not isinstance(weight_map, dict)
@@ -167,7 +168,7 @@ def check_weight_files(folder: Path) -> list[Path]:
         weight_map, files = {}, [folder / _SINGLE]
     for file in files:
         if not file.exists():
-            raise ModelError(_no_weights(folder, file, index.exists()))
+            raise ModelError(_no_weights(folder, file, indexed))
         expected = {name for name, shard in weight_map.items() if folder / shard == file}
         try:
             with safe_open(file, framework="pt") as tensors:

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTrainedConfig, T5Config
 
 from octavo import models
+from octavo.fp8.topology import topology
 from octavo.models import tiny
 
 TOWERS = {"qwen3_vl": (2, 2), "qwen3_vl_moe": (2, 2), "qwen2_5_vl": (2, 2), "internvl": (2, 2)}
@@ -93,3 +94,12 @@ def test_what_stays_in_high_precision_has_a_reason(checkpoint):
     reasons = models.stays(models.empty(checkpoint("qwen3_vl_moe")))
     assert set(reasons) == {"embeddings", "patch embedding", "norms", "rotary", "attention scores", "router"}
     assert all(len(reason) > 20 for reason in reasons.values())
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_plan_reads_the_components_as_the_family_does(checkpoint, family):
+    model = models.empty(checkpoint(family))
+    described = models.describe(model)
+    rows = topology(model, described.components)
+    assert {row.component for row in rows} == set(described.components)
+    assert all(row.component == described.component_of(row.module or row.name) for row in rows)

@@ -155,8 +155,8 @@ def test_a_missing_shard_and_a_missing_tensor_of_the_index(folder):
 
 
 def test_an_index_that_leaves_the_folder(folder, tmp_path):
-    shutil.copy(folder / "model.safetensors", tmp_path / "other.safetensors")
-    with safe_open(folder / "model.safetensors", "pt") as tensors:
+    (folder / "model.safetensors").rename(tmp_path / "other.safetensors")
+    with safe_open(tmp_path / "other.safetensors", "pt") as tensors:
         index = dict.fromkeys(tensors.keys(), "../other.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     refused(folder, "names '../other.safetensors', which is not a file of this folder")
@@ -164,6 +164,7 @@ def test_an_index_that_leaves_the_folder(folder, tmp_path):
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
 def test_a_broken_index(folder, content):
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(content)
     refused(folder, "index.json has no weight_map")
 

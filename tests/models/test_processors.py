@@ -124,3 +124,39 @@ def test_a_vision_family_that_is_not_described(checkpoint, tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "llava"}))
     with pytest.raises(models.ModelError, match="no processor for model_type 'llava'"):
         models.load_processor(folder)
+
+
+def rewrite(file: Path, **changes) -> None:
+    """Change fields of a JSON file; None removes one."""
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def test_the_layout_of_published_qwen_folders(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint("qwen2_5_vl"), tmp_path / "model"))
+    (folder / "processor_config.json").unlink()
+    (folder / "video_preprocessor_config.json").unlink()
+    # Qwen2.5-VL: limits beside the sizes, the slow class's name, the template as JSON
+    rewrite(folder / "preprocessor_config.json", size=None, min_pixels=256, max_pixels=1024)
+    rewrite(folder / "preprocessor_config.json", image_processor_type="Qwen2VLImageProcessorFast")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    for limits, tokens in (({}, 16), ({"max_pixels": 512}, 4), ({"min_pixels": 4096}, 64)):
+        processor = models.load_processor(folder, **limits)
+        text = processor.apply_chat_template(conversation(True), tokenize=False)
+        inputs = processor(text=[text], images=[picture(size=(64, 64))], return_tensors="pt")
+        assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
+
+
+def test_auto_processor_where_torchvision_is(checkpoint):
+    pytest.importorskip("torchvision")
+    from transformers import AutoProcessor
+
+    for family in VISION:
+        stock = AutoProcessor.from_pretrained(checkpoint(family))
+        ours = models.load_processor(checkpoint(family))
+        assert type(stock) is type(ours).__mro__[1] and stock.video_processor is not None
+        expected, found = batch(stock, image=True), batch(ours, image=True)
+        assert set(expected) == set(found)
+        assert all(torch.allclose(expected[key], found[key], atol=1e-6) for key in expected)
