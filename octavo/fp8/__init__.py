@@ -24,7 +24,7 @@ from octavo.fp8.proof import Proof, ProofError
 from octavo.fp8.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
 from octavo.fp8.scaling import load_scaling_state, reduce_scaling_state, scaling_state
 from octavo.fp8.topology import Row, topology
-from octavo.fp8.weights import invalidate
+from octavo.fp8.weights import code_bytes, invalidate
 
 backends = _registry.names
 
@@ -55,6 +55,7 @@ __all__ = [
     "apply",
     "backends",
     "calc_diff",
+    "code_bytes",
     "cosine",
     "count_gemms",
     "dequantize",

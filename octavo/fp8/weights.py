@@ -168,3 +168,10 @@ def invalidate(model: nn.Module) -> None:
         if isinstance(module, HoldsCodes):
             for codes in module._weight_codes().values():
                 codes.drop()
+
+
+def code_bytes(model: nn.Module) -> int:
+    """Bytes of cached weight codes and their scales in a model."""
+    caches = (c for m in model.modules() if isinstance(m, HoldsCodes) for c in m._weight_codes().values())
+    codes = (q for cache in caches for q in cache._codes.values())
+    return sum(t.numel() * t.element_size() for q in codes for t in (q.data, q.scale))

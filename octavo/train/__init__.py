@@ -1,0 +1,11 @@
+"""Training: one configuration, one job.
+
+build (the ordered list) -> step (a page) -> loop (run directory, proof, evaluation, checkpoints)
+"""
+
+from octavo.train.errors import TrainError
+from octavo.train.evaluation import evaluate
+from octavo.train.loop import RunResult, run
+from octavo.train.usage import evaluate_run, load_run
+
+__all__ = ["RunResult", "TrainError", "evaluate", "evaluate_run", "load_run", "run"]

@@ -1,0 +1,145 @@
+"""Assembly: from a configuration to everything a run needs, as one ordered list.
+
+The order matters. The plan is made and shown before a weight is read; freezing comes before the plan is applied (a
+frozen layer has no wgrad), FP8 before sharding (FSDP2 swaps parameters inside the converted layers), sharding before
+the optimizer (it must hold the shards), and resuming last, when everything that is filled exists.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from octavo import checkpoint, data, environment, fp8, models, parallel
+from octavo.config import Config
+from octavo.train import planning, rundir
+from octavo.train.errors import TrainError
+from octavo.train.forward import Forward, keep_towers_running, wants_bf16
+from octavo.train.optim import adamw
+from octavo.train.step import Stepper
+
+
+@dataclass
+class Job:
+    """A run, assembled."""
+
+    cfg: Config
+    world: parallel.World
+    directory: Path
+    processor: Any
+    loader: data.Loader
+    evalset: data.EvalSet | None
+    plan: fp8.Plan
+    notes: tuple[str, ...]
+    stepper: Stepper
+    progress: rundir.Progress
+
+    @property
+    def model(self) -> nn.Module:
+        return self.stepper.model
+
+
+def build(
+    cfg: Config, world: parallel.World, start: rundir.Start, say: Callable[[str], None] = lambda text: None
+) -> Job:
+    """The ordered list. `start` says where the run begins (`rundir.enter`); `say` gets lines for people.
+
+    Raises what its steps raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its cure.
+    """
+    directory = start.directory
+    seed_everything(cfg.run.seed)
+    if world.is_main:
+        rundir.write_json(directory / "environment.json", {**environment.describe(), "ranks": world.size})
+    processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
+    asked = data_settings(cfg)
+    share = {"rank": world.rank, "world": world.size, "report_path": directory / "skipped.jsonl"}
+    loader = data.train_loader(asked, processor, start_row=start.rows, **share)
+    evalset = data.eval_set(asked, processor, **share)
+
+    plan, family, notes = planning.plan_for(cfg, world.size)
+    if world.is_main:
+        rundir.write_json(directory / "plan.json", {"family": family.name, **plan.to_json(), "notes": list(notes)})
+    say(plan.table())
+
+    model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
+    models.freeze(model, family, cfg.model.freeze)
+    fp8.apply(model, plan)
+    if cfg.train.recompute == "full":
+        recompute(model, family)
+    model.train()
+    forward = Forward(model, world, wants_bf16(cfg, world.device))
+    keep_towers_running(model, family, forward, world)
+    parallel.shard(model, family, world)
+    optimizer = adamw(model, cfg)
+    stepper = Stepper(cfg, model, family, optimizer, world, forward)
+    progress = resume(stepper, start)
+    return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress)
+
+
+def data_settings(cfg: Config) -> Config:
+    """The configuration as the data room reads it: pretraining learns every token of the text, prompts included."""
+    if cfg.train.phase != "pretrain":
+        return cfg
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch. Data order has its own generator from the same seed."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def recompute(model: nn.Module, family: models.Family) -> None:
+    """Let every block keep its input only and run its forward again in backward (Chen et al. 2016)."""
+    blocks = [block for _, block in family.layers(model)]
+    if not blocks or not all(hasattr(block, "gradient_checkpointing") for block in blocks):
+        raise TrainError(
+            f"train.recompute: full was asked, but the blocks of {family.name} do not support it in this version of "
+            "transformers. Use recompute: none"
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def resume(stepper: Stepper, start: rundir.Start) -> rundir.Progress:
+    """Fill model, optimizer, amax histories and generators from the checkpoint that the run starts from, if any."""
+    if start.checkpoint is None:
+        return rundir.Progress()
+    world = stepper.world
+    restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
+    fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
+    fp8.invalidate(stepper.model)
+    checkpoint.rng.restore(restored.extra, world.rank)
+    return rundir.Progress.of(restored.counters)
+
+
+_SCALING = "scaling."
+
+
+def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The amax histories among a checkpoint's extra tensors."""
+    return {name.removeprefix(_SCALING): t for name, t in extra.items() if name.startswith(_SCALING)}
+
+
+def save(job: Job) -> Path:
+    """Write the run's state after `job.progress.step` steps. A collective."""
+    extra = checkpoint.rng.collect(job.world.rank)
+    if job.world.is_main:  # equal on all ranks after each step's reduction
+        extra |= {_SCALING + name: tensor for name, tensor in fp8.scaling_state(job.model).items()}
+    return checkpoint.save(
+        job.directory / "checkpoints",
+        job.progress.step,
+        model=job.model,
+        optimizer=job.stepper.optimizer,
+        extra=extra,
+        counters=job.progress.counters(job.cfg),
+        world=job.world,
+        keep=job.cfg.run.keep,
+    )

@@ -1,0 +1,67 @@
+"""One forward of the model on a batch, as training and evaluation both run it."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8, models
+from octavo.config import Config
+from octavo.parallel import World
+
+
+def wants_bf16(cfg: Config, device: torch.device) -> bool:
+    """Whether the model computes under BF16 autocast: asked for, or `auto` on CUDA."""
+    return cfg.train.precision == "bf16" or (cfg.train.precision == "auto" and device.type == "cuda")
+
+
+class Forward:
+    """Calls the model: moves the batch, enters autocast, asks for the logits that are needed and no others.
+
+    `images` says whether the batch at hand has an image; the dummy-image hook reads it.
+    """
+
+    def __init__(self, model: nn.Module, world: World, bf16: bool) -> None:
+        self.model, self.device, self.bf16 = model, world.device, bf16
+        self.images = False
+        known = inspect.signature(model.forward).parameters
+        self._trims = "logits_to_keep" in known
+        self._any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        self._known = frozenset(known)
+
+    def __call__(self, batch: dict[str, Any], keep: Tensor | None = None) -> Tensor:
+        """Logits [B, P, V] at the positions `keep` [P] (None: all T)."""
+        self.images = batch["meta"].has_image
+        inputs = {
+            name: value.to(self.device, non_blocking=True)
+            for name, value in batch.items()
+            if name not in ("meta", "labels") and (self._any or name in self._known)
+        }
+        if keep is not None and self._trims:
+            inputs["logits_to_keep"] = keep.to(self.device)
+        with self._autocast():
+            logits = self.model(**inputs, use_cache=False).logits
+        return logits if keep is None or self._trims else logits[:, keep.to(self.device)]
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+
+def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:
+    """Let the vision tower run on a dummy image where a micro-batch has none, if it is trained or shared over ranks.
+
+    Otherwise a rank without images would miss collectives that the others wait in, and an unfrozen tower would have no
+    gradients. The dummy enters no amax history, health figure, GEMM count, and no gradient other than zero.
+    """
+    if not family.has_vision:
+        return
+    vision = ("image_encoder", "image_projector")
+    trained = any(
+        p.requires_grad for n, p in model.named_parameters() if family.component_of(n.rpartition(".")[0]) in vision
+    )
+    if trained or world.size > 1:
+        models.attach_dummy_image(model, family, enabled=lambda: not forward.images, guard=fp8.uncounted)

@@ -1,0 +1,279 @@
+"""The job: `run(cfg)` enters the run directory, assembles, trains, proves, evaluates, saves, and says how it ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo import fp8, models, parallel
+from octavo.config import Config
+from octavo.train import build as assembly
+from octavo.train import rundir
+from octavo.train.build import Job
+from octavo.train.errors import TrainError
+from octavo.train.evaluation import evaluate
+from octavo.train.metrics import MetricsLog, finite
+from octavo.train.nonfinite import first_source
+from octavo.train.progress import Display
+from octavo.train.schedule import lr_at
+from octavo.train.signals import StopWish
+from octavo.train.step import Batches, Look, StepResult
+
+PATIENCE = 10  # steps in a row that are not finite before the run gives up
+Hook = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    dir      the run directory
+    status   "finished", or "stopped" (a signal; saved, continue with run.resume=auto)
+    steps    optimizer steps done
+    final    the last row of metrics.jsonl without eval, health and memory
+    eval     the last evaluation, None where there was none
+    health   the last FP8 health summary (worst and median figures)
+    memory   bytes by kind, as last measured
+    skipped  steps that were not applied because loss or gradient were not finite
+    seconds  of training, all sessions of the run together
+    signal   the signal that stopped it
+    """
+
+    dir: Path
+    status: str
+    steps: int
+    final: Mapping[str, Any] = field(default_factory=dict)
+    eval: Mapping[str, Any] | None = None
+    health: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    skipped: int = 0
+    seconds: float = 0.0
+    signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0; 128 + the signal's number for a run that a signal stopped (143 SIGTERM, 130 SIGINT)."""
+        return 0 if self.status == "finished" else 128 + (self.signal or signal.SIGTERM)
+
+    def losses(self) -> dict[int, float]:
+        """Step -> loss, as metrics.jsonl has them."""
+        rows = rundir.read_rows(self.dir / rundir.METRICS)
+        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def run(cfg: Config, *, console: Any = None, label: str = "", hooks: Sequence[Hook] = ()) -> RunResult:
+    """Run one training job to its end, or to a signal.
+
+    console: a rich console (None: silent). label: what its lines are called. hooks: called with each row of
+    metrics.jsonl, on the main rank. Under torchrun every rank calls this; only the main one prints and writes.
+
+    Raises TrainError and the errors of the rooms below, each with its cure. What is raised on one rank alone ends that
+    process; torchrun then ends the others.
+    """
+    world = parallel.setup(cfg.run.threads)
+    display = Display(console if world.is_main else None, label, cfg.train.steps)
+    start = rundir.enter(cfg, world, display.say)
+    if start.result is not None:
+        display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
+        result = _from_json(start.directory, start.result)
+    else:
+        with StopWish() as wish:
+            result = _Loop(cfg, world, start, display, wish, hooks).run()
+    world.close()
+    return result
+
+
+class _Loop:
+    """The state of a run in progress."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        world: parallel.World,
+        start: rundir.Start,
+        display: Display,
+        wish: StopWish,
+        hooks: Sequence[Hook],
+    ) -> None:
+        self.cfg, self.world, self.display, self.wish, self.hooks = cfg, world, display, wish, hooks
+        self.job: Job = assembly.build(cfg, world, start, display.say)
+        self.first = self.job.progress.step + 1
+        self.proof = fp8.Proof(self.job.plan)
+        self.log = MetricsLog(start.directory, cfg.run.tensorboard, self.first) if world.is_main else None
+        rows = rundir.read_rows(start.directory / rundir.METRICS)
+        self.last: dict[str, Any] = rows[-1] if rows else {}
+        self.eval: Mapping[str, Any] | None = next((r["eval"] for r in reversed(rows) if "eval" in r), None)
+        self.memory: Mapping[str, int] = next((r["memory"] for r in reversed(rows) if "memory" in r), {})
+        self.health: Mapping[str, float] = {}
+
+    def run(self) -> RunResult:
+        steps, progress = self.cfg.train.steps, self.job.progress
+        if progress.step:
+            self.display.say(f"continuing after step {progress.step} of {steps}")
+        self._catch_up()
+        self.display.begin(progress.step)
+        stopped = False
+        try:
+            while progress.step < steps and not stopped:
+                stopped = self._one(progress.step + 1) and progress.step < steps
+        finally:
+            self.display.end()
+            self.job.loader.close()
+            if self.log is not None:
+                self.log.close()
+        return self._conclude(stopped)
+
+    def _one(self, step: int) -> bool:
+        """Train one step and write what is due; True if the run was asked to stop."""
+        cfg, job, progress = self.cfg, self.job, self.job.progress
+        began = time.perf_counter()
+        batches = next(job.loader)
+        look = self._look(step, batches)
+        settings = cfg.train
+        lr = lr_at(step, schedule=settings.schedule, lr=settings.lr, steps=settings.steps, warmup=settings.warmup,
+                   min_lr=settings.min_lr)  # fmt: skip
+        result = job.stepper.run(batches, lr, look)
+        seconds = time.perf_counter() - began
+        progress.step, progress.rows = step, job.loader.rows
+        progress.tokens += result.tokens
+        progress.seconds += seconds
+        self._prove(result, batches)
+        self._judge(result, batches)
+        row: dict[str, Any] = {
+            "step": step, "loss": result.loss, "tokens": result.tokens, "loss_tokens": result.loss_tokens,
+            "tokens_per_s": result.tokens / seconds, "grad_norm": result.grad_norm, "lr": lr,
+        }  # fmt: skip
+        if not result.applied:
+            row["skipped"] = True
+        if result.memory is not None:
+            row["memory"] = self.memory = result.memory
+        if result.health is not None:
+            row["health"] = result.health.table()
+            self.health = result.health.summary()
+        stop = self.world.any(self.wish.signal is not None)
+        if self._eval_due(step) and not stop:
+            row["eval"] = self._evaluate()
+        self._write(row, step)
+        if stop or step == settings.steps or (cfg.run.save_every and step % cfg.run.save_every == 0):
+            if self.log is not None:
+                self.log.sync()
+            assembly.save(job)
+        return stop
+
+    def _look(self, step: int, batches: Batches) -> Look:
+        every = self.cfg.run.health_every
+        reached = {c for c, n in self.job.stepper.forwards(batches).items() if n}
+        asks = any(row.fp8 for row in self.job.plan.rows)
+        return Look(
+            gemms=step == self.first or bool(self.proof.pending & reached),
+            health=asks and every > 0 and (step % every == 0 or step == self.cfg.train.steps),
+            memory=step == self.first or (every > 1 and step % every == 1),
+        )
+
+    def _prove(self, result: StepResult, batches: Batches) -> None:
+        """Check the counted GEMMs against the plan; a mismatch stops the run, and proof.json says which."""
+        if result.counts is None:
+            return
+        try:
+            self.proof.observe(result.counts, self.job.stepper.forwards(batches))
+        finally:
+            if self.world.is_main:
+                rundir.write_json(self.job.directory / "proof.json", finite(self.proof.report()))
+
+    def _judge(self, result: StepResult, batches: Batches) -> None:
+        """Count a step that was not applied; after `PATIENCE` in a row find the layer and stop."""
+        progress = self.job.progress
+        if result.applied:
+            progress.in_a_row = 0
+            return
+        progress.skipped += 1
+        progress.in_a_row += 1
+        self.display.say(
+            f"step {progress.step} skipped: loss {result.loss}, gradient norm {result.grad_norm}; the weights stay as "
+            "they are"
+        )
+        if progress.in_a_row < PATIENCE:
+            return
+        stepper = self.job.stepper
+        where = first_source(self.job.model, lambda: [stepper.backward(batch, 1.0) for batch in batches])
+        raise TrainError(
+            f"{PATIENCE} steps in a row, up to step {progress.step}, had a loss or a gradient that is not finite: "
+            f"{where}. Lower train.lr, look at the data of these steps, or keep that layer out of FP8 with a rule "
+            "(recipe: off)"
+        )
+
+    def _eval_due(self, step: int) -> bool:
+        every = self.cfg.run.eval_every
+        return self.job.evalset is not None and (step == self.cfg.train.steps or (every > 0 and step % every == 0))
+
+    def _evaluate(self) -> Mapping[str, Any]:
+        assert self.job.evalset is not None
+        self.eval = evaluate(self.job.model, self.job.evalset, self.job.stepper.forward, self.world)
+        return self.eval
+
+    def _catch_up(self) -> None:
+        """Evaluate after the step of the checkpoint where that was due and a signal or a kill came before."""
+        step = self.job.progress.step
+        seen = self.last.get("step") == step and "eval" in self.last
+        if not step or not self._eval_due(step) or not self.world.any(self.world.is_main and not seen):
+            return
+        row = {**(self.last if self.last.get("step") == step else {"step": step}), "eval": self._evaluate()}
+        if self.log is not None:
+            self.log.close()
+            rundir.truncate_metrics(self.job.directory / rundir.METRICS, step - 1)
+            self.log = MetricsLog(self.job.directory, self.cfg.run.tensorboard, self.first)
+            self.log.write(row)
+        self.last = row
+
+    def _write(self, row: dict[str, Any], step: int) -> None:
+        wanted = step % self.cfg.run.log_every == 0 or step in (self.first, self.cfg.train.steps)
+        if self.log is not None and (wanted or {"eval", "health", "memory", "skipped"} & row.keys()):
+            self.log.write(row, self.health if "health" in row else None)
+            for hook in self.hooks:
+                hook(row)
+        self.last = row
+        self.display.step(row)
+
+    def _conclude(self, stopped: bool) -> RunResult:
+        job, progress = self.job, self.job.progress
+        if not stopped and self.cfg.run.hf:
+            self._write_hf()
+        result = RunResult(
+            dir=job.directory,
+            status="stopped" if stopped else "finished",
+            steps=progress.step,
+            final={k: v for k, v in self.last.items() if k not in ("eval", "health", "memory")},
+            eval=self.eval,
+            health=self.health,
+            memory=self.memory,
+            skipped=progress.skipped,
+            seconds=progress.seconds,
+            signal=self.wish.signal if stopped else None,
+        )
+        if stopped:
+            self.display.say(f"stopped after step {progress.step}; saved. Continue with run.resume=auto")
+        elif self.world.is_main:
+            rundir.write_json(job.directory / rundir.RESULT, finite({**asdict(result), "dir": str(job.directory)}))
+        if self.proof.pending:
+            self.display.say(f"no step reached {', '.join(sorted(self.proof.pending))}: its FP8 is planned, not proven")
+        left_out = job.loader.report.counts
+        if left_out:
+            listed = ", ".join(f"{count} {action}" for action, count in sorted(left_out.items()))
+            self.display.say(f"rows: {listed}; see {job.directory / 'skipped.jsonl'}")
+        return result
+
+    def _write_hf(self) -> None:
+        """hf/: the trained weights as a Hugging Face folder. Gathered from all ranks, written by the main one."""
+        job, world = self.job, self.world
+        weights = parallel.full_state_dict(job.model, world) if world.size > 1 else None
+        world.from_main(
+            lambda: str(models.save_hf(job.model, self.cfg.model.path, job.directory / "hf", state_dict=weights))
+        )
+
+
+def _from_json(directory: Path, found: Mapping[str, Any]) -> RunResult:
+    return RunResult(**{**found, "dir": directory})

@@ -1,0 +1,64 @@
+"""Loss reductions, explicit: every token's cross-entropy times a weight that comes from the whole global batch.
+
+With c_t the cross-entropy of token t in fp32 (nats), a step's loss is L = sum over all tokens t of w_t c_t, summed over
+micro-batches and ranks, where
+
+    token        w_t = 1 / N              N: loss tokens of the global batch
+    sample       w_t = 1 / (S n_s)        S: its samples with a loss token, n_s: the loss tokens of t's sample
+    microbatch   w_t = 1 / (M n_m)        M: its micro-batches (of all ranks) with a loss token, n_m: those of t's
+
+Only `microbatch` depends on how the global batch is cut; it is what averaging per-micro-batch means gives, and it
+weighs a token in a short micro-batch more. The denominators are counted over all micro-batches and ranks before the
+first backward (`count`, then a sum over ranks), so gradients add up to the gradient of L with no factor left over.
+A masked token (label -100) has weight 0; where nothing is left, the loss is 0 and its gradient zero, never NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+REDUCTIONS = ("token", "sample", "microbatch")
+IGNORE = -100
+
+
+def targets(labels: Tensor) -> Tensor:
+    """labels [B, T] -> [B, T-1]: position t predicts token t + 1."""
+    return labels[:, 1:]
+
+
+def count(all_labels: Sequence[Tensor], reduction: str) -> float:
+    """This rank's part of the denominator N, S or M, from the labels [B, T] of all its micro-batches of a step."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"loss {reduction!r} does not exist; there are {', '.join(REDUCTIONS)}")
+    total = 0
+    for labels in all_labels:
+        known = targets(labels) != IGNORE
+        if reduction == "token":
+            total += int(known.sum())
+        elif reduction == "sample":
+            total += int(known.any(dim=1).sum())
+        else:
+            total += int(known.any())
+    return float(total)
+
+
+def weights(labels: Tensor, reduction: str, denominator: float) -> Tensor:
+    """w_t for one micro-batch: labels [B, T] -> fp32 [B, T-1]. `denominator`: `count` summed over ranks."""
+    known = (targets(labels) != IGNORE).to(torch.float32)
+    if reduction == "token":
+        share = known
+    elif reduction == "sample":
+        share = known / known.sum(dim=1, keepdim=True).clamp(min=1)
+    else:
+        share = known / known.sum().clamp(min=1)
+    return share / max(denominator, 1.0)
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """logits [B, P, V], target [B, P] (-100: none) -> c_t in fp32 [B, P], 0 where there is no target."""
+    flat = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="none")
+    return flat.view(target.shape)

@@ -1,0 +1,63 @@
+"""Which layer made the first value that is not finite: asked when a run cannot go on, so it may cost two more steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def first_source(model: nn.Module, run: Callable[[], Any]) -> str:
+    """One sentence naming where NaN or Inf first appears when `run` (forwards and backwards) is repeated.
+
+    Looked at in this order: the weights; each module's output in the order of the forward; the loss's way back, each
+    module's gradient in the order of the backward. Inputs that are already bad are not a module's own fault, so the
+    innermost module with good inputs and a bad output is named.
+    """
+    for name, parameter in model.named_parameters():
+        if not _good(parameter.detach()):
+            return f"the weight {name} itself is not finite"
+    found: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if not found and not _good(output) and _good(args) and _good(kwargs):
+            found.append(f"the forward of {names[module] or type(module).__name__} ({type(module).__name__})")
+
+    def backward(module: nn.Module, given: Any, taken: Any) -> None:
+        if not found and not _good(given) and _good(taken):
+            found.append(f"the backward of {names[module] or type(module).__name__} ({type(module).__name__})")
+
+    hooks = [module.register_forward_hook(after, with_kwargs=True) for module in model.modules()]
+    hooks += [module.register_full_backward_hook(backward) for module in _leaves(model)]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found:
+        return f"{found[0]} produced the first value that is not finite"
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not _good(p.grad)]
+    if bad:
+        return f"the gradient of {bad[-1]} is not finite, though every activation is"
+    return "no layer produced one when the step was repeated: the loss itself overflows"
+
+
+def _leaves(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if not any(True for _ in module.children())]
+
+
+def _good(value: Any) -> bool:
+    """Whether every floating-point tensor inside is finite."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            return True
+        local = value.to_local() if hasattr(value, "to_local") else value
+        return bool(torch.isfinite(local).all())
+    if isinstance(value, dict):
+        return all(_good(entry) for entry in value.values())
+    if isinstance(value, list | tuple):
+        return all(_good(entry) for entry in value)
+    return True

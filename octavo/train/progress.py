@@ -1,0 +1,65 @@
+"""How a run shows itself: a progress bar on a terminal, plain lines elsewhere, nothing without a console."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+SECONDS = 10.0  # between plain lines
+
+
+class Display:
+    """Shows steps of a run on a rich console (None: silent)."""
+
+    def __init__(self, console: Any, label: str, steps: int) -> None:
+        self.console, self.label, self.steps = console, label, steps
+        self._bar: Any = None
+        self._task: Any = None
+        self._last = 0.0
+
+    def begin(self, done: int) -> None:
+        """Start at `done` steps of `steps`."""
+        if self.console is None or not self.console.is_terminal:
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(), console=self.console, refresh_per_second=4,
+        )  # fmt: skip
+        self._task = self._bar.add_task(self.label or "train", total=self.steps, completed=done, figures="")
+        self._bar.start()
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A step is done."""
+        if self.console is None:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], figures=_figures(row))
+            return
+        now = time.monotonic()
+        if row["step"] in (1, self.steps) or "eval" in row or now - self._last >= SECONDS:
+            self._last = now
+            self.say(f"step {row['step']}/{self.steps}  {_figures(row)}")
+
+    def say(self, text: str) -> None:
+        """A line beside the bar."""
+        if self.console is not None:
+            prefix = f"{self.label}: " if self.label and "\n" not in text else ""
+            self.console.print(prefix + text, highlight=False, markup=False, soft_wrap=True)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _figures(row: Mapping[str, Any]) -> str:
+    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:.0f} tokens/s"]
+    if row.get("skipped"):
+        parts.append("skipped: not finite")
+    if "eval" in row:
+        found = row["eval"]
+        parts.append(f"eval loss {found['loss']:.4f}, exact match {found['exact_match']:.1%} of {found['questions']}")
+    return "  ".join(parts)

@@ -1,0 +1,230 @@
+"""The run directory: entered once, continued or refused, never overwritten.
+
+config.yaml        resolved, runs again unchanged      metrics.jsonl   each step once
+environment.json   machine and versions                proof.json      the GEMMs that were counted
+plan.json          before any weight is read           result.json     only when the run has finished
+checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
+tensorboard/       event files                         hf/             safetensors for from_pretrained
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from octavo import checkpoint
+from octavo.checkpoint.files import read_state
+from octavo.config import Config, ConfigError, load_config, to_yaml
+from octavo.parallel import World
+from octavo.train.errors import TrainError
+
+CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
+
+
+@dataclass
+class Progress:
+    """How far a run is. `step` optimizer steps done, `rows` of the data consumed, `tokens` seen, `skipped` steps that
+    were not finite (`in_a_row` of them just now), `seconds` of training."""
+
+    step: int = 0
+    rows: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, counters: Mapping[str, Any]) -> Progress:
+        return cls(**{f.name: counters[f.name] for f in fields(cls)})
+
+    def counters(self, cfg: Config) -> dict[str, Any]:
+        """What a checkpoint stores: these numbers, and the settings that a resume must find again."""
+        return {**asdict(self), "settings": settings(cfg)}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: its directory, the checkpoint to load (None: from the model's own weights), the rows already
+    consumed, and the result of a run that has finished already."""
+
+    directory: Path
+    checkpoint: Path | None = None
+    rows: int = 0
+    result: Mapping[str, Any] | None = None
+
+
+def settings(cfg: Config) -> dict[str, Any]:
+    """What decides a run's numbers: everything except where it runs, what it writes, and how many workers read."""
+    found = cfg.model_dump(mode="json")
+    found["run"] = {"seed": cfg.run.seed}
+    found["data"].pop("workers")
+    return found
+
+
+def enter(cfg: Config, world: World, say: Callable[[str], None]) -> Start:
+    """Make or reopen `run.dir` as `run.resume` says. A collective.
+
+    never   the directory must be new or empty
+    auto    continue from its newest whole checkpoint; without one, or without a run, begin
+    PATH    continue from that checkpoint: its own run, or another directory that is new or empty
+
+    Raises TrainError for a directory that must not be touched, or settings that changed since the checkpoint, with
+    the keys that differ.
+    """
+    directory = Path(cfg.run.dir)
+    known = world.from_main(lambda: _look(cfg, directory))
+    if known["result"] is not None:
+        return Start(directory, result=known["result"])
+    if cfg.run.resume not in ("never", "auto"):
+        chosen: Path | None = Path(cfg.run.resume)
+    elif known["run"]:
+        chosen = checkpoint.latest(directory / CHECKPOINTS, world, say)
+    else:
+        chosen = None
+    rows = world.from_main(lambda: _prepare(cfg, directory, chosen))
+    if known["run"] and chosen is None:
+        say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
+    return Start(directory, chosen, rows)
+
+
+def _look(cfg: Config, directory: Path) -> dict[str, Any]:
+    """What the directory holds; refuses what must not be touched."""
+    if directory.exists() and not directory.is_dir():
+        raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
+    # What starts with a dot is a file that was being written when a run was killed before it had a configuration.
+    there = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
+    resume = cfg.run.resume
+    if resume not in ("never", "auto"):
+        _check_checkpoint(Path(resume))
+        inside = Path(resume).resolve().parent == (directory / CHECKPOINTS).resolve()
+        if there and not inside:
+            raise TrainError(
+                f"run.resume={resume} continues another run, but run.dir {directory} is not empty. Name a new run.dir, "
+                f"or one of the checkpoints in {directory / CHECKPOINTS}"
+            )
+        return {"run": inside, "result": None}
+    if not there:
+        return {"run": False, "result": None}
+    if CONFIG not in there:
+        raise TrainError(
+            f"run.dir {directory} is not empty ({', '.join(there[:3])}) and holds no run of Octavo. Name a directory "
+            "that is new or empty; nothing is overwritten"
+        )
+    if resume == "never":
+        steps = checkpoint.steps(directory / CHECKPOINTS)
+        reached = f"with checkpoints up to step {steps[-1]}" if steps else "without a checkpoint yet"
+        raise TrainError(
+            f"run.dir {directory} holds a run {reached}, and nothing is overwritten. Continue it with run.resume=auto, "
+            "or name another run.dir"
+        )
+    _same_settings(_saved_settings(directory), cfg, directory)
+    result = read_json(directory / RESULT)
+    finished = result is not None and result.get("status") == "finished"
+    return {"run": True, "result": result if finished else None}
+
+
+def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> int:
+    """Make the directory say what the run is about to be true for; gives the rows consumed so far."""
+    step, rows = 0, 0
+    if chosen is not None:
+        counters = read_state(chosen)["counters"]
+        _same_settings(counters["settings"], cfg, chosen)
+        step, rows = counters["step"], counters["rows"]
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / CONFIG).exists():
+        write_text(directory / CONFIG, to_yaml(cfg))
+    (directory / RESULT).unlink(missing_ok=True)
+    truncate_metrics(directory / METRICS, step)
+    return rows
+
+
+def _check_checkpoint(path: Path) -> None:
+    if (path / "state.json").is_file():
+        return
+    if not path.exists():
+        raise TrainError(f"run.resume={path} does not exist; name a checkpoint such as runs/first/checkpoints/step_200")
+    inner = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    steps = checkpoint.steps(inner)
+    cure = f"name one of its checkpoints, e.g. {inner / f'step_{steps[-1]}'}" if steps else "it holds no checkpoint"
+    raise TrainError(f"run.resume={path} is not a checkpoint: {cure}")
+
+
+def _saved_settings(directory: Path) -> dict[str, Any]:
+    try:
+        return settings(load_config(directory / CONFIG))
+    except ConfigError as error:
+        raise TrainError(f"{directory / CONFIG} cannot be read, so the run cannot be continued: {error}") from error
+
+
+def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
+    changed = list(_differences(saved, settings(cfg)))
+    if changed:
+        shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in changed)
+        raise TrainError(
+            f"{where} was made with other settings: {shown}. A resumed run continues with the same model, data, "
+            "schedule and FP8 settings (run.* may change, the seed may not); set them back, or start a new run in "
+            "another run.dir"
+        )
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new
+
+
+def truncate_metrics(file: Path, step: int) -> None:
+    """Drop the lines after `step` (and a half-written last one), atomically: the steps to come write them again."""
+    if not file.exists():
+        return
+    kept = [row for row in read_rows(file) if row["step"] <= step]
+    write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; one that a kill left unfinished at the end is not among them."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").split("\n")
+    rows = []
+    for number, line in enumerate(lines):
+        if not line:
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines) - 1:
+                break
+            raise TrainError(f"{file}, line {number + 1} is not JSON ({error.msg}): the file was changed") from error
+    return rows
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is no such file."""
+    if not file.exists():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise TrainError(f"{file} is damaged ({error.msg}); delete it and start again") from error
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Indented JSON, written aside and renamed."""
+    write_text(file, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """A file that is there whole or as it was before, also after a power cut."""
+    aside = file.with_name(f".{file.name}.tmp")
+    with aside.open("w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    aside.replace(file)

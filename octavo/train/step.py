@@ -1,0 +1,132 @@
+"""One optimizer step: micro-batches forward and backward, clip, check, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from octavo import fp8, models
+from octavo.config import Config
+from octavo.parallel import World
+from octavo.train import losses
+from octavo.train.forward import Forward
+from octavo.train.memory import Kept
+from octavo.train.optim import set_lr, trained
+
+Batches = Sequence[dict[str, Any]]
+VISION = ("image_encoder", "image_projector")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What to observe during a step: GEMMs for the proof, FP8 health figures, memory by kind."""
+
+    gemms: bool = False
+    health: bool = False
+    memory: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave, the same on every rank. `applied` is False where loss or gradient norm were not finite and
+    the weights stayed; `tokens` counts all tokens of the global batch without padding, `loss_tokens` those with a loss.
+    `counts`, `health` and `memory` are this rank's own, where they were asked for."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    loss_tokens: int
+    applied: bool
+    counts: fp8.GemmCounts | None = None
+    health: fp8.Health | None = None
+    memory: Mapping[str, int] | None = None
+
+
+@dataclass
+class Stepper:
+    """Everything a step touches. `run` is the step."""
+
+    cfg: Config
+    model: nn.Module
+    family: models.Family
+    optimizer: torch.optim.Optimizer
+    world: World
+    forward: Forward
+
+    def run(self, batches: Batches, lr: float, look: Look) -> StepResult:
+        """Train on one global batch, of which `batches` are this rank's micro-batches."""
+        kept = Kept(self.model, self.family) if look.memory else None
+        set_lr(self.optimizer, lr)
+        with _maybe(fp8.count_gemms, look.gemms) as counts, _maybe(fp8.health, look.health) as health:
+            totals = self._totals(batches)
+            loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
+            for batch in batches:
+                loss += self.backward(batch, float(totals[0]), kept)
+        loss = self.world.sum(loss)
+        norm = self._clip()
+        applied = bool(loss.isfinite() & norm.isfinite())
+        if applied:
+            self.optimizer.step()
+        memory = kept.report(self.optimizer) if kept else None
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.world.size > 1:
+            fp8.reduce_scaling_state(self.model)
+        return StepResult(float(loss), float(norm), int(totals[1]), int(totals[2]), applied, counts, health, memory)
+
+    def backward(self, batch: dict[str, Any], denominator: float, kept: Kept | None = None) -> Tensor:
+        """Forward and backward of one micro-batch; its part of the step's loss, detached."""
+        labels = batch["labels"]
+        # Only positions that some row predicts at need logits: with a vocabulary of 150 000 they are the largest
+        # tensor of the step.
+        keep = (losses.targets(labels) != losses.IGNORE).any(dim=0).nonzero().flatten()
+        keep = keep if len(keep) else torch.zeros(1, dtype=torch.int64)
+        share = losses.weights(labels, self.cfg.train.loss, denominator)[:, keep].to(self.world.device)
+        with kept.forward() if kept else _nothing():
+            logits = self.forward(batch, keep)
+            target = losses.targets(labels)[:, keep].to(self.world.device)
+            loss = (losses.cross_entropy(logits, target) * share).sum()
+        loss.backward()
+        return loss.detach()
+
+    def _totals(self, batches: Batches) -> Tensor:
+        """[denominator, tokens, loss tokens], each summed over ranks: one collective before the first backward."""
+        labels = [batch["labels"] for batch in batches]
+        metas = [batch["meta"] for batch in batches]
+        mine = [
+            losses.count(labels, self.cfg.train.loss),
+            sum(meta.tokens for meta in metas),
+            sum(sum(meta.loss_tokens) for meta in metas),
+        ]
+        return self.world.sum(torch.tensor(mine, dtype=torch.float64))
+
+    def _clip(self) -> Tensor:
+        """The gradient norm over all ranks; the gradients are scaled down to `train.clip` (0: left as they are)."""
+        limit = self.cfg.train.clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(list(trained(self.model)), limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def forwards(self, batches: Batches) -> dict[str, int]:
+        """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image."""
+        pictured = sum(batch["meta"].has_image for batch in batches)
+        return {c: pictured if c in VISION else len(batches) for c in self.family.components}
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield None
+
+
+@contextmanager
+def _maybe(make: Any, wanted: bool) -> Iterator[Any]:
+    if not wanted:
+        yield None
+        return
+    with make() as made:
+        yield made

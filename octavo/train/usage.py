@@ -1,0 +1,87 @@
+"""Using what was trained: a run directory back as a model, and its evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo import checkpoint, data, fp8, models, parallel
+from octavo.config import Config, load_config
+from octavo.train import planning, rundir
+from octavo.train.build import data_settings, scaling_of
+from octavo.train.errors import TrainError
+from octavo.train.evaluation import evaluate
+from octavo.train.forward import Forward, wants_bf16
+
+
+def load_run(run_dir: str | Path, step: int | None = None, recipe: str | None = None) -> tuple[nn.Module, Any, Config]:
+    """(model, processor, configuration) of a run, ready to evaluate or to generate: FP8 applied as it was trained.
+
+    step    the checkpoint to load; None: the newest whole one
+    recipe  another FP8 recipe than the run's for the whole model, "off" for high precision
+
+    One process. Raises TrainError where the directory is no run or has no such checkpoint.
+    """
+    directory = Path(run_dir)
+    cfg = configuration(directory)
+    if recipe is not None:
+        cfg = cfg.with_overrides([f"fp8.recipe={recipe}"])
+        if recipe == "off":
+            cfg = cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
+    world = parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    path = _checkpoint(directory, step, world)
+    plan, _, _ = planning.plan_for(cfg)
+    model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
+    fp8.apply(model, plan)
+    restored = checkpoint.load(path, model=model, optimizer=None, world=world)
+    histories = scaling_of(restored.extra)
+    if recipe is None and histories:
+        fp8.load_scaling_state(model, histories)
+    fp8.invalidate(model)
+    model.eval()
+    return model, models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels), cfg
+
+
+def evaluate_run(run_dir: str | Path, step: int | None = None, recipe: str | None = None) -> dict[str, Any]:
+    """Evaluate a run on its held-out data: what `evaluate` gives, and the `step` that was evaluated.
+
+    Raises TrainError where the run's configuration names no held-out data.
+    """
+    cfg = configuration(Path(run_dir))
+    if not cfg.data.eval:
+        raise TrainError(f"the run {run_dir} names no held-out data; add data.eval to its configuration")
+    model, processor, cfg = load_run(run_dir, step, recipe)
+    evalset = data.eval_set(data_settings(cfg), processor)
+    assert evalset is not None
+    world = parallel.World(device=next(model.parameters()).device)
+    found = evaluate(model, evalset, Forward(model, world, wants_bf16(cfg, world.device)), world)
+    return {"step": step if step is not None else checkpoint.steps(Path(run_dir) / rundir.CHECKPOINTS)[-1], **found}
+
+
+def configuration(directory: Path) -> Config:
+    """The configuration that a run was made with. Raises TrainError for a directory that holds no run."""
+    file = directory / rundir.CONFIG
+    if not file.is_file():
+        raise TrainError(
+            f"{directory} is not a run directory: it has no {rundir.CONFIG}. Name one that octavo train wrote"
+        )
+    return load_config(file)
+
+
+def _checkpoint(directory: Path, step: int | None, world: parallel.World) -> Path:
+    folder = directory / rundir.CHECKPOINTS
+    steps = checkpoint.steps(folder)
+    if not steps:
+        raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
+    if step is None:
+        found = checkpoint.latest(folder, world)
+        assert found is not None
+        return found
+    if step not in steps:
+        raise TrainError(
+            f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
+        )
+    return folder / f"step_{step}"
