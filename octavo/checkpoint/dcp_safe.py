@@ -4,7 +4,7 @@ DCP unpickles in two places, and both run whatever code the file asks for:
 
 1. `.metadata`, by a bare `pickle.load`. `SafeReader` reads it with an unpickler that knows the dozen classes DCP
    writes there, by name, and refuses all others; then it checks what came out, down to the file names.
-2. Every entry that is no tensor ("byte entry"), by `torch.load(weights_only=False)`. `TensorsOnly` refuses a
+2. Every entry that is no tensor ("byte entry"), by a `torch.load` that DCP tells to trust it. `TensorsOnly` refuses a
    checkpoint that holds one. Octavo writes none: what is no tensor is JSON in state.json.
 
 The tensors themselves are zip streams of `torch.save` inside `*.distcp`, which DCP opens with `weights_only=True`;

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from octavo import fp8
 from octavo.checkpoint import files
 from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly
 from octavo.checkpoint.errors import CheckpointError
@@ -206,6 +207,7 @@ def load(
     with _dcp("read", path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*process group is not.*|.*single process.*")
         dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
+    fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
     if optimizer is not None:
         _fill(model, optimizer, slots, document)
     return Restored(

@@ -15,6 +15,7 @@ tower therefore always runs; `models.attach_dummy_image` sees to it on ranks wit
 
 from __future__ import annotations
 
+import warnings
 from typing import Protocol
 
 import torch
@@ -52,6 +53,9 @@ def shard(model: nn.Module, family: HasLayers, world: World, reshard_after_forwa
     _check_unshared(model, blocks)
     for _, block in blocks:
         fully_shard(block, mesh=world.mesh, reshard_after_forward=reshard_after_forward)
+    # Logits are a view of their GEMM's output. FSDP2 warns of that, because writing into them would lose its hook; a
+    # user can do nothing about it, and Octavo's losses write into no logits.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDP" + type(model).__name__)
     # The root's weights are wanted again right at the start of backward: FSDP2's default keeps them gathered.
     fully_shard(model, mesh=world.mesh)
     for module in model.modules():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from octavo import fp8
 from octavo.parallel import World, WorldError, full_state_dict, shard
 from tests import ranks
 from tests.parallel.gaps import worst_gap
@@ -82,13 +83,54 @@ def _decoders(world: World) -> dict:
     return answer
 
 
-def test_two_ranks_give_the_gradients_of_one_process():
-    first, second = ranks.run(_decoders, 2)
+def _fp8(world: World) -> dict:
+    """Losses over ten steps of AdamW: in high precision, in FP8 by one process, in FP8 by the ranks together."""
+    torch.manual_seed(0)
+    first = Decoder(48, 31)
+    first.embed.weight.data *= 0.2  # else the tied head answers at once
+    answer: dict = {}
+    for name in ("high", "one", "ranks"):
+        model = Decoder(48, 31)
+        model.load_state_dict(first.state_dict())
+        part = slice(world.rank, None, world.size) if name == "ranks" else slice(None)
+        if name != "high":
+            fp8.apply(model, fp8.plan(model, "blockwise", components={"foundation": ("blocks.**",)}))
+        if name == "ranks":
+            shard(model, Blocks(), world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        answer[name] = []
+        with fp8.count_gemms() as counts:
+            for step in range(10):
+                ids = torch.randint(0, 31, (4, 16), generator=torch.Generator().manual_seed(step))[part]
+                aim = (3 * ids + 1).flatten() % 31
+                loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), aim, reduction="sum") / 64
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                answer[name].append(float(world.sum(loss) if name == "ranks" else loss.detach()))
+        answer[f"{name} gemms"] = sorted({gemm for _, gemm, backend in counts if backend == "reference"})
+    return answer
+
+
+def _all(world: World) -> dict:
+    return {"decoders": _decoders(world), "fp8": _fp8(world)}
+
+
+def test_two_ranks_give_the_gradients_and_the_fp8_losses_of_one_process():
+    results = ranks.run(_all, 2)
+    first, second = (result["decoders"] for result in results)
     for answer in (first, second):
         gaps = {name: gap for name, gap in answer.items() if isinstance(gap, float)}
         assert len(gaps) == 4 and max(gaps.values()) < 1e-5, gaps
         assert answer["dtensors"] and answer["tied"] and answer["equal"]
     assert first["names"] == list(Decoder().state_dict()) and second["names"] == []
+
+    for got in (result["fp8"] for result in results):
+        gaps = [abs(a - b) / a for a, b in zip(got["one"], got["ranks"], strict=True)]
+        assert max(gaps) < 1e-3, gaps
+        assert got["one"][-1] < 0.5 * got["one"][0], "nothing was learnt, so nothing was compared"
+        assert max(abs(a - b) / a for a, b in zip(got["one"], got["high"], strict=True)) > max(gaps), "no FP8 ran"
+        assert got["one gemms"] == got["ranks gemms"] == ["dgrad", "fwd", "wgrad"]
 
 
 def test_one_process_is_left_as_it_is():
