@@ -53,11 +53,21 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
 
 
 def conclude(verdict: Any, as_json: bool) -> int:
-    """Says the verdict; 0 for pass and warn (with its reasons), 1 for fail."""
+    """Says the verdict with its reasons; 0 for pass and warn, 1 for fail."""
     if as_json:
-        terminal.show_json({"status": verdict.status, "line": verdict.line, "reasons": list(verdict.reasons)})
+        terminal.show_json(summary(verdict))
     else:
         print(verdict.line)
         for reason in verdict.reasons:
             print(f"  {reason}")
-    return 1 if verdict.status == "fail" else 0
+    return int(verdict.exit_code)
+
+
+def summary(verdict: Any) -> dict[str, Any]:
+    """A verdict for programs; report.json in the report folder holds every figure."""
+    return {
+        "status": verdict.status,
+        "line": verdict.line,
+        "reasons": list(verdict.reasons),
+        "checks": [check.to_json() for check in verdict.checks],
+    }

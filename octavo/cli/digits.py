@@ -14,7 +14,7 @@ from octavo.cli import arguments
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="folder to write: train.json, test.json and images")
     parser.add_argument("--train", type=arguments.positive, default=4000, help="training images (default 4000)")
-    parser.add_argument("--test", type=arguments.positive, default=200, help="test images (default 200)")
+    parser.add_argument("--test", type=arguments.positive, default=500, help="test images (default 500)")
     parser.add_argument("--seed", type=arguments.natural, default=0, help="which samples are joined (default 0)")
 
 

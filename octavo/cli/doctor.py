@@ -11,7 +11,9 @@ from octavo.cli import arguments, terminal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_json(parser)
-    parser.add_argument("--all", action="store_true", help="also list one by one what works")
+    parser.add_argument(
+        "--all", action="store_true", help="list everything one by one, with the cure for what is optional and absent"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,17 +29,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(report: Any, everything: bool) -> None:
-    """The checks as one table, then what each shortcoming means with its cure, then one line that sums up."""
+    """The checks as one table, what each shortcoming means with its cure, and one line that sums up."""
     rows = _all_rows(report) if everything else _short_rows(report)
     terminal.show_table(("", "what", "found"), rows)
-    for check in [*report.of("fail"), *report.of("warn"), *report.of("absent")]:
-        if not check.means and not check.cure:
-            continue
+    for check in report.of("fail", "warn", *(["absent"] if everything else [])):
         terminal.note_below(f"{check.status}: {check.name}: {check.found}", means=check.means, cure=check.cure)
     failures = report.of("fail")
     print()
     if failures:
-        print(f"{len(failures)} required things do not work: {', '.join(c.name for c in failures)}.")
+        count = "1 required thing does" if len(failures) == 1 else f"{len(failures)} required things do"
+        print(f"{count} not work: {', '.join(check.name for check in failures)}.")
     else:
         print("Everything that is required works.")
 
@@ -56,5 +57,6 @@ def _short_rows(report: Any) -> list[tuple[str, str, str]]:
             rows.append(("ok", area, ", ".join(check.name for check in good)))
         else:
             rows += [("ok", f"{area}: {check.name}", check.found) for check in good]
-        rows += [(c.status, f"{area}: {c.name}", c.found) for c in checks if c.status != "ok"]
+        rows += [(c.status, f"{area}: {c.name}", c.found) for c in checks if c.status in ("fail", "warn")]
+        rows += [(c.status, f"{area}: {c.name}", f"{c.found}: {c.means}") for c in checks if c.status == "absent"]
     return rows

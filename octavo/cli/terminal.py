@@ -63,11 +63,11 @@ def note_below(text: str, *, means: str, cure: str) -> None:
         print(f"  cure:  {cure}")
 
 
-def console() -> Any:
-    """A rich console for progress, on stderr, so that stdout holds results alone."""
+def console(*, stderr: bool = True) -> Any:
+    """A rich console for progress; on stderr unless told otherwise, so that stdout holds results alone."""
     from rich.console import Console
 
-    return Console(stderr=True)
+    return Console(stderr=stderr)
 
 
 def number(value: Any) -> str:

@@ -2,19 +2,23 @@
 
 octavo train run.yaml
 octavo train run.yaml train.lr=3e-4 --fp8-recipe rowwise
-octavo train run.yaml run.resume=auto            continue where the run stopped
+octavo train run.yaml run.resume=auto                          continue where the run stopped
 torchrun --nproc-per-node 2 -m octavo train run.yaml
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
+from typing import Any
 
 from octavo.cli import arguments, terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser)
+    arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,5 +26,21 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo import train
 
-    train.run(cfg, console=terminal.console())
-    return 0
+    result = train.run(cfg, console=terminal.console(stderr=args.json))
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts this once a rank; one of them speaks
+        if args.json:
+            terminal.show_json(dataclasses.asdict(result))
+        else:
+            conclude(result)
+    return int(result.exit_code)
+
+
+def conclude(result: Any) -> None:
+    """How the run ended, in a few lines."""
+    pairs = {name: terminal.number(result.final[name]) for name in ("loss", "tokens_per_s") if name in result.final}
+    if result.eval:
+        pairs["held-out loss"] = terminal.number(result.eval["loss"])
+        pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"
+    if result.skipped:
+        pairs["skipped steps"] = str(result.skipped)
+    terminal.show_pairs(pairs, title=f"{result.status} after step {result.steps}: {result.dir}")

@@ -1,0 +1,246 @@
+"""The commands in process: what they print, what they hand on, what they refuse."""
+
+import inspect
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from octavo.cli import terminal
+from octavo.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a mini checkpoint, a few digits, and a configuration; the run in it is trained once."""
+    from octavo.data import digits
+    from octavo.models import tiny
+
+    home = tmp_path_factory.mktemp("cli")
+    tiny.write("qwen3_vl", home / "model", size="mini")
+    digits.write(home / "digits", train=8, test=4)
+    (home / "run.yaml").write_text(
+        """model: {path: model}
+data:
+  train: [{path: digits/train.json, images: digits}]
+  eval: [{path: digits/test.json, images: digits}]
+train: {steps: 2, micro_batch: 2, global_batch: 2, seq_length: 256, lr: 1e-3}
+run: {dir: run, hf: false, tensorboard: false, health_every: 0}
+"""
+    )
+    return home
+
+
+@pytest.fixture
+def here(home, monkeypatch):
+    monkeypatch.chdir(home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def trained(home):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        assert main(["train", "run.yaml", "run.save_every=1"]) == 0
+    return home / "run"
+
+
+def test_train_then_eval_then_generate(here, trained, capsys):
+    assert main(["eval", "run"]) == 0
+    table = capsys.readouterr().out
+    assert table.split()[:5] == ["step", "loss", "exact", "match", "questions"]
+    assert main(["eval", "run", "--step", "1", "--recipe", "off", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 1 and found["questions"] == 16 and found["loss"] > 0
+
+    image = str(next((here / "digits").rglob("*.png")))
+    ask = ["generate", "run", "--prompt", "first?", "--image", image, "--max-new-tokens", "2", "--json"]
+    assert main(ask) == 0
+    assert json.loads(capsys.readouterr().out)["fp8_gemms"] > 0  # a run answers in the FP8 it was trained in
+    assert main([*ask, "--recipe", "off"]) == 0
+    assert json.loads(capsys.readouterr().out)["fp8_gemms"] == 0
+    assert main(["generate", "model", "--prompt", "hello", "--max-new-tokens", "2"]) == 0
+    assert capsys.readouterr().err == "model: high precision\n"
+
+
+def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys):
+    assert main(["train", "run.yaml"]) == 1
+    assert "octavo train:" in capsys.readouterr().err
+    assert main(["train", "run.yaml", "run.save_every=1", "run.resume=auto", "--json"]) == 0
+    got = capsys.readouterr()
+    result = json.loads(got.out)
+    assert result["status"] == "finished" and result["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    "argv, code, message",
+    [
+        (["eval", "nowhere"], 2, "there is no folder nowhere"),
+        (["eval", "model"], 1, "model is not a run directory"),
+        (["eval", "run", "--step", "7"], 1, "no checkpoint of step 7; there are 1, 2"),
+        (["eval", "run", "--recipe", "blok"], 2, "invalid choice: 'blok'"),
+        (["generate", "nowhere", "--prompt", "a"], 2, "there is no folder nowhere"),
+        (["generate", "digits", "--prompt", "a"], 1, "config.json is missing"),
+        (["generate", "model", "--prompt", " "], 2, "--prompt is empty"),
+        (["generate", "model", "--prompt", "a", "--image", "no.png"], 2, "there is no image file no.png"),
+        (["generate", "model", "--prompt", "a", "--image", "run.yaml"], 1, "run.yaml"),
+        (["generate", "model", "--prompt", "a", "--step", "1"], 2, "model is no run directory; leave --step out"),
+        (["generate", "model"], 2, "the following arguments are required: --prompt"),
+        (["plan"], 2, "name a configuration file, or a published model"),
+        (["plan", "run.yaml", "--shape", "qwen3_vl_8b"], 2, "--shape takes the place of the file; leave out run.yaml"),
+        (["plan", "--shape", "qwen3_vl_8", "fp8.recipe=off"], 1, "did you mean 'qwen3_vl_8b'?"),
+        (["plan", "--shape", "mpt_1b", "fp8.recpe=off"], 2, "fp8.recpe: unknown key; did you mean `recipe`?"),
+        (["plan", "run.yaml", "model.path=nowhere"], 1, "nowhere"),
+        (
+            ["plan", "run.yaml", "fp8.rules=[{match: '**.nothing', recipe: off}]"],
+            1,
+            "rule '**.nothing' matches no linear",
+        ),
+        (["plan", "run.yaml", "fp8.backend=warp"], 1, "There is no backend 'warp'"),
+        (["tiny", "qwen", "d"], 1, "there is no tiny family 'qwen'"),
+        (["tiny", "llama", "digits"], 1, "digits"),
+        (["digits", "model"], 1, "model"),
+    ],
+)
+def test_refusals(here, trained, argv, code, message, capsys):
+    assert main(argv) == code
+    got = capsys.readouterr()
+    assert message in got.err and "Traceback" not in got.err
+    assert not got.out
+
+
+def test_plan_of_a_file(here, capsys):
+    assert main(["plan", "run.yaml", "fp8.image_projector.recipe=rowwise"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("component")
+    assert "rowwise e4m3" in text and "linear FLOPs in FP8:" in text and "norms in high precision" in text
+    folded = len(text.splitlines())
+    assert main(["plan", "run.yaml", "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > folded
+    assert main(["plan", "run.yaml", "--fp8-recipe", "tensorwise", "--fp8-format", "e4m3", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["family"] == "qwen3_vl" and 0 < plan["share"] < 1  # the projector stays
+    assert {row["recipe"]["format"] for row in plan["rows"] if row["recipe"]} == {"e4m3"}
+
+
+def test_plan_of_a_shape(capsys):
+    assert main(["plan", "--shape", "mpt_1b", "fp8.rules=[{match: '**.blocks.0.**', recipe: off}]", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["family"] and {row["component"] for row in plan["rows"]} >= {"foundation"}
+    assert any(row["recipe"] is None and "rule" in row["reason"] for row in plan["rows"])
+
+
+def test_plan_on_a_terminal_wraps_instead_of_cutting(here, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "run.yaml"]) == 0
+    table = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out.split("\n\n")[0])
+    assert max(map(len, table.splitlines())) <= 80
+    assert "…" not in table
+
+
+def test_tiny_and_digits_write_once_and_accept_the_same(tmp_path, capsys):
+    for _ in range(2):
+        assert main(["tiny", "llama", str(tmp_path / "llama"), "--seed", "3"]) == 0
+        assert main(["digits", str(tmp_path / "digits"), "--train", "4", "--test", "2", "--seed", "1"]) == 0
+    assert "wrote a tiny llama" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "digits" / "train.json").read_text())) == 4
+
+
+def test_defaults_are_those_of_the_rooms():
+    import argparse
+
+    from octavo.cli import digits as command
+    from octavo.data import digits
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["d"])
+    room = inspect.signature(digits.write).parameters
+    assert {k: getattr(args, k) for k in ("train", "test", "seed")} == {
+        k: room[k].default for k in ("train", "test", "seed")
+    }
+
+
+VERDICTS = {"pass": 0, "warn": 0, "fail": 1}
+
+
+def verdict(status):
+    check = SimpleNamespace(to_json=lambda: {"name": "loss_gap", "status": status})
+    return SimpleNamespace(
+        status=status, line=f"{status}: so it is", reasons=("because",), checks=(check,), exit_code=VERDICTS[status]
+    )
+
+
+@pytest.mark.parametrize("status", VERDICTS)
+def test_compare_hands_on_and_exits_with_the_verdict(here, status, monkeypatch, capsys):
+    from octavo import report
+
+    calls = []
+    monkeypatch.setattr(report, "compare", lambda *args, **more: calls.append((args, more)) or verdict(status))
+    argv = ["compare", "run.yaml", "--recipes", "rowwise, blockwise,rowwise", "--out", "trial", "--fresh"]
+    assert main(argv) == VERDICTS[status]
+    (cfg, recipes, directory), more = calls[0]
+    assert recipes == ["rowwise", "blockwise"] and directory == "trial" and more["fresh"] is True
+    assert cfg.train.steps == 2
+    assert capsys.readouterr().out == f"{status}: so it is\n  because\n"
+    assert main(["compare", "run.yaml", "--json"]) == VERDICTS[status]
+    (_, recipes, directory), _ = calls[1]
+    assert recipes is None and directory == "run-compare"
+    assert json.loads(capsys.readouterr().out)["status"] == status
+
+
+def test_compare_takes_what_the_report_offers():
+    """The names handed on above exist: a monkeypatched function would not notice."""
+    from octavo import report
+    from octavo.report import demo
+
+    assert {"cfg", "recipes", "directory", "console", "fresh"} <= set(inspect.signature(report.compare).parameters)
+    assert {"directory", "steps", "fresh", "console"} <= set(inspect.signature(demo.run).parameters)
+
+
+def test_demo_hands_on(monkeypatch, capsys):
+    from octavo.report import demo
+
+    calls, steps = [], inspect.signature(demo.run).parameters["steps"].default
+    monkeypatch.setattr(demo, "run", lambda *args, **more: calls.append((args, more)) or verdict("fail"))
+    assert main(["demo", "--dir", "d", "--steps", "3", "--json"]) == 1
+    assert calls[0][0] == ("d", 3) and calls[0][1]["fresh"] is False
+    assert calls[0][1]["console"].stderr
+    assert json.loads(capsys.readouterr().out)["line"] == "fail: so it is"
+    assert main(["demo"]) == 1
+    assert calls[1][0] == ("demo", steps)
+    assert not calls[1][1]["console"].stderr
+
+
+def test_doctor_shows_and_judges(monkeypatch, capsys):
+    from octavo import doctor
+    from octavo.doctor import ABSENT, FAIL, OK, WARN, Check, Report
+
+    good = (
+        Check("versions", "torch", OK, "2.13"),
+        Check("optional", "vllm", ABSENT, "not installed", "no vllm", "get it"),
+    )
+    bad = (Check("fp8", "reference rowwise", FAIL, "boom", "cannot be trusted", "use another"),)
+    low = (Check("storage", "/dev/shm", WARN, "0.1 GiB free", "workers may die", "data.workers: 0"),)
+    monkeypatch.setattr(doctor, "examine", lambda say: Report(good + low, {}))
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "warn: /dev/shm: 0.1 GiB free\n  means: workers may die\n  cure:  data.workers: 0\n" in out
+    assert "get it" not in out and out.endswith("Everything that is required works.\n")
+    assert main(["doctor", "--all"]) == 0
+    assert "cure:  get it" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "examine", lambda say: Report(good + bad, {"python": "3"}))
+    assert main(["doctor"]) == 1
+    assert "1 required thing does not work: reference rowwise." in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["healthy"] is False and found["environment"] == {"python": "3"}
+    assert [check["status"] for check in found["checks"]] == [OK, ABSENT, FAIL]
+
+
+def test_plain_tables_line_up():
+    text = terminal.plain_table(("name", "n"), [("a", "10"), ("longer", "5")], title="T", right=(1,))
+    assert text == "T\nname     n\n------  --\na       10\nlonger   5"
+    assert [terminal.number(v) for v in (None, 3, 0.123456, "x", True)] == ["-", "3", "0.1235", "x", "True"]

@@ -1,0 +1,162 @@
+"""The door: help, refusals and exit codes, in process; speed and imports in a process of their own."""
+
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from octavo.cli import main as door
+from octavo.cli.main import main
+
+CONFIG = """model: {path: ./m}
+data: {train: [{path: a.json}]}
+train: {steps: 10}
+"""
+
+
+@pytest.fixture
+def run_yaml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    return "run.yaml"
+
+
+def test_overview(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name in door.COMMANDS:
+        assert f"\n  {name} " in out
+    assert "convert" not in out and "bench" not in out
+    assert main([]) == 2
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "octavo 0.1.0\n"
+
+
+@pytest.mark.parametrize("name", door.COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: octavo {name}")
+    assert len(out.splitlines()) > 4
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["trian", "x"], "octavo: there is no command 'trian'; did you mean `octavo train`?"),
+        (["zzz"], "there are: demo, train, plan"),
+        (["run.yaml"], "to run this file: octavo train run.yaml"),
+        (["--json"], "there is no option --json before the command"),
+        (["train"], "the following arguments are required: FILE.yaml"),
+        (["train", "no.yaml"], "octavo train: no.yaml: there is no file no.yaml"),
+        (["train", "run.yaml", "train.stpes=1"], "train.stpes: unknown key; did you mean `steps`?"),
+        (["train", "train.steps=1", "run.yaml"], "the first argument is the configuration file, found 'train.steps=1'"),
+        (["train", "run.yaml", "--fp8-recipe", "blokwise"], "invalid choice: 'blokwise' (choose from"),
+        (
+            ["train", "run.yaml", "--fp8-param-gather"],
+            "override `fp8.param=true`: fp8.param: not available in this ver",
+        ),
+        (["train", "run.yaml", "--fp8-recipe", "auto"], "fp8.recipe: not available in this version: recipe auto"),
+        (["train", "run.yaml", "--fp8-recipe", "mxfp8", "--fp8-format", "hybrid"], "mxfp8 has no hybrid format"),
+        (["train", "run.yaml", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (
+            ["compare", "run.yaml", "--recipes", "blokwise"],
+            "unknown 'blokwise'; did you mean blockwise? there are tensorw",
+        ),
+        (["compare", "run.yaml", "--recipes", "off"], "off is the twin that every recipe stands beside"),
+        (["compare", "run.yaml", "--recipes", " ,"], "--recipes is empty"),
+        (["compare", "run.yaml", "fp8.format=hybrid", "--recipes", "rowwise,mxfp8"], "mxfp8 has no hybrid format"),
+        (["digits", "d", "--train", "0"], "argument --train: expected a whole number of at least 1, found '0'"),
+        (["tiny", "llama", "d", "--seed", "-1"], "argument --seed: expected a whole number of at least 0, found '-1'"),
+    ],
+)
+def test_wrong_usage(argv, message, capsys, run_yaml):
+    assert main(argv) == 2
+    got = capsys.readouterr()
+    assert message in got.err
+    assert "Traceback" not in got.err and not got.out
+
+
+def command(monkeypatch, run):
+    """Makes `octavo schema` do `run` instead."""
+    module = types.SimpleNamespace(__doc__="", add_arguments=lambda parser: None, run=run)
+    monkeypatch.setitem(sys.modules, "octavo.cli.schema", module)
+
+
+def test_octavos_own_errors_are_a_sentence_and_exit_1(monkeypatch, capsys):
+    from octavo.models.errors import ModelError
+
+    def fail(args):
+        raise ModelError("there is no model; write one")
+
+    command(monkeypatch, fail)
+    assert main(["schema"]) == 1
+    assert capsys.readouterr().err == "octavo schema: there is no model; write one\n"
+
+
+def test_unexpected_errors_keep_their_traceback(monkeypatch):
+    def fail(args):
+        raise ZeroDivisionError("a defect")
+
+    command(monkeypatch, fail)
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        main(["schema"])
+
+
+def test_interrupted(monkeypatch, capsys):
+    def fail(args):
+        raise KeyboardInterrupt
+
+    command(monkeypatch, fail)
+    assert main(["schema"]) == 130
+    assert capsys.readouterr().err == "octavo: interrupted\n"
+
+
+def test_schema_prints_the_schema(capsys):
+    from octavo.config import schema_text
+
+    assert main(["schema"]) == 0
+    assert capsys.readouterr().out == schema_text()
+
+
+def test_a_reader_that_leaves_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m octavo schema | head -1", shell=True, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "{\n" and not done.stderr
+
+
+HEAVY = ("torch", "transformers", "numpy", "matplotlib", "sklearn")
+
+
+def seconds(argv, cwd, code):
+    """The best of up to five runs: a machine that does other work at the same time proves nothing about ours."""
+    script = (
+        "import sys; from octavo.cli.main import main; code = main(sys.argv[1:]);"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr); sys.exit(code)"
+    )
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", script, *argv], cwd=cwd, capture_output=True, text=True)
+        best = min(best, time.perf_counter() - started)
+        assert done.returncode == code, done.stderr
+        assert done.stderr.endswith("[]\n"), done.stderr
+        if best < 1:
+            break
+    return best
+
+
+def test_help_and_config_errors_answer_in_a_second_without_torch(tmp_path):
+    (tmp_path / "bad.yaml").write_text(CONFIG + "fp8: {recpie: off}\n")
+    assert seconds(["--help"], tmp_path, 0) < 1
+    for name in ("train", "plan", "compare"):
+        assert seconds([name, "--help"], tmp_path, 0) < 1
+        assert seconds([name, "bad.yaml"], tmp_path, 2) < 1
+    for name in set(door.COMMANDS) - {"train", "plan", "compare"}:
+        assert seconds([name, "--help"], tmp_path, 0) < 1
