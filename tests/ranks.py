@@ -16,12 +16,17 @@ import torch.multiprocessing as mp
 
 def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """`function(world, *args)` on `size` ranks; what each returned (JSON), in rank order. A failing rank fails all."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, args=(size, port, folder, function, args), nprocs=size)
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _rank(rank: int, size: int, port: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
