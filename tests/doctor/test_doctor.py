@@ -1,0 +1,194 @@
+"""The doctor: a healthy machine passes for real, and each illness is named with its cause and cure."""
+
+import json
+import subprocess
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from octavo import doctor, environment, fp8
+from octavo.doctor import arithmetic, machine, packages
+from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
+from octavo.fp8.kernels import registry
+
+GIB = 2**30
+
+
+def one(checks):
+    assert len(checks) == 1, checks
+    return checks[0]
+
+
+def test_every_recipe_of_the_reference_is_sound():
+    checks = arithmetic.backends(("cpu",))
+    assert {check.status for check in checks} <= {OK, ABSENT}
+    sound = {check.name for check in checks if check.status == OK}
+    assert {f"reference {name} on cpu" for name in fp8.RECIPES} <= sound
+
+
+class Fake:
+    """The reference with one thing changed."""
+
+    name = "fake"
+
+    def __init__(self, **changed):
+        self.__dict__.update(changed)
+
+    def __getattr__(self, name):
+        return getattr(registry.get("reference"), name)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    def put(**changed):
+        monkeypatch.setattr(registry, "_backends", {**registry._backends, "fake": Fake(**changed)})
+        return {c.name: c for c in arithmetic.backends(("cpu",))}["fake blockwise on cpu"]
+
+    return put
+
+
+def test_a_backend_that_computes_nonsense_fails(fake):
+    reference = registry.get("reference")
+    wrong = lambda dy, x, dtype: reference.gemm_wgrad(dy, x, dtype) * 2  # noqa: E731
+    check = fake(gemm_wgrad=wrong)
+    assert check.status == FAIL and "far from high precision: calc_diff of dw 0.2" in check.found
+    assert check.means == "fp8.recipe: blockwise cannot be trusted here" and check.cure
+
+
+def test_a_backend_that_gives_nan_fails(fake):
+    check = fake(gemm_fwd=lambda x, w, dtype: torch.full((x.data.shape[0], w.data.shape[0]), torch.nan, dtype=dtype))
+    assert check.status == FAIL and "calc_diff of y nan" in check.found
+
+
+def test_a_backend_that_raises_fails_with_its_cause(fake):
+    def broken(*args):
+        raise RuntimeError("no kernel image\nlong trace")
+
+    check = fake(gemm_dgrad=broken)
+    assert check.status == FAIL and check.found == "RuntimeError: no kernel image"
+
+
+def test_a_backend_that_cannot_is_passed_over(fake):
+    check = fake(supports=lambda op, what, device, shape: "needs SM90" if op != "quantize" else None)
+    assert (check.status, check.found) == (ABSENT, "needs SM90")
+
+
+def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):
+    good = packages.Package("pytest", "import pytest", "m", "c")
+    assert packages.try_import(good).status == OK
+    broken = packages.Package("pytest", "raise ImportError('libfoo.so: cannot open')", "no tests", "apt install libfoo")
+    check = packages.try_import(broken)
+    assert check.status == WARN and check.found.endswith("ImportError: libfoo.so: cannot open")
+    assert (check.means, check.cure) == ("no tests", "apt install libfoo")
+    crash = packages.Package("pytest", "import os; os.kill(os.getpid(), 11)", "m", "c", required=True)
+    check = packages.try_import(crash)
+    assert check.status == FAIL and check.found.endswith("the import was ended by signal 11")
+    lacking = packages.Package("no-such-package", "import nothing", "m", "c")
+    assert (packages.try_import(lacking).status, packages.try_import(lacking).found) == (ABSENT, "not installed")
+    monkeypatch.setattr(packages, "SECONDS", 0.2)
+    slow = packages.Package("pytest", "import time; time.sleep(9)", "m", "c")
+    assert "did not end in 0.2 s" in packages.try_import(slow).found
+
+
+def test_the_cause_is_the_exception_and_not_its_neighbours():
+    text = "Traceback ...\nModuleNotFoundError: No module named 'x'\n\nsome.pkg.OtherError: real\nhint: see docs\n"
+    done = subprocess.CompletedProcess([], 1, "", text)
+    assert packages.cause(done) == "some.pkg.OtherError: real"
+    assert packages.cause(subprocess.CompletedProcess([], 3, "", "")) == "exit code 3"
+
+
+def test_versions_out_of_range_fail(monkeypatch):
+    real = environment.version
+    monkeypatch.setattr(environment, "version", lambda name: "9.9" if name == "torch" else real(name))
+    check = one([c for c in machine.versions() if c.status == FAIL])
+    assert (check.name, check.found, check.cure) == ("torch", "9.9", "pip install 'torch>=2.11,<2.14'")
+    assert "torch >=2.11,<2.14" in check.means
+
+
+def record(**more):
+    return {"cpu": {"model": "x", "usable_cores": 2}, "memory_bytes": 8 * GIB, "gpus": [], "torch": {}, **more}
+
+
+def test_devices():
+    cpu, gpu = machine.devices(record())
+    assert cpu.found == "x, 2 cores, 8 GiB of memory"
+    assert (gpu.status, gpu.found) == (ABSENT, "none")
+    _, gpu = machine.devices(record(driver="580.1", torch={"version": "2.13+cpu", "cuda_build": None}))
+    assert gpu.status == WARN and "torch 2.13+cpu is built without CUDA" in gpu.found
+    _, gpu = machine.devices(record(driver="580.1", torch={"cuda_build": "13.0"}, unread={"gpus": "RuntimeError: no"}))
+    assert gpu.status == WARN and "sees no GPU: RuntimeError: no" in gpu.found and "--gpus all" in gpu.cure
+    old = {"name": "A100", "capability": "8.0", "memory_bytes": 80 * GIB}
+    new = {"name": "H200", "capability": "9.0", "memory_bytes": 141 * GIB}
+    _, first, second = machine.devices(record(gpus=[old, new]))
+    assert (first.name, first.status, second.status) == ("cuda:0", WARN, OK)
+    assert "no FP8 units" in first.means
+
+
+def test_storage(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    free = {tmp_path / "shm": GIB // 16, tmp_path: GIB}
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(0, 0, free[path]))
+    shm, disk = machine.storage(tmp_path, tmp_path / "shm")
+    assert (shm.status, shm.found) == (WARN, "0.1 GiB free") and "--shm-size" in shm.cure
+    assert (disk.status, disk.found) == (WARN, "1 GiB free")
+    free.update({tmp_path / "shm": 8 * GIB, tmp_path: 80 * GIB})
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    shm, disk, locked = machine.storage(tmp_path, tmp_path / "shm")
+    assert (shm.status, disk.status, locked.found) == (OK, OK, "not writable")
+    assert len(machine.storage(tmp_path, tmp_path / "none")) == 2
+
+
+def test_process_groups(monkeypatch):
+    gloo = one(machine.process_groups())
+    assert (gloo.status, gloo.found) == (OK, "a group of one reduced a tensor")
+
+    def broken(*args, **more):
+        raise RuntimeError("no route to host")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", broken)
+    gloo = one(machine.process_groups())
+    assert (gloo.status, gloo.found) == (WARN, "RuntimeError: no route to host") and "GLOO_SOCKET_IFNAME" in gloo.cure
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert one(machine.process_groups()).found == "not built in"
+
+
+def test_the_round_goes_on_when_torch_is_broken(monkeypatch):
+    def imports(which):
+        return [Check("imports", "torch", FAIL, "OSError: libcudart")] if which is packages.REQUIRED else []
+
+    monkeypatch.setattr(packages, "imports", imports)
+    said = []
+    report = doctor.examine(said.append)
+    assert not report.healthy
+    skipped = one([c for c in report.checks if c.area == "fp8"])
+    assert skipped.found == "not tried: torch does not import (OSError: libcudart)"
+    assert any(c.area == "storage" for c in report.checks) and "importing optional packages" in said
+
+
+def test_the_round(monkeypatch):
+    """All but the imports, which the next test tries and which take their time."""
+    monkeypatch.setattr(packages, "imports", lambda which: [])
+    report = doctor.examine()
+    assert report.healthy, report.of(FAIL)
+    assert {check.area for check in report.checks} == {"versions", "devices", "fp8", "distributed", "storage"}
+    assert json.loads(json.dumps(report.to_json()))["healthy"] is True
+    assert report.environment["torch"]["version"] == torch.__version__
+
+
+@pytest.mark.long
+def test_the_required_packages_import_here():
+    assert {check.status for check in packages.imports(packages.REQUIRED)} == {OK}
+
+
+def test_every_required_import_is_a_dependency():
+    assert {package.distribution for package in packages.REQUIRED} <= set(environment.REQUIRED)
+    assert all(package.means and package.cure for package in packages.REQUIRED + packages.OPTIONAL)
+
+
+def test_report_sorts_by_status():
+    report = Report((Check("a", "b", OK, "c"), Check("a", "d", WARN, "e")), {})
+    assert report.healthy and [c.name for c in report.of(WARN)] == ["d"]
+    assert isinstance(SimpleNamespace(**report.to_json()).checks, list)

@@ -1,0 +1,111 @@
+"""The record of a machine: complete, JSON-able, and never the reason that a run stops."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from octavo import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_record_is_json_and_whole():
+    record = environment.describe()
+    assert json.loads(json.dumps(record)) == record
+    assert record["octavo"]["version"] == "0.1.0"
+    assert record["torch"]["version"] and record["torch"]["threads"] == 1
+    assert record["cpu"]["usable_cores"] >= 1 and record["memory_bytes"] > 2**28
+    assert record["packages"]["transformers"]
+    assert record["unread"] == {}
+
+
+def test_what_cannot_be_read_is_named_with_its_cause(monkeypatch):
+    def broken():
+        raise OSError("no such luck")
+
+    for name in ("git_state", "_cpu", "_gpus", "versions", "_driver"):
+        monkeypatch.setattr(environment, name, broken)
+    record = environment.describe()
+    assert record["unread"]["gpus"] == "OSError: no such luck"
+    assert set(record["unread"]) == {"git", "cpu", "gpus", "packages", "driver"}
+    assert record["gpus"] == [] and record["packages"] == {} and record["cpu"] is None
+    json.dumps(record)
+
+
+def test_importing_it_imports_no_torch():
+    code = "import sys, octavo.environment; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_ranges_are_those_of_the_package():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    ranges = dict(re.fullmatch(r"([\w.-]+?)((?:>=|<).*)", line).groups() for line in listed)
+    assert ranges == environment.REQUIRED
+
+
+@pytest.mark.parametrize(
+    "found, needed, fits",
+    [
+        ("2.13.0+cpu", ">=2.11,<2.14", True),
+        ("2.14.0", ">=2.11,<2.14", False),
+        ("2.14.0a0+git123", ">=2.11,<2.14", False),
+        ("2.9.1", ">=2.11,<2.14", False),
+        ("2.11", ">=2.11,<2.14", True),
+        ("11.0", ">=10", True),
+        ("5.17.0.dev0", ">=5.17", True),
+        ("", ">=1", False),
+    ],
+)
+def test_version_ranges(found, needed, fits):
+    assert environment.satisfies(found, needed) is fits
+
+
+def test_a_range_that_is_not_understood():
+    with pytest.raises(ValueError, match=r"'~=2.0'; only >= and < are understood"):
+        environment.satisfies("2.1", "~=2.0")
+
+
+def test_package_problems(monkeypatch):
+    assert environment.package_problems() == []
+    wrong = {"torch": "2.20.0", "transformers": None}
+    real = environment.version
+    monkeypatch.setattr(environment, "version", lambda name: wrong[name] if name in wrong else real(name))
+    torch, transformers = environment.package_problems()
+    assert (torch.package, torch.found, torch.cure) == ("torch", "2.20.0", "pip install 'torch>=2.11,<2.14'")
+    assert (transformers.found, transformers.needed) == ("not installed", ">=5.17")
+
+
+def test_git_state(tmp_path, monkeypatch):
+    import octavo
+
+    package = tmp_path / "octavo"
+    package.mkdir()
+    monkeypatch.setattr(octavo, "__file__", str(package / "__init__.py"))
+    assert environment.git_state() == {}  # installed, not a checkout
+    (package / "__init__.py").write_text("")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    state = environment.git_state()
+    assert re.fullmatch("[0-9a-f]{40}", state["commit"]) and state["dirty"] is False
+    (package / "__init__.py").write_text("x = 1\n")
+    assert environment.git_state()["dirty"] is True
+
+
+def test_a_driver_without_nvidia_smi(monkeypatch):
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    if not Path("/proc/driver/nvidia/version").exists():
+        assert environment._driver() is None
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(environment, "_run", lambda command: "580.10.02\n580.10.02\n")
+    assert environment._driver() in ("580.10.02",) or Path("/proc/driver/nvidia/version").exists()
+
+
+def test_a_command_that_fails_says_why():
+    with pytest.raises(OSError, match="git ended with"):
+        environment._run(["git", "-C", "/", "rev-parse", "HEAD"])
