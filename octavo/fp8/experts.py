@@ -37,7 +37,7 @@ def is_experts(module: nn.Module) -> bool:
 def obstacle(module: nn.Module) -> str | None:
     """Why the loop cannot stand in for this module of experts; None if its structure is the known one."""
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
-    if len(arguments) != 3 or "index" not in arguments[1]:
+    if len(arguments) != 3 or not any(word in arguments[1] for word in ("index", "indices")):
         return f"experts called with ({', '.join(arguments)}), not (hidden_states, top_k_index, top_k_weights)"
     if not getattr(module, "has_gate", True):
         return "experts without a gate"
@@ -81,6 +81,7 @@ class Experts(HoldsCodes):
     """The forward of experts in FP8; see the module's docstring."""
 
     _sites: dict[str, Site]
+    _stock: type[nn.Module]  # the class before conversion
 
     @classmethod
     def convert(cls, module: nn.Module, sites: Mapping[str, Site]) -> Experts:
@@ -135,7 +136,7 @@ class Experts(HoldsCodes):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The class is made on the fly, so that a copy or a pickle names the stock class instead."""
-        return _rebuild, (type(self).__mro__[2],), self.__dict__.copy()
+        return _rebuild, (self._stock,), self.__dict__.copy()
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -143,7 +144,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 def _fp8_class(stock: type[nn.Module]) -> type[nn.Module]:
     if stock not in _classes:
-        _classes[stock] = type(f"Fp8{stock.__name__}", (Experts, stock), {"__module__": __name__})
+        _classes[stock] = type(f"Fp8{stock.__name__}", (Experts, stock), {"__module__": __name__, "_stock": stock})
     return _classes[stock]
 
 
@@ -195,7 +196,7 @@ def _loop(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights:
     back[order] = torch.arange(order.numel(), device=order.device)
     weighted = y[back] * top_k_weights.reshape(-1, 1)
     # Gathering and adding in a fixed order is deterministic; index_add_ is not on a GPU.
-    return weighted.view(*top_k_index.shape, -1).sum(-2).view(hidden.shape).to(hidden.dtype)
+    return weighted.view(*top_k_index.shape, weighted.shape[-1]).sum(-2).view(hidden.shape).to(hidden.dtype)
 
 
 def _at(values: tuple[Tensor, ...] | None, i: int) -> Tensor | None:

@@ -56,7 +56,9 @@ class Site:
 
     def weight(self, gemm: str, owner: Tensor, part: Part, spec: CastSpec) -> Quantized:
         backend = self.selections[gemm].backend
-        return backend.quantize(part.of(owner), spec) if self.codes is None else self.codes.get(owner, part, spec, backend)
+        if self.codes is None:
+            return backend.quantize(part.of(owner), spec)
+        return self.codes.get(owner, part, spec, backend, forward=gemm == "fwd")
 
 
 def select_backends(chosen: Recipe, device: torch.device, requested: str = "auto") -> dict[str, Selection]:

@@ -2,8 +2,9 @@
 
 A tensor's version counter cannot keep such a cache right on its own: fused AdamW on the CPU, ``p.data = ...`` and ``.to()``
 change a weight without moving it, and FSDP2's gathered parameter keeps version 0 while its values change. Codes are
-valid while all of these stay the same: the parameter object, its version, its storage and address, its dtype, and the
-epoch. The epoch rises
+valid while all of these stay the same: the parameter's storage (the object, not only its address), its version, address
+and dtype, and the epoch. (The Parameter object itself would say less: checkpointing hands the backward an alias of it.)
+The epoch rises
 
 * at every step of every ``torch.optim`` optimizer (a process-wide post-step hook),
 * when a state dict is loaded into the module and when ``.to()``, ``.cuda()``, ``.half()`` pass over it,
@@ -76,7 +77,6 @@ class WeightCodes:
     def __init__(self) -> None:
         self.casts = 0
         self._codes: dict[tuple[Part, CastSpec], Quantized] = {}
-        self._owner: Callable[[], Tensor | None] = lambda: None
         self._storage: StorageWeakRef | None = None  # held weakly, so that its address cannot be reused
         self._stamp: tuple[Any, ...] = ()
         self._sharded: Callable[[], Tensor | None] = lambda: None
@@ -101,14 +101,18 @@ class WeightCodes:
         if is_dtensor(value):
             self._sharded = weakref.ref(value)  # type: ignore[assignment]
 
-    def get(self, owner: Tensor, part: Part, spec: CastSpec, backend: Backend) -> Quantized:
-        """The codes of ``part`` of the parameter ``owner`` under ``spec``, cast now if there are no valid ones."""
-        if owner.is_inference():  # keeps no version counter: an edit could not be noticed
+    def get(self, owner: Tensor, part: Part, spec: CastSpec, backend: Backend, forward: bool) -> Quantized:
+        """The codes of ``part`` of the parameter ``owner`` under ``spec``, cast now if there are no valid ones.
+
+        Only a forward begins a new generation of codes. A backward that finds other values than the last forward (a weight
+        offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps nothing.
+        """
+        # A tensor made in inference mode keeps no version counter: an edit could not be noticed.
+        if owner.is_inference() or not (forward or self._valid(owner)):
             self.casts += 1
             return backend.quantize(part.of(owner), spec)
         if not self._valid(owner):
             self._codes.clear()
-            self._owner = weakref.ref(owner)
             self._storage = StorageWeakRef(owner.untyped_storage())
             self._stamp = self._stamp_of(owner)
         codes = self._codes.get((part, spec))
@@ -122,8 +126,7 @@ class WeightCodes:
 
     def _valid(self, owner: Tensor) -> bool:
         return (
-            self._owner() is owner
-            and self._storage is not None
+            self._storage is not None
             and self._storage.cdata == owner.untyped_storage()._cdata
             and self._stamp == self._stamp_of(owner)
         )

@@ -1,0 +1,152 @@
+"""Delayed scaling: scales from the amax history, and what may enter it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from octavo import fp8
+
+
+def layer(recipe="delayed"):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(32, 16, bias=False))
+    return fp8.apply(m, fp8.plan(m, recipe))
+
+
+def x_history(m):
+    return fp8.scaling_state(m)["0.fp8_amax_x"][0]
+
+
+def dy_history(m):
+    return fp8.scaling_state(m)["0.fp8_amax_dy"][0]
+
+
+def filled(amax):
+    return torch.full((4, 32), float(amax))
+
+
+def test_an_empty_history_gives_current_scaling():
+    m = layer()
+    x, dy = torch.randn(4, 32), torch.randn(4, 16)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = m(a)
+    y.backward(dy)
+    w = m[0].weight.detach().clone().requires_grad_()
+    z = fp8.linear(b, w, recipe="tensorwise")
+    z.backward(dy)
+    assert torch.equal(y, z) and torch.equal(a.grad, b.grad) and torch.equal(m[0].weight.grad, w.grad)
+
+
+def test_the_history_rolls_per_forward_and_its_largest_sets_the_scale():
+    m = layer()
+    for amax in (4, 1, 2):
+        m(filled(amax)).sum().backward()
+    assert x_history(m)[:4].tolist() == [2, 1, 4, 0] and dy_history(m)[:4].tolist() == [1, 1, 1, 0]
+    x = torch.randn(4, 32).clamp(-1, 1) * 3
+    got = m(x)
+    q = fp8.cast.quantize_with_scale(x, torch.tensor(4 / 448), m[0].recipe.fwd.a)
+    w = fp8.dequantize(fp8.quantize(m[0].weight, m[0].recipe.fwd.b))
+    assert fp8.calc_diff(got, fp8.dequantize(q) @ w.t()) < 1e-10
+    for _ in range(m[0].recipe.delayed.length):
+        m(filled(0.5))
+    assert x_history(m).max() == 0.5
+
+
+def test_values_beyond_the_history_saturate_and_health_sees_it():
+    m = layer()
+    m(filled(1))
+    with fp8.health() as h:
+        m(filled(8).requires_grad_()).sum().backward()
+    assert h.table()["0"]["x"]["saturation"] == 1.0
+    assert x_history(m)[0] == 8, "the next forward knows"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_values_never_enter(bad):
+    m = layer()
+    m(filled(2)).sum().backward()
+    x = filled(3)
+    x[1, 1] = bad
+    y = m(x)
+    assert y.isnan().all()
+    y.sum().backward()
+    m(filled(1)).backward(torch.full((4, 16), bad))
+    assert x_history(m)[:3].tolist() == [1, 2, 0] and dy_history(m)[:3].tolist() == [1, 1, 0]
+    with torch.no_grad():
+        m[0].weight.grad = None
+    assert m(filled(1)).isfinite().all()
+
+
+def test_evaluation_reads_and_does_not_write():
+    m = layer()
+    m(filled(2))
+    m.eval()
+    y = m(filled(1))
+    with torch.no_grad():
+        m(filled(5))
+    assert x_history(m)[:2].tolist() == [2, 0]
+    assert torch.equal(m(filled(1)), y)
+
+
+def test_no_tokens_leave_no_trace():
+    m = layer()
+    m(torch.zeros(0, 32)).sum().backward()
+    assert not x_history(m).any() and not dy_history(m).any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_after_other_forwards_finds_its_own_scale(reentrant):
+    plain, saved = layer(), layer()
+    xs = [torch.randn(4, 32) * s for s in (1, 6, 0.5)]
+
+    def losses(m, call):
+        outs = [call(m, x.clone().requires_grad_()) for x in xs]  # all forwards first, as in a pipeline
+        for out in reversed(outs):
+            out.square().sum().backward()
+        return m[0].weight.grad
+
+    want = losses(plain, lambda m, x: m(x))
+    got = losses(saved, lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
+    assert torch.equal(want, got)
+    assert torch.equal(x_history(plain), x_history(saved)) and torch.equal(dy_history(plain), dy_history(saved))
+
+
+def test_histories_survive_moves_and_copies_and_stay_out_of_state_dict():
+    m = layer()
+    m(filled(0.3)).sum().backward()
+    before = x_history(m)
+    m.to(torch.bfloat16)
+    assert m[0].weight.dtype == torch.bfloat16
+    assert torch.equal(x_history(m), before) and x_history(m).dtype == torch.float32
+    twin = copy.deepcopy(m)
+    twin(filled(9).bfloat16())
+    assert torch.equal(x_history(m), before) and x_history(twin)[0] == 9
+    assert list(m.state_dict()) == ["0.weight"]
+
+
+def test_a_resumed_layer_continues_bit_for_bit():
+    a = layer()
+    for s in (1, 2, 0.1):
+        a(torch.randn(4, 32) * s).sum().backward()
+    b = layer()
+    b.load_state_dict(a.state_dict())
+    fp8.load_scaling_state(b, {k: v.clone() for k, v in fp8.scaling_state(a).items()})
+    x = torch.randn(4, 32)
+    assert torch.equal(a(x), b(x))
+    assert fp8.scaling_state(layer("blockwise")) == {}
+
+
+def test_a_foreign_state_is_refused():
+    m, other = layer(), nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
+    fp8.apply(other, fp8.plan(other, "delayed"))
+    with pytest.raises(ValueError, match="3 are unknown.*Resume with the recipe"):
+        fp8.load_scaling_state(m, fp8.scaling_state(other))
+    with pytest.raises(ValueError, match="3 are missing"):
+        fp8.load_scaling_state(m, {})
+    state = fp8.scaling_state(m)
+    state["0.fp8_amax_x"] = torch.zeros(1, 3)
+    with pytest.raises(ValueError, match=r"has shape \[1, 3\], the model's has \[1, 16\]"):
+        fp8.load_scaling_state(m, state)

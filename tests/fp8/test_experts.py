@@ -1,0 +1,218 @@
+"""Experts by structure: the loop equals the stock module, runs in FP8, and leaves what it does not know."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from transformers import GptOssConfig, Llama4TextConfig, MixtralConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
+
+from octavo import fp8
+from octavo.fp8 import experts as moe
+
+E, H, I = 6, 32, 24  # noqa: E741
+SMALL = {"hidden_size": H, "num_experts": E, "num_experts_per_tok": 2}
+
+
+def made(cls, config):
+    torch.manual_seed(0)
+    config._experts_implementation = "eager"
+    module = cls(config)
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.3)
+    return module
+
+
+FAMILIES = {
+    "qwen3_moe": lambda: made(Qwen3MoeExperts, Qwen3MoeConfig(moe_intermediate_size=I, **SMALL)),
+    "qwen3_vl_moe": lambda: made(Qwen3VLMoeTextExperts, Qwen3VLMoeTextConfig(moe_intermediate_size=I, **SMALL)),
+    "mixtral": lambda: made(
+        MixtralExperts, MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
+    ),
+    # transposed, with biases, an interleaved gate of its own
+    "gpt_oss": lambda: made(
+        GptOssExperts, GptOssConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
+    ),
+}
+
+
+def routed(tokens=10, top_k=2, dtype=torch.float32, used=E):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, H, generator=g, dtype=dtype)
+    index = torch.rand(tokens, used, generator=g).argsort(1)[:, :top_k]
+    return x.requires_grad_(), index, torch.rand(tokens, top_k, generator=g, dtype=dtype).requires_grad_()
+
+
+def convert(module, recipe="blockwise", **kwargs):
+    block = nn.ModuleDict({"experts": module})
+    fp8.apply(block, fp8.plan(block, fp8.Policy(recipe=recipe, **kwargs)))
+    return block["experts"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loop_is_the_stock_module(family):
+    module = FAMILIES[family]()
+    assert moe.is_experts(module) and moe.obstacle(module) is None and moe.agrees(module) is None
+    module.bfloat16()
+    assert moe.agrees(module) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "delayed"])
+def test_fp8_experts_stay_near_the_stock_ones(family, recipe):
+    stock = FAMILIES[family]()
+    names = list(stock.state_dict())
+    ours = convert(copy.deepcopy(stock), recipe)
+    assert isinstance(ours, fp8.Experts) and isinstance(ours, type(stock)) and list(ours.state_dict()) == names
+    a, b = routed(40), routed(40)
+    y, z = ours(*a), stock(*b)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    y.backward(dy)
+    z.backward(dy)
+    pairs = [(y, z), (a[0].grad, b[0].grad), (a[2].grad, b[2].grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(ours.parameters(), stock.parameters(), strict=True)]
+    for got, want in pairs:
+        assert fp8.cosine(got, want) > 0.985
+
+
+def test_experts_without_tokens_get_zeros_and_count_as_idle():
+    ours, stock = convert(FAMILIES["qwen3_moe"]()), FAMILIES["qwen3_moe"]()
+    with fp8.count_gemms() as counts:
+        ours(*routed(used=3)).sum().backward()
+    stock(*routed(used=3)).sum().backward()
+    for p, q in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert not p.grad[3:].any() and not q.grad[3:].any() and p.grad[:3].any()
+    assert counts["experts.gate_up_proj", "fwd", "reference"] == 3 and counts.idle["experts.gate_up_proj"] == 3
+    flops = counts.flops["experts.down_proj", "wgrad", "reference"]
+    assert flops == 2 * 20 * H * I
+
+
+def test_no_token_at_all():
+    ours = convert(FAMILIES["qwen3_moe"]())
+    with fp8.count_gemms() as counts:
+        y = ours(torch.zeros(0, H), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
+        y.sum().backward()
+    assert y.shape == (0, H) and not ours.gate_up_proj.grad.any() and not ours.down_proj.grad.any()
+    assert counts["experts.down_proj", "fwd", "reference"] + counts.idle["experts.down_proj"] == E
+
+
+def test_empty_places_of_expert_parallelism_add_nothing():
+    ours = convert(FAMILIES["qwen3_moe"]())
+    x, index, share = routed()
+    whole = ours(x, index, share)
+    gone = index.clone()
+    gone[4] = E  # beyond the last expert
+    part = ours(x, gone, share)
+    assert not part[4].any() and torch.allclose(part[:4], whole[:4], atol=1e-1)
+
+
+def test_codes_are_cached_and_renewed():
+    ours = convert(FAMILIES["qwen3_moe"]())
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.05, fused=True)
+    for step in range(2):
+        for _ in range(2):
+            a = ours(*routed())
+            fp8.invalidate(ours)
+            assert torch.equal(a, ours(*routed()))
+            a.sum().backward()
+        optimizer.step()
+    before = ours(*routed())
+    ours.load_state_dict({k: 2 * v for k, v in ours.state_dict().items()})
+    assert torch.allclose(ours(*routed()), ours(*routed())) and not torch.allclose(before, ours(*routed()))
+    assert len(ours._weight_codes()["gate_up_proj"]) == E
+    ours.to(torch.bfloat16)
+    assert len(ours._weight_codes()["gate_up_proj"]) == 0 and step == 1
+
+
+def test_one_projection_may_stay_in_high_precision():
+    block = nn.ModuleDict({"experts": FAMILIES["qwen3_moe"]()})
+    policy = fp8.Policy(rules=(fp8.Rule("**.down_proj", recipe="off"),))
+    fp8.apply(block, fp8.plan(block, policy))
+    with fp8.count_gemms() as counts:
+        block["experts"](*routed()).sum().backward()
+    ran = {(layer, backend) for layer, _, backend in counts}
+    assert ran == {("experts.gate_up_proj", "reference"), ("experts.down_proj", fp8.HIGH)}
+
+
+def test_copies_and_pickles():
+    ours = convert(FAMILIES["gpt_oss"](), "delayed")
+    y = ours(*routed())
+    twin = copy.deepcopy(ours)
+    assert isinstance(twin, fp8.Experts) and torch.equal(ours.eval()(*routed()), twin.eval()(*routed()))
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(*routed()), ours(*routed())) and y.shape == (10, H)
+    with torch.no_grad():
+        twin.down_proj.mul_(2)
+        twin.down_proj_bias.mul_(2)
+    assert torch.allclose(twin(*routed()), 2 * ours(*routed()), rtol=1e-5)
+
+
+def test_recomputation_and_delayed_histories_per_expert():
+    ours = convert(FAMILIES["qwen3_moe"](), "delayed")
+    ours(*routed(used=3)).sum().backward()
+    history = fp8.scaling_state(ours)["fp8_amax_x_gate_up_proj"]
+    assert history.shape == (E, 16)
+    assert (history[:3, 0] > 0).all() and not history[3:].any()
+
+
+class Doubled(Qwen3MoeExperts):
+    """The structure is the known one, the arithmetic is not."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return 2 * super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+def test_a_module_that_computes_something_else_is_left_and_the_plan_says_so():
+    block = nn.ModuleDict({"experts": made(Doubled, Qwen3MoeConfig(moe_intermediate_size=I, **SMALL)), "a": nn.Linear(8, 8)})
+    plan = fp8.plan(block)
+    assert [r.fp8 for r in plan.rows] == [True, False, False] or [r.fp8 for r in plan.rows] == [False, False, True]
+    assert "the loop over experts differs from the stock module by" in plan.table()
+    fp8.apply(block, plan)
+    assert type(block["experts"]) is Doubled
+    with torch.device("meta"):
+        empty = nn.ModuleDict({"experts": Doubled(block["experts"].config), "a": nn.Linear(8, 8)})
+    hopeful = fp8.plan(empty)
+    fresh = nn.ModuleDict({"experts": made(Doubled, block["experts"].config), "a": nn.Linear(8, 8)})
+    with pytest.raises(fp8.PlanError, match="'experts' cannot be converted.*Plan again on the loaded model"):
+        fp8.apply(fresh, hopeful)
+    assert type(fresh["a"]) is nn.Linear, "nothing was half applied"
+
+
+def test_another_call_signature_is_left():
+    config = Llama4TextConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)
+    block = nn.ModuleDict({"experts": Llama4TextExperts(config), "a": nn.Linear(8, 8)})
+    for p in block["experts"].parameters():
+        nn.init.normal_(p)
+    assert "experts called with (hidden_states)" in fp8.plan(block).table()
+    with pytest.raises(fp8.PlanError, match="rule.*asks for FP8, but none of its 2 layers can run"):
+        fp8.plan(block, fp8.Policy(rules=(fp8.Rule("experts", recipe="rowwise"),)))
+
+
+def test_a_whole_qwen3_moe_trains_with_a_passing_proof():
+    config = Qwen3MoeConfig(
+        moe_intermediate_size=I, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=64, intermediate_size=48, **SMALL,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    plan = fp8.plan(model)
+    fp8.apply(model, plan)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    proof = fp8.Proof(plan)
+    ids = torch.randint(0, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+    with fp8.count_gemms() as counts:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+    proof.observe(counts, {"foundation": 2})
+    assert proof.pending == set() and counts.total("recompute") > 0
+    assert proof.share("foundation") == pytest.approx(plan.share_of("foundation"), abs=0.02)

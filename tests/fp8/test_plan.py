@@ -1,0 +1,225 @@
+"""Policy x topology -> plan: who decides, what stays and why, and every request that cannot be met."""
+
+import copy
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+from octavo import fp8
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.q_proj, self.up_proj = nn.Linear(width, width), nn.Linear(width, 2 * width)
+
+
+class Custom(nn.Linear):
+    pass
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, 16, 4, 4)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+        self.merger = nn.Linear(16, 32)
+
+
+class Vlm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.visual = Tower()
+        self.layers = nn.ModuleList(Block(32) for _ in range(4))
+        self.odd = Custom(32, 32)
+        self.lm_head = nn.Linear(32, 64)
+
+
+def fp8_names(plan):
+    return {r.name for r in plan.rows if r.fp8}
+
+
+def test_the_default_plan():
+    plan = fp8.plan(Vlm())
+    assert len(fp8_names(plan)) == 14 and all(r.reason == "the whole model" for r in plan.rows if r.fp8)
+    reasons = {r.name: r.reason for r in plan.rows if not r.fp8}
+    assert reasons == {
+        "visual.patch_embed": "patch embedding stays in high precision",
+        "visual.merger": "the projector stays unless asked",
+        "odd": "Custom is a subclass of nn.Linear and is left as it is",
+        "lm_head": "lm_head stays in high precision",
+    }
+    row = next(r for r in plan.rows if r.name == "layers.0.q_proj")
+    assert row.backend.backend.name == "reference" and row.backend.reason and row.component == "foundation"
+
+
+def test_the_table_says_everything():
+    model = Vlm()
+    for p in model.visual.parameters():
+        p.requires_grad_(False)
+    text = fp8.plan(model).table()
+    for piece in (
+        "layers.{0..3}.q_proj", "32 x 32", "blockwise e4m3", "reference", "the whole model; frozen, no wgrad",
+        "FP8: 14 of 18 linear layers", "high precision: 1 (lm_head stays in high precision)",
+        "linear FLOPs in FP8: 91.0 %", "image_projector 0.0 %", "lm_head and patch embedding apart",
+        "note: 6 of 14 FP8 layers are frozen: no wgrad, no kept input",
+    ):  # fmt: skip
+        assert piece in text, f"{piece!r} is not in\n{text}"
+    assert max(len(line) for line in text.splitlines()) < 200
+
+
+def test_share_counts_gemms_and_leaves_lm_head_and_patches_apart():
+    model = nn.ModuleDict({"a": nn.Linear(10, 10), "b": nn.Linear(10, 20), "lm_head": nn.Linear(10, 1000)})
+    off_b = fp8.Rule("b", recipe="off")
+    assert fp8.plan(model, fp8.Policy(rules=(off_b,))).share == pytest.approx(1 / 3)
+    assert fp8.plan(model, fp8.Policy(wgrad="bf16")).share == pytest.approx(2 / 3)
+    model["a"].weight.requires_grad_(False)
+    plan = fp8.plan(model, fp8.Policy(rules=(off_b,)))
+    assert plan.share == pytest.approx(2 / (2 + 6))
+    assert sum(r.share for r in plan.rows) == pytest.approx(1) and plan.rows[-1].share == 0
+    with pytest.raises(KeyError, match="no component 'image_encoder'"):
+        plan.share_of("image_encoder")
+
+
+def test_tokens_weigh_components():
+    model = Vlm()
+    even = fp8.plan(model, tokens={"image_encoder": 1, "image_projector": 1, "foundation": 1})
+    images = fp8.plan(model, tokens={"image_encoder": 4000, "image_projector": 1000, "foundation": 1})
+    assert even.share == fp8.plan(model).share and images.share != even.share
+    assert images.share_of("foundation") == even.share_of("foundation")
+    with pytest.raises(fp8.PlanError, match="tokens says nothing about image_projector"):
+        fp8.plan(model, tokens={"image_encoder": 4, "foundation": 1})
+    with pytest.raises(fp8.PlanError, match="'image_encoder' was asked for.*Leave 'image_encoder' out"):
+        fp8.plan(model.layers, tokens={"image_encoder": 4, "foundation": 1})
+
+
+def test_components_and_rules_later_and_narrower_win():
+    policy = fp8.Policy(
+        recipe="blockwise",
+        components={"image_encoder": fp8.ComponentPolicy(recipe="rowwise"), "image_projector": {"recipe": "tensorwise", "format": "e4m3"}},
+        rules=[
+            {"match": "**.layers.**", "recipe": "mxfp8"},
+            {"match": "layers.0.**", "recipe": "off"},
+            fp8.Rule("layers.0.up_proj", recipe="rowwise", wgrad="bf16"),
+            fp8.Rule("layers.1.*", wgrad="bf16"),
+        ],
+    )
+    rows = {r.name: r for r in fp8.plan(Vlm(), policy).rows}
+    short = {n: r.recipe.short() if r.recipe else None for n, r in rows.items()}
+    assert short["visual.blocks.2.q_proj"] == "rowwise e4m3" and short["visual.merger"] == "tensorwise e4m3"
+    assert short["layers.0.q_proj"] is None and rows["layers.0.q_proj"].reason == "rule layers.0.**: off"
+    assert short["layers.0.up_proj"] == "rowwise e4m3 wgrad=bf16"
+    assert short["layers.1.q_proj"] == "mxfp8 e4m3 wgrad=bf16" and short["layers.3.up_proj"] == "mxfp8 e4m3"
+
+
+def test_a_component_alone():
+    policy = fp8.Policy(recipe="off", components={"foundation": fp8.ComponentPolicy(recipe="blockwise")})
+    assert {n.split(".")[0] for n in fp8_names(fp8.plan(Vlm(), policy))} == {"layers"}
+    silent = fp8.Policy(components={"image_projector": fp8.ComponentPolicy(format="e4m3")})
+    assert "visual.merger" not in fp8_names(fp8.plan(Vlm(), silent))
+
+
+def test_off_is_a_plan_without_fp8():
+    model = Vlm()
+    plan = fp8.plan(model, "off")
+    assert plan.share == 0 and not fp8_names(plan)
+    fp8.apply(model, plan)
+    assert type(model.layers[0].q_proj) is nn.Linear
+
+
+ERRORS = [
+    (dict(rules=[{"match": "**.q_prj", "recipe": "off"}]), r"rule '\*\*.q_prj' matches no linear layer.*layers.\*.q_proj"),
+    (dict(rules=[{"match": "layers.0", "recipe": "off"}]), r"write 'layers.0.\*\*' to mean what is inside that module"),
+    (dict(rules=[{"match": "a..b"}]), "A rule cannot be read.*empty segment"),
+    (dict(rules=[{"match": "lm_head", "recipe": "rowwise"}]), "asks for FP8, but none of its 1 layers.*lm_head stays"),
+    (dict(rules=[{"match": "odd", "recipe": "rowwise"}]), "Custom is a subclass"),
+    (dict(components={"lm_head": {"recipe": "rowwise"}}), "component 'lm_head' asks for FP8"),
+    (dict(components={"audio": {"recipe": "rowwise"}}), "component 'audio' was asked for.*it has image_encoder, image_projector"),
+    (dict(rules=[{"match": "**", "recipe": "off"}]), "FP8 was asked for and nothing of this model would run in it.*'off'"),
+    (dict(recipe="blockwize"), "recipe 'blockwize' does not exist; use one of off, tensorwise"),
+    (dict(recipe="auto"), "'auto' is not available in this version"),
+    (dict(activations="fp8"), "not available in this version"),
+    (dict(recipe="mxfp8", format="hybrid"), "the whole model: .*mxfp8.*hybrid"),
+    (dict(rules=[{"match": "**", "fwd": "bf16", "dgrad": "bf16", "wgrad": "bf16"}]), r"rule \*\*: .*leaves nothing in FP8"),
+    (dict(components={"image_encoder": {"recipe": "mxfp9"}}), "component 'image_encoder': recipe 'mxfp9' does not exist"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked,message", ERRORS, ids=[m[:40] for _, m in ERRORS])
+def test_what_cannot_be_met_is_an_error_that_names_the_cure(asked, message):
+    with pytest.raises(fp8.PlanError, match=message):
+        fp8.plan(Vlm(), fp8.Policy(**asked))
+
+
+def test_nothing_to_convert():
+    with pytest.raises(fp8.PlanError, match="it has no linear layers"):
+        fp8.plan(nn.LayerNorm(4))
+    with pytest.raises(fp8.PlanError, match="weights of float64 cannot be cast to FP8"):
+        fp8.plan(nn.Sequential(nn.Linear(4, 4).double()))
+    with pytest.raises(fp8.BackendError, match="no backend 'triton9'"):
+        fp8.plan(Vlm(), fp8.Policy(backend="triton9"))
+
+
+def test_a_plan_is_applied_once_and_to_its_own_model():
+    model, other = Vlm(), nn.Sequential(nn.Linear(8, 8))
+    plan = fp8.plan(model)
+    with pytest.raises(fp8.PlanError, match="belongs to another model: for 'visual.patch_embed' it has.*model has nothing"):
+        fp8.apply(other, plan)
+    wider = Vlm()
+    wider.layers[2].q_proj = nn.Linear(32, 33)
+    with pytest.raises(fp8.PlanError, match=r"'layers.2.q_proj' it has linear \[32, 32\], the model has linear \[33, 32\]"):
+        fp8.apply(wider, plan)
+    more = Vlm()
+    more.extra = nn.Linear(4, 4)
+    with pytest.raises(fp8.PlanError, match="'extra' it has nothing"):
+        fp8.apply(more, plan)
+    assert fp8.apply(model, plan) is model
+    with pytest.raises(fp8.PlanError, match="was applied to this model before.*'visual.blocks.0.q_proj'"):
+        fp8.apply(model, plan)
+    with pytest.raises(fp8.PlanError, match="applied to this model before"):
+        fp8.apply(model, fp8.plan(model))
+
+
+def test_values_and_names_stay():
+    model = Vlm()
+    before = copy.deepcopy(model.state_dict())
+    fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="delayed")))
+    assert list(before) == list(model.state_dict())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_plans_compare_as_json():
+    a, b = (fp8.plan(Vlm()).to_json() for _ in range(2))
+    assert a == b and json.loads(json.dumps(a)) == a
+    with torch.device("meta"):
+        empty = Vlm()
+    assert fp8.plan(empty).to_json()["rows"] == a["rows"]
+    row = next(r for r in a["rows"] if r["name"] == "layers.0.q_proj")
+    assert row["recipe"] == {"name": "blockwise", "format": "e4m3", "fwd": "fp8", "dgrad": "fp8", "wgrad": "fp8"}
+    assert row["backend"] == {"fwd": "reference", "dgrad": "reference", "wgrad": "reference"}
+    assert fp8.plan(Vlm(), "rowwise").to_json() != a
+
+
+def test_notes():
+    assert any("per-tensor amax is local to each data-parallel rank" in n for n in fp8.plan(Vlm(), "tensorwise").notes)
+    assert any("reduce_scaling_state" in n for n in fp8.plan(Vlm(), "delayed").notes)
+    assert any("2 bytes of codes a parameter" in n for n in fp8.plan(Vlm(), "rowwise").notes)
+
+
+def test_thirty_billion_parameters_on_meta_in_two_seconds():
+    text = dict(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128, num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+    with torch.device("meta"):
+        model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text))
+    start = time.perf_counter()
+    plan = fp8.plan(model)
+    plan.table(), plan.to_json()
+    assert time.perf_counter() - start < 2
+    rows = {r.name: r for r in plan.rows}
+    experts = rows["model.language_model.layers.47.mlp.experts.gate_up_proj"]
+    assert experts.flops == 3 * 2 * 1536 * 2048 * 8 and experts.row.params == 128 * 1536 * 2048
+    assert plan.share_of("foundation") > 0.99
+    assert "experts.gate_up_proj" in plan.table() and "128 experts, 8 a token" in plan.table()

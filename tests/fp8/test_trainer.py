@@ -1,0 +1,69 @@
+"""Five lines inside a stock Hugging Face Trainer: FP8 runs, and its fused optimizer's writes are seen."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from octavo import fp8
+
+STEPS, ACCUMULATE, LAYERS = 4, 2, 2
+
+
+class Forget(TrainerCallback):
+    """Drops every cached code, so that only fresh ones are ever used."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def on_step_begin(self, *args, **kwargs):
+        fp8.invalidate(self.model)
+
+
+def train(directory, forget, checkpointing, optim="adamw_torch_fused"):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=2, vocab_size=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    # The five lines.
+    plan = fp8.plan(model, "blockwise")
+    fp8.apply(model, plan)
+    ids = torch.randint(0, 64, (32, 8), generator=torch.Generator().manual_seed(1))
+    arguments = TrainingArguments(
+        output_dir=str(directory), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=ACCUMULATE,
+        learning_rate=0.05, optim=optim, report_to=[], logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True,
+        gradient_checkpointing=checkpointing, seed=0,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        callbacks=[Forget(model)] if forget else [],
+    )  # fmt: skip
+    with fp8.count_gemms() as counts:
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return model, plan, counts, losses
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_stock_trainer_trains_in_fp8(tmp_path, checkpointing):
+    model, plan, counts, losses = train(tmp_path, forget=False, checkpointing=checkpointing)
+    micro = STEPS * ACCUMULATE
+    assert len(losses) == STEPS
+    for row in plan.rows:
+        if row.fp8:
+            assert counts[row.name, "fwd", "reference"] == counts[row.name, "wgrad", "reference"] == micro
+    fp8.Proof(plan).observe(counts, {"foundation": micro})
+    # One cast a step, whatever the accumulation and recomputation.
+    layer = model.model.layers[1].mlp.up_proj
+    assert isinstance(layer, fp8.Linear) and layer._site.codes.casts == STEPS
+    _, _, _, again = train(tmp_path, forget=True, checkpointing=checkpointing)
+    assert losses == again
+    assert losses[-1] != losses[0]
+
+
+def test_the_saved_model_is_a_stock_one(tmp_path):
+    model, _, _, _ = train(tmp_path, forget=False, checkpointing=False, optim="adamw_torch")
+    model.save_pretrained(tmp_path / "out")
+    stock = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(stock.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
