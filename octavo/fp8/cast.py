@@ -184,9 +184,14 @@ def _matrix(x: Tensor, spec: CastSpec) -> tuple[Tensor, Layout]:
     return x.contiguous().float(), layout(x.shape[0], x.shape[1], spec.block)
 
 
+def _may_look(tensor: Tensor) -> bool:
+    """Whether reading a value into Python is free of waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
     """Scales for a grid of amax bit patterns (int32), fp32, and the mask of bad blocks (None: there are none)."""
-    if bits.device.type == "cpu":
+    if _may_look(bits):
         low, high = (int(b) for b in torch.aminmax(bits)) if bits.numel() else (_ONE_BITS, _ONE_BITS)
         some_tiny, some_bad = low < _FLOOR_BITS, high >= _INF_BITS
     else:
@@ -293,7 +298,7 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
         buffer = torch.empty_like(x_MK)
         bits = _on_grid("amax", amax, x_MK, lay, spec).abs().view(torch.int32)
     bad = bits >= _INF_BITS
-    if x_MK.device.type == "cpu" and not bool(bad.any()):
+    if _may_look(bad) and not bool(bad.any()):
         return _quantized(_encode(x_MK, scale, None, lay, spec, buffer, clamp=True), scale, x.shape, spec)
     scale = scale.masked_fill(bad, float("nan"))
     return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=True), scale, x.shape, spec)

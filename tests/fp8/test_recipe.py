@@ -1,0 +1,104 @@
+"""Recipes: the table of NUMERICS, and every message."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo import fp8
+from octavo.fp8.cast import CastSpec
+from octavo.fp8.recipe import RECIPES, Delayed, Gemm, RecipeError, recipe
+
+TABLE = {
+    "tensorwise": ("tensor tensor", "tensor tensor", "tensor tensor", "fp32", "hybrid"),
+    "rowwise": ("row row", "row column", "column column", "pow2", "e4m3"),
+    "blockwise": ("1x128 128x128", "1x128 128x128", "128x1 128x1", "pow2", "e4m3"),
+    "mxfp8": ("1x32 1x32", "1x32 32x1", "32x1 32x1", "e8m0", "e4m3"),
+    "delayed": ("tensor tensor", "tensor tensor", "tensor tensor", "fp32", "hybrid"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_table(name: str) -> None:
+    r = recipe(name)
+    *blocks, scale, default = TABLE[name]
+    assert r.name == name and r.format == default
+    for gemm, expected in zip((r.fwd, r.dgrad, r.wgrad), blocks, strict=True):
+        assert gemm is not None
+        assert " ".join(str(spec).split()[1] for spec in (gemm.a, gemm.b)) == expected
+        assert gemm.a.scale == gemm.b.scale == scale
+    assert (r.delayed == Delayed(16)) if name == "delayed" else (r.delayed is None)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "delayed"])
+def test_hybrid_is_e5m2_for_dy_alone(name: str) -> None:
+    r = recipe(name, format="hybrid")
+    assert r.fwd and r.dgrad and r.wgrad
+    assert [s.format for g in (r.fwd, r.dgrad, r.wgrad) for s in (g.a, g.b)] == ["e4m3"] * 2 + ["e5m2", "e4m3"] * 2
+    plain = recipe(name, format="e4m3")
+    assert all(s.format == "e4m3" for g in (plain.fwd, plain.dgrad, plain.wgrad) if g for s in (g.a, g.b))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dy_is_never_scaled_in_two_dimensional_blocks(name: str) -> None:
+    r = recipe(name)
+    for gemm in (r.dgrad, r.wgrad):
+        assert gemm is not None and (gemm.a.block == (-1, -1) or 1 in gemm.a.block)
+
+
+def test_codes_of_w_serve_twice_where_the_recipe_says_so() -> None:
+    for name in RECIPES:
+        r = recipe(name)
+        assert r.fwd and r.dgrad
+        assert (r.fwd.b == r.dgrad.b) == (name in ("tensorwise", "blockwise", "delayed"))
+
+
+def test_each_gemm_can_stay_in_high_precision() -> None:
+    r = recipe("blockwise", wgrad="bf16")
+    assert r.wgrad is None and r.fwd is not None and r.gemm("wgrad") is None and r.gemm("fwd") is r.fwd
+    assert r.short() == str(r) == "blockwise e4m3 wgrad=bf16"
+    assert recipe("tensorwise", fwd="bf16", dgrad="bf16").short() == "tensorwise hybrid fwd=bf16 dgrad=bf16"
+    assert recipe("mxfp8").short() == "mxfp8 e4m3"
+
+
+def test_describe_shows_three_equations() -> None:
+    assert recipe("blockwise", format="hybrid", wgrad="bf16").describe().splitlines() == [
+        "blockwise (hybrid)",
+        "  fwd    y  = x[e4m3 1x128 pow2] @ w.T[e4m3 128x128 pow2]",
+        "  dgrad  dx = dy[e5m2 1x128 pow2] @ w[e4m3 128x128 pow2]",
+        "  wgrad  dw = dy.T_bf16 @ x_bf16",
+    ]
+    assert recipe("delayed").describe().splitlines()[0] == "delayed (hybrid), amax history of 16"
+
+
+def test_recipes_are_values() -> None:
+    assert recipe("rowwise") == recipe("rowwise") != recipe("rowwise", dgrad="bf16")
+    assert len({recipe(n) for n in RECIPES} | {recipe(n) for n in RECIPES}) == len(RECIPES)
+    assert fp8.RECIPES is RECIPES
+    spec = CastSpec()
+    assert Gemm(spec, spec) == Gemm(spec, spec)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "blockwize"}, "'blockwize' does not exist. Did you mean 'blockwise'.*tensorwise, rowwise, blockwise"),
+        ({"name": "zzz"}, "'zzz' does not exist. There are: tensorwise"),
+        ({"name": "off"}, "'off' is the absence of a recipe: leave the layer out of the plan"),
+        ({"name": "rowwise", "format": "e5m2"}, "format='e5m2' does not exist; use 'e4m3'.*or 'hybrid'"),
+        ({"name": "mxfp8", "format": "hybrid"}, "'mxfp8' with format='hybrid' cannot be.*Use format='e4m3'"),
+        ({"name": "rowwise", "wgrad": "fp16"}, "wgrad='fp16' is not a precision; use 'fp8' or 'bf16'"),
+        (
+            {"name": "rowwise", "fwd": "bf16", "dgrad": "bf16", "wgrad": "bf16"},
+            "leaves nothing in FP8; keep one of them 'fp8', or leave the layer out",
+        ),
+    ],
+)
+def test_messages(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe(**arguments)
+
+
+@pytest.mark.parametrize("length", [0, -1, 1.5, True])
+def test_a_history_has_a_length(length: object) -> None:
+    with pytest.raises(RecipeError, match="must be an integer of at least 1"):
+        Delayed(length)  # type: ignore[arg-type]
