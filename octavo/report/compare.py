@@ -136,7 +136,7 @@ def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]
 
 
 def finished(arm: Arm) -> RunRecord | None:
-    """The record of an arm that reached its end with all that the report needs; None where it must (still) run."""
+    """The record of an arm that reached its end; None where it must (still) run."""
     directory = Path(arm.cfg.run.dir)
     if not (directory / "metrics.jsonl").is_file():
         return None
@@ -144,14 +144,7 @@ def finished(arm: Arm) -> RunRecord | None:
         record = read(directory)
     except ReportError:
         return None
-    cfg = arm.cfg
-    whole = (
-        int(record.steps[-1]) >= cfg.train.steps
-        and (record.eval is not None or not cfg.data.eval)
-        and (bool(record.proof) or arm.kind != "fp8")
-        and ((directory / "hf" / "config.json").is_file() or not cfg.run.hf)
-    )
-    return record if whole else None
+    return record if record.finished else None
 
 
 def _one(arm: Arm, label: str, run: Train, console: Any) -> RunRecord:
@@ -160,8 +153,10 @@ def _one(arm: Arm, label: str, run: Train, console: Any) -> RunRecord:
     if record is not None:
         _say(console, f"{label}: finished earlier, read from {arm.cfg.run.dir}")
         return record
-    run(arm.cfg, console=console, label=label)
+    result = run(arm.cfg, console=console, label=label)
     gc.collect()  # an arm's model and optimizer must not stay beside the next one's
+    if result.status != "finished":
+        raise ReportError(f"{label} was stopped after step {result.steps}; the same command continues the trial")
     return read(arm.cfg.run.dir)
 
 

@@ -68,7 +68,7 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
     verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh)
     clock.lap("trial")
     arm = next(arm for arm in arms_of(cfg, [RECIPE], directory) if arm.kind == "fp8")
-    interview = ask(arm.cfg, directory / "digits" / "test.json", ROW)
+    interview = ask(Path(arm.cfg.run.dir), directory / "digits" / "test.json", ROW)
     draw(interview, directory / "answer.png")
     clock.lap("question")
     if console is not None:
@@ -110,16 +110,19 @@ def _texts(file: Path) -> list[str]:
     return [turn["value"].replace("<image>", "") for row in rows for turn in row["conversations"]]
 
 
-def ask(cfg: Config, file: Path, number: int) -> Interview:
-    """Ask the trained FP8 model every question of a held-out row, in one conversation with its own earlier answers."""
+def ask(run: Path, file: Path, number: int) -> Interview:
+    """Ask the model of a run, in FP8 as it was trained, every question of a held-out row.
+
+    It is one conversation: each question comes after the model's own earlier answers, right or wrong.
+    """
     from PIL import Image
 
-    from octavo import fp8, models
+    from octavo import fp8, models, train
 
     row = json.loads(file.read_text(encoding="utf-8"))[number]
     with Image.open(file.parent / row["image"]) as opened:
         image = opened.convert("RGB")
-    model, processor = load_fp8(cfg)
+    model, processor, _ = train.load_run(run)
     talk, answers, messages = row["conversations"], [], []
     with fp8.count_gemms() as counts:
         for asked, told in zip(talk[::2], talk[1::2], strict=True):
@@ -132,17 +135,6 @@ def ask(cfg: Config, file: Path, number: int) -> Interview:
             messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
             answers.append(Answer(question, answer, told["value"]))
     return Interview(image, tuple(answers), sum(counts.values()))
-
-
-def load_fp8(cfg: Config) -> tuple[Any, Any]:
-    """What the run of ``cfg`` trained, its linear layers in FP8 by the same plan, and its processor."""
-    from octavo import fp8, models
-    from octavo.train.planning import plan_model
-
-    folder = Path(cfg.run.dir) / "hf"
-    model = models.load(folder)
-    plan, _, _ = plan_model(cfg, model, models.describe(model))
-    return fp8.apply(model, plan), models.load_processor(folder)
 
 
 def picture(image: Image, colour: bool) -> Text:

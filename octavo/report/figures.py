@@ -141,12 +141,10 @@ def loss_figure(curves: Sequence[Curve]) -> Figure:
 
 
 def running_gap(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Relative gap of the mean losses so far, at each step; its last value is the verdict's figure."""
-    count = min(len(losses), len(reference))
-    ours, theirs = losses[:count], reference[:count]
-    both = np.isfinite(ours) & np.isfinite(theirs)
-    difference = np.cumsum(np.where(both, ours - theirs, 0.0))
-    total = np.cumsum(np.where(both, np.abs(theirs), 0.0))
+    """Relative gap of the mean losses so far, at each of the same steps; its last value is the verdict's figure."""
+    both = np.isfinite(losses) & np.isfinite(reference)
+    difference = np.cumsum(np.where(both, losses - reference, 0.0))
+    total = np.cumsum(np.where(both, np.abs(reference), 0.0))
     return difference / np.where(total > 0, total, np.nan)
 
 
@@ -159,10 +157,9 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
     for curve in sorted(curves, key=lambda c: c.kind != "noise"):
         if curve.kind == "reference":
             continue
-        count = min(len(curve.losses), len(reference.losses))
-        steps = reference.steps[:count]
-        apart = smooth(curve.losses[:count] - reference.losses[:count], window)
-        gap = 100 * running_gap(curve.losses, reference.losses)
+        steps, mine, theirs = np.intersect1d(curve.steps, reference.steps, return_indices=True)
+        apart = smooth(curve.losses[mine] - reference.losses[theirs], window)
+        gap = 100 * running_gap(curve.losses[mine], reference.losses[theirs])
         for axes, values in ((upper, apart), (lower, gap)):
             if curve.kind == "noise":
                 x, y = _thin(steps, np.abs(values))
@@ -172,9 +169,8 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
     for axes in (upper, lower):
         axes.axhline(0, color=_color("base"), lw=1, ls=(0, (4, 2)))
         axes.margins(x=0.01)
-    tail = 100 * running_gap(curves[-1].losses, reference.losses)
-    if np.isfinite(tail).any():
-        lower.axhspan(-100 * tolerated, 100 * tolerated, color=_color("good"), alpha=0.18, lw=0, label="0.25 %")
+    lower.axhspan(-100 * tolerated, 100 * tolerated, color=_color("good"), alpha=0.18, lw=0,
+                  label=f"{100 * tolerated:g} %")  # fmt: skip
     upper.set(title=f"Loss minus high precision's, mean over {window} steps", ylabel="nats per token")
     lower.set(title="Gap of the mean loss so far; its end is the verdict's figure", xlabel="step", ylabel="per cent")
     upper.legend(loc="best", ncols=2)

@@ -15,7 +15,7 @@ import numpy as np
 
 from octavo.config import Config
 from octavo.report import verdict as rows
-from octavo.report.rundir import LayerHealth, ReportError, RunRecord
+from octavo.report.rundir import LayerHealth, ReportError, RunRecord, common
 from octavo.report.verdict import FAIL, PASS, WARN, Check, percent
 
 #: what two arms must share; the rest of the record (free memory, variables) may differ
@@ -111,9 +111,15 @@ def _same_machine(arm: Arm, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
     return Check("same_machine", "Same machine", arm.label, 0.0, "same", threshold, PASS, "same device and versions")
 
 
+def gap_of(record: RunRecord, reference: RunRecord) -> float:
+    """Signed relative gap of the mean losses over the steps that both runs recorded."""
+    mine, theirs = common(record, reference)
+    return rows.loss_gap(record.losses[mine], reference.losses[theirs])
+
+
 def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
     """Seed noise of the mean loss: the largest relative gap between high-precision runs that differ in the seed."""
-    gaps = [abs(rows.loss_gap(other.losses, reference.losses)) for other in others]
+    gaps = [abs(gap_of(other, reference)) for other in others]
     return max(gaps, default=math.nan)
 
 
@@ -135,14 +141,15 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]]) -> Verdict:
     spread = max(known, default=0.0)
     checks: list[Check] = []
     for arm, record in by_kind["fp8"]:
-        checks.append(rows.check_loss_gap(arm.label, rows.loss_gap(record.losses, ref.losses), noise))
+        checks.append(rows.check_loss_gap(arm.label, gap_of(record, ref), noise))
         mine = accuracy(record)
         if mine is not None and ref_accuracy is not None:
             checks.append(rows.check_accuracy(arm.label, mine, ref_accuracy, spread))
         checks.append(rows.check_gemms(arm.label, record.proof))
         checks += _health_checks(arm, record)
         checks.append(rows.check_states(arm.label, arm.cfg.optimizer.states, None))
-        checks.append(rows.check_same_data(arm.label, record.tokens, ref.tokens))
+        mine_at, ref_at = common(record, ref)
+        checks.append(rows.check_same_data(arm.label, record.tokens[mine_at], ref.tokens[ref_at]))
         checks.append(_same_machine(arm, record.environment, ref.environment))
     for arm, record in arms:
         checks.append(_skipped(arm, record))
@@ -178,7 +185,7 @@ def _line(
     parts = []
     for arm, record in fp8:
         text = f"{arm.label}{f' ({by_arm[arm.label]})' if len(fp8) > 1 else ''} beside {dtype}: "
-        text += f"mean loss {100 * rows.loss_gap(record.losses, ref.losses):+.2f} % (seed noise {percent(noise)})"
+        text += f"mean loss {100 * gap_of(record, ref):+.2f} % (seed noise {percent(noise)})"
         mine, share = accuracy(record), record.proof.get("share")
         if mine is not None and theirs is not None:
             text += f", {percent(mine, 1)} of held-out questions right ({dtype} {percent(theirs, 1)})"
@@ -199,7 +206,7 @@ def _arm_data(arm: Arm, record: RunRecord, reference: RunRecord) -> dict[str, An
         "steps": int(record.steps[-1]),
         "mean_loss": record.mean_loss,
         "last_loss": float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan,
-        "gap": 0.0 if arm.kind == "reference" else rows.loss_gap(record.losses, reference.losses),
+        "gap": 0.0 if arm.kind == "reference" else gap_of(record, reference),
         "eval": dict(record.eval) if record.eval else None,
         "tokens_per_s": record.speed,
         "speed_ratio": record.speed / reference.speed,

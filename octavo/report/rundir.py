@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run directory as a value. ``eval`` is the last evaluation, or None where nothing was evaluated."""
+    """A run directory as a value. ``eval`` is the last evaluation, or None where nothing was evaluated; ``finished``
+    says whether the run reached its end with everything written."""
 
     directory: Path
     steps: np.ndarray
@@ -58,7 +59,7 @@ class RunRecord:
     proof: Mapping[str, Any]
     environment: Mapping[str, Any]
     config: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    finished: bool = False
 
     @property
     def mean_loss(self) -> float:
@@ -72,6 +73,12 @@ class RunRecord:
         rest = self.tokens_per_s[len(self.tokens_per_s) // 10 :]
         rest = rest[np.isfinite(rest)]
         return float(np.median(rest)) if rest.size else math.nan
+
+
+def common(ours: RunRecord, theirs: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+    """Indices into each record of the steps that both have: runs may write lines at different steps."""
+    _, mine, other = np.intersect1d(ours.steps, theirs.steps, return_indices=True)
+    return mine, other
 
 
 def read(directory: str | Path) -> RunRecord:
@@ -109,6 +116,7 @@ def read(directory: str | Path) -> RunRecord:
         proof=_json(directory / "proof.json"),
         environment=_json(directory / "environment.json"),
         config=_text(directory / "config.yaml"),
+        finished=result.get("status") == "finished",
     )
 
 

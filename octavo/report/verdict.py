@@ -58,16 +58,14 @@ def percent(value: float, digits: int = 2) -> str:
 
 
 def loss_gap(losses: np.ndarray, reference: np.ndarray) -> float:
-    """Signed relative gap of two runs on the same steps: (mean loss - mean reference loss) / mean reference loss.
+    """Signed relative gap of two runs at the same steps: (mean loss - mean reference loss) / mean reference loss.
 
     Steps in which either loss is not finite are left out of both means. NaN where nothing is left or the mean is 0.
     """
-    count = min(len(losses), len(reference))
-    ours, theirs = losses[:count], reference[:count]
-    both = np.isfinite(ours) & np.isfinite(theirs)
-    if not both.any() or theirs[both].mean() == 0:
+    both = np.isfinite(losses) & np.isfinite(reference)
+    if not both.any() or reference[both].mean() == 0:
         return math.nan
-    return float((ours[both].mean() - theirs[both].mean()) / abs(theirs[both].mean()))
+    return float((losses[both].mean() - reference[both].mean()) / abs(reference[both].mean()))
 
 
 def check_loss_gap(arm: str, gap: float, noise: float) -> Check:
@@ -233,9 +231,8 @@ def check_accuracy(arm: str, value: float, reference: float, spread: float) -> C
 def check_same_data(arm: str, tokens: np.ndarray, reference: np.ndarray) -> Check:
     """Both arms must have read the same data: the tokens of every step are equal."""
     name, title, threshold = "same_data", "Same data", "equal tokens at every step"
-    count = min(len(tokens), len(reference))
-    known = np.isfinite(tokens[:count]) & np.isfinite(reference[:count])
-    differ = np.flatnonzero(known & (tokens[:count] != reference[:count]))
+    known = np.isfinite(tokens) & np.isfinite(reference)
+    differ = np.flatnonzero(known & (tokens != reference))
     if not known.any():
         return Check(name, title, arm, None, "not recorded", threshold, WARN, "the arms recorded no token counts")
     if differ.size:

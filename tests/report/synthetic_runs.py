@@ -61,6 +61,7 @@ def write_run(
     tokens: int = 1000,
     speed: float = 5000.0,
     skipped: tuple[int, ...] = (),
+    status: str = "finished",
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
@@ -80,6 +81,7 @@ def write_run(
             json.dumps({"step": len(loss), "eval": {"loss": 0.1, "exact_match": exact_match, "questions": 800}})
         )
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "result.json").write_text(json.dumps({"status": status, "steps": len(loss)}))
     (directory / "environment.json").write_text(
         json.dumps(environment if environment is not None else {"torch": "2.13", "cpu": "some <cpu>", "threads": 2})
     )

@@ -24,7 +24,7 @@ def trained(monkeypatch):
         fp8 = home.name.startswith("fp8")
         extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if fp8 else {}
         write_run(home, losses(cfg.train.steps, 0.01 * cfg.run.seed, cfg.run.seed), config=to_yaml(cfg), **extra)
-        return SimpleNamespace(dir=home, status="done")
+        return SimpleNamespace(dir=home, status="finished", steps=cfg.train.steps)
 
     import octavo.train
 
@@ -84,8 +84,7 @@ def test_trial_runs_reuses_and_continues(cfg, tmp_path: Path, trained, undrawn) 
     assert trained == ["fp8-rowwise"], "finished arms are read, a new recipe is trained"
     trained.clear()
 
-    half = tmp_path / "arms" / "fp8-rowwise" / "metrics.jsonl"
-    half.write_text("\n".join(half.read_text().splitlines()[:40]) + "\n")
+    (tmp_path / "arms" / "fp8-rowwise" / "result.json").unlink()
     compare(cfg, ["blockwise", "rowwise"], tmp_path)
     assert trained == ["fp8-rowwise"], "an arm that stopped half-way is handed to train, which continues it"
 
@@ -107,3 +106,13 @@ def test_watching_differently_is_the_same_trial(cfg, tmp_path: Path, trained, un
     trained.clear()
     compare(cfg.with_overrides(["run.keep=5", "run.tensorboard=false", "run.save_every=50"]), None, tmp_path)
     assert trained == []
+
+
+def test_a_stopped_arm_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None:
+    import octavo.train
+
+    stopped = SimpleNamespace(status="stopped", steps=7)
+    monkeypatch.setattr(octavo.train, "run", lambda cfg, **_: stopped)
+    with pytest.raises(ReportError, match="1/3 high precision was stopped after step 7; the same command continues"):
+        compare(cfg, None, tmp_path)
+    assert not (tmp_path / "report").exists()

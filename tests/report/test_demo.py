@@ -77,8 +77,8 @@ def test_asking_goes_on_with_the_models_own_answers(tmp_path: Path, monkeypatch)
             {"from": "human", "value": "Second?"}, {"from": "gpt", "value": "9"}]  # fmt: skip
     (tmp_path / "test.json").write_text(json.dumps([{"image": "a.png", "conversations": talk}]))
     monkeypatch.setattr("octavo.models.generate", generate)
-    monkeypatch.setattr(demo, "load_fp8", lambda cfg: (None, None))
-    found = demo.ask(None, tmp_path / "test.json", 0)
+    monkeypatch.setattr("octavo.train.load_run", lambda run: (None, None, None))
+    found = demo.ask(tmp_path, tmp_path / "test.json", 0)
     assert [(a.question, a.answer, a.truth, a.right) for a in found.answers] == [
         ("First?", "1", "1", True),
         ("Second?", "2", "9", False),

@@ -169,6 +169,19 @@ def test_hybrid_holds_dy_to_its_own_threshold(trial) -> None:
     assert judge(records_of(trial(tables={1: table}))).status == "warn"
 
 
+def test_arms_that_wrote_lines_at_different_steps_are_matched_by_step(trial) -> None:
+    """A run with log_every=10 also writes its health steps: the gap must not shift by them."""
+    records = records_of(trial())
+    thinned = []
+    for arm, record in records:
+        keep = np.isin(record.steps, [*range(10, 101, 10), *([25, 75] if arm.kind == "fp8" else [])])
+        thinned.append((arm, dataclasses.replace(record, steps=record.steps[keep], losses=record.losses[keep],
+                                                 tokens=record.steps[keep] * 1.0)))  # fmt: skip
+    verdict = judge(thinned)
+    assert verdict.status == "pass"
+    assert verdict.data["arms"][2]["gap"] == pytest.approx(0.001)
+
+
 def test_a_verdict_needs_all_three_kinds(trial) -> None:
     records = records_of(trial())
     with pytest.raises(ReportError, match="missing: noise"):
