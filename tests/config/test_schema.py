@@ -32,9 +32,9 @@ def test_the_schema_is_plain_json():
 
 
 def test_recipes_are_those_of_the_arithmetic():
-    from octavo.fp8 import recipe
+    from octavo import fp8
 
-    assert tuple(recipe.RECIPES) == RECIPES[1:] and RECIPES[0] == "off"
+    assert tuple(fp8.RECIPES) == RECIPES[1:] and RECIPES[0] == "off"
 
 
 def test_the_configuration_imports_quickly_and_without_torch():
