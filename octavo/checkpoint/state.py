@@ -374,8 +374,10 @@ def _dcp(verb: str, path: Path):
     try:
         yield
     except CheckpointException as caught:
-        rank, (error, _) = min(caught.failures.items(), key=lambda item: item[0])
+        _, (error, _) = min(caught.failures.items(), key=lambda item: item[0])
         raise CheckpointError(_words(verb, path, error)) from error
+    except RuntimeError as caught:  # DCP's own collectives: a peer is gone
+        raise CheckpointError(_words(verb, path, caught)) from caught
 
 
 def _words(verb: str, path: Path, error: BaseException) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -121,3 +123,24 @@ def test_ranks_may_change_between_save_and_load(tmp_path):
     for (name, mine), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6, msg=name)
     assert abs(train(other, other_optimizer, range(3, 4))[0] - answers[0]["straight"]) < 1e-5
+
+
+def _die_in_mid_save(world: World, folder: str) -> None:
+    model, optimizer = _sharded(world)
+    save(folder, 3, model, optimizer, world=world)
+    if world.rank == 1:
+        torch.save = lambda *args, **kwargs: os._exit(0)  # the writer calls it for its first tensor
+    try:
+        save(folder, 4, model, optimizer, world=world)
+    except checkpoint.CheckpointError as error:
+        (Path(folder) / "told").write_text(str(error))
+    os._exit(0)
+
+
+def test_a_rank_that_dies_in_mid_save_costs_that_save_only(tmp_path):
+    with pytest.raises(FileNotFoundError):  # neither rank lives to write its answer
+        ranks.run(_die_in_mid_save, 2, str(tmp_path))
+    assert "could not write the checkpoint" in (tmp_path / "told").read_text()
+    assert checkpoint.steps(tmp_path) == [3]
+    model, optimizer = fresh()
+    assert load(checkpoint.latest(tmp_path, World()), model, optimizer).step == 3
