@@ -7,6 +7,7 @@ own errors are written for users and printed as they are; anything else is a def
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -46,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:
-        if not _speaks_to_users(error):
+        sentence = _sentence(error)
+        if sentence is None:
             raise
-        print(f"octavo {arguments[0]}: {error}", file=sys.stderr)
+        print(f"octavo {arguments[0]}: {sentence}", file=sys.stderr)
         return WRONG if _is_config_error(error) else FAILED
 
 
@@ -105,9 +107,29 @@ def _unknown(name: str) -> int:
     return WRONG
 
 
-def _speaks_to_users(error: Exception) -> bool:
-    """Whether the error is one of Octavo's own classes, whose messages name what was asked, found and the cure."""
-    return type(error).__module__.split(".")[0] == "octavo"
+#: what the machine refuses, and what helps; any other OSError is a defect
+_REFUSALS = {
+    errno.EACCES: "choose a folder that you may use",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.ENOSPC: "free some space, or choose another disk",
+    errno.EDQUOT: "free some of your quota, or choose another disk",
+}
+
+
+def _sentence(error: Exception) -> str | None:
+    """What to tell the user, or None for a defect, which keeps its traceback.
+
+    Octavo's own error classes name what was asked, what was found and the cure; a full disk, a locked folder and a
+    full GPU are the machine's word.
+    """
+    if type(error).__module__.split(".")[0] == "octavo":
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _REFUSALS:
+        return f"{error.strerror}: {error.filename or 'a file'}; {_REFUSALS[error.errno]}"
+    if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
+        cure = "lower train.micro_batch, train.seq_length or data.max_pixels, or set train.recompute: full"
+        return f"{str(error).split('. ')[0]}; {cure}"
+    return None
 
 
 def _is_config_error(error: Exception) -> bool:

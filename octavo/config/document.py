@@ -26,6 +26,9 @@ _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
 
+#: a longer scalar is no number: Python refuses to read such whole numbers, and no field takes them
+_LONGEST = 1000
+
 #: aliases can make a small file describe a huge one; no honest configuration comes near this many values
 MOST_VALUES = 100_000
 
@@ -50,6 +53,8 @@ def scalar(text: str) -> Any:
         return None
     if _BOOL.fullmatch(text):
         return text[0] in "tT"
+    if len(text) > _LONGEST:
+        return text
     if _INT.fullmatch(text):
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
     if _FLOAT.fullmatch(text):

@@ -11,6 +11,7 @@ from octavo import environment
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
 
 SECONDS = 180
+_MEND = "mend what the cause names, or install again: "
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,11 @@ def try_import(package: Package) -> Check:
         )
     except subprocess.TimeoutExpired:
         found = f"{version}: the import did not end in {SECONDS} s"
-        return Check(area, package.distribution, broken, found, package.means, package.cure)
+        return Check(area, package.distribution, broken, found, package.means, _MEND + package.cure)
     if done.returncode == 0:
         return Check(area, package.distribution, OK, version)
-    return Check(area, package.distribution, broken, f"{version}: {cause(done)}", package.means, package.cure)
+    found = f"{version}: {cause(done)}"
+    return Check(area, package.distribution, broken, found, package.means, _MEND + package.cure)
 
 
 def cause(done: subprocess.CompletedProcess[str]) -> str:

@@ -99,6 +99,27 @@ def test_octavos_own_errors_are_a_sentence_and_exit_1(monkeypatch, capsys):
     assert capsys.readouterr().err == "octavo schema: there is no model; write one\n"
 
 
+def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
+    import torch
+
+    def fail(error):
+        def run(args):
+            raise error
+
+        return run
+
+    command(monkeypatch, fail(PermissionError(13, "Permission denied", "/runs")))
+    assert main(["schema"]) == 1
+    assert capsys.readouterr().err == "octavo schema: Permission denied: /runs; choose a folder that you may use\n"
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
+    command(monkeypatch, fail(full))
+    assert main(["schema"]) == 1
+    assert capsys.readouterr().err.startswith("octavo schema: CUDA out of memory; lower train.micro_batch")
+    command(monkeypatch, fail(FileNotFoundError(2, "No such file", "x")))
+    with pytest.raises(FileNotFoundError):
+        main(["schema"])
+
+
 def test_unexpected_errors_keep_their_traceback(monkeypatch):
     def fail(args):
         raise ZeroDivisionError("a defect")

@@ -81,7 +81,10 @@ def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):
     broken = packages.Package("pytest", "raise ImportError('libfoo.so: cannot open')", "no tests", "apt install libfoo")
     check = packages.try_import(broken)
     assert check.status == WARN and check.found.endswith("ImportError: libfoo.so: cannot open")
-    assert (check.means, check.cure) == ("no tests", "apt install libfoo")
+    assert (check.means, check.cure) == (
+        "no tests",
+        "mend what the cause names, or install again: apt install libfoo",
+    )
     crash = packages.Package("pytest", "import os; os.kill(os.getpid(), 11)", "m", "c", required=True)
     check = packages.try_import(crash)
     assert check.status == FAIL and check.found.endswith("the import was ended by signal 11")
