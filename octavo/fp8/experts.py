@@ -1,13 +1,14 @@
 """Mixture-of-experts layers in FP8: a plain loop over the experts, two linears each.
 
-Hugging Face keeps the experts of a layer in two Parameters of three dimensions, ``gate_up_proj`` [E, 2I, H] and ``down_proj``
-[E, H, I] (or both transposed), whatever the family, and calls the module with (hidden_states, top_k_index, top_k_weights).
-A module of that structure is recognised by it, and its forward is replaced by :class:`Experts`' on the instance: the
-class becomes a subclass of both, so that parameters, names, hooks, a family's own ``_apply_gate`` and ``isinstance`` stay.
+Hugging Face keeps the experts of a layer in two Parameters of three dimensions, ``gate_up_proj`` [E, 2I, H] and
+``down_proj`` [E, H, I] (or both transposed), whatever the family, and calls the module with (hidden_states,
+top_k_index, top_k_weights). A module of that structure is recognised by it, and its forward is replaced by
+:class:`Experts`' on the instance: the class becomes a subclass of both, so that parameters, names, hooks, a family's
+own ``_apply_gate`` and ``isinstance`` stay.
 
 Before that the loop must give the stock module's output on random input (:func:`agrees`). GEMMs are counted under
-``<module>.gate_up_proj`` and ``<module>.down_proj``, one call an expert with tokens; experts without tokens run no GEMM, count as
-idle, and get a gradient of zeros.
+``<module>.gate_up_proj`` and ``<module>.down_proj``, one call an expert with tokens; experts without tokens run no
+GEMM, count as idle, and get a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -118,13 +119,16 @@ class Experts(HoldsCodes):
                 history = scaling.history(self, expert, x.device, suffix=f"_{name}")
             owner = self._parameters[name]
             assert owner is not None
-            return three_gemms(x, weight, bias, Call(site, owner, Part(expert, transposed), history, self.training, grad))
+            return three_gemms(
+                x, weight, bias, Call(site, owner, Part(expert, transposed), history, self.training, grad)
+            )
 
         now = observe.phase()
+        count = self.get_parameter("gate_up_proj").shape[0]
         if observe.counting() and now == observe.Phase(counted=True, recompute=False):
-            used = int(top_k_index[top_k_index < self.gate_up_proj.shape[0]].unique().numel())
+            used = top_k_index[top_k_index < count].unique().numel()
             for site in self._sites.values():
-                observe.idle(site.name, self.gate_up_proj.shape[0] - max(used, 1))
+                observe.idle(site.name, count - max(used, 1))
         return _loop(self, hidden_states, top_k_index, top_k_weights, project)
 
     def extra_repr(self) -> str:
@@ -171,7 +175,8 @@ def _gate(module: nn.Module, gate_up: Tensor) -> Tensor:
 
 
 def _loop(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project) -> Tensor:
-    """Sort the (token, choice) pairs by expert, run each expert on its tokens, put the rows back and add a token's k."""
+    """Sort the (token, choice) pairs by expert, run each expert on its tokens, put the rows back and add a token's
+    k."""
     up, down = _matrices(module, "gate_up_proj"), _matrices(module, "down_proj")
     biases = {
         name: None if module._parameters.get(f"{name}_bias") is None else module._parameters[f"{name}_bias"].unbind(0)  # type: ignore[union-attr]
@@ -184,7 +189,8 @@ def _loop(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights:
     sizes = torch.bincount(chosen, minlength=len(up))[: len(up)].tolist()
     rows_of = (order // top_k)[: sum(sizes)].split(sizes)
     outputs = []
-    # With no token at all the first expert runs on zero rows: its weights then belong to the graph, as in the stock module.
+    # With no token at all the first expert runs on zero rows: its weights then belong to the graph, as in the stock
+    # module.
     for e in [e for e, size in enumerate(sizes) if size] or [0]:
         x = hidden[rows_of[e]]
         gate_up = project("gate_up_proj", e, x, up[e], _at(biases["gate_up_proj"], e))

@@ -1,7 +1,7 @@
 """How far each layer's operands are from what they stand for, taken during ordinary training steps.
 
-``with health() as h:`` around a forward *and* its backward. For that step every layer also keeps x in high precision, to
-compute the weight gradient once more and compare: health costs memory and time, so take it every few steps.
+``with health() as h:`` around a forward *and* its backward. For that step every layer also keeps x in high precision,
+to compute the weight gradient once more and compare: health costs memory and time, so take it every few steps.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ With x [M, K], w [N, K], dy [M, N] and the casts of a :class:`~octavo.fp8.recipe
 
     fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
 
-What a forward keeps for its backward: the FP8 codes and scales of x in wgrad layout, and a reference to the weight. Nothing
-in 16 or 32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight keeps no x; an input without
-gradient asks for no dgrad. The weight's codes live in the module's cache (:mod:`octavo.fp8.weights`) and serve the backward
-and all micro-steps until the weight changes.
+What a forward keeps for its backward: the FP8 codes and scales of x in wgrad layout, and a reference to the weight.
+Nothing in 16 or 32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight keeps no x; an input
+without gradient asks for no dgrad. The weight's codes live in the module's cache (:mod:`octavo.fp8.weights`) and serve
+the backward and all micro-steps until the weight changes.
 
 The trade-off against keeping x itself: one more cast in the forward (x along M for wgrad) buys half the memory.
 """
@@ -27,7 +27,8 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8 import health, observe, scaling
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Selection, select
-from octavo.fp8.recipe import GEMMS, Recipe, recipe as named_recipe
+from octavo.fp8.recipe import GEMMS, Recipe
+from octavo.fp8.recipe import recipe as named_recipe
 from octavo.fp8.weights import HoldsCodes, Part, WeightCodes, is_dtensor, watch_optimizers
 
 
@@ -82,7 +83,8 @@ class Call(NamedTuple):
 
 
 def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype (autocast's under autocast)."""
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype (autocast's under
+    autocast)."""
     _check(x, weight, call.site.name)
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
@@ -114,7 +116,8 @@ class _ThreeGemms(torch.autograd.Function):
         ctx.kept_spec = kept.spec if isinstance(kept, Quantized) else None
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.b_dtype = None if bias is None else bias.dtype
-        return y_MN.view(*x.shape[:-1], weight.shape[0])
+        # Not a view in autograd's eyes, as F.linear's output is none: a model may then write into it (+=, inplace=True).
+        return torch.ops.aten._unsafe_view(y_MN, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
     @once_differentiable
@@ -183,9 +186,7 @@ def _cast_dy(ctx: Any, gemm: str, dy_MN: Tensor, spec: CastSpec, casts: dict[Cas
     if spec not in casts:
         delayed = ctx.site.recipe.delayed is not None and ctx.history is not None
         casts[spec] = (
-            scaling.quantize_dy(dy_MN, spec, ctx.history, ctx.record)
-            if delayed
-            else ctx.site.cast(gemm, dy_MN, spec)
+            scaling.quantize_dy(dy_MN, spec, ctx.history, ctx.record) if delayed else ctx.site.cast(gemm, dy_MN, spec)
         )
     return casts[spec]
 
@@ -238,19 +239,22 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
 def _check(x: Tensor, weight: Tensor, name: str) -> None:
     if is_dtensor(weight):
         raise RuntimeError(
-            f"The weight of {name!r} is a DTensor where its GEMM runs. FP8 layers multiply by plain weights: under FSDP2 call the "
-            "module that fully_shard wrapped, so that its hooks gather the weight first; tensor parallelism is not supported."
+            f"The weight of {name!r} is a DTensor where its GEMM runs. FP8 layers multiply by plain weights: "
+            "under FSDP2 call the "
+            "module that fully_shard wrapped, so that its hooks gather the weight first; tensor parallelism is "
+            "not supported."
         )
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(
-            f"{name!r} multiplies inputs of {weight.shape[1]} features, its weight being {list(weight.shape)}; found an "
+            f"{name!r} multiplies inputs of {weight.shape[1]} features, its weight being {list(weight.shape)}; "
+            "found an "
             f"input of shape {list(x.shape)}."
         )
 
 
 class Linear(HoldsCodes, nn.Linear):
-    """An ``nn.Linear`` whose GEMMs run in FP8. Made by :func:`octavo.fp8.apply` out of a stock layer, in place: same object,
-    same parameters, hooks and names, so that checkpoints, optimizers and PEFT see nothing new."""
+    """An ``nn.Linear`` whose GEMMs run in FP8. Made by :func:`octavo.fp8.apply` out of a stock layer, in place: same
+    object, same parameters, hooks and names, so that checkpoints, optimizers and PEFT see nothing new."""
 
     _site: Site
 
@@ -258,7 +262,9 @@ class Linear(HoldsCodes, nn.Linear):
     def convert(cls, module: nn.Linear, site: Site) -> Linear:
         """Turn a stock ``nn.Linear`` into an FP8 one, in place. Raises TypeError for anything else."""
         if type(module) is not nn.Linear:
-            raise TypeError(f"{site.name!r} is a {type(module).__name__}; only a plain torch.nn.Linear can become fp8.Linear.")
+            raise TypeError(
+                f"{site.name!r} is a {type(module).__name__}; only a plain torch.nn.Linear can become fp8.Linear."
+            )
         watch_optimizers()
         module.__dict__["_site"] = site  # before the class, whose __setattr__ asks for it
         module.__class__ = cls

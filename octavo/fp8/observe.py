@@ -6,8 +6,8 @@ Every GEMM of an FP8 layer reports itself here, under the layer's name, one of f
 * ``recompute``  the same forward run again inside a backward (activation checkpointing)
 * ``dgrad``, ``wgrad``  the two GEMMs of the backward
 
-A GEMM kept in high precision reports the backend :data:`HIGH`. So do, while somebody counts, the linear layers that the plan
-left alone; that makes the share of FP8 a counted figure and not a computed one.
+A GEMM kept in high precision reports the backend :data:`HIGH`. So do, while somebody counts, the linear layers that
+the plan left alone; that makes the share of FP8 a counted figure and not a computed one.
 
 Collectors are process-wide, because a backward may run on autograd's own threads, and may be nested.
 """
@@ -75,8 +75,9 @@ class GemmCounts(Mapping[Key, int]):
     def promised(self, layer: str, gemm: str) -> int:
         """How many backward GEMMs the forwards made necessary.
 
-        A checkpointed forward promises twice when its first run already builds a graph (non-reentrant) and once when only
-        the recomputation does (reentrant): the larger of the two is the number of backward passes through the layer.
+        A checkpointed forward promises twice when its first run already builds a graph (non-reentrant) and once when
+        only the recomputation does (reentrant): the larger of the two is the number of backward passes through the
+        layer.
         """
         return max(self.due[(layer, gemm, "fwd")], self.due[(layer, gemm, "recompute")])
 

@@ -1,7 +1,8 @@
 """The plan: which linear layer will run in which recipe on which backend, and why; made before a weight is touched.
 
-``plan`` lays a :class:`Policy` over the :func:`topology` of a model (a model on the meta device will do) and answers with one
-:class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16. ``apply`` carries a plan out, in place.
+``plan`` lays a :class:`Policy` over the :func:`topology` of a model (a model on the meta device will do) and answers
+with one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16. ``apply`` carries a
+plan out, in place.
 """
 
 from __future__ import annotations
@@ -201,7 +202,9 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     modules = dict(model.named_modules())
     done = [name for name, module in modules.items() if isinstance(module, HoldsCodes)]
     if done:
-        raise PlanError(f"FP8 was applied to this model before ({done[0]!r} is an FP8 layer). Apply a plan once, to a stock model.")
+        raise PlanError(
+            f"FP8 was applied to this model before ({done[0]!r} is an FP8 layer). Apply a plan once, to a stock model."
+        )
     _check_same_model(model, plan)
     by_module: dict[str, list[PlanRow]] = {}
     for row in plan.rows:
@@ -211,7 +214,9 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         if any(r.fp8 for r in rows) and rows[0].kind == "experts" and not _is_meta(module):
             why = moe.agrees(module)
             if why is not None:
-                raise PlanError(f"{name!r} cannot be converted: {why}. Plan again on the loaded model, which leaves it out.")
+                raise PlanError(
+                    f"{name!r} cannot be converted: {why}. Plan again on the loaded model, which leaves it out."
+                )
     for name, rows in by_module.items():
         module = modules[name]
         if not any(r.fp8 for r in rows):
@@ -284,7 +289,7 @@ def _check_names(policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int
     here = tuple(dict.fromkeys(r.component for r in rows))
     for word, asked in (("component", policy.components), ("tokens of component", tokens or {})):
         for component in asked:
-            if component not in here and (word == "component" or asked[component]):  # type: ignore[index]
+            if component not in here and (word == "component" or asked[component]):
                 raise PlanError(
                     f"{word} {component!r} was asked for, but this model has no linear layers there; it has "
                     f"{', '.join(here) or 'none at all'}. Leave {component!r} out."
@@ -292,14 +297,20 @@ def _check_names(policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int
     if tokens is not None:
         lacking = [c for c in here if c not in tokens and any(r.component == c and r.kind not in OUTSIDE for r in rows)]
         if lacking:
-            raise PlanError(f"tokens says nothing about {', '.join(lacking)}; give every component its tokens a step, 0 for none.")
+            raise PlanError(
+                f"tokens says nothing about {', '.join(lacking)}; give every component its tokens a step, 0 for none."
+            )
     names = [r.name for r in rows]
     for rule in policy.rules:
         if not any(_applies(rule, r) for r in rows):
             close = nearest(rule.match, names)
             hint = f"The nearest names are {', '.join(close)}" if close else "No linear layer has a name like it"
             deeper = any(matches(f"{rule.match}.**", n) for n in names)
-            cure = f"write '{rule.match}.**' to mean what is inside that module" if deeper else "'**.' in front reaches any depth"
+            cure = (
+                f"write '{rule.match}.**' to mean what is inside that module"
+                if deeper
+                else "'**.' in front reaches any depth"
+            )
             raise PlanError(f"rule {rule.match!r} matches no linear layer of this model. {hint}; {cure}.")
 
 
@@ -319,11 +330,14 @@ def _check_met(policy: Policy, rows: list[PlanRow]) -> None:
         # A later rule may switch a layer off again: that is met. What cannot be converted is not.
         if not any(r.fp8 or r.reason.endswith("off") for r in found):
             why = "; ".join(dict.fromkeys(f"{r.name}: {r.reason}" for r in found[:3]))
-            raise PlanError(f"{what} asks for FP8, but none of its {len(found)} layers can run in FP8 ({why}). Take it out.")
+            raise PlanError(
+                f"{what} asks for FP8, but none of its {len(found)} layers can run in FP8 ({why}). Take it out."
+            )
     if policy.asks_fp8 and not any(r.fp8 for r in rows):
         why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
         raise PlanError(
-            f"FP8 was asked for and nothing of this model would run in it: {why}. Use recipe 'off' for high precision, or "
+            f"FP8 was asked for and nothing of this model would run in it: {why}. Use recipe 'off' for high "
+            "precision, or "
             "switch a component or a rule on."
         )
 
@@ -334,7 +348,10 @@ def _check_same_model(model: nn.Module, plan: Plan) -> None:
     for name in [*planned, *found]:
         if planned.get(name) != found.get(name):
             has, wants = (f"{v[0]} {list(v[1])}" if v else "nothing" for v in (found.get(name), planned.get(name)))
-            raise PlanError(f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this model.")
+            raise PlanError(
+                f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this "
+                "model."
+            )
 
 
 def _notes(rows: tuple[PlanRow, ...], tokens: Mapping[str, int] | None) -> tuple[str, ...]:
@@ -345,7 +362,9 @@ def _notes(rows: tuple[PlanRow, ...], tokens: Mapping[str, int] | None) -> tuple
         more = "; fp8.reduce_scaling_state shares the histories of delayed scaling" if "delayed" in used else ""
         notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
     if used & {"rowwise", "mxfp8"}:
-        notes.append(f"{' and '.join(sorted(used & {'rowwise', 'mxfp8'}))} cast weights twice: 2 bytes of codes a parameter")
+        notes.append(
+            f"{' and '.join(sorted(used & {'rowwise', 'mxfp8'}))} cast weights twice: 2 bytes of codes a parameter"
+        )
     frozen = sum(r.row.frozen for r in fp8)
     if frozen:
         notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no kept input")

@@ -81,6 +81,11 @@ def totals(plan: Plan) -> list[str]:
     for row in high:
         reasons.setdefault(row.reason, []).append(row)
     said += [f"high precision: {len(rows)} ({reason})" for reason, rows in reasons.items()]
-    shares = [f"{c} {100 * plan.share_of(c):.1f} %" for c in plan.parts if any(r.share for r in plan.rows if r.component == c)]
-    said.append(f"linear FLOPs in FP8: {100 * plan.share:.1f} % ({', '.join(shares) or 'none'}); lm_head and patch embedding apart")
+    shares = [
+        f"{c} {100 * plan.share_of(c):.1f} %" for c in plan.parts if any(r.share for r in plan.rows if r.component == c)
+    ]
+    said.append(
+        f"linear FLOPs in FP8: {100 * plan.share:.1f} % ({', '.join(shares) or 'none'}); lm_head and patch "
+        "embedding apart"
+    )
     return said

@@ -34,7 +34,8 @@ class ComponentPolicy:
 
 @dataclass(frozen=True)
 class Rule:
-    """The answer for the layers whose names ``match`` (an anchored glob on dotted segments, as in ``**.layers.0.**``)."""
+    """The answer for the layers whose names ``match`` (an anchored glob on dotted segments, as in
+    ``**.layers.0.**``)."""
 
     match: str
     recipe: str | None = None
@@ -84,7 +85,8 @@ class Policy:
         object.__setattr__(self, "rules", rules)
         if self.activations != "bf16":
             raise PlanError(
-                f"activations={self.activations!r} is not available in this version: blocks keep what they save for backward in "
+                f"activations={self.activations!r} is not available in this version: blocks keep what they save "
+                "for backward in "
                 "high precision. Use activations='bf16'."
             )
         for where, name in self._recipes():
@@ -125,7 +127,9 @@ class Decision:
 
     def over(self, level: ComponentPolicy | Rule, source: str) -> Decision:
         """This decision with what ``level`` says put on top."""
-        said = {f: getattr(level, f) for f in ("recipe", "format", "fwd", "dgrad", "wgrad") if getattr(level, f) is not None}
+        said = {
+            f: getattr(level, f) for f in ("recipe", "format", "fwd", "dgrad", "wgrad") if getattr(level, f) is not None
+        }
         return replace(self, **said, source=source) if said else self
 
     def build(self) -> Recipe | None:

@@ -70,8 +70,10 @@ class Proof:
             self.missing += problems
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ProofError(
-                f"FP8 did not run as planned: {'; '.join(problems[:5])}{more}. Every layer of the plan must be called as a module in "
-                "each forward of its component; leave a layer out with a rule (recipe: off) if the model does not use it so."
+                f"FP8 did not run as planned: {'; '.join(problems[:5])}{more}. Every layer of the plan must be "
+                "called as a module in "
+                "each forward of its component; leave a layer out with a rule (recipe: off) if the model does "
+                "not use it so."
             )
         self.pending -= {c for c, n in forwards.items() if n > 0}
 
@@ -91,9 +93,9 @@ class Proof:
         return sum(v for k, v in kept.items() if k[2]) / total if total else None
 
     def report(self) -> dict[str, Any]:
-        """What was counted, as JSON types: ``share`` and ``shares`` (of linear FLOPs in FP8, by component), ``fp8_gemms`` and
-        ``high_gemms`` (calls), ``components`` (calls by gemm and backend), ``pending``, ``missing`` (what did not match), ``unused``
-        (layers whose output did not reach the loss)."""
+        """What was counted, as JSON types: ``share`` and ``shares`` (of linear FLOPs in FP8, by component),
+        ``fp8_gemms`` and ``high_gemms`` (calls), ``components`` (calls by gemm and backend), ``pending``, ``missing``
+        (what did not match), ``unused`` (layers whose output did not reach the loss)."""
         components: dict[str, dict[str, dict[str, int]]] = {}
         for (component, gemm, backend), calls in self._calls.items():
             components.setdefault(component, {}).setdefault(gemm, {})[backend] = calls
@@ -131,7 +133,10 @@ def _mismatches(row: PlanRow, counts: GemmCounts, n: int, unused: bool) -> list[
         out.append(f"{ran['recompute']} of {ran['fwd']} fwd were recomputed")
     planned = 0 if row.row.frozen else ran["fwd"]
     if due["wgrad"] != planned:
-        out.append(f"planned {planned} wgrad, but the weight asked for {due['wgrad']} (was it frozen or thawed after the plan?)")
+        out.append(
+            f"planned {planned} wgrad, but the weight asked for {due['wgrad']} (was it frozen or thawed after the "
+            "plan?)"
+        )
     if not unused:
         out += [f"planned {due[g]} {g}, counted {ran[g]}" for g in ("dgrad", "wgrad") if ran[g] != due[g]]
     for (layer, gemm, backend), calls in counts.items():

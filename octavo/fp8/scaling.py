@@ -1,8 +1,8 @@
 """Delayed scaling: the amax histories of x and dy, one row a layer (or an expert).
 
-The scale of a cast comes from the largest amax of the recorded forwards (for dy: backwards), so that a cast need not wait
-for its own amax; values that outgrow the history saturate, and the next history knows. An empty history falls back to
-the current amax. One entry is recorded per training forward, whatever the accumulation; evaluation reads the
+The scale of a cast comes from the largest amax of the recorded forwards (for dy: backwards), so that a cast need not
+wait for its own amax; values that outgrow the history saturate, and the next history knows. An empty history falls
+back to the current amax. One entry is recorded per training forward, whatever the accumulation; evaluation reads the
 history and records nothing, as does a recomputed forward, which finds the scale of its original by its amax. NaN and
 infinity never enter.
 
@@ -26,8 +26,8 @@ _RECENT = 64  # how many forwards back a recomputation can find its scale
 
 
 class History(NamedTuple):
-    """One layer's rows: ``x`` and ``dy`` [length], newest first, 0 for not yet; ``recent`` [2, 64]: amax and scale of the
-    last forwards, newest first."""
+    """One layer's rows: ``x`` and ``dy`` [length], newest first, 0 for not yet; ``recent`` [2, 64]: amax and scale of
+    the last forwards, newest first."""
 
     x: Tensor
     dy: Tensor
@@ -122,7 +122,8 @@ def load_scaling_state(model: nn.Module, state: dict[str, Any]) -> None:
     if missing or extra:
         raise ValueError(
             f"The amax histories do not belong to this model: {len(missing)} are missing"
-            f"{_some(missing)}, {len(extra)} are unknown{_some(extra)}. Resume with the recipe that wrote the checkpoint."
+            f"{_some(missing)}, {len(extra)} are unknown{_some(extra)}. Resume with the recipe that wrote the "
+            "checkpoint."
         )
     for name, buffer in own.items():
         if tuple(state[name].shape) != tuple(buffer.shape):

@@ -1,10 +1,10 @@
 """FP8 codes of weights, cast once per optimizer step and never stale.
 
-A tensor's version counter cannot keep such a cache right on its own: fused AdamW on the CPU, ``p.data = ...`` and ``.to()``
-change a weight without moving it, and FSDP2's gathered parameter keeps version 0 while its values change. Codes are
-valid while all of these stay the same: the parameter's storage (the object, not only its address), its version, address
-and dtype, and the epoch. (The Parameter object itself would say less: checkpointing hands the backward an alias of it.)
-The epoch rises
+A tensor's version counter cannot keep such a cache right on its own: fused AdamW on the CPU, ``p.data = ...`` and
+``.to()`` change a weight without moving it, and FSDP2's gathered parameter keeps version 0 while its values change.
+Codes are valid while all of these stay the same: the parameter's storage (the object, not only its address), its
+version, address and dtype, and the epoch. (The Parameter object itself would say less: checkpointing hands the
+backward an alias of it.) The epoch rises
 
 * at every step of every ``torch.optim`` optimizer (a process-wide post-step hook),
 * when a state dict is loaded into the module and when ``.to()``, ``.cuda()``, ``.half()`` pass over it,
@@ -104,8 +104,9 @@ class WeightCodes:
     def get(self, owner: Tensor, part: Part, spec: CastSpec, backend: Backend, forward: bool) -> Quantized:
         """The codes of ``part`` of the parameter ``owner`` under ``spec``, cast now if there are no valid ones.
 
-        Only a forward begins a new generation of codes. A backward that finds other values than the last forward (a weight
-        offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps nothing.
+        Only a forward begins a new generation of codes. A backward that finds other values than the last forward (a
+        weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
+        nothing.
         """
         # A tensor made in inference mode keeps no version counter: an edit could not be noticed.
         if owner.is_inference() or not (forward or self._valid(owner)):
@@ -165,8 +166,8 @@ class HoldsCodes(nn.Module):
 
 
 def invalidate(model: nn.Module) -> None:
-    """Forget the FP8 codes of all weights of a model, after a write that no version counter and no optimizer step shows:
-    ``p.data.mul_()``, a kernel of your own, a NumPy view."""
+    """Forget the FP8 codes of all weights of a model, after a write that no version counter and no optimizer step
+    shows: ``p.data.mul_()``, a kernel of your own, a NumPy view."""
     for module in model.modules():
         if isinstance(module, HoldsCodes):
             for codes in module._weight_codes().values():

@@ -1,7 +1,7 @@
 """Experts by structure: the loop equals the stock module, runs in FP8, and leaves what it does not know."""
 
 import copy
-import io
+import pickle
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_empty_places_of_expert_parallelism_add_nothing():
 def test_codes_are_cached_and_renewed():
     ours = convert(FAMILIES["qwen3_moe"]())
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.05, fused=True)
-    for step in range(2):
+    for _ in range(2):
         for _ in range(2):
             a = ours(*routed())
             fp8.invalidate(ours)
@@ -128,7 +128,7 @@ def test_codes_are_cached_and_renewed():
     assert torch.allclose(ours(*routed()), ours(*routed())) and not torch.allclose(before, ours(*routed()))
     assert len(ours._weight_codes()["gate_up_proj"]) == E
     ours.to(torch.bfloat16)
-    assert len(ours._weight_codes()["gate_up_proj"]) == 0 and step == 1
+    assert len(ours._weight_codes()["gate_up_proj"]) == 0
 
 
 def test_one_projection_may_stay_in_high_precision():
@@ -146,10 +146,8 @@ def test_copies_and_pickles():
     y = ours(*routed())
     twin = copy.deepcopy(ours)
     assert isinstance(twin, fp8.Experts) and torch.equal(ours.eval()(*routed()), twin.eval()(*routed()))
-    file = io.BytesIO()
-    torch.save(ours, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(*routed()), ours(*routed())) and y.shape == (10, H)
+    thawed = pickle.loads(pickle.dumps(ours))
+    assert torch.equal(thawed(*routed()), ours(*routed())) and y.shape == (10, H)
     with torch.no_grad():
         twin.down_proj.mul_(2)
         twin.down_proj_bias.mul_(2)
@@ -172,7 +170,9 @@ class Doubled(Qwen3MoeExperts):
 
 
 def test_a_module_that_computes_something_else_is_left_and_the_plan_says_so():
-    block = nn.ModuleDict({"experts": made(Doubled, Qwen3MoeConfig(moe_intermediate_size=I, **SMALL)), "a": nn.Linear(8, 8)})
+    block = nn.ModuleDict(
+        {"experts": made(Doubled, Qwen3MoeConfig(moe_intermediate_size=I, **SMALL)), "a": nn.Linear(8, 8)}
+    )
     plan = fp8.plan(block)
     assert [r.fp8 for r in plan.rows] == [True, False, False] or [r.fp8 for r in plan.rows] == [False, False, True]
     assert "the loop over experts differs from the stock module by" in plan.table()

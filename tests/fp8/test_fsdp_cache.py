@@ -1,7 +1,8 @@
-"""FSDP2: the gathered weight keeps version 0 while its values change; codes must follow and must not outlive resharding."""
+"""FSDP2: the gathered weight keeps version 0 while its values change; codes must follow and must not outlive
+resharding."""
 
-import os
 import socket
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -81,18 +82,38 @@ def reference(recipe, fused, size):
 
 
 def worker(rank, size, port, recipe, cases):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    with ranks(rank, size, dist.TCPStore("127.0.0.1", port, size, rank == 0)) as mesh:
         for fused, reshard, recompute in cases:
             check(recipe, fused, reshard, recompute, mesh, rank, size, reference(recipe, fused, size))
         delayed(rank, size)
-        mixed(mesh)
-        outside(mesh)
+        ddp(rank, size)
+
+
+def ddp(rank, size):
+    """DistributedDataParallel sees an ordinary module; fused AdamW's writes are seen under it too."""
+    want = reference("blockwise", True, size)
+    wrapped = nn.parallel.DistributedDataParallel(build("blockwise"))
+    losses, _, _ = train(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.05, fused=True), rank, size)
+    mean = torch.tensor(losses)
+    dist.all_reduce(mean)
+    assert (mean / size).tolist() == pytest.approx(want, rel=1e-3)
+
+
+@contextmanager
+def ranks(rank, size, store):
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        yield dist.device_mesh.init_device_mesh("cpu", (size,))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone():
+    """A mesh of this one process."""
+    with ranks(0, 1, dist.HashStore()) as mesh:
+        yield mesh
 
 
 def check(recipe, fused, reshard, recompute, mesh, rank, size, want):
@@ -109,7 +130,7 @@ def check(recipe, fused, reshard, recompute, mesh, rank, size, want):
     assert mean == pytest.approx(want, rel=1e-6 if size == 1 else 1e-3), (fused, reshard, recompute)
     assert left == 0, "codes outlived resharding"
     assert held == (0 if reshard else 1), (reshard, held)
-    stock = {k for k in build("blockwise").state_dict()}
+    stock = set(build("blockwise").state_dict())
     assert set(model.state_dict()) == stock
 
 
@@ -123,66 +144,62 @@ def delayed(rank, size):
     assert fp8.scaling_state(m)["0.fp8_amax_x"][0, :3].tolist() == [5, size, 0]
 
 
-def mixed(mesh):
-    """Weights gathered in BF16: codes come from the BF16 values."""
+# (fused AdamW, reshard after forward, recompute)
+ALL = [(f, r, c) for f in (True, False) for r in (True, False) for c in (False, True)]
+SOME = [(True, True, True), (True, False, False), (False, True, False)]
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+@pytest.mark.parametrize("case", ALL)
+def test_one_rank_never_uses_stale_codes(alone, recipe, case):
+    check(recipe, *case, alone, 0, 1, reference(recipe, case[0], 1))
+
+
+@pytest.mark.parametrize(
+    "recipe,cases",
+    [
+        pytest.param("blockwise", SOME, id="some cases"),
+        pytest.param("blockwise", ALL, id="every case", marks=pytest.mark.long),
+        pytest.param("rowwise", ALL, id="two layouts", marks=pytest.mark.long),
+    ],
+)
+def test_two_ranks_never_use_stale_codes(recipe, cases):
+    mp.spawn(worker, args=(2, free_port(), recipe, cases), nprocs=2)
+
+
+def test_weights_gathered_in_bf16_are_cast_from_bf16(alone):
     model = build("blockwise")
     full = {k: v.clone() for k, v in model.state_dict().items()}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model:
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        fully_shard(block, mesh=alone, mp_policy=policy)
+    fully_shard(model, mesh=alone, mp_policy=policy)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
     twin = build("blockwise").bfloat16()
     twin.load_state_dict(full)
     assert torch.equal(model(x), twin(x.bfloat16()))
 
 
-def outside(mesh):
-    """A GEMM on a weight that was not gathered says what is wrong."""
-    model = build("blockwise")
-    fully_shard(model, mesh=mesh)
+def test_a_weight_that_was_not_gathered_says_what_is_wrong(alone):
+    model = fully_shard(build("blockwise"), mesh=alone)
     with pytest.raises(RuntimeError, match="is a DTensor where its GEMM runs.*fully_shard"):
-        nn.Linear.__call__(model[0].up, torch.randn(2, 32))
+        model[0].up(torch.randn(2, 32))
 
 
-# (fused AdamW, reshard after forward, recompute)
-ALL = [(fused, reshard, recompute) for fused in (True, False) for reshard in (True, False) for recompute in (False, True)]
-SOME = [(True, True, True), (True, False, False), (False, True, False)]
+def test_a_layer_that_is_its_own_shard_still_works(alone):
+    model = build("blockwise")
+    x = torch.randn(3, 32)
+    want = model(x)
+    for block in model:
+        fully_shard(block.up, mesh=alone)
+        fully_shard(block.down, mesh=alone)
+    assert isinstance(model[0].up, fp8.Linear) and "FSDP" in type(model[0].up).__name__
+    assert torch.equal(model(x), want)
 
 
-@pytest.mark.parametrize(
-    "size,recipe,cases",
-    [
-        pytest.param(1, "rowwise", SOME, id="one rank"),
-        pytest.param(2, "blockwise", SOME, id="two ranks"),
-        pytest.param(2, "blockwise", ALL, id="two ranks, every case", marks=pytest.mark.long),
-        pytest.param(2, "rowwise", ALL, id="two ranks, two layouts", marks=pytest.mark.long),
-    ],
-)
-def test_sharded_training_never_uses_stale_codes(size, recipe, cases):
-    mp.spawn(worker, args=(size, free_port(), recipe, cases), nprocs=size)
-
-
-def test_a_layer_that_is_its_own_shard_still_works():
-    mp.spawn(own_shard, args=(free_port(),), nprocs=1)
-
-
-def own_shard(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        model = build("blockwise")
-        x = torch.randn(3, 32)
-        want = model(x)
-        for block in model:
-            fully_shard(block.up, mesh=mesh)
-            fully_shard(block.down, mesh=mesh)
-        assert isinstance(model[0].up, fp8.Linear) and "FSDP" in type(model[0].up).__name__
-        assert torch.equal(model(x), want)
-        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        fully_shard(plain[0], mesh=mesh)
-        plan = fp8.plan(plain, "blockwise")
-        assert [r.fp8 for r in plan.rows] == [False, True]
-        assert "FSDPLinear is a subclass of nn.Linear and is left as it is" in plan.table()
-    finally:
-        dist.destroy_process_group()
+def test_a_layer_sharded_before_the_plan_is_left_and_the_plan_says_so(alone):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(plain[0], mesh=alone)
+    plan = fp8.plan(plain, "blockwise")
+    assert [r.fp8 for r in plan.rows] == [False, True]
+    assert "FSDPLinear is a subclass of nn.Linear and is left as it is" in plan.table()

@@ -100,7 +100,10 @@ def test_tokens_weigh_components():
 def test_components_and_rules_later_and_narrower_win():
     policy = fp8.Policy(
         recipe="blockwise",
-        components={"image_encoder": fp8.ComponentPolicy(recipe="rowwise"), "image_projector": {"recipe": "tensorwise", "format": "e4m3"}},
+        components={
+            "image_encoder": fp8.ComponentPolicy(recipe="rowwise"),
+            "image_projector": {"recipe": "tensorwise", "format": "e4m3"},
+        },
         rules=[
             {"match": "**.layers.**", "recipe": "mxfp8"},
             {"match": "layers.0.**", "recipe": "off"},
@@ -132,20 +135,20 @@ def test_off_is_a_plan_without_fp8():
 
 
 ERRORS = [
-    (dict(rules=[{"match": "**.q_prj", "recipe": "off"}]), r"rule '\*\*.q_prj' matches no linear layer.*layers.\*.q_proj"),
-    (dict(rules=[{"match": "layers.0", "recipe": "off"}]), r"write 'layers.0.\*\*' to mean what is inside that module"),
-    (dict(rules=[{"match": "a..b"}]), "A rule cannot be read.*empty segment"),
-    (dict(rules=[{"match": "lm_head", "recipe": "rowwise"}]), "asks for FP8, but none of its 1 layers.*lm_head stays"),
-    (dict(rules=[{"match": "odd", "recipe": "rowwise"}]), "Custom is a subclass"),
-    (dict(components={"lm_head": {"recipe": "rowwise"}}), "component 'lm_head' asks for FP8"),
-    (dict(components={"audio": {"recipe": "rowwise"}}), "component 'audio' was asked for.*it has image_encoder, image_projector"),
-    (dict(rules=[{"match": "**", "recipe": "off"}]), "FP8 was asked for and nothing of this model would run in it.*'off'"),
-    (dict(recipe="blockwize"), "recipe 'blockwize' does not exist; use one of off, tensorwise"),
-    (dict(recipe="auto"), "'auto' is not available in this version"),
-    (dict(activations="fp8"), "not available in this version"),
-    (dict(recipe="mxfp8", format="hybrid"), "the whole model: .*mxfp8.*hybrid"),
-    (dict(rules=[{"match": "**", "fwd": "bf16", "dgrad": "bf16", "wgrad": "bf16"}]), r"rule \*\*: .*leaves nothing in FP8"),
-    (dict(components={"image_encoder": {"recipe": "mxfp9"}}), "component 'image_encoder': recipe 'mxfp9' does not exist"),
+    ({"rules": [{"match": "**.q_prj", "recipe": "off"}]}, r"'\*\*.q_prj' matches no linear.*layers.\*.q_proj"),
+    ({"rules": [{"match": "layers.0", "recipe": "off"}]}, r"write 'layers.0.\*\*' to mean what is inside that module"),
+    ({"rules": [{"match": "a..b"}]}, "A rule cannot be read.*empty segment"),
+    ({"rules": [{"match": "lm_head", "recipe": "rowwise"}]}, "asks for FP8, but none.*lm_head stays"),
+    ({"rules": [{"match": "odd", "recipe": "rowwise"}]}, "Custom is a subclass"),
+    ({"components": {"lm_head": {"recipe": "rowwise"}}}, "component 'lm_head' asks for FP8"),
+    ({"components": {"audio": {"recipe": "rowwise"}}}, "component 'audio' was asked for.*it has image_encoder, "),
+    ({"rules": [{"match": "**", "recipe": "off"}]}, "FP8 was asked for and nothing.*would run in it.*'off'"),
+    ({"recipe": "blockwize"}, "recipe 'blockwize' does not exist; use one of off, tensorwise"),
+    ({"recipe": "auto"}, "'auto' is not available in this version"),
+    ({"activations": "fp8"}, "not available in this version"),
+    ({"recipe": "mxfp8", "format": "hybrid"}, "the whole model: .*mxfp8.*hybrid"),
+    ({"rules": [{"match": "**", "fwd": "bf16", "dgrad": "bf16", "wgrad": "bf16"}]}, r"rule \*\*: .*leaves nothing"),
+    ({"components": {"image_encoder": {"recipe": "mxfp9"}}}, "'image_encoder': recipe 'mxfp9' does not exist"),
 ]  # fmt: skip
 
 
@@ -167,11 +170,15 @@ def test_nothing_to_convert():
 def test_a_plan_is_applied_once_and_to_its_own_model():
     model, other = Vlm(), nn.Sequential(nn.Linear(8, 8))
     plan = fp8.plan(model)
-    with pytest.raises(fp8.PlanError, match="belongs to another model: for 'visual.patch_embed' it has.*model has nothing"):
+    with pytest.raises(
+        fp8.PlanError, match="belongs to another model: for 'visual.patch_embed' it has.*model has nothing"
+    ):
         fp8.apply(other, plan)
     wider = Vlm()
     wider.layers[2].q_proj = nn.Linear(32, 33)
-    with pytest.raises(fp8.PlanError, match=r"'layers.2.q_proj' it has linear \[32, 32\], the model has linear \[33, 32\]"):
+    with pytest.raises(
+        fp8.PlanError, match=r"'layers.2.q_proj' it has linear \[32, 32\], the model has linear \[33, 32\]"
+    ):
         fp8.apply(wider, plan)
     more = Vlm()
     more.extra = nn.Linear(4, 4)
@@ -211,7 +218,16 @@ def test_notes():
 
 
 def test_thirty_billion_parameters_on_meta_in_two_seconds():
-    text = dict(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128, num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+    text = {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
     with torch.device("meta"):
         model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text))
     start = time.perf_counter()

@@ -70,7 +70,13 @@ def by_name(model, components=None):
 
 
 def test_a_llama_is_foundation_and_lm_head():
-    model = meta(lambda: LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)))
+    model = meta(
+        lambda: LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+            )
+        )
+    )
     rows = by_name(model)
     assert len(rows) == 15
     row = rows["model.layers.1.self_attn.k_proj"]
@@ -82,13 +88,34 @@ def test_an_mpt_and_its_tied_head():
     model = meta(lambda: AutoModelForCausalLM.from_config(MptConfig(d_model=64, n_heads=4, n_layers=1, vocab_size=128)))
     rows = by_name(model)
     kinds = {n.rpartition(".")[2]: r.kind for n, r in rows.items()}
-    assert kinds == {"Wqkv": "linear", "out_proj": "linear", "up_proj": "linear", "down_proj": "linear", "lm_head": "lm_head"}
+    assert kinds == {
+        "Wqkv": "linear",
+        "out_proj": "linear",
+        "up_proj": "linear",
+        "down_proj": "linear",
+        "lm_head": "lm_head",
+    }
     assert rows["lm_head"].tied == ("transformer.wte.weight",)
 
 
 def qwen3_vl():
-    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
-    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 128,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "depth": 2,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+    }
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision))
 
 
@@ -104,7 +131,11 @@ def test_qwen3_vl_by_conventional_names():
 
 
 def test_given_components_win_the_most_specific_first():
-    components = {"image_encoder": ("model.visual",), "image_projector": ("model.visual.merger.**",), "other": ("**.down_proj",)}
+    components = {
+        "image_encoder": ("model.visual",),
+        "image_projector": ("model.visual.merger.**",),
+        "other": ("**.down_proj",),
+    }
     rows = by_name(meta(qwen3_vl), components)
     assert rows["model.visual.blocks.0.mlp.linear_fc1"].component == "image_encoder"
     assert rows["model.visual.merger.linear_fc1"].component == "image_projector"
@@ -115,10 +146,25 @@ def test_given_components_win_the_most_specific_first():
 
 
 def test_experts_and_router():
-    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=3, vocab_size=64)
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=3,
+        vocab_size=64,
+    )
     rows = by_name(meta(lambda: Qwen3MoeForCausalLM(config)))
     up, down = (rows[f"model.layers.0.mlp.experts.{p}"] for p in ("gate_up_proj", "down_proj"))
-    assert (up.kind, up.shape, up.experts, up.experts_per_token, up.module) == ("experts", (48, 64), 8, 3, "model.layers.0.mlp.experts")
+    assert (up.kind, up.shape, up.experts, up.experts_per_token, up.module) == (
+        "experts",
+        (48, 64),
+        8,
+        3,
+        "model.layers.0.mlp.experts",
+    )
     assert (down.shape, down.params) == ((64, 24), 8 * 64 * 24)
     assert rows["model.layers.0.mlp.gate"].kind == "router" and rows["model.layers.0.mlp.gate"].shape == (8, 64)
 
@@ -128,7 +174,9 @@ class Odd(nn.Linear):
 
 
 def test_subclasses_frozen_and_shared_weights():
-    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": Odd(8, 8), "c": nn.Linear(8, 8, bias=False), "mha": nn.MultiheadAttention(8, 2)})
+    model = nn.ModuleDict(
+        {"a": nn.Linear(8, 8), "b": Odd(8, 8), "c": nn.Linear(8, 8, bias=False), "mha": nn.MultiheadAttention(8, 2)}
+    )
     model["c"].weight = model["a"].weight
     model["a"].weight.requires_grad_(False)
     rows = by_name(model)

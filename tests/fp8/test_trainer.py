@@ -30,9 +30,9 @@ def train(directory, forget, checkpointing, optim="adamw_torch_fused"):
     fp8.apply(model, plan)
     ids = torch.randint(0, 64, (32, 8), generator=torch.Generator().manual_seed(1))
     arguments = TrainingArguments(
-        output_dir=str(directory), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=ACCUMULATE,
-        learning_rate=0.05, optim=optim, report_to=[], logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True,
-        gradient_checkpointing=checkpointing, seed=0,
+        output_dir=str(directory), max_steps=STEPS, per_device_train_batch_size=2,
+        gradient_accumulation_steps=ACCUMULATE, learning_rate=0.05, optim=optim, report_to=[], logging_steps=1,
+        save_strategy="no", use_cpu=True, disable_tqdm=True, gradient_checkpointing=checkpointing, seed=0,
     )  # fmt: skip
     trainer = Trainer(
         model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids],
