@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,16 @@ STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", 
 
 
 def show_json(data: Any) -> None:
-    """One JSON document on stdout."""
-    print(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+    """One JSON document on stdout; NaN and infinities, which JSON lacks, become null."""
+    print(json.dumps(_finite(data), indent=2, ensure_ascii=False, default=str))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def show_table(

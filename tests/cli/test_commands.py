@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -238,6 +239,11 @@ def test_doctor_shows_and_judges(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["healthy"] is False and found["environment"] == {"python": "3"}
     assert [check["status"] for check in found["checks"]] == [OK, ABSENT, FAIL]
+
+
+def test_json_is_json_even_where_a_loss_is_not_finite(capsys):
+    terminal.show_json({"loss": float("nan"), "all": (1, float("inf")), "at": Path("a")})
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "all": [1, None], "at": "a"}
 
 
 def test_plain_tables_line_up():
