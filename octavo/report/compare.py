@@ -153,11 +153,21 @@ def _one(arm: Arm, label: str, run: Train, console: Any) -> RunRecord:
     if record is not None:
         _say(console, f"{label}: finished earlier, read from {arm.cfg.run.dir}")
         return record
+    _forget_peaks()
     result = run(arm.cfg, console=console, label=label)
     gc.collect()  # an arm's model and optimizer must not stay beside the next one's
     if result.status != "finished":
         raise ReportError(f"{label} was stopped after step {result.steps}; the same command continues the trial")
     return read(arm.cfg.run.dir)
+
+
+def _forget_peaks() -> None:
+    """Let each arm have its own peak of GPU memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _say(console: Any, text: str) -> None:

@@ -134,7 +134,9 @@ def loss_figure(curves: Sequence[Curve]) -> Figure:
     finite = np.concatenate([c.losses[np.isfinite(c.losses)] for c in curves])
     if finite.size and finite.min() > 0 and finite.max() / finite.min() > 20:
         axes.set_yscale("log")
-    axes.set(title="Loss", xlabel="step", ylabel="nats per token")
+    window = window_for(max(len(c.losses) for c in curves))
+    title = "Loss by step" if window == 1 else f"Loss by step, and its mean over {window} steps"
+    axes.set(title=title, xlabel="step", ylabel="nats per token")
     axes.margins(x=0.01)
     axes.legend(loc="upper right")
     return figure
@@ -267,9 +269,9 @@ def short(name: str) -> str:
 
 
 def memory_figure(
-    bars: Sequence[tuple[str, Mapping[str, int]]], kinds: Sequence[str], unit: tuple[str, float]
+    bars: Sequence[tuple[str, Mapping[str, int]]], kinds: Mapping[str, str], unit: tuple[str, float]
 ) -> Figure:
-    """Bytes by kind, one stacked bar for each arm; ``unit`` is a name and its bytes."""
+    """Bytes by kind, one stacked bar for each arm; ``kinds`` gives each its word, ``unit`` is a name and its bytes."""
     name, size = unit
     figure = Figure(figsize=(9, 1.5 + 0.55 * len(bars)), layout="constrained")
     axes = figure.subplots()
@@ -278,7 +280,7 @@ def memory_figure(
         for i, kind in enumerate(kinds):
             width = memory.get(kind, 0) / size
             axes.barh(row, width, left=left, height=0.62, color=_color(f"kind-{min(i, 5)}"),
-                      label=kind.replace("_", " ") if row == 0 else None)  # fmt: skip
+                      label=kinds[kind] if row == 0 else None)  # fmt: skip
             left += width
         axes.annotate(f"{left:.1f} {name}", (left, row), xytext=(5, 0), textcoords="offset points", va="center",
                       fontsize=9, color=_color("ink"))  # fmt: skip

@@ -35,6 +35,9 @@ KINDS = {
     "codes": "cached FP8 codes",
     "activations": "kept activations",
 }
+#: totals that a run records beside the kinds. The peak of the process is not shown: all arms share one process
+TOTALS = {"peak_cuda": "peak of the GPU"}
+NOT_KINDS = (*TOTALS, "peak_rss")
 ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad": "dy, wgrad"}
 
 
@@ -107,18 +110,16 @@ def draw(records: Records, directory: Path) -> tuple[dict[str, str], list[Path]]
                 keep(name, figures.health_figure(record.health, components, arm.label))
         bars = [(arm.label, record.memory) for arm, record in records if record.memory and arm.kind != "noise"]
         if bars:
-            most = max(sum(memory.values()) for _, memory in bars)
-            keep("memory", figures.memory_figure(bars, memory_kinds(bars), unit_of(most)))
+            kinds = memory_kinds(bars)
+            most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
+            keep("memory", figures.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, unit_of(most)))
     return drawings, images
 
 
 def memory_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
-    """Kinds of memory that any arm recorded, in the order of ``KINDS``; a peak is a total and no kind of its own."""
-    seen = dict.fromkeys(kind for _, memory in bars for kind in memory if kind not in TOTALS)
+    """Kinds of memory that any arm recorded, in the order of ``KINDS``; peaks are no kinds."""
+    seen = dict.fromkeys(kind for _, memory in bars for kind in memory if kind not in NOT_KINDS)
     return [kind for kind in KINDS if kind in seen] + [kind for kind in seen if kind not in KINDS]
-
-
-TOTALS = ("peak", "total", "peak_allocated", "allocated", "reserved", "rss")
 
 
 def unit_of(size: float) -> tuple[str, float]:
@@ -155,12 +156,24 @@ def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
+def counted(proof: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The proof by component and GEMM: calls in FP8 with their backends, calls in high precision."""
+    rows = []
+    for component, gemms in (proof.get("components") or {}).items():
+        for gemm, calls in gemms.items() if isinstance(gemms, Mapping) else ():
+            fp8 = {backend: count for backend, count in calls.items() if backend != "high"}
+            share = (proof.get("shares") or {}).get(component)
+            rows.append({"component": component, "share": share, "gemm": gemm, "fp8": sum(fp8.values()),
+                         "backends": ", ".join(fp8), "high": calls.get("high", 0)})  # fmt: skip
+    return rows
+
+
 def recipe_text(recipe: Any) -> str | None:
     """A plan row's recipe in words, GEMMs that stay in high precision named; None for high precision altogether."""
     if not isinstance(recipe, Mapping):
         return recipe
     kept = [gemm for gemm in ("fwd", "dgrad", "wgrad") if recipe.get(gemm, "fp8") != "fp8"]
-    name = f"{recipe['name']}, {recipe['format']}" if recipe.get("format") else str(recipe["name"])
+    name = f"{recipe['name']} {recipe.get('format') or ''}".strip()
     return f"{name} ({', '.join(kept)} in high precision)" if kept else name
 
 
@@ -183,7 +196,8 @@ def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> li
         found.append({"figure": share, "word": "of linear FLOPs ran in FP8, counted"})
     ratio = arms[arm.label]["speed_ratio"]
     if math.isfinite(ratio):
-        found.append({"figure": f"{ratio:.2f} x", "word": f"speed of {dtype} on this machine"})
+        where = "on this GPU" if record.environment.get("gpus") else "with FP8 emulated on this CPU"
+        found.append({"figure": f"{ratio:.2f} x", "word": f"the speed of {dtype}, {where}"})
     return found
 
 
@@ -193,8 +207,8 @@ def speed_sentence(records: Records) -> str:
     if environment.get("gpus"):
         return "Read on the GPU named under Environment, in one trial, one arm after the other."
     return (
-        "No GPU here: the FP8 arms ran the reference, which emulates FP8 in plain PyTorch and is slower by nature. "
-        "It shows what FP8 does to the training, not how fast FP8 is."
+        "No GPU here: the FP8 arms ran the reference, which emulates FP8 in plain PyTorch, casts on top of ordinary "
+        "matrix products. It shows what FP8 does to the training; these figures say nothing about how fast FP8 is."
     )
 
 
@@ -226,7 +240,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"percent": percent, "bytes": bytes_text, "fixed": _fixed, "svg": Markup}
+    environment.filters |= {"percent": percent, "bytes": bytes_text, "fixed": _fixed, "svg": Markup, "dotted": _dotted}
     shown = [(label, record.memory) for label, record in ((a.label, r) for a, r in records) if record.memory]
     fp8 = [
         {
@@ -237,7 +251,8 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
             "health": record.health,
             "health_steps": record.health_steps,
             "drawing": drawings.get("health") or drawings.get(f"health-{arm.name}"),
-            "proof": flat({k: v for k, v in record.proof.items() if k not in ("layers", "counts")}),
+            "proof": record.proof,
+            "counted": counted(record.proof),
         }
         for arm, record in records
         if arm.kind == "fp8"
@@ -263,11 +278,16 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         fp8=fp8,
         roles=ROLE_WORDS,
         kinds=[(kind, KINDS.get(kind, kind.replace("_", " "))) for kind in memory_kinds(shown)],
-        totals=[kind for kind in TOTALS if any(kind in memory for _, memory in shown)],
+        totals=[(k, word) for k, word in TOTALS.items() if any(k in memory for _, memory in shown)],
         speed_sentence=speed_sentence(records),
         environment=flat(reference.environment),
         configs=[(arm.label, record.config) for arm, record in records],
     )
+
+
+def _dotted(name: str) -> Markup:
+    """A module name that may break after its dots."""
+    return Markup(".<wbr>").join(name.split("."))
 
 
 def _fixed(value: float | None, digits: int = 2) -> str:

@@ -69,7 +69,7 @@ def write_run(
         row: dict[str, Any] = {
             "step": step, "loss": value, "tokens": tokens, "tokens_per_s": speed, "grad_norm": 1.0, "lr": 1e-3,
             "memory": {"weights": 4_800_000, "gradients": 4_800_000, "optimizer": 9_600_000,
-                       "codes": 1_200_000 if tables else 0, "activations": 9_000_000},
+                       "codes": 1_200_000 if tables else 0, "activations": 9_000_000, "peak_rss": 900_000_000},
         }  # fmt: skip
         if step in skipped:
             row["skipped"] = True
@@ -93,7 +93,17 @@ def write_run(
     return directory
 
 
-GOOD_PROOF = {"fp8_gemms": 30, "share": 0.94, "missing": [], "pending": [], "components": {"foundation": 0.95}}
+COUNTED = {"fwd": {"reference": 10, "high": 2}, "dgrad": {"reference": 10}, "wgrad": {"reference": 10}}
+GOOD_PROOF = {
+    "share": 0.94,
+    "shares": {"foundation": 0.95},
+    "fp8_gemms": 30,
+    "high_gemms": 2,
+    "components": {"foundation": COUNTED},
+    "pending": [],
+    "missing": [],
+    "unused": [],
+}
 
 CONFIG = """\
 model: {path: tiny}
