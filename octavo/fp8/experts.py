@@ -202,7 +202,8 @@ def _loop(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights:
     back[order] = torch.arange(order.numel(), device=order.device)
     weighted = y[back] * top_k_weights.reshape(-1, 1)
     # Gathering and adding in a fixed order is deterministic; index_add_ is not on a GPU.
-    return weighted.view(*top_k_index.shape, weighted.shape[-1]).sum(-2).view(hidden.shape).to(hidden.dtype)
+    out = weighted.view(*top_k_index.shape, weighted.shape[-1]).sum(-2).to(hidden.dtype)
+    return out if out.shape == hidden.shape else out.view(hidden.shape)
 
 
 def _at(values: tuple[Tensor, ...] | None, i: int) -> Tensor | None:

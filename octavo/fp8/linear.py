@@ -101,7 +101,7 @@ class _ThreeGemms(torch.autograd.Function):
         watched = health.watching() and now.counted
         with _no_autocast(x):
             y_MN, x_q = _forward_gemm(x_MK, bias, weight, call, now, watched and not now.recompute)
-            kept = _keep_x(x_MK, x_q, call, now, watched and not now.recompute) if needs_w else None
+            kept = _keep_x(x_MK, x_q, call, now) if needs_w else None
         if now.counted and observe.counting():
             for gemm, needed in (("dgrad", needs_x), ("wgrad", needs_w)):
                 if needed:
@@ -116,7 +116,7 @@ class _ThreeGemms(torch.autograd.Function):
         ctx.kept_spec = kept.spec if isinstance(kept, Quantized) else None
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.b_dtype = None if bias is None else bias.dtype
-        # Not a view in autograd's eyes, as F.linear's output is none: a model may then write into it (+=, inplace=True).
+        # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it (+=, inplace=True).
         return torch.ops.aten._unsafe_view(y_MN, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
@@ -162,17 +162,14 @@ def _forward_gemm(
     return y.to(x_MK.dtype), x_q
 
 
-def _keep_x(x_MK: Tensor, x_q: Quantized | None, call: Call, now: observe.Phase, watched: bool) -> Quantized | Tensor:
+def _keep_x(x_MK: Tensor, x_q: Quantized | None, call: Call, now: observe.Phase) -> Quantized | Tensor:
     """x as wgrad wants it: its codes (those of the forward where the cast is the same), or x itself."""
     gemm = call.site.recipe.wgrad
     if gemm is None:
         return x_MK
-    same = x_q is not None and x_q.spec == gemm.b
-    q = x_q if same else _cast_x("wgrad", x_MK, gemm.b, call, now)
-    assert q is not None
-    if watched:
-        health.operand(call.site.name, "x_wgrad", x_MK, q)
-    return q
+    if x_q is not None and x_q.spec == gemm.b:
+        return x_q
+    return _cast_x("wgrad", x_MK, gemm.b, call, now)
 
 
 def _cast_x(gemm: str, x_MK: Tensor, spec: CastSpec, call: Call, now: observe.Phase) -> Quantized:
@@ -221,6 +218,7 @@ def _wgrad(ctx: Any, dy_MN: Tensor, saved: list[Tensor], casts: dict[CastSpec, Q
     _count(site.name, "wgrad", backend.name, flops, ctx.counted)
     dw = backend.gemm_wgrad(dy_q, x_q, ctx.w_dtype)
     if ctx.watched:
+        health.operand(site.name, "x_wgrad", saved[2], x_q)
         health.operand(site.name, "dy_wgrad", dy_MN, dy_q)
         health.gradient(site.name, dw, dy_MN, saved[2])
     return dw

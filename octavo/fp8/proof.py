@@ -12,7 +12,7 @@ each on the backend that the plan named. What differs stops the run with a :clas
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from octavo.fp8.plan import Plan, PlanRow
 
 _OUTSIDE = ("lm_head", "patch_embed")
+_BACKWARD = ("dgrad", "wgrad")
+_Ran = dict[tuple[str, str], int]  # one layer's calls by (gemm, backend)
 
 
 class ProofError(RuntimeError):
@@ -53,38 +55,43 @@ class Proof:
         Raises:
             ProofError: at the first step that does not match; names the layers, what was planned and what was counted.
         """
+        ran: dict[str, _Ran] = defaultdict(dict)
+        for (layer, gemm, backend), calls in counts.items():
+            if calls:
+                ran[layer][gemm, backend] = calls
+        self._add(counts)
         problems: list[str] = []
         for component, n in forwards.items():
-            rows = [r for r in self.plan.rows if r.component == component]
+            rows = [r for r in self.plan.rows if r.component == component and r.fp8]
             if n <= 0 or not rows:
                 continue
-            unused = [r.name for r in rows if r.fp8 and _unused(r, counts)]
-            if unused and len(unused) == sum(r.fp8 for r in rows):
+            unused = [r.name for r in rows if _unused(r, counts, ran[r.name])]
+            if len(unused) == len(rows):
                 problems.append(f"{component}: no backward reached any of its FP8 layers")
             for row in rows:
-                if row.fp8:
-                    problems += [f"{row.name}: {p}" for p in _mismatches(row, counts, n, row.name in unused)]
+                problems += [f"{row.name}: {p}" for p in _mismatches(row, counts, ran[row.name], n, row.name in unused)]
             self.unused += [u for u in unused if u not in self.unused]
-            self._add(component, {r.name: r for r in rows}, counts)
         if problems:
             self.missing += problems
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ProofError(
-                f"FP8 did not run as planned: {'; '.join(problems[:5])}{more}. Every layer of the plan must be "
-                "called as a module in "
-                "each forward of its component; leave a layer out with a rule (recipe: off) if the model does "
-                "not use it so."
+                f"FP8 did not run as planned: {'; '.join(problems[:5])}{more}. Every layer of the plan must be called "
+                "as a module in each forward of its component; leave a layer out with a rule (recipe: off) if the "
+                "model does not use it so."
             )
         self.pending -= {c for c, n in forwards.items() if n > 0}
 
-    def _add(self, component: str, rows: Mapping[str, PlanRow], counts: GemmCounts) -> None:
+    def _add(self, counts: GemmCounts) -> None:
+        """Everything that ran belongs into the share, whichever components the caller asked to check."""
+        rows = {r.name: r for r in self.plan.rows}
         for key, calls in counts.items():
             layer, gemm, backend = key
-            if layer not in rows:
+            row = rows.get(layer)
+            if row is None:
                 continue
-            self._calls[(component, gemm, backend)] += calls
-            if rows[layer].kind not in _OUTSIDE:
-                self._flops[(component, gemm, backend != HIGH)] += counts.flops[key]
+            self._calls[(row.component, gemm, backend)] += calls
+            if row.kind not in _OUTSIDE:
+                self._flops[(row.component, gemm, backend != HIGH)] += counts.flops[key]
 
     def share(self, component: str | None = None) -> float | None:
         """Share of the counted linear FLOPs that ran in FP8 (0 to 1), all or of one component; None before any."""
@@ -112,37 +119,36 @@ class Proof:
         }
 
 
-def _unused(row: PlanRow, counts: GemmCounts) -> bool:
+def _calls(ran: _Ran, gemm: str) -> int:
+    return sum(n for (g, _), n in ran.items() if g == gemm)
+
+
+def _unused(row: PlanRow, counts: GemmCounts, ran: _Ran) -> bool:
     """True if forwards promised backward GEMMs and none came: the output did not reach the loss."""
-    promised = sum(counts.promised(row.name, g) for g in ("dgrad", "wgrad"))
-    return promised > 0 and not any(counts.total(g, row.name) for g in ("dgrad", "wgrad"))
+    promised = any(counts.promised(row.name, g) for g in _BACKWARD)
+    return promised and not any(_calls(ran, g) for g in _BACKWARD)
 
 
-def _mismatches(row: PlanRow, counts: GemmCounts, n: int, unused: bool) -> list[str]:
-    name = row.name
-    ran = {g: counts.total(g, name) for g in ("fwd", "recompute", "dgrad", "wgrad")}
-    idle = counts.idle[name]
-    want = n * (row.row.experts or 1)
-    out = []
-    if ran["fwd"] + idle == 0:
+def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, n: int, unused: bool) -> list[str]:
+    """What differs for one layer after n forwards of its component, as phrases."""
+    forward, idle, want = _calls(ran, "fwd"), counts.idle[row.name], n * (row.row.experts or 1)
+    if forward + idle == 0:
         return [f"planned {want} fwd, counted none"]
-    if (ran["fwd"] + idle) % want:
-        out.append(f"planned {want} fwd (or a multiple), counted {ran['fwd'] + idle}")
-    due = {g: counts.promised(name, g) for g in ("dgrad", "wgrad")}
-    if any(due.values()) and ran["recompute"] not in (0, ran["fwd"]):
-        out.append(f"{ran['recompute']} of {ran['fwd']} fwd were recomputed")
-    planned = 0 if row.row.frozen else ran["fwd"]
+    out = []
+    if (forward + idle) % want:
+        out.append(f"planned {want} fwd (or a multiple), counted {forward + idle}")
+    due = {g: counts.promised(row.name, g) for g in _BACKWARD}
+    if any(due.values()) and _calls(ran, "recompute") not in (0, forward):
+        out.append(f"{_calls(ran, 'recompute')} of {forward} fwd were recomputed")
+    planned = 0 if row.row.frozen else forward
     if due["wgrad"] != planned:
-        out.append(
-            f"planned {planned} wgrad, but the weight asked for {due['wgrad']} (was it frozen or thawed after the "
-            "plan?)"
-        )
+        asked = f"the weight asked for {due['wgrad']} (was it frozen or thawed after the plan?)"
+        out.append(f"planned {planned} wgrad, but {asked}")
     if not unused:
-        out += [f"planned {due[g]} {g}, counted {ran[g]}" for g in ("dgrad", "wgrad") if ran[g] != due[g]]
-    for (layer, gemm, backend), calls in counts.items():
-        if layer == name and calls:
-            selection = row.selections.get("fwd" if gemm == "recompute" else gemm)
-            named = HIGH if selection is None else selection.backend.name
-            if backend != named:
-                out.append(f"{gemm} planned on {named}, {calls} ran on {backend}")
+        out += [f"planned {due[g]} {g}, counted {_calls(ran, g)}" for g in _BACKWARD if _calls(ran, g) != due[g]]
+    for (gemm, backend), calls in ran.items():
+        selection = row.selections.get("fwd" if gemm == "recompute" else gemm)
+        named = HIGH if selection is None else selection.backend.name
+        if backend != named:
+            out.append(f"{gemm} planned on {named}, {calls} ran on {backend}")
     return out

@@ -11,6 +11,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from octavo import fp8
 
@@ -203,3 +205,59 @@ def test_a_layer_sharded_before_the_plan_is_left_and_the_plan_says_so(alone):
     plan = fp8.plan(plain, "blockwise")
     assert [r.fp8 for r in plan.rows] == [False, True]
     assert "FSDPLinear is a subclass of nn.Linear and is left as it is" in plan.table()
+
+
+def test_a_plan_may_be_applied_after_sharding(alone):
+    want = build("blockwise")(torch.ones(2, 32))
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(2)])
+    for block in model:
+        fully_shard(block, mesh=alone)
+    fully_shard(model, mesh=alone)
+    fp8.apply(model, fp8.plan(model, "blockwise"))
+    assert torch.equal(model(torch.ones(2, 32)), want)
+    assert all(len(m._site.codes) == 0 for m in model.modules() if isinstance(m, fp8.Linear))
+
+
+class Moe(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x):
+        index = torch.stack([torch.arange(len(x)) % 4, (torch.arange(len(x)) + 1) % 4], 1)
+        return self.experts(x, index, torch.full((len(x), 2), 0.5))
+
+
+def test_experts_follow_their_shards(alone):
+    config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    results = []
+    for shard in (False, True):
+        torch.manual_seed(0)
+        model = Moe(Qwen3MoeExperts(config))
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.2)
+        fp8.apply(model, fp8.plan(model))
+        if shard:
+            fully_shard(model, mesh=alone)
+            with pytest.raises(fp8.PlanError, match="applied to this model before"):
+                fp8.apply(model, fp8.plan(model))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        losses = []
+        for step in range(3):
+            loss = model(torch.randn(6, 32, generator=torch.Generator().manual_seed(step))).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if shard:
+            assert all(len(c) == 0 for c in model.experts._weight_codes().values())
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+def test_experts_sharded_before_the_plan_stay(alone):
+    config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    model = nn.ModuleDict({"moe": fully_shard(Moe(Qwen3MoeExperts(config)), mesh=alone), "a": nn.Linear(8, 8)})
+    assert "experts already sharded (plan and apply before fully_shard)" in fp8.plan(model).table()

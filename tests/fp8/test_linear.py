@@ -373,6 +373,20 @@ def test_health_figures():
     assert later.table() == {} and later.summary() == {"nan_codes": 0.0}
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_health_under_recomputation_is_the_same_and_taken_once(reentrant):
+    m = layer(64, 64)
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 64, generator=g, requires_grad=True)
+    with fp8.health() as h:
+        y = m(x) if reentrant is None else checkpoint(m, x, use_reentrant=reentrant)
+        y.square().sum().backward()
+    assert len(h._figures["0"]["x"]) == len(h._figures["0"]["x_wgrad"]) == len(h._cosines["0"]) == 1
+    with fp8.health() as plain:
+        m(x).square().sum().backward()
+    assert h.table() == plain.table()
+
+
 def test_functional_call_sees_an_ordinary_module():
     m, x = layer(), torch.randn(3, 160)
     double = {k: v * 2 for k, v in m.named_parameters()}

@@ -53,7 +53,7 @@ def test_a_step_that_went_as_planned(recompute):
     assert proof.pending == {"foundation", "image_encoder"} and proof.share() is None
     counts = step(model, images=False)
     proof.observe(counts, {"foundation": 2, "image_encoder": 0})
-    assert proof.pending == {"image_encoder"}
+    assert proof.pending == {"image_encoder"} and proof.share() == 1.0
     proof.observe(step(model), {"foundation": 2, "image_encoder": 2, "image_projector": 2, "lm_head": 2})
     assert proof.pending == set()
     report = proof.report()
