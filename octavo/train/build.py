@@ -66,7 +66,7 @@ def build(
     plan, family, notes = planning.plan_for(cfg, world.size)
     if world.is_main:
         rundir.write_json(directory / "plan.json", {"family": family.name, **plan.to_json(), "notes": list(notes)})
-    say(plan.table())
+    say(plan.table() if any(row.fp8 for row in plan.rows) else "FP8 is off: every layer computes in high precision")
 
     model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
     models.freeze(model, family, cfg.model.freeze)
