@@ -8,6 +8,7 @@ configuration is refused (or, with ``fresh``, made again).
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +33,15 @@ def compare(
 
     ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``console`` is a rich console
     (None: silent). Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
-    nothing in FP8 was asked for, a recipe is unknown, or an existing arm was trained with another configuration.
+    nothing in FP8 was asked for, a recipe is unknown, an existing arm was trained with another configuration, an arm was
+    stopped by a signal, or more than one process runs this.
     """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise ReportError(
+            f"compare was started on {ranks} processes; it runs in one. Start it without torchrun, or train each arm "
+            "with `torchrun ... -m octavo train`"
+        )
     directory = Path(directory)
     arms = arms_of(cfg, recipes, directory)
     if fresh:

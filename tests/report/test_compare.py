@@ -116,3 +116,9 @@ def test_a_stopped_arm_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None
     with pytest.raises(ReportError, match="1/3 high precision was stopped after step 7; the same command continues"):
         compare(cfg, None, tmp_path)
     assert not (tmp_path / "report").exists()
+
+
+def test_one_process(cfg, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ReportError, match="started on 2 processes; it runs in one"):
+        compare(cfg, None, tmp_path)
