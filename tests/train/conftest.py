@@ -1,0 +1,46 @@
+"""A mini Qwen3-VL and a small digits set, written once, and configurations over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.config import Config, load_config_text
+from octavo.data import digits
+from octavo.models import tiny
+
+STEPS = 6
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tiny/` (mini Qwen3-VL), `text/` (mini Qwen3) and `digits/`; read only."""
+    folder = tmp_path_factory.mktemp("train")
+    tiny.write("qwen3_vl", folder / "tiny", size="mini")
+    tiny.write("qwen3", folder / "text", size="mini")
+    digits.write(folder / "digits", train=48, test=8)
+    return folder
+
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture
+def make(place: Path, tmp_path: Path) -> Make:
+    """make("train.lr=1e-2", ..., dir="a") -> a configuration of six short steps in tmp_path/a."""
+
+    def build(*overrides: str, dir: str = "run") -> Config:
+        text = f"""
+model: {{path: {place / "tiny"}}}
+fp8: {{recipe: blockwise}}
+data:
+  train: [{{path: {place / "digits/train.json"}}}]
+  eval: [{{path: {place / "digits/test.json"}}}]
+train: {{steps: {STEPS}, seq_length: 128, micro_batch: 2, global_batch: 4, lr: 2e-3, warmup: 2}}
+run: {{dir: {tmp_path / dir}, health_every: 0, tensorboard: false, hf: false, threads: 1}}
+"""
+        return load_config_text(text, overrides)
+
+    return build

@@ -1,0 +1,211 @@
+"""Stopping and going on: the losses after it are those of a run that nobody stopped, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import train
+from octavo.config import to_yaml
+from octavo.train.rundir import read_rows
+
+from .conftest import STEPS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def at(step: int, number: int) -> Callable[[Mapping[str, Any]], None]:
+    """A hook that sends this process a signal once `step` is written."""
+
+    def hook(row: Mapping[str, Any]) -> None:
+        if row["step"] == step:
+            os.kill(os.getpid(), number)
+
+    return hook
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [row["step"] for row in read_rows(directory / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("recipe", ["off", "blockwise", "delayed"])
+def test_sigterm_saves_and_leaves_and_auto_goes_on_bit_for_bit(make, recipe: str):
+    whole = train.run(make(f"fp8.recipe={recipe}", dir="whole"))
+    cfg = make(f"fp8.recipe={recipe}", dir="stopped")
+    first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    assert (first.status, first.steps, first.exit_code) == ("stopped", 3, 143)
+    assert not (first.dir / "result.json").exists()
+    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    assert second.status == "finished"
+    assert second.losses() == whole.losses()
+    assert second.eval == whole.eval
+    assert steps_of(second.dir) == list(range(1, STEPS + 1))
+
+
+def test_sigint_stops_too_and_the_handlers_return(make):
+    before = signal.getsignal(signal.SIGTERM)
+    result = train.run(make("data.eval=[]"), hooks=[at(1, signal.SIGINT)])
+    assert (result.status, result.exit_code) == ("stopped", 130)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+KILL = """
+import os, signal, sys
+from octavo import checkpoint, train
+from octavo.checkpoint import files
+from octavo.config import load_config
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+cfg, moment = load_config(sys.argv[1]), sys.argv[2]
+hooks = []
+if moment == "mid-save":
+    whole = files.publish
+    files.publish = lambda directory, step: die() if step == 4 else whole(directory, step)
+else:
+    hooks = [lambda row: die() if row["step"] == int(moment) else None]
+train.run(cfg, hooks=hooks)
+"""
+
+
+def killed(cfg: Any, folder: Path, moment: str) -> None:
+    """Run `cfg` in a process that dies by SIGKILL in the midst of saving step 4, or right after writing a step's row."""
+    (folder / "cfg.yaml").write_text(to_yaml(cfg))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", KILL, str(folder / "cfg.yaml"), moment], env=env, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
+def test_kill_9_in_the_midst_of_a_save(make, tmp_path: Path):
+    whole = train.run(make("run.save_every=2", dir="whole"))
+    cfg = make("run.save_every=2", dir="killed")
+    killed(cfg, tmp_path, "mid-save")
+    directory = Path(cfg.run.dir)
+    assert [p.name for p in (directory / "checkpoints").iterdir() if not p.name.startswith(".")] == ["step_2"]
+    assert steps_of(directory) == [1, 2, 3, 4]
+    resumed = train.run(cfg.with_overrides(["run.resume=auto"]))
+    assert resumed.losses() == whole.losses()
+    assert steps_of(directory) == list(range(1, STEPS + 1))
+    assert resumed.eval == whole.eval
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["1", "2", "3", "6"])
+def test_kill_9_after_any_step(make, tmp_path: Path, moment: str):
+    whole = train.run(make("run.save_every=2", dir="whole"))
+    cfg = make("run.save_every=2", dir="killed")
+    killed(cfg, tmp_path, moment)
+    resumed = train.run(cfg.with_overrides(["run.resume=auto"]))
+    assert resumed.losses() == whole.losses()
+    assert resumed.eval == whole.eval
+
+
+@pytest.mark.long
+def test_kill_9_at_moments_nobody_chose(make, tmp_path: Path):
+    """A run that is killed again and again by the clock, until it ends: its losses are those of one that was left alone."""
+    over = ("train.steps=40", "run.save_every=3", "run.tensorboard=true")
+    whole = train.run(make(*over, dir="whole"))
+    cfg = make(*over, "run.resume=auto", dir="killed")
+    (tmp_path / "cfg.yaml").write_text(to_yaml(cfg))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "octavo", "train", str(tmp_path / "cfg.yaml")]
+    deaths = 0
+    for attempt in range(40):
+        # Longer every time: an attempt that dies while it still imports makes no progress.
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, timeout=8 + 0.37 * attempt)
+        except subprocess.TimeoutExpired:  # run() has sent SIGKILL
+            deaths += 1
+            continue
+        assert done.returncode == 0, done.stderr.decode()
+        break
+    assert deaths > 0
+    assert {r["step"]: r["loss"] for r in read_rows(Path(cfg.run.dir) / "metrics.jsonl")} == whole.losses()
+
+
+def test_a_directory_with_a_run_is_refused_by_default(make):
+    train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0"))
+    with pytest.raises(train.TrainError, match="holds a run with checkpoints up to step 1.*run.resume=auto"):
+        train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0"))
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_directory_with_something_else_is_refused(make, tmp_path: Path, resume: str):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(train.TrainError, match=r"not empty \(thesis.txt\).*nothing is overwritten"):
+        train.run(make(f"run.resume={resume}"))
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
+
+
+def test_auto_begins_where_there_is_nothing_and_says_when_all_is_done(make, tmp_path: Path):
+    from rich.console import Console
+
+    cfg = make("run.resume=auto", "data.eval=[]", "train.steps=2", "train.warmup=0")
+    first = train.run(cfg)
+    written = (first.dir / "metrics.jsonl").read_bytes()
+    console = Console(record=True, width=200)
+    second = train.run(cfg, console=console)
+    assert "has finished already (2 steps); nothing to do" in console.export_text()
+    assert (second.status, second.steps, second.exit_code) == ("finished", 2, 0)
+    assert second.final == first.final
+    assert (first.dir / "metrics.jsonl").read_bytes() == written
+
+
+def test_changed_settings_are_named_and_refused_but_run_settings_may_change(make):
+    over = ("data.eval=[]", "train.steps=4")
+    train.run(make(*over), hooks=[at(1, signal.SIGTERM)])
+    changed = make(*over, "run.resume=auto", "train.lr=1e-3", "fp8.recipe=rowwise", "run.seed=7")
+    with pytest.raises(train.TrainError) as refused:
+        train.run(changed)
+    message = str(refused.value)
+    for part in ("train.lr was 0.002, is now 0.001", "fp8.recipe was 'blockwise', is now 'rowwise'", "run.seed was 0"):
+        assert part in message
+    result = train.run(make(*over, "run.resume=auto", "run.log_every=2", "run.keep=1", "data.workers=1"))
+    assert result.status == "finished"
+
+
+def test_a_named_checkpoint_continues_in_place_or_elsewhere(make, tmp_path: Path):
+    over = ("run.save_every=2", "run.keep=9")
+    whole = train.run(make(*over))
+    checkpoint = whole.dir / "checkpoints" / "step_2"
+    elsewhere = train.run(make(*over, f"run.resume={checkpoint}", dir="elsewhere"))
+    assert elsewhere.losses() == {s: x for s, x in whole.losses().items() if s > 2}
+    before = whole.losses()
+    in_place = train.run(make(*over, f"run.resume={checkpoint}"))
+    assert in_place.losses() == before
+    assert steps_of(whole.dir) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("nowhere/step_1", "does not exist; name a checkpoint such as"),
+    ("run", "is not a checkpoint: name one of its checkpoints, e.g. .*step_1"),
+])  # fmt: skip
+def test_a_resume_path_that_is_no_checkpoint_names_one(make, tmp_path: Path, name: str, says: str):
+    train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0"))
+    with pytest.raises(train.TrainError, match=says):
+        train.run(make(f"run.resume={tmp_path / name}", dir="other"))
+
+
+def test_a_damaged_checkpoint_is_passed_over(make):
+    cfg = make("run.save_every=2", "train.steps=5")
+    whole = train.run(cfg)
+    newest = whole.dir / "checkpoints" / "step_5"
+    (whole.dir / "result.json").unlink()
+    victim = next(newest.glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-100])
+    from rich.console import Console
+
+    console = Console(record=True, width=300)
+    before = whole.losses()
+    again = train.run(cfg.with_overrides(["run.resume=auto"]), console=console)
+    assert "step_5 is passed over" in console.export_text()
+    assert again.losses() == before
