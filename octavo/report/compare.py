@@ -33,8 +33,8 @@ def compare(
 
     ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``console`` is a rich console
     (None: silent). Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
-    nothing in FP8 was asked for, a recipe is unknown, an existing arm was trained with another configuration, an arm was
-    stopped by a signal, or more than one process runs this.
+    nothing in FP8 was asked for, a recipe is unknown, an existing arm was trained with another configuration, an arm
+    was stopped by a signal, or more than one process runs this.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
