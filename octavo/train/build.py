@@ -100,12 +100,16 @@ def seed_everything(seed: int) -> None:
 def recompute(model: nn.Module, family: models.Family) -> None:
     """Let every block keep its input only and run its forward again in backward (Chen et al. 2016)."""
     blocks = [block for _, block in family.layers(model)]
-    if not blocks or not all(hasattr(block, "gradient_checkpointing") for block in blocks):
+    able = getattr(model, "supports_gradient_checkpointing", False)
+    if not able or not blocks or not all(hasattr(block, "gradient_checkpointing") for block in blocks):
         raise TrainError(
             f"train.recompute: full was asked, but the blocks of {family.name} do not support it in this version of "
             "transformers. Use recompute: none"
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if hasattr(model, "activation_checkpointing_enable"):  # newer transformers; the other name is deprecated there
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def resume(stepper: Stepper, start: rundir.Start) -> rundir.Progress:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def first_source(model: nn.Module, run: Callable[[], Any]) -> str:
@@ -30,19 +32,30 @@ def first_source(model: nn.Module, run: Callable[[], Any]) -> str:
         if not found and not _good(given) and _good(taken):
             found.append(f"the backward of {names[module] or type(module).__name__} ({type(module).__name__})")
 
-    hooks = [module.register_forward_hook(after, with_kwargs=True) for module in model.modules()]
-    hooks += [module.register_full_backward_hook(backward) for module in _leaves(model)]
+    forward_hooks = [module.register_forward_hook(after, with_kwargs=True) for module in model.modules()]
+    backward_hooks = [module.register_full_backward_hook(backward) for module in _leaves(model)]
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            run()
+    except RuntimeError:
+        # Backward hooks make outputs views, which a model that edits them in place refuses: do without.
+        _remove(backward_hooks)
+        model.zero_grad()
         run()
     finally:
-        for hook in hooks:
-            hook.remove()
+        _remove([*forward_hooks, *backward_hooks])
     if found:
         return f"{found[0]} produced the first value that is not finite"
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not _good(p.grad)]
     if bad:
         return f"the gradient of {bad[-1]} is not finite, though every activation is"
     return "no layer produced one when the step was repeated: the loss itself overflows"
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _leaves(model: nn.Module) -> list[nn.Module]:

@@ -77,7 +77,7 @@ train.run(cfg, hooks=hooks)
 
 
 def killed(cfg: Any, folder: Path, moment: str) -> None:
-    """Run `cfg` in a process that dies by SIGKILL in the midst of saving step 4, or right after writing a step's row."""
+    """Run `cfg` in a process that dies by SIGKILL in the midst of saving step 4, or after writing a step's row."""
     (folder / "cfg.yaml").write_text(to_yaml(cfg))
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", KILL, str(folder / "cfg.yaml"), moment], env=env, capture_output=True)
@@ -110,7 +110,7 @@ def test_kill_9_after_any_step(make, tmp_path: Path, moment: str):
 
 @pytest.mark.long
 def test_kill_9_at_moments_nobody_chose(make, tmp_path: Path):
-    """A run that is killed again and again by the clock, until it ends: its losses are those of one that was left alone."""
+    """A run that is killed again and again by the clock, until it ends: its losses are those of one left alone."""
     over = ("train.steps=40", "run.save_every=3", "run.tensorboard=true")
     whole = train.run(make(*over, dir="whole"))
     cfg = make(*over, "run.resume=auto", dir="killed")

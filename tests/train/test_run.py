@@ -32,7 +32,10 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory):
             f"data.train=[{{path: {place / 'digits/train.json'}}}]",
             f"data.eval=[{{path: {place / 'digits/test.json'}}}]",
             *(f"train.{k}" for k in (f"steps={STEPS}", "seq_length=128", "micro_batch=2", "global_batch=4", "lr=2e-3")),
-            *(f"run.{k}" for k in (f"dir={folder / 'run'}", "health_every=3", "eval_every=4", "save_every=2", "threads=1")),
+            *(
+                f"run.{k}"
+                for k in (f"dir={folder / 'run'}", "health_every=3", "eval_every=4", "save_every=2", "threads=1")
+            ),
         ],
     )
     console = Console(record=True, width=200, force_terminal=False)

@@ -1,0 +1,106 @@
+"""Two processes under torchrun against one: same losses, one run directory, checkpoints that either can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import train
+from octavo.config import Config, to_yaml
+from octavo.train.rundir import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(cfg: Config, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """`octavo train` on `ranks` processes."""
+    folder = Path(cfg.run.dir).parent
+    file = folder / f"{Path(cfg.run.dir).name}.yaml"
+    file.write_text(to_yaml(cfg))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        "octavo",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([*command, "train", str(file)], env=env, capture_output=True, text=True, timeout=300)
+
+
+def losses(cfg: Config) -> list[float]:
+    return [row["loss"] for row in read_rows(Path(cfg.run.dir) / "metrics.jsonl")]
+
+
+def test_two_ranks_train_as_one_and_one_resumes_what_two_saved(make):
+    """Blockwise, rows with and without images, so that in some steps only one rank has one; saved at step 4 of 6."""
+    folder = Path(make().run.dir).parent
+    talk = {"conversations": [{"from": "human", "value": "Say one."}, {"from": "gpt", "value": "1"}]}
+    (folder / "talk.json").write_text(json.dumps([talk] * 8))
+    images = make().data.train[0].path
+    over = (f"data.train=[{{path: {images}}}, {{path: {folder / 'talk.json'}}}]", "train.micro_batch=1", "run.keep=9",
+            "run.save_every=4", "run.hf=true")  # fmt: skip
+    one, two = make(*over, dir="one"), make(*over, dir="two")
+    alone = train.run(one)
+    done = torchrun(two)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished after step 6") == 1  # only one rank speaks
+    assert losses(two) == pytest.approx(losses(one), rel=1e-3)
+    assert [row["step"] for row in read_rows(Path(two.run.dir) / "metrics.jsonl")] == list(range(1, 7))
+    result = json.loads((Path(two.run.dir) / "result.json").read_text())
+    assert result["eval"]["questions"] == 32
+    assert result["eval"]["loss"] == pytest.approx(alone.eval["loss"], rel=1e-3)
+    assert (Path(two.run.dir) / "hf" / "model.safetensors").is_file()
+    resumed = train.run(make(*over, f"run.resume={Path(two.run.dir) / 'checkpoints' / 'step_4'}", dir="after"))
+    assert list(resumed.losses().values()) == pytest.approx(losses(two)[4:], rel=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("recipe", "tolerance"), [("off", 1e-5), ("rowwise", 1e-3), ("mxfp8", 1e-3)])
+def test_ten_steps_on_two_ranks_are_those_of_one(make, recipe: str, tolerance: float):
+    over = (f"fp8.recipe={recipe}", "train.steps=10", "data.eval=[]")
+    one, two = make(*over, dir="one"), make(*over, dir="two")
+    train.run(one)
+    done = torchrun(two)
+    assert done.returncode == 0, done.stderr
+    assert losses(two) == pytest.approx(losses(one), rel=tolerance)
+
+
+@pytest.mark.long
+def test_delayed_histories_are_those_of_all_ranks_and_survive_a_change_of_ranks(make):
+    over = ("fp8.recipe=delayed", "train.steps=8", "run.save_every=4", "run.keep=9", "data.eval=[]")
+    one, two = make(*over, dir="one"), make(*over, dir="two")
+    train.run(one)
+    assert torchrun(two).returncode == 0
+    assert losses(two) == pytest.approx(losses(one), rel=5e-2)
+    after = train.run(make(*over, f"run.resume={Path(two.run.dir) / 'checkpoints' / 'step_4'}", dir="after"))
+    assert list(after.losses().values()) == pytest.approx(losses(two)[4:], rel=5e-2)
+
+
+@pytest.mark.long
+def test_an_error_on_one_rank_ends_the_other(make):
+    """The third row has no image file; only one of two ranks meets it."""
+    source = Path(make().data.train[0].path)
+    rows = json.loads(source.read_text())[:8]
+    rows[2]["image"] = "images/none.png"
+    (source.parent / "bad.json").write_text(json.dumps(rows))
+    done = torchrun(make(f"data.train=[{{path: {source.parent / 'bad.json'}}}]", "data.eval=[]"))
+    assert done.returncode != 0
+    assert "row 2" in done.stderr and "none.png" in done.stderr
+
+
+@pytest.mark.long
+def test_a_refused_directory_is_told_by_rank_0_and_ends_both(make):
+    folder = Path(make().run.dir)
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    done = torchrun(make())
+    assert done.returncode != 0
+    assert "not empty (thesis.txt)" in done.stderr

@@ -1,0 +1,102 @@
+"""One optimizer step: accumulation, clipping, and what happens to a step that is not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import models, train
+from octavo.train.forward import wants_bf16
+from octavo.train.rundir import read_rows
+
+
+@pytest.mark.parametrize("reduction", ["token", "sample"])
+def test_micro_batch_and_accumulation_change_no_loss(make, reduction: str):
+    """Nine steps over the same global batches of six, cut into micro-batches of 6, 3, 2 and 1."""
+    curves = []
+    for micro in (6, 3, 2, 1):
+        cfg = make(
+            "fp8.recipe=off", f"train.loss={reduction}", "train.global_batch=6", f"train.micro_batch={micro}",
+            "train.steps=5", "data.eval=[]", dir=f"micro{micro}",
+        )  # fmt: skip
+        curves.append(list(train.run(cfg).losses().values()))
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=1e-6)
+
+
+def test_clipping_bounds_the_step_and_reports_the_norm_before(make):
+    over = ("fp8.recipe=off", "train.steps=2", "train.warmup=0", "data.eval=[]")
+    free = train.run(make(*over, "train.clip=0", dir="free"))
+    clipped = train.run(make(*over, "train.clip=0.001", "optimizer.eps=1.0", dir="clipped"))
+    norms = [read_rows(r.dir / "metrics.jsonl")[0]["grad_norm"] for r in (free, clipped)]
+    assert norms[0] == norms[1] > 0.001
+
+
+def test_precision_is_chosen_by_device_unless_asked(make):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [wants_bf16(make(f"train.precision={p}"), d) for p in ("auto", "bf16", "fp32") for d in (cpu, cuda)] == [
+        False, True, True, True, False, False
+    ]  # fmt: skip
+
+
+def test_bf16_trains_near_fp32(make):
+    over = ("data.eval=[]", "train.steps=3", "train.warmup=0")
+    fp32 = train.run(make(*over, dir="fp32")).losses()
+    bf16 = train.run(make(*over, "train.precision=bf16", dir="bf16")).losses()
+    assert list(bf16.values()) == pytest.approx(list(fp32.values()), rel=2e-2)
+    assert bf16 != fp32
+
+
+def poison(cfg, tensor: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model of the next run be loaded with a weight overwritten."""
+    load = models.load
+
+    def poisoned(*args, **kwargs):
+        model = load(*args, **kwargs)
+        with torch.no_grad():
+            model.get_parameter(tensor).fill_(value)
+        return model
+
+    monkeypatch.setattr("octavo.train.build.models.load", poisoned)
+
+
+def test_ten_steps_in_a_row_that_are_not_finite_stop_the_run_and_name_the_layer(make, monkeypatch):
+    cfg = make("train.steps=30", "data.eval=[]")
+    poison(cfg, "model.language_model.layers.1.mlp.down_proj.weight", 3e38, monkeypatch)
+    with pytest.raises(train.TrainError, match="10 steps in a row, up to step 10") as stopped:
+        train.run(cfg)
+    assert "the forward of model.language_model.layers.1.mlp.down_proj (Linear) produced the first" in str(
+        stopped.value
+    )
+    rows = read_rows(Path(cfg.run.dir) / "metrics.jsonl")
+    assert all(row["skipped"] for row in rows) and len(rows) >= 9
+
+
+def test_a_weight_that_is_not_finite_is_named_itself(make, monkeypatch):
+    cfg = make("train.steps=30", "data.eval=[]", "fp8.recipe=off")
+    poison(cfg, "model.language_model.layers.0.input_layernorm.weight", float("nan"), monkeypatch)
+    with pytest.raises(
+        train.TrainError, match="the weight model.language_model.layers.0.input_layernorm.weight itself"
+    ):
+        train.run(cfg)
+
+
+def test_one_bad_step_is_skipped_counted_and_reported(make, monkeypatch):
+    from octavo.train.step import Stepper
+
+    cfg = make("train.steps=4", "data.eval=[]")
+    clip, seen = Stepper._clip, []
+
+    def once(self):
+        norm = clip(self)
+        seen.append(norm)
+        return norm * float("inf") if len(seen) == 2 else norm
+
+    monkeypatch.setattr(Stepper, "_clip", once)
+    result = train.run(cfg)
+    rows = read_rows(result.dir / "metrics.jsonl")
+    assert [row.get("skipped", False) for row in rows] == [False, True, False, False]
+    assert rows[1]["grad_norm"] is None
+    assert (result.status, result.skipped) == ("finished", 1)
