@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from octavo.report.rundir import LayerHealth
-from octavo.report.verdict import COSINE_MIN, SQNR_WARN, UNDERFLOW_FAIL, UNDERFLOW_WARN
+from octavo.report.verdict import COSINE_MIN, SQNR_WARN, STRETCHES, UNDERFLOW_FAIL, UNDERFLOW_WARN, seed_noise
 
 POINTS = 800
 
@@ -150,8 +150,16 @@ def running_gap(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
     return difference / np.where(total > 0, total, np.nan)
 
 
+def running_noise(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """``seed_noise`` of the run so far, at each step; its last value is what the verdict holds gaps against."""
+    steps, stretch = len(losses), max(1, -(-len(losses) // STRETCHES))
+    at = np.unique(np.linspace(1, steps, min(steps, 200)).astype(int))
+    found = [seed_noise(losses[:n], reference[:n], stretch) for n in at]
+    return np.interp(np.arange(1, steps + 1), at, found)
+
+
 def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
-    """FP8 against high precision: the smoothed difference, and the gap of the mean so far, over the seed's band."""
+    """FP8 against high precision: the smoothed difference, and the gap of the mean so far, over the seed's."""
     reference = next(c for c in curves if c.kind == "reference")
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -162,19 +170,26 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
         steps, mine, theirs = np.intersect1d(curve.steps, reference.steps, return_indices=True)
         apart = smooth(curve.losses[mine] - reference.losses[theirs], window)
         gap = 100 * running_gap(curve.losses[mine], reference.losses[theirs])
-        for axes, values in ((upper, apart), (lower, gap)):
-            if curve.kind == "noise":
-                x, y = _thin(steps, np.abs(values))
-                axes.fill_between(x, -y, y, color=_color("noise"), alpha=0.45, lw=0, label="another seed, either sign")
-            else:
-                axes.plot(*_thin(steps, values), color=_color(curve.color), lw=1.7, label=curve.label)
+        if curve.kind == "noise":
+            noise = 100 * running_noise(curve.losses[mine], reference.losses[theirs])
+            bands = ((upper, np.abs(apart), "another seed, either sign"), (lower, noise, "noise of the seed"))
+            for axes, values, label in bands:
+                x, y = _thin(steps, values)
+                axes.fill_between(x, -y, y, color=_color("noise"), alpha=0.45, lw=0, label=label)
+        else:
+            upper.plot(*_thin(steps, apart), color=_color(curve.color), lw=1.7, label=curve.label)
+            lower.plot(*_thin(steps, gap), color=_color(curve.color), lw=1.7, label=curve.label)
     for axes in (upper, lower):
         axes.axhline(0, color=_color("base"), lw=1, ls=(0, (4, 2)))
         axes.margins(x=0.01)
     lower.axhspan(-100 * tolerated, 100 * tolerated, color=_color("good"), alpha=0.18, lw=0,
                   label=f"{100 * tolerated:g} %")  # fmt: skip
     upper.set(title=f"Loss minus high precision's, mean over {window} steps", ylabel="nats per token")
-    lower.set(title="Gap of the mean loss so far; its end is the verdict's figure", xlabel="step", ylabel="per cent")
+    lower.set(
+        title="Gap of the mean loss so far; the verdict holds its end against the end of the band",
+        xlabel="step",
+        ylabel="per cent",
+    )
     upper.legend(loc="best", ncols=2)
     lower.legend(loc="best", ncols=2)
     return figure

@@ -100,15 +100,24 @@ def _health_checks(arm: Arm, record: RunRecord) -> list[Check]:
 
 
 def _same_machine(arm: Arm, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Check:
-    differ = [k for k in _SAME_MACHINE if ours.get(k) != theirs.get(k)]
+    differ = [name for key in _SAME_MACHINE for name in _differing(key, ours.get(key), theirs.get(key))]
     threshold = "same device, threads and versions"
     if not ours or not theirs:
         say = "a run recorded no environment"
         return Check("same_machine", "Same machine", arm.label, None, "not recorded", threshold, WARN, say)
     if differ:
-        say = f"this arm and high precision differ in {', '.join(differ)}; speed and noise cannot be compared"
+        shown = ", ".join(differ[:4]) + (", ..." if len(differ) > 4 else "")
+        say = f"this arm and high precision differ in {shown}; --fresh trains all arms on this machine"
         return Check("same_machine", "Same machine", arm.label, float(len(differ)), "differs", threshold, WARN, say)
     return Check("same_machine", "Same machine", arm.label, 0.0, "same", threshold, PASS, "same device and versions")
+
+
+def _differing(key: str, ours: Any, theirs: Any) -> list[str]:
+    """The entries of an environment record that differ; uncommitted edits are not told apart."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        names = dict.fromkeys([*ours, *theirs])
+        return [f"{key}.{name}" for name in names if name != "dirty" and ours.get(name) != theirs.get(name)]
+    return [key] if ours != theirs else []
 
 
 def gap_of(record: RunRecord, reference: RunRecord) -> float:
@@ -118,9 +127,12 @@ def gap_of(record: RunRecord, reference: RunRecord) -> float:
 
 
 def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
-    """Seed noise of the mean loss: the largest relative gap between high-precision runs that differ in the seed."""
-    gaps = [abs(gap_of(other, reference)) for other in others]
-    return max(gaps, default=math.nan)
+    """Seed noise of the mean loss: the largest over the high-precision runs that differ in the seed."""
+    found = []
+    for other in others:
+        mine, theirs = common(other, reference)
+        found.append(rows.seed_noise(other.losses[mine], reference.losses[theirs]))
+    return max(found, default=math.nan)
 
 
 def judge(arms: Sequence[tuple[Arm, RunRecord]]) -> Verdict:

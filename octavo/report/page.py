@@ -185,7 +185,7 @@ def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> li
     found = [
         {
             "figure": f"{100 * arms[arm.label]['gap']:+.2f} %",
-            "word": f"mean loss against {dtype}; two seeds differ by {percent(verdict.data['noise'])}",
+            "word": f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}",
         }
     ]
     mine, theirs = accuracy(record), accuracy(reference)

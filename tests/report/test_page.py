@@ -15,8 +15,9 @@ from synthetic_runs import LAYERS, health, losses, plan
 
 from octavo.report import ReportError, judge
 from octavo.report.compare import finished
-from octavo.report.figures import running_gap, smooth
+from octavo.report.figures import running_gap, running_noise, smooth
 from octavo.report.page import bytes_text, plan_groups, write
+from octavo.report.verdict import loss_gap, seed_noise
 
 
 def records_of(made):
@@ -195,6 +196,9 @@ def test_smooth_and_running_gap() -> None:
     reference = losses(50)
     gap = running_gap(reference * 1.02, reference)
     assert gap == pytest.approx(np.full(50, 0.02))
+    other = losses(50, 0.01, seed=1)
+    assert running_gap(other, reference)[-1] == pytest.approx(loss_gap(other, reference))
+    assert running_noise(other, reference)[-1] == pytest.approx(seed_noise(other, reference))
 
 
 def test_plan_groups_count_layers_that_differ_in_their_number() -> None:

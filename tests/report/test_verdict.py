@@ -47,6 +47,32 @@ def test_loss_gap_leaves_skipped_steps_out_of_both() -> None:
     assert math.isnan(rows.loss_gap(np.array([]), np.array([])))
 
 
+def test_seed_noise_is_what_seeds_really_do() -> None:
+    """Of pairs of runs that differ by noise alone, nearly all lie within the noise estimated from one other pair."""
+    rng = np.random.default_rng(0)
+    base = 3 * np.exp(-np.arange(400) / 80) + 0.5
+
+    def run() -> np.ndarray:
+        drift = np.repeat(rng.normal(0, 0.02, 40), 10)  # runs wander for a while, as training does
+        return base * (1 + drift + rng.normal(0, 0.05, 400))
+
+    within = 0
+    for _ in range(300):
+        reference, seed, other = run(), run(), run()
+        within += abs(rows.loss_gap(other, reference)) <= rows.seed_noise(seed, reference)
+    assert within >= 0.85 * 300
+    lucky = base + np.where(np.arange(400) < 200, 0.01, -0.01)  # two curves that cross: equal means, not equal runs
+    assert abs(rows.loss_gap(lucky, base)) < 1e-9 and rows.seed_noise(lucky, base) > 0.001
+
+
+def test_seed_noise_of_a_pair_that_lies_far_apart_is_its_gap() -> None:
+    base = np.full(100, 2.0)
+    assert rows.seed_noise(base * 1.1, base) == pytest.approx(0.1)
+    assert rows.seed_noise(base, base) == 0.0
+    assert rows.seed_noise(np.array([1.0, NAN]), np.array([1.0, 1.0])) == 0.0
+    assert math.isnan(rows.seed_noise(np.array([NAN]), np.array([1.0])))
+
+
 @pytest.mark.parametrize(
     ("share", "wgrad", "status"),
     [
