@@ -184,14 +184,16 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
         axes.margins(x=0.01)
     lower.axhspan(-100 * tolerated, 100 * tolerated, color=_color("good"), alpha=0.18, lw=0,
                   label=f"{100 * tolerated:g} %")  # fmt: skip
-    upper.set(title=f"Loss minus high precision's, mean over {window} steps", ylabel="nats per token")
+    upper.set(title=f"Loss minus high precision's (mean over {window} steps)", ylabel="nats per token")
     lower.set(
-        title="Gap of the mean loss so far; the verdict holds its end against the end of the band",
+        title="Gap of the mean loss so far",
         xlabel="step",
         ylabel="per cent",
     )
-    upper.legend(loc="best", ncols=2)
-    lower.legend(loc="best", ncols=2)
+    for axes in (upper, lower):
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, borderpad=0, columnspacing=1.0, handlelength=1.5
+        )
     return figure
 
 
