@@ -54,19 +54,22 @@ def build(
     Raises what its steps raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its cure.
     """
     directory = start.directory
-    seed_everything(cfg.run.seed)
+    seed_everything(cfg.run.seed + world.rank)
     if world.is_main:
         rundir.write_json(directory / "environment.json", {**environment.describe(), "ranks": world.size})
     processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
     asked = data_settings(cfg)
-    share = {"rank": world.rank, "world": world.size, "report_path": directory / "skipped.jsonl"}
+    share: dict[str, Any] = {"rank": world.rank, "world": world.size, "report_path": directory / "skipped.jsonl"}
     loader = data.train_loader(asked, processor, start_row=start.rows, **share)
     evalset = data.eval_set(asked, processor, **share)
 
     plan, family, notes = planning.plan_for(cfg, world.size)
     if world.is_main:
         rundir.write_json(directory / "plan.json", {"family": family.name, **plan.to_json(), "notes": list(notes)})
-    say(plan.table() if any(row.fp8 for row in plan.rows) else "FP8 is off: every layer computes in high precision")
+    if any(row.fp8 for row in plan.rows):
+        say("\n".join([plan.table(), *(f"note: {note}" for note in notes if note not in plan.notes)]))
+    else:
+        say("FP8 is off: every layer computes in high precision")
 
     model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
     models.freeze(model, family, cfg.model.freeze)
@@ -79,7 +82,7 @@ def build(
     parallel.shard(model, family, world)
     optimizer = adamw(model, cfg)
     stepper = Stepper(cfg, model, family, optimizer, world, forward)
-    progress = resume(stepper, start)
+    progress = resume(stepper, start, say)
     return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress)
 
 
@@ -91,7 +94,7 @@ def data_settings(cfg: Config) -> Config:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch. Data order has its own generator from the same seed."""
+    """Seed python, numpy and torch, each rank its own way. Data order has its own generator, from run.seed alone."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -112,7 +115,7 @@ def recompute(model: nn.Module, family: models.Family) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def resume(stepper: Stepper, start: rundir.Start) -> rundir.Progress:
+def resume(stepper: Stepper, start: rundir.Start, say: Callable[[str], None]) -> rundir.Progress:
     """Fill model, optimizer, amax histories and generators from the checkpoint that the run starts from, if any."""
     if start.checkpoint is None:
         return rundir.Progress()
@@ -121,6 +124,13 @@ def resume(stepper: Stepper, start: rundir.Start) -> rundir.Progress:
     fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
     fp8.invalidate(stepper.model)
     checkpoint.rng.restore(restored.extra, world.rank)
+    before = (restored.ranks, restored.counters["threads"])
+    now = (world.size, torch.get_num_threads())
+    if before != now:
+        say(
+            f"saved by {before[0]} rank(s) of {before[1]} thread(s), continued on {now[0]} of {now[1]}: sums are "
+            "taken in another order, so losses agree closely but not bit for bit"
+        )
     return rundir.Progress.of(restored.counters)
 
 
@@ -143,7 +153,7 @@ def save(job: Job) -> Path:
         model=job.model,
         optimizer=job.stepper.optimizer,
         extra=extra,
-        counters=job.progress.counters(job.cfg),
+        counters={**job.progress.counters(job.cfg), "threads": torch.get_num_threads()},
         world=job.world,
         keep=job.cfg.run.keep,
     )

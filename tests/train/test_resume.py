@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from octavo import train
 from octavo.config import to_yaml
@@ -147,8 +148,6 @@ def test_a_directory_with_something_else_is_refused(make, tmp_path: Path, resume
 
 
 def test_auto_begins_where_there_is_nothing_and_says_when_all_is_done(make, tmp_path: Path):
-    from rich.console import Console
-
     cfg = make("run.resume=auto", "data.eval=[]", "train.steps=2", "train.warmup=0")
     first = train.run(cfg)
     written = (first.dir / "metrics.jsonl").read_bytes()
@@ -171,6 +170,15 @@ def test_changed_settings_are_named_and_refused_but_run_settings_may_change(make
         assert part in message
     result = train.run(make(*over, "run.resume=auto", "run.log_every=2", "run.keep=1", "data.workers=1"))
     assert result.status == "finished"
+
+
+def test_other_threads_than_before_are_told(make, monkeypatch):
+    over = ("data.eval=[]", "train.steps=4")
+    train.run(make(*over), hooks=[at(1, signal.SIGTERM)])
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    console = Console(record=True, width=300)
+    train.run(make(*over, "run.resume=auto"), console=console)
+    assert "saved by 1 rank(s) of 1 thread(s), continued on 1 of 3" in console.export_text()
 
 
 def test_a_named_checkpoint_continues_in_place_or_elsewhere(make, tmp_path: Path):
@@ -202,8 +210,6 @@ def test_a_damaged_checkpoint_is_passed_over(make):
     (whole.dir / "result.json").unlink()
     victim = next(newest.glob("*.distcp"))
     victim.write_bytes(victim.read_bytes()[:-100])
-    from rich.console import Console
-
     console = Console(record=True, width=300)
     before = whole.losses()
     again = train.run(cfg.with_overrides(["run.resume=auto"]), console=console)
