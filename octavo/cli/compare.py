@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipes", metavar="A,B", help="FP8 recipes to try (default: the file's own)")
     parser.add_argument("--out", metavar="DIR", help="folder of the report and the runs (default: <run.dir>-compare)")
     parser.add_argument("--fresh", action="store_true", help="train arms again that were trained before")
+    parser.add_argument(
+        "--jobs", type=arguments.positive, default=1, metavar="N", help="arms that train at a time (default 1)"
+    )
     arguments.add_json(parser)
 
 
@@ -30,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo import report
 
     directory = args.out or f"{cfg.run.dir}-compare"
-    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), fresh=args.fresh)
+    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), fresh=args.fresh, jobs=args.jobs)
     return conclude(verdict, args.json)
 
 

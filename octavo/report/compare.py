@@ -28,11 +28,13 @@ def compare(
     directory: str | Path = "runs/compare",
     console: Any = None,
     fresh: bool = False,
+    jobs: int = 1,
 ) -> Verdict:
     """Run the trial and write the report.
 
     ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``console`` is a rich console
-    (None: silent). Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
+    (None: silent). ``jobs`` arms train at a time, more than one in processes of their own (a CPU's cores; a GPU serves
+    one). Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
     nothing in FP8 was asked for, a recipe is unknown, an existing arm was trained with another configuration, an arm
     was stopped by a signal, or more than one process runs this.
     """
@@ -42,6 +44,8 @@ def compare(
             f"compare was started on {ranks} processes; it runs in one. Start it without torchrun, or train each arm "
             "with `torchrun ... -m octavo train`"
         )
+    if jobs < 1:
+        raise ReportError(f"jobs={jobs}: at least one arm must train at a time")
     directory = Path(directory)
     arms = arms_of(cfg, recipes, directory)
     if fresh:
@@ -53,9 +57,16 @@ def compare(
 
     records = []
     started = time.monotonic()
+    unfinished = [arm for arm in arms if finished(arm) is None]
+    together = jobs > 1 and len(unfinished) > 1
+    if together:
+        from octavo.report.side_by_side import train_together
+
+        train_together(unfinished, jobs, console)
     for number, arm in enumerate(arms, 1):
-        records.append((arm, _one(arm, f"{number}/{len(arms)} {arm.label}", run, console)))
-    verdict = judge(records)
+        seen = read(arm.cfg.run.dir) if together and arm in unfinished else None
+        records.append((arm, seen or _one(arm, f"{number}/{len(arms)} {arm.label}", run, console)))
+    verdict = judge(records, jobs)
     paths = write(verdict, records, directory / "report")
     _say(console, f"{len(arms)} arms in {time.monotonic() - started:.0f} s; report: {paths[0]}")
     return verdict
@@ -180,4 +191,4 @@ def _forget_peaks() -> None:
 
 def _say(console: Any, text: str) -> None:
     if console is not None:
-        console.print(text, highlight=False, markup=False)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)

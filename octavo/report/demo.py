@@ -10,6 +10,7 @@ Everything that is said is computed here and now. A second run in the same folde
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from importlib import resources
@@ -65,7 +66,7 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
     clock = Clock(console)
     cfg = prepare(directory, steps, console)
     clock.lap("data and model")
-    verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh)
+    verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs())
     clock.lap("trial")
     arm = next(arm for arm in arms_of(cfg, [RECIPE], directory) if arm.kind == "fp8")
     interview = ask(Path(arm.cfg.run.dir), directory / "digits" / "test.json", ROW)
@@ -75,6 +76,15 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
         show(console, interview, directory)
         summarize(console, verdict, directory, clock, time.monotonic() - started)
     return verdict
+
+
+def _jobs() -> int:
+    """How many arms train at a time: one a core of the CPU, since the demo gives each one thread; a GPU serves one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Clock:

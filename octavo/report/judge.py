@@ -135,8 +135,8 @@ def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
     return max(found, default=math.nan)
 
 
-def judge(arms: Sequence[tuple[Arm, RunRecord]]) -> Verdict:
-    """Hold every FP8 arm against the trust table.
+def judge(arms: Sequence[tuple[Arm, RunRecord]], jobs: int = 1) -> Verdict:
+    """Hold every FP8 arm against the trust table. ``jobs`` arms trained at a time; the page says so beside speeds.
 
     Raises ``ReportError`` where there is no reference, no noise or no FP8 arm.
     """
@@ -173,6 +173,7 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]]) -> Verdict:
     data = {
         "noise": noise,
         "accuracy_spread": spread,
+        "jobs": jobs,
         "reference_dtype": dtype_of(ref_arm, ref),
         "arms": [{"status": by_arm[arm.label], **_arm_data(arm, record, ref)} for arm, record in arms],
     }

@@ -201,12 +201,13 @@ def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> li
     return found
 
 
-def speed_sentence(records: Records) -> str:
-    """What the speed figures mean on the device they were read on."""
+def speed_sentence(records: Records, jobs: int = 1) -> str:
+    """What the speed figures mean on the device they were read on; ``jobs`` arms trained at a time."""
+    shared = f"Up to {jobs} arms trained at a time and shared the machine. " if jobs > 1 else ""
     environment = next(r.environment for a, r in records if a.kind == "fp8")
     if environment.get("gpus"):
-        return "Read on the GPU named under Environment, in one trial, one arm after the other."
-    return (
+        return shared + "Read on the GPU named under Environment, in one trial."
+    return shared + (
         "No GPU here: the FP8 arms ran the reference, which emulates FP8 in plain PyTorch, casts on top of ordinary "
         "matrix products. It shows what FP8 does to the training; these figures say nothing about how fast FP8 is."
     )
@@ -279,7 +280,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         roles=ROLE_WORDS,
         kinds=[(kind, KINDS.get(kind, kind.replace("_", " "))) for kind in memory_kinds(shown)],
         totals=[(k, word) for k, word in TOTALS.items() if any(k in memory for _, memory in shown)],
-        speed_sentence=speed_sentence(records),
+        speed_sentence=speed_sentence(records, verdict.data.get("jobs", 1)),
         environment=flat(reference.environment),
         configs=[(arm.label, record.config) for arm, record in records],
     )

@@ -1,0 +1,134 @@
+"""Trains several arms of a trial at once, each in a process of its own.
+
+Small models cannot keep two cores busy: the threads of one process mostly wait for each other. Two arms on a core each
+are done in half the time. Each arm is the command ``octavo train`` on its own configuration, so that it
+stops, fails and resumes like any run; what it prints goes to ``arms/NAME.log``. Speeds measured this way are those of
+arms that share a machine: good as ratios, and the report says so.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from octavo.config import to_yaml
+from octavo.report.judge import Arm
+from octavo.report.rundir import ReportError
+
+POLL = 0.5  # seconds between looks at the arms
+LINES = 10.0  # seconds between lines where there is no terminal
+PATIENCE = 60.0  # seconds that an arm may take to save and leave
+
+
+@dataclass
+class _Started:
+    arm: Arm
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def train_together(arms: Sequence[Arm], jobs: int, console: Any = None) -> None:
+    """Train ``arms`` to their end, at most ``jobs`` at a time.
+
+    Raises ``ReportError`` with the arm's last lines where one fails or is stopped; the others then save and leave,
+    and the same command continues all of them. The same happens on Ctrl-C.
+    """
+    waiting, running = sorted(arms, key=lambda arm: arm.kind != "fp8"), list[_Started]()  # the longest first
+    with ExitStack() as stack:
+        show = stack.enter_context(_Progress(arms, console))
+        stack.callback(_leave, running)
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(_start(waiting.pop(0), stack))
+            time.sleep(POLL)
+            show.look()
+            for started in [s for s in running if s.process.poll() is not None]:
+                running.remove(started)
+                if started.process.returncode:
+                    raise ReportError(_failure(started))
+
+
+def _start(arm: Arm, stack: ExitStack) -> _Started:
+    directory = Path(arm.cfg.run.dir)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    file, log = (directory.with_name(f"{directory.name}.{end}") for end in ("yaml", "log"))
+    file.write_text(to_yaml(arm.cfg), encoding="utf-8")
+    out: IO[bytes] = stack.enter_context(log.open("wb"))
+    command = [sys.executable, "-m", "octavo", "train", str(file)]
+    threads = {} if arm.cfg.run.threads is None else {"OMP_NUM_THREADS": str(arm.cfg.run.threads)}
+    # A group of its own: Ctrl-C reaches this process first, which then asks every arm to save and leave.
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **threads},
+        start_new_session=True,
+    )  # fmt: skip
+    return _Started(arm, process, log)
+
+
+def _failure(started: _Started) -> str:
+    text = started.log.read_text(encoding="utf-8", errors="replace").strip()
+    code = started.process.returncode
+    how = f"was stopped by signal {-code if code < 0 else code - 128}" if code < 0 or code > 128 else f"failed ({code})"
+    last = "\n".join(text.split("\n")[-12:])
+    return f"{started.arm.label} {how}; the same command continues the trial. The end of {started.log}:\n{last}"
+
+
+def _leave(running: list[_Started]) -> None:
+    """Ask what still runs to save and leave, and wait for it."""
+    for started in running:
+        started.process.terminate()
+    deadline = time.monotonic() + PATIENCE
+    for started in running:
+        try:
+            started.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            started.process.kill()
+            started.process.wait()
+
+
+class _Progress:
+    """A bar per arm on a terminal, lines elsewhere, nothing without a console. Reads how far the arms' metrics go."""
+
+    def __init__(self, arms: Sequence[Arm], console: Any) -> None:
+        self.arms, self.console = arms, console
+        self._bars: Any = None
+        self._last = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        if self.console is not None and self.console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bars = Progress(*columns, console=self.console, refresh_per_second=4)
+            self._tasks = [self._bars.add_task(arm.label, total=arm.cfg.train.steps) for arm in self.arms]
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.look(final=True)
+        if self._bars is not None:
+            self._bars.stop()
+
+    def look(self, final: bool = False) -> None:
+        if self.console is None:
+            return
+        if self._bars is not None:
+            for task, arm in zip(self._tasks, self.arms, strict=True):
+                self._bars.update(task, completed=_steps(arm))
+        elif final or time.monotonic() - self._last >= LINES:
+            self._last = time.monotonic()
+            done = (f"{arm.label} {_steps(arm)}/{arm.cfg.train.steps}" for arm in self.arms)
+            self.console.print("step: " + ", ".join(done), highlight=False, markup=False, soft_wrap=True)
+
+
+def _steps(arm: Arm) -> int:
+    try:
+        return (Path(arm.cfg.run.dir) / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
