@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,22 +18,17 @@ from octavo.train.rundir import read_rows
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(cfg: Config, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """`octavo train` on `ranks` processes."""
-    folder = Path(cfg.run.dir).parent
-    file = folder / f"{Path(cfg.run.dir).name}.yaml"
+def command(cfg: Config, ranks: int = 2) -> list[str]:
+    """The words that start `octavo train` on `ranks` processes."""
+    file = Path(cfg.run.dir).parent / f"{Path(cfg.run.dir).name}.yaml"
     file.write_text(to_yaml(cfg))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        "octavo",
-    ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*command, "train", str(file)], env=env, capture_output=True, text=True, timeout=300)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return ["env", f"PYTHONPATH={ROOT}", "CUDA_VISIBLE_DEVICES=", *launch, "-m", "octavo", "train", str(file)]
+
+
+def torchrun(cfg: Config, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """`octavo train` on `ranks` processes, to its end."""
+    return subprocess.run(command(cfg, ranks), capture_output=True, text=True, timeout=300)
 
 
 def losses(cfg: Config) -> list[float]:
@@ -104,3 +100,19 @@ def test_a_refused_directory_is_told_by_rank_0_and_ends_both(make):
     done = torchrun(make())
     assert done.returncode != 0
     assert "not empty (thesis.txt)" in done.stderr
+
+
+@pytest.mark.long
+def test_sigterm_to_torchrun_saves_and_two_ranks_go_on_bit_for_bit(make):
+    over = ("fp8.recipe=delayed", "train.steps=40", "train.micro_batch=1", "data.eval=[]")
+    whole, stopped = make(*over, dir="whole"), make(*over, dir="stopped")
+    assert torchrun(whole).returncode == 0
+    started = subprocess.Popen(command(stopped), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics, patience = Path(stopped.run.dir) / "metrics.jsonl", time.monotonic() + 120
+    while len(read_rows(metrics)) < 3 and time.monotonic() < patience:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGTERM)
+    started.wait(timeout=60)
+    assert 3 <= len(losses(stopped)) < 40
+    assert torchrun(stopped.with_overrides(["run.resume=auto"])).returncode == 0
+    assert losses(stopped) == losses(whole)
