@@ -22,8 +22,9 @@ class _Representer(RoundTripRepresenter):
     """Quotes every text that would be read back as something else, by our own reading of YAML."""
 
     def represent_text(self, text: str) -> ScalarNode:
-        looks_like_more = not isinstance(scalar(text), str)
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if looks_like_more else None)
+        # Unquoted, a line or control character is folded or dropped; in double quotes it is escaped.
+        needs_quotes = not isinstance(scalar(text), str) or not text.isprintable()
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if needs_quotes else None)
 
 
 _Representer.add_representer(str, _Representer.represent_text)

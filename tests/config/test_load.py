@@ -213,7 +213,8 @@ def test_resolved_yaml_loads_to_an_equal_config(tmp_path, monkeypatch):
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     system=st.one_of(
-        st.text(), st.sampled_from([".5e3", "null", "~", "0o7", "- a", "a: b", "#x", "1_0", "''", "\u2028"])
+        st.text(),
+        st.sampled_from([".5e3", "null", "~", "0o7", "- a", "a: b", "#x", "1_0", "''", "\u2028", "\x85", "a\n b"]),
     ),
     lr=st.floats(min_value=1e-300, max_value=1e300),
     seed=st.integers(min_value=0, max_value=2**63 - 1),
