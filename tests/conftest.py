@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread, no network, no colours."""
+"""Shared by all tests: one thread, no network, no colours, the same hypothesis examples at every run."""
 
 import os
 
@@ -7,11 +7,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-
-torch.set_num_threads(1)
-
 from hypothesis import settings
 
-# The same examples at every run: a change is judged by what it does, not by which example was drawn this time.
+torch.set_num_threads(1)
+# A change is judged by what it does, not by which example was drawn this time.
 settings.register_profile("octavo", derandomize=True)
 settings.load_profile("octavo")
