@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from octavo.report.rundir import LayerHealth
-from octavo.report.verdict import COSINE_MIN, SQNR_WARN, STRETCHES, UNDERFLOW_FAIL, UNDERFLOW_WARN, seed_noise
+from octavo.report.verdict import COSINE_MIN, SQNR_WARN, UNDERFLOW_FAIL, UNDERFLOW_WARN, seed_noise
 
 POINTS = 800
 
@@ -152,9 +152,9 @@ def running_gap(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 def running_noise(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """``seed_noise`` of the run so far, at each step; its last value is what the verdict holds gaps against."""
-    steps, stretch = len(losses), max(1, -(-len(losses) // STRETCHES))
+    steps = len(losses)
     at = np.unique(np.linspace(1, steps, min(steps, 200)).astype(int))
-    found = [seed_noise(losses[:n], reference[:n], stretch) for n in at]
+    found = [seed_noise(losses[:n], reference[:n], steps) for n in at]
     return np.interp(np.arange(1, steps + 1), at, found)
 
 

@@ -24,7 +24,8 @@ NAN = math.nan
         (0.02, 0.01, WARN),
         (0.021, 0.01, FAIL),
         (0.0026, 0.0, FAIL),
-        (-0.5, 0.01, WARN),  # a lower loss is no harm, but a difference
+        (-0.019, 0.01, PASS),  # a lower loss is no harm ...
+        (-0.5, 0.01, WARN),  # ... but this much lower, something else differs
         (NAN, 0.01, FAIL),
         (0.0, NAN, FAIL),
     ],
@@ -67,7 +68,7 @@ def test_seed_noise_is_what_seeds_really_do() -> None:
 
 def test_seed_noise_of_a_pair_that_lies_far_apart_is_its_gap() -> None:
     base = np.full(100, 2.0)
-    assert rows.seed_noise(base * 1.1, base) == pytest.approx(0.1)
+    assert rows.seed_noise(base * 1.1, base) == pytest.approx(0.1, rel=0.01)
     assert rows.seed_noise(base, base) == 0.0
     assert rows.seed_noise(np.array([1.0, NAN]), np.array([1.0, 1.0])) == 0.0
     assert math.isnan(rows.seed_noise(np.array([NAN]), np.array([1.0])))
