@@ -45,6 +45,7 @@ def to_config(tree: Tree) -> Config:
         config: Config | None = Config.model_validate(tree.value, context={"rules": "later"})
     except ValidationError as error:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
+        details = _without_consequences(details, tree)
         problems += [_told(detail, tree) for detail in details]
         bad = [tuple(detail["loc"]) for detail in details]
         config = _repaired(tree.value, bad)
@@ -55,6 +56,19 @@ def to_config(tree: Tree) -> Config:
     if problems or config is None:
         raise ConfigError(_in_order(problems, tree))
     return config
+
+
+def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[ErrorDetails]:
+    """Only what the user wrote: no key that a broken `extends` would have brought, no empty list whose entries are told."""
+    lost = any(problem.key == "extends" for problem in tree.problems)
+    places = [tuple(detail["loc"]) for detail in details]
+
+    def follows(detail: ErrorDetails) -> bool:
+        here = tuple(detail["loc"])
+        inside = any(place != here and place[: len(here)] == here for place in places)
+        return (detail["type"] == "too_short" and inside) or (detail["type"] == "missing" and lost)
+
+    return [detail for detail in details if not follows(detail)]
 
 
 def _in_order(problems: list[Problem], tree: Tree) -> list[Problem]:

@@ -141,6 +141,11 @@ def _parse_messages(raw: Any) -> tuple[list[Turn], list[str]]:
         turns.append(Turn(role, tuple(parts)))
     if listed is not None or seen:
         _match_count(seen, len(listed or ()))
+    if not names and any(PLACEHOLDER in turn.text for turn in turns):
+        raise RowProblem(
+            f"writes {PLACEHOLDER} in its text, but names no image; list it under 'images', or write the content as "
+            'parts: {"type": "image", "image": FILE}'
+        )
     return turns, names
 
 

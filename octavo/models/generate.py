@@ -43,7 +43,13 @@ def generate(
         )
     text = processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     # The template has written the special tokens; a tokenizer that adds its own would write <s> twice.
-    batch = processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)
+    try:
+        batch = processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)
+    except ValueError as cause:
+        raise ModelError(
+            f"the processor refuses the prompt or its images: {cause}. Give each image with --image, not by its "
+            "placeholder in the text, and no image thinner than a patch."
+        ) from cause
     batch = batch.to(model.device)
     stop = model.generation_config.eos_token_id
     settings = GenerationConfig(

@@ -321,6 +321,20 @@ def test_extends_that_cannot_be(tmp_path, monkeypatch):
         assert message in str(caught.value)
 
 
+def test_consequences_of_a_mistake_are_not_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.yaml").write_text(
+        "model: {path: m}\ndata: {train: [{path: x, weight: .nan}]}\ntrain: {steps: 1}\n"
+    )
+    with pytest.raises(ConfigError, match=r"data\.train\.0\.weight") as caught:
+        load_config("list.yaml")
+    assert len(caught.value.problems) == 1
+    (tmp_path / "half.yaml").write_text("extends: [list.yaml, 3]\nrun: {seed: 1}\n")
+    with pytest.raises(ConfigError, match="half.yaml:1: extends: expected a file name") as caught:
+        load_config("half.yaml")
+    assert len(caught.value.problems) == 1
+
+
 def test_a_diamond_is_no_cycle(tmp_path):
     (tmp_path / "root.yaml").write_text(BASE)
     (tmp_path / "left.yaml").write_text("extends: root.yaml\nrun: {seed: 1}\n")

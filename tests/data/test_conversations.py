@@ -53,7 +53,7 @@ def test_messages(folder):
     for rows, name in (([{"messages": talk}], "a.json"), ([talk], "b.json"), ([{"messages": talk}] * 2, "c.jsonl")):
         source = folder.read(rows, name)
         assert source.format == "messages"
-        # Without a row-level image list <image> is plain text.
+        # Beside images that are parts <image> is plain text.
         assert parts(source)[0] == ("user", (ImageRef(0), Text("<image>?")))
         assert len(source[0].images) == 1
 
@@ -80,6 +80,12 @@ def test_messages_with_an_image_list(folder):
     assert source[0].turns == source[1].turns and source[0].images == source[1].images
     with pytest.raises(BadSample, match=r"has 1 <image> placeholder\(s\) in its text and 0 image"):
         folder.read([{"messages": parted}])[0]
+
+
+def test_a_placeholder_in_messages_needs_an_image_list(folder):
+    talk = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(BadSample, match="writes <image> in its text, but names no image; list it under 'images'"):
+        folder.read([{"messages": talk}])[0]
 
 
 def test_max_samples_takes_the_first_and_the_end_is_the_end(folder):

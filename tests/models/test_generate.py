@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from PIL import Image
 
 from octavo import models
 from octavo.models import tiny
@@ -54,3 +55,13 @@ def test_errors(checkpoint, messages, images, tokens, message):
     model, processor = models.load(checkpoint("qwen3_vl")), models.load_processor(checkpoint("qwen3_vl"))
     with pytest.raises(models.ModelError, match=message):
         models.generate(model, processor, messages, images, tokens)
+
+
+def test_what_the_processor_refuses_is_a_sentence(checkpoint):
+    model, processor = models.load(checkpoint("qwen3_vl")), models.load_processor(checkpoint("qwen3_vl"))
+    spelt = [{"role": "user", "content": "<|image_pad|>"}]
+    with pytest.raises(models.ModelError, match="the processor refuses the prompt or its images"):
+        models.generate(model, processor, spelt, [], 2)
+    thin = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    with pytest.raises(models.ModelError, match="no image thinner than a patch"):
+        models.generate(model, processor, thin, [Image.new("RGB", (2000, 2))], 2)
