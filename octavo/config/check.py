@@ -59,7 +59,8 @@ def to_config(tree: Tree) -> Config:
 
 
 def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[ErrorDetails]:
-    """Only what the user wrote: no key that a broken `extends` would have brought, no empty list whose entries are told."""
+    """Only what the user wrote: no key that a broken `extends` would have brought, no list as empty whose entries are
+    told."""
     lost = any(problem.key == "extends" for problem in tree.problems)
     places = [tuple(detail["loc"]) for detail in details]
 
