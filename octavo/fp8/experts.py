@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from octavo.fp8 import observe, scaling
 from octavo.fp8.linear import Call, Site, three_gemms
-from octavo.fp8.weights import HoldsCodes, Part, WeightCodes, watch_optimizers
+from octavo.fp8.weights import HoldsCodes, Part, WeightCodes
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 Project = Callable[[str, int, Tensor, Tensor, "Tensor | None"], Tensor]  # (projection, expert, x, weight, bias) -> y
@@ -87,7 +87,6 @@ class Experts(HoldsCodes):
     @classmethod
     def convert(cls, module: nn.Module, sites: Mapping[str, Site]) -> Experts:
         """Turn a module of experts into an FP8 one, in place; ``sites`` by projection, both of them."""
-        watch_optimizers()
         module.__dict__["_sites"] = dict(sites)
         module.__class__ = _fp8_class(type(module))
         assert isinstance(module, cls)
@@ -102,9 +101,8 @@ class Experts(HoldsCodes):
         return {name: site.codes for name, site in self._sites.items() if site.codes is not None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = scaling.buffers(self)
         out = super()._apply(fn, recurse)
-        scaling.keep_fp32(self, before)
+        scaling.follow(self)
         return out
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Selection, select
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.recipe import recipe as named_recipe
-from octavo.fp8.weights import HoldsCodes, Part, WeightCodes, is_dtensor, watch_optimizers
+from octavo.fp8.weights import HoldsCodes, Part, WeightCodes, is_dtensor
 
 
 @dataclass(eq=False)
@@ -263,7 +263,11 @@ class Linear(HoldsCodes, nn.Linear):
             raise TypeError(
                 f"{site.name!r} is a {type(module).__name__}; only a plain torch.nn.Linear can become fp8.Linear."
             )
-        watch_optimizers()
+        if "forward" in module.__dict__:
+            raise TypeError(
+                f"{site.name!r} has a forward of its own on the instance (an accelerate hook?), which would bypass "
+                "FP8. Convert first and hook afterwards, or take the hook off (accelerate's remove_hook_from_module)."
+            )
         module.__dict__["_site"] = site  # before the class, whose __setattr__ asks for it
         module.__class__ = cls
         assert isinstance(module, cls)
@@ -289,16 +293,16 @@ class Linear(HoldsCodes, nn.Linear):
         return {"weight": codes}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = scaling.buffers(self)
         out = super()._apply(fn, recurse)
-        scaling.keep_fp32(self, before)
+        scaling.follow(self)
         return out
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., K] -> [..., N]; the argument is named as in ``nn.Linear``, for callers by keyword."""
         site = self._site
-        history = scaling.history(self, 0, x.device) if site.recipe.delayed is not None else None
+        history = scaling.history(self, 0, input.device) if site.recipe.delayed is not None else None
         call = Call(site, self.weight, Part(), history, self.training, torch.is_grad_enabled())
-        return three_gemms(x, self.weight, self.bias, call)
+        return three_gemms(input, self.weight, self.bias, call)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.recipe.short()}, backend={self.backend}"

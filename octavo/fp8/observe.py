@@ -19,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -165,13 +164,13 @@ class Watched(NamedTuple):
     routed: bool
 
 
-_watched: WeakKeyDictionary[nn.Module, Watched] = WeakKeyDictionary()
+_MARK = "_fp8_watched"  # in the module's __dict__, so that copies and pickles keep it
 _hook: Any = None
 
 
 def watch(module: nn.Module, watched: Watched) -> None:
     """Let counters see this module, which the plan keeps in high precision."""
-    _watched[module] = watched
+    module.__dict__[_MARK] = watched
 
 
 def _watch_modules() -> None:
@@ -185,7 +184,7 @@ def _watch_modules() -> None:
 
 
 def _observe_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    watched = _watched.get(module)
+    watched = module.__dict__.get(_MARK)
     if watched is None:
         return
     now = phase()

@@ -211,6 +211,11 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         by_module.setdefault(row.row.module, []).append(row)
     for name, rows in by_module.items():
         module = modules[name]
+        if any(r.fp8 for r in rows) and "forward" in module.__dict__:
+            raise PlanError(
+                f"{name!r} got a forward of its own on the instance since the plan was made (an accelerate hook?), "
+                "which would bypass FP8. Apply the plan first and add the hooks afterwards."
+            )
         if any(r.fp8 for r in rows) and rows[0].kind == "experts" and not _is_meta(module):
             why = moe.agrees(module)
             if why is not None:
@@ -257,6 +262,8 @@ def _obstacle(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str |
         return _STAYS[row.kind]
     if row.kind == "subclass":
         return f"{row.type} is a subclass of nn.Linear and is left as it is"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (an accelerate hook?)"
     dtype = next(p.dtype for p in module.parameters(recurse=False))
     if dtype not in _CASTABLE:
         return f"weights of {str(dtype).removeprefix('torch.')} cannot be cast to FP8"

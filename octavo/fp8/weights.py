@@ -71,10 +71,12 @@ class Part(NamedTuple):
 class WeightCodes:
     """The codes of one parameter, by part and cast. ``casts`` counts the casts made, for tests and for the curious.
 
-    Copies and pickles of a module start with an empty cache: codes are derived data.
+    Copies and pickles of a module start with an empty cache: codes are derived data. Making a cache is what turns the
+    watch on, because a pickle may bring a model into a process that never converted one.
     """
 
     def __init__(self) -> None:
+        watch_optimizers()
         self.casts = 0
         self._codes: dict[tuple[Part, CastSpec], Quantized] = {}
         self._storage: StorageWeakRef | None = None  # held weakly, so that its address cannot be reused
