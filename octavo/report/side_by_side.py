@@ -9,11 +9,13 @@ arms that share a machine: good as ratios, and the report says so.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +27,12 @@ from octavo.report.rundir import ReportError
 POLL = 0.5  # seconds between looks at the arms
 LINES = 10.0  # seconds between lines where there is no terminal
 PATIENCE = 60.0  # seconds that an arm may take to save and leave
+
+#: what an arm's process runs: ``octavo train FILE``, which also leaves when the trial is gone
+ARM = (
+    "import runpy, sys; from octavo.report.leash import follow; follow(int(sys.argv.pop(1))); "
+    "runpy.run_module('octavo', run_name='__main__')"
+)
 
 
 @dataclass
@@ -38,16 +46,20 @@ def train_together(arms: Sequence[Arm], jobs: int, console: Any = None) -> None:
     """Train ``arms`` to their end, at most ``jobs`` at a time.
 
     Raises ``ReportError`` with the arm's last lines where one fails or is stopped; the others then save and leave,
-    and the same command continues all of them. The same happens on Ctrl-C.
+    and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
+    ``SystemExit`` (143, 129).
     """
     waiting, running = sorted(arms, key=lambda arm: arm.kind != "fp8"), list[_Started]()  # the longest first
     with ExitStack() as stack:
+        wishes = stack.enter_context(_wishes())
         show = stack.enter_context(_Progress(arms, console))
         stack.callback(_leave, running)
         while waiting or running:
             while waiting and len(running) < jobs:
                 running.append(_start(waiting.pop(0), stack))
             time.sleep(POLL)
+            if wishes:
+                raise SystemExit(128 + wishes[0])
             show.look()
             for started in [s for s in running if s.process.poll() is not None]:
                 running.remove(started)
@@ -61,7 +73,7 @@ def _start(arm: Arm, stack: ExitStack) -> _Started:
     file, log = (directory.with_name(f"{directory.name}.{end}") for end in ("yaml", "log"))
     file.write_text(to_yaml(arm.cfg), encoding="utf-8")
     out: IO[bytes] = stack.enter_context(log.open("wb"))
-    command = [sys.executable, "-m", "octavo", "train", str(file)]
+    command = [sys.executable, "-c", ARM, str(os.getpid()), "train", str(file)]
     threads = {} if arm.cfg.run.threads is None else {"OMP_NUM_THREADS": str(arm.cfg.run.threads)}
     # A group of its own: Ctrl-C reaches this process first, which then asks every arm to save and leave.
     process = subprocess.Popen(
@@ -77,6 +89,25 @@ def _failure(started: _Started) -> str:
     how = f"was stopped by signal {-code if code < 0 else code - 128}" if code < 0 or code > 128 else f"failed ({code})"
     last = "\n".join(text.split("\n")[-12:])
     return f"{started.arm.label} {how}; the same command continues the trial. The end of {started.log}:\n{last}"
+
+
+@contextmanager
+def _wishes() -> Iterator[list[int]]:
+    """SIGTERM and SIGHUP as wishes that are looked at between two looks at the arms; a second one changes nothing.
+
+    What was ignored stays ignored (nohup). Outside the main thread signals cannot be caught: the arms' leash is left.
+    """
+    wishes: list[int] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if number not in before and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda received, _frame: wishes.append(received))
+    try:
+        yield wishes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave(running: list[_Started]) -> None:
@@ -111,9 +142,10 @@ class _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.look(final=True)
-        if self._bars is not None:
-            self._bars.stop()
+        with suppress(OSError):  # after a hang-up there is no terminal to write to
+            self.look(final=True)
+            if self._bars is not None:
+                self._bars.stop()
 
     def look(self, final: bool = False) -> None:
         if self.console is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import octavo
 from octavo.report import ReportError, compare, side_by_side
 from octavo.report.compare import arms_of
 
@@ -80,3 +81,49 @@ def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None
 def test_no_jobs(cfg, tmp_path: Path, jobs: int) -> None:
     with pytest.raises(ReportError, match=f"jobs={jobs}: at least one arm"):
         compare(cfg, ["blockwise"], tmp_path, jobs=jobs)
+
+
+def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:
+    """A trial in a process of its own, whose arms write their process ids and the signal that they got."""
+    (tmp_path / "octavo_arms.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "me = pathlib.Path(sys.argv[2]).with_suffix('.up')\n"
+        "def leave(*_): me.with_suffix('.asked').touch(); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, leave); me.touch(); time.sleep(60)\n"
+    )
+    (tmp_path / "trial.py").write_text(
+        "from pathlib import Path\n"
+        "from octavo.config import load_config_text\n"
+        "from octavo.report import side_by_side\n"
+        "from octavo.report.compare import arms_of\n"
+        "from synthetic_runs import CONFIG\n"
+        "side_by_side.POLL = 0.05\n"
+        "side_by_side.ARM = side_by_side.ARM.replace(\"'octavo'\", \"'octavo_arms'\")\n"
+        f"arms = arms_of(load_config_text(CONFIG), ['blockwise'], Path({str(tmp_path)!r}))\n"
+        "side_by_side.train_together(arms[1:], 2)\n"
+    )
+    paths = [str(tmp_path), str(Path(__file__).parent), str(Path(octavo.__file__).parents[1])]
+    return subprocess.Popen(
+        [sys.executable, str(tmp_path / "trial.py")], env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    )
+
+
+def wait_for(folder: Path, pattern: str, count: int) -> None:
+    deadline = time.monotonic() + 40
+    while len(list(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"{count} of {pattern} did not come: {sorted(folder.glob('*'))}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_arms_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> None:
+    """Asked to leave, the trial asks its arms and tells by its exit code; killed outright, its arms see that."""
+    trial = trial_of_sleepers(tmp_path)
+    try:
+        wait_for(tmp_path / "arms", "*.up", 2)
+        trial.send_signal(number)
+        code = trial.wait(40)
+    finally:
+        trial.kill()
+    wait_for(tmp_path / "arms", "*.asked", 2)
+    assert code == (-number if number == signal.SIGKILL else 128 + number)
