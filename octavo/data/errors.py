@@ -1,4 +1,4 @@
-"""What can be wrong with data: a whole file (`DataError`) or one row of it (`BadSample`)."""
+"""What can be wrong with data: a whole file (`DataError`), one row of it (`BadSample`), or a worker (`WorkerDied`)."""
 
 from __future__ import annotations
 
@@ -37,3 +37,7 @@ class LongSample(BadSample):
     """A row longer than `seq_length` that `on_long` says to leave out. Always left out, never an error."""
 
     action = "dropped"
+
+
+class WorkerDied(RuntimeError):
+    """A process that prepares rows died (`data.workers`). The message names it, what ended it and the cure."""

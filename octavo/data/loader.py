@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from octavo.data.collate import collate
 from octavo.data.encode import Encoder, Sample
-from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
 from octavo.data.mixture import Mixture
 from octavo.data.report import SkipReport
 
@@ -233,6 +235,23 @@ def _by_workers(
 
 def _begin_worker(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    trainer = multiprocessing.parent_process()
+    # Not os.getppid() where the trainer itself is the parent: it may have died before this line.
+    indirect = trainer is None or multiprocessing.get_start_method() == "forkserver"
+    parent = os.getppid() if indirect else trainer.pid
+    threading.Thread(target=_end_with, args=(parent,), name="end with the trainer", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, however that came about.
+
+    Torch's worker notices too, but then waits for ever to hand its last rows over: nobody empties the pipe after a
+    `kill -9`. So not an orderly exit. Asked once a second, because a parent that is killed tells nobody, and Linux's
+    own signal for it comes when the *thread* that made the worker ends.
+    """
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _explain(cause: RuntimeError, processes: list[Any]) -> RuntimeError:
@@ -240,7 +259,7 @@ def _explain(cause: RuntimeError, processes: list[Any]) -> RuntimeError:
     if not dead:
         return cause
     named = ", ".join(f"worker {n} (pid {process.pid}, {_fate(process.exitcode)})" for n, process in dead)
-    return RuntimeError(
+    return WorkerDied(
         f"data {named} died. A kill (signal 9) is mostly the machine running out of memory: lower data.workers or "
         f"data.max_pixels. To see the fault itself, set data.workers=0, which reads in the training process"
     )

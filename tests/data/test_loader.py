@@ -1,15 +1,19 @@
 """The stream of a rank: exact, resumable, the same for any number of workers, honest about what it leaves out."""
 
+import contextlib
 import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
 from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
+from octavo.data.errors import WorkerDied
 from octavo.data.loader import Processed
 
 
@@ -89,12 +93,42 @@ def test_a_worker_that_dies_is_named(source, encoder):
     os.kill(victim.pid, signal.SIGKILL)
     time.sleep(0.2)  # no exception out of the blue here
     with pytest.raises(
-        RuntimeError, match=rf"data worker \d \(pid {victim.pid}, killed by signal 9\) died\. .*lower data"
+        WorkerDied, match=rf"data worker \d \(pid {victim.pid}, killed by signal 9\) died\. .*lower data"
     ):
         for _ in range(50):
             next(stream)
     assert signal.getsignal(signal.SIGCHLD) == handler
     assert not multiprocessing.active_children()
+
+
+ORPHANS = """
+import itertools, multiprocessing, time
+from octavo.data.loader import _by_workers
+
+class Rows:  # each is more than a pipe holds: the workers wait with full hands
+    def __getitem__(self, place):
+        return bytes(1 << 20)
+
+stream = _by_workers(Rows(), itertools.count(), 2)
+next(stream)
+print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a parent's end shows in getppid on POSIX only")
+def test_workers_end_with_a_trainer_that_was_killed():
+    trainer = subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True)
+    workers = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(workers) == 2
+    trainer.kill()
+    try:
+        assert trainer.communicate(timeout=30)[0] == ""  # the pipe ends when the last of those who hold it does
+    except subprocess.TimeoutExpired:
+        for pid in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        pytest.fail("the workers outlive the trainer")
 
 
 def bad_rows(folder, source):
