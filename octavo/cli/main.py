@@ -115,12 +115,21 @@ _REFUSALS = {
     errno.EDQUOT: "free some of your quota, or choose another disk",
 }
 
+#: how gloo and NCCL say that a peer is gone, out of whichever collective was under way (a gradient's, a norm's)
+_LOST = (
+    ("gloo/transport", "Connection closed by peer"),
+    ("gloo/transport", "Connection reset by peer"),
+    ("gloo/transport", "Broken pipe"),
+    ("gloo/transport", "Timed out waiting"),
+    ("NCCL", "remote process exited"),
+)
+
 
 def _sentence(error: Exception) -> str | None:
     """What to tell the user, or None for a defect, which keeps its traceback.
 
-    Octavo's own error classes name what was asked, what was found and the cure; a full disk, a locked folder and a
-    full GPU are the machine's word.
+    Octavo's own error classes name what was asked, what was found and the cure; a full disk, a locked folder, a
+    full GPU and a lost peer are the machine's word.
     """
     if type(error).__module__.split(".")[0] == "octavo":
         return str(error)
@@ -129,6 +138,12 @@ def _sentence(error: Exception) -> str | None:
     if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
         cure = "lower train.micro_batch, train.seq_length or data.max_pixels, or set train.recompute: full"
         return f"{str(error).split('. ')[0]}; {cure}"
+    if isinstance(error, RuntimeError) and any(all(part in str(error) for part in parts) for parts in _LOST):
+        return (
+            "another process of this run died or no longer answers; its own message, further up or in its log, has the "
+            "cause. Start all of them again with the same torchrun command and run.resume=auto, which continues from "
+            f"the last checkpoint. ({str(error).splitlines()[0]})"
+        )
     return None
 
 
@@ -137,3 +152,7 @@ def _is_config_error(error: Exception) -> bool:
     from octavo.config.problems import ConfigError
 
     return isinstance(error, (ConfigError, UsageError))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -146,7 +146,7 @@ def setup(threads: int | None = None) -> World:
         raise WorldError(
             f"rank {rank} of {size} could not meet the others at {os.environ.get('MASTER_ADDR')}:"
             f"{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}. Start all ranks with torchrun, e.g. "
-            "torchrun --nproc-per-node 2 -m octavo.cli.main train FILE"
+            "torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
     return World(rank, size, local_rank, device, mesh)

@@ -115,9 +115,34 @@ def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
     command(monkeypatch, fail(full))
     assert main(["schema"]) == 1
     assert capsys.readouterr().err.startswith("octavo schema: CUDA out of memory; lower train.micro_batch")
+    lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:5")
+    command(monkeypatch, fail(lost))
+    assert main(["schema"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("octavo schema: another process of this run died") and "run.resume=auto" in told
+    command(monkeypatch, fail(RuntimeError("[gloo/transport/tcp/pair.cc] op.preamble.length <= op.nbytes. 8 vs 4")))
+    with pytest.raises(RuntimeError, match="preamble"):  # ranks that disagree are a defect
+        main(["schema"])
     command(monkeypatch, fail(FileNotFoundError(2, "No such file", "x")))
     with pytest.raises(FileNotFoundError):
         main(["schema"])
+
+
+def test_a_dead_data_worker_is_a_sentence(monkeypatch, capsys):
+    from octavo.data.errors import WorkerDied
+
+    def fail(args):
+        raise WorkerDied("data worker 0 (pid 7, killed by signal 9) died")
+
+    command(monkeypatch, fail)
+    assert main(["schema"]) == 1
+    assert capsys.readouterr().err == "octavo schema: data worker 0 (pid 7, killed by signal 9) died\n"
+
+
+def test_every_way_in_runs_the_command():
+    for module in ("octavo", "octavo.cli.main"):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("octavo "), module
 
 
 def test_unexpected_errors_keep_their_traceback(monkeypatch):
