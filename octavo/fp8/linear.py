@@ -86,9 +86,8 @@ def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> T
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype (autocast's under
     autocast)."""
     _check(x, weight, call.site.name)
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(device))
+    if _autocast_enabled(x) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     return _ThreeGemms.apply(x, weight, bias, call)
 
 
@@ -96,7 +95,7 @@ class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         site, now = call.site, observe.phase()
-        x_MK = x.reshape(-1, x.shape[-1])
+        x_MK = x.reshape(x.shape[:-1].numel(), x.shape[-1])  # no -1, which is ambiguous in an empty tensor
         needs_x, needs_w, needs_b = (call.grad and n for n in ctx.needs_input_grad[:3])
         watched = health.watching() and now.counted
         with _no_autocast(x):
@@ -106,12 +105,14 @@ class _ThreeGemms(torch.autograd.Function):
             for gemm, needed in (("dgrad", needs_x), ("wgrad", needs_w)):
                 if needed:
                     observe.promise(site.name, gemm, now)
+            if not call.grad and not now.recompute:
+                observe.gradless(site.name)
         exact = (x_MK,) if watched and needs_w and isinstance(kept, Quantized) else ()
         codes = () if kept is None else (kept.data, kept.scale) if isinstance(kept, Quantized) else (kept,)
         ctx.save_for_backward(*((call.owner,) if needs_x else ()), *codes, *exact)
         ctx.site, ctx.part, ctx.history = site, call.part, call.history
         ctx.record = call.record and now.counted
-        ctx.counted, ctx.watched = now.counted, watched
+        ctx.counted, ctx.born, ctx.watched = now.counted, now.gemm, watched
         ctx.needs = (needs_x, needs_w, needs_b)
         ctx.kept_spec = kept.spec if isinstance(kept, Quantized) else None
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
@@ -124,7 +125,7 @@ class _ThreeGemms(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_w, needs_b = ctx.needs
         saved = list(ctx.saved_tensors)
-        dy_MN = dy.reshape(-1, dy.shape[-1])
+        dy_MN = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx = dw = db = None
         casts: dict[CastSpec, Quantized] = {}
         with _no_autocast(dy):
@@ -158,7 +159,7 @@ def _forward_gemm(
     if bias is None:
         return backend.gemm_fwd(x_q, w_q, x_MK.dtype), x_q
     # The bias is added before the one rounding to the output's dtype.
-    y = backend.gemm_fwd(x_q, w_q, torch.float32).add_(bias.float())
+    y = backend.gemm_fwd(x_q, w_q, torch.float32) + bias.float()
     return y.to(x_MK.dtype), x_q
 
 
@@ -193,7 +194,7 @@ def _dgrad(ctx: Any, dy_MN: Tensor, owner: Tensor, casts: dict[CastSpec, Quantiz
     site, gemm = ctx.site, ctx.site.recipe.dgrad
     flops = 2 * dy_MN.numel() * ctx.x_shape[-1]
     if gemm is None:
-        _count(site.name, "dgrad", observe.HIGH, flops, ctx.counted)
+        _count_backward(ctx, "dgrad", observe.HIGH, flops)
         return (dy_MN @ ctx.part.of(owner).to(dy_MN.dtype)).view(ctx.x_shape)
     dy_q = _cast_dy(ctx, "dgrad", dy_MN, gemm.a, casts)
     # Valid codes if the weight is as it was; otherwise (resharded meanwhile) the regathered weight is cast again.
@@ -201,7 +202,7 @@ def _dgrad(ctx: Any, dy_MN: Tensor, owner: Tensor, casts: dict[CastSpec, Quantiz
     backend = site.selections["dgrad"].backend
     if ctx.watched:
         health.operand(site.name, "dy", dy_MN, dy_q)
-    _count(site.name, "dgrad", backend.name, flops, ctx.counted)
+    _count_backward(ctx, "dgrad", backend.name, flops)
     return backend.gemm_dgrad(dy_q, w_q, ctx.x_dtype).view(ctx.x_shape)
 
 
@@ -210,12 +211,12 @@ def _wgrad(ctx: Any, dy_MN: Tensor, saved: list[Tensor], casts: dict[CastSpec, Q
     site, gemm = ctx.site, ctx.site.recipe.wgrad
     flops = 2 * dy_MN.numel() * ctx.x_shape[-1]
     if gemm is None:
-        _count(site.name, "wgrad", observe.HIGH, flops, ctx.counted)
+        _count_backward(ctx, "wgrad", observe.HIGH, flops)
         return (dy_MN.t() @ saved[0]).to(ctx.w_dtype)
     x_q = Quantized(saved[0], saved[1], ctx.kept_spec)
     dy_q = _cast_dy(ctx, "wgrad", dy_MN, gemm.a, casts)
     backend = site.selections["wgrad"].backend
-    _count(site.name, "wgrad", backend.name, flops, ctx.counted)
+    _count_backward(ctx, "wgrad", backend.name, flops)
     dw = backend.gemm_wgrad(dy_q, x_q, ctx.w_dtype)
     if ctx.watched:
         health.operand(site.name, "x_wgrad", saved[2], x_q)
@@ -229,9 +230,20 @@ def _count(layer: str, gemm: str, backend: str, flops: int, counted: bool) -> No
         observe.record(layer, gemm, backend, flops)
 
 
+def _count_backward(ctx: Any, gemm: str, backend: str, flops: int) -> None:
+    _count(ctx.site.name, gemm, backend, flops, ctx.counted)
+    if ctx.counted and observe.counting():
+        observe.came(ctx.site.name, gemm, ctx.born)
+
+
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(x.device.type, enabled=False) if _autocast_enabled(x) else nullcontext()
+
+
+def _autocast_enabled(x: Tensor) -> bool:
+    """False also for devices without autocast, such as meta, where asking is an error."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _check(x: Tensor, weight: Tensor, name: str) -> None:

@@ -15,10 +15,12 @@ Collectors are process-wide, because a backward may run on autograd's own thread
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +43,9 @@ class Phase(NamedTuple):
 class GemmCounts(Mapping[Key, int]):
     """``counts[(layer, gemm, backend)]`` -> calls, 0 for what never ran; ``counts.flops`` the same keys (2 M N K each).
 
-    ``due`` counts, per (layer, "dgrad" or "wgrad", "fwd" or "recompute"), the forwards that promised such a GEMM.
+    ``due`` counts, per (layer, "dgrad" or "wgrad", "fwd" or "recompute"), the forwards that promised such a GEMM, and
+    ``came`` the GEMMs that ran, by the kind of forward they belong to. ``gradless`` counts, per layer, the forwards
+    that ran without a graph (``no_grad``, or the first run of a reentrant checkpoint).
     ``idle`` counts, per layer of experts, the experts that a forward gave no token.
     """
 
@@ -49,6 +53,8 @@ class GemmCounts(Mapping[Key, int]):
         self.calls: Counter[Key] = Counter()
         self.flops: Counter[Key] = Counter()
         self.due: Counter[Key] = Counter()
+        self.came: Counter[Key] = Counter()
+        self.gradless: Counter[str] = Counter()
         self.idle: Counter[str] = Counter()
 
     def __getitem__(self, key: Key) -> int:
@@ -74,19 +80,50 @@ class GemmCounts(Mapping[Key, int]):
     def promised(self, layer: str, gemm: str) -> int:
         """How many backward GEMMs the forwards made necessary.
 
-        A checkpointed forward promises twice when its first run already builds a graph (non-reentrant) and once when
-        only the recomputation does (reentrant): the larger of the two is the number of backward passes through the
-        layer.
+        A checkpointed forward promises twice when its first run already builds a graph (non-reentrant); the backward
+        then goes through that first run alone. Reentrant, only the recomputation promises and keeps it. So what the
+        recomputations promised is due where they kept any of it, or where nobody else promised anything.
         """
-        return max(self.due[(layer, gemm, "fwd")], self.due[(layer, gemm, "recompute")])
+        first = self.due[(layer, gemm, "fwd")]
+        kept = self.came[(layer, gemm, "recompute")] or not first
+        return first + (self.due[(layer, gemm, "recompute")] if kept else 0)
 
 
 _lock = threading.Lock()
 _collectors: list[GemmCounts] = []
 _state = threading.local()
-# Sequence numbers of the autograd nodes made inside uncounted(): a checkpoint that recomputes a dummy's forward is
-# recognised by the node in whose backward it happens.
-_uncounted_nodes: deque[tuple[int, int]] = deque(maxlen=1024)
+
+
+class _Spans:
+    """Sequence numbers of the autograd nodes that one thread made inside uncounted(): a checkpoint that recomputes a
+    dummy's forward is recognised by the node in whose backward it happens. Each thread numbers its own nodes, upwards,
+    so that spans come sorted."""
+
+    def __init__(self) -> None:
+        self.firsts: list[int] = []
+        self.lasts: list[int] = []
+
+    def add(self, first: int, last: int) -> None:
+        if len(self.firsts) >= _MOST_SPANS:
+            del self.firsts[: _MOST_SPANS // 2], self.lasts[: _MOST_SPANS // 2]
+        self.firsts.append(first)
+        self.lasts.append(last)
+
+    def hold(self, number: int) -> bool:
+        at = bisect_right(self.firsts, number) - 1
+        return at >= 0 and number < self.lasts[at]
+
+
+_MOST_SPANS = 1 << 16  # blocks of a thread whose backward may still be to come
+_all_spans: WeakSet[_Spans] = WeakSet()
+
+
+def _spans() -> _Spans:
+    """The spans of this thread."""
+    if not hasattr(_state, "spans"):
+        _state.spans = _Spans()
+        _all_spans.add(_state.spans)
+    return _state.spans
 
 
 @contextmanager
@@ -110,26 +147,29 @@ def uncounted() -> Iterator[None]:
 
     For work whose result is multiplied by zero: the dummy image that keeps a sharded vision tower in step.
     """
-    first = torch.autograd._get_sequence_nr()
+    spans, first = _spans(), torch.autograd._get_sequence_nr()
     _state.depth = getattr(_state, "depth", 0) + 1
     try:
         yield
     finally:
         _state.depth -= 1
         last = torch.autograd._get_sequence_nr()
-        if last > first:
-            _uncounted_nodes.append((first, last))
+        if last > first and _state.depth == 0:
+            spans.add(first, last)
 
 
 def phase() -> Phase:
     """The phase of a forward that starts now."""
     recompute = torch._C._current_graph_task_id() != -1
     counted = getattr(_state, "depth", 0) == 0
-    if recompute and counted and _uncounted_nodes:
+    if not recompute:
+        _spans()  # marks a thread that makes nodes
+    elif counted and _all_spans:
         node = torch._C._current_autograd_node()
         if node is not None:
-            number = node._sequence_nr()
-            counted = not any(first <= number < last for first, last in _uncounted_nodes)
+            # Autograd's own threads (one a GPU) make no nodes: there the node may be any thread's.
+            own = getattr(_state, "spans", None)
+            counted = not any(s.hold(node._sequence_nr()) for s in ([own] if own is not None else list(_all_spans)))
     return Phase(counted, recompute)
 
 
@@ -146,6 +186,17 @@ def record(layer: str, gemm: str, backend: str, flops: int) -> None:
 def promise(layer: str, gemm: str, when: Phase) -> None:
     for counts in _collectors:
         counts.due[(layer, gemm, when.gemm)] += 1
+
+
+def came(layer: str, gemm: str, when: str) -> None:
+    """A backward GEMM ran for a forward of the kind ``when``."""
+    for counts in _collectors:
+        counts.came[(layer, gemm, when)] += 1
+
+
+def gradless(layer: str) -> None:
+    for counts in _collectors:
+        counts.gradless[layer] += 1
 
 
 def idle(layer: str, experts: int) -> None:

@@ -1,5 +1,7 @@
 """The proof: counted GEMMs against planned ones, and every way in which they can differ."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,6 +89,74 @@ def test_a_layer_called_twice_in_each_forward():
     model, plan, proof = ready()
     model.layers.append(model.layers[0])
     proof.observe(step(model), {"foundation": 2, "image_encoder": 2})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_layer_called_both_checkpointed_and_plainly(reentrant):
+    m = nn.Sequential(nn.Linear(16, 16))
+    plan = fp8.plan(m, "blockwise")
+    fp8.apply(m, plan)
+    proof = fp8.Proof(plan)
+    with fp8.count_gemms() as counts:
+        x = torch.randn(3, 16, requires_grad=True)
+        m(checkpoint(m, x, use_reentrant=reentrant)).sum().backward()
+    proof.observe(counts, {"foundation": 1})
+    assert {g: counts.total(g) for g in ("fwd", "recompute", "dgrad", "wgrad")} == {
+        "fwd": 2, "recompute": 1, "dgrad": 2, "wgrad": 2,
+    }  # fmt: skip
+
+
+def test_a_forward_under_no_grad_is_called_by_its_name():
+    model, plan, proof = ready()
+    with fp8.count_gemms() as counts:
+        with torch.no_grad():
+            model(torch.randn(3, 16))
+        model(torch.randn(3, 16)).sum().backward()
+    with pytest.raises(fp8.ProofError, match=r"layers.0: planned 2 wgrad, but 1 of 2 fwd ran under no_grad.*uncounted"):
+        proof.observe(counts, {"foundation": 2})
+
+
+def test_uncounted_work_of_one_thread_hides_nothing_of_another():
+    model, plan, _ = ready()
+    model.recompute = True
+    gate = threading.Event()
+
+    def dummies():
+        with fp8.uncounted():
+            for _ in range(200):
+                model(torch.randn(2, 16), torch.randn(2, 16))
+        gate.set()
+        hold.wait(60)
+
+    hold = threading.Event()
+    other = threading.Thread(target=dummies)
+    other.start()
+    assert gate.wait(60)
+    found = []
+
+    def trains():
+        with fp8.count_gemms() as counts:
+            model(torch.randn(3, 16)).sum().backward()
+        found.append(counts)
+
+    mine = threading.Thread(target=trains)
+    mine.start()
+    mine.join()
+    hold.set()
+    other.join()
+    assert found[0].total("recompute", "layers.0") == found[0].total("fwd", "layers.0") == 1
+
+
+def test_many_uncounted_blocks_before_their_backward():
+    model, _, _ = ready()
+    with fp8.count_gemms() as counts:
+        with fp8.uncounted():
+            first = checkpoint(model.layers[0], torch.randn(2, 16, requires_grad=True), use_reentrant=False)
+        for _ in range(1100):
+            with fp8.uncounted():
+                torch.ones(1, requires_grad=True) * 1
+        first.sum().backward()
+    assert not {k: n for k, n in counts.items() if n}
 
 
 def skipped(model):

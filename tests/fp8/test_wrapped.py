@@ -1,14 +1,17 @@
 """Layers in the hands of others: copies, pickles in other processes, keyword calls, replaced forwards, wrappers."""
 
 import copy
+import functools
 import io
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo import fp8
 
@@ -20,8 +23,8 @@ def layer(n=32, k=64, recipe="blockwise", **kwargs):
 
 
 UNPICKLED = """
-import sys, torch
-m = torch.load(sys.stdin.buffer, weights_only=False)
+import io, sys, torch
+m = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)
 x = torch.ones(2, 64)
 optimizer = torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)
 before = m(x)
@@ -80,3 +83,43 @@ def test_a_copy_counts_what_stays_in_high_precision(copied):
     with fp8.count_gemms() as counts:
         twin(torch.randn(2, 32)).sum().backward()
     assert counts["1", "fwd", fp8.HIGH] == counts["1", "wgrad", fp8.HIGH] == 1
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "rowwise", "delayed"])
+def test_selective_checkpointing_may_save_the_products(recipe):
+    def save_mm(ctx, op, *args, **kwargs):
+        kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    m = nn.Sequential(layer(64, 64, recipe)[0], nn.GELU(), nn.Linear(64, 64))
+    plain = copy.deepcopy(m)
+    x = torch.randn(4, 64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_mm)
+    checkpoint(m, x, use_reentrant=False, context_fn=contexts).square().sum().backward()
+    plain(y).square().sum().backward()
+    assert torch.equal(x.grad, y.grad) and torch.equal(m[0].weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_shapes_can_be_traced_on_the_meta_device(recipe):
+    m = layer(32, 64, recipe).to("meta")
+    x = torch.randn(2, 5, 64, device="meta", requires_grad=True)
+    y = m(x)
+    assert y.is_meta and y.shape == (2, 5, 32)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("n,k", [(0, 64), (32, 0)])
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_layers_without_outputs_or_inputs(recipe, n, k):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nn.Linear says that it initialises nothing
+        stock = nn.Sequential(nn.Linear(k, n))
+    m = fp8.apply(copy.deepcopy(stock), fp8.plan(stock, recipe))
+    x = torch.randn(2, 3, k, requires_grad=True)
+    y = m(x)
+    assert torch.equal(y, stock(x))
+    y.sum().backward()
+    assert x.grad.shape == x.shape and m[0].weight.grad.shape == (n, k)

@@ -69,10 +69,11 @@ def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out
     a, a_scale = _operand(a_q, a_dim)
     b, b_scale = _operand(b_q, b_dim)
     out = _matmul_fp32(a if a_dim == 1 else a.t(), b if b_dim == 0 else b.t())
+    # Out of place: selective checkpointing may have saved the product itself and forbids writing into it.
     if a_scale is not None:
-        out = out.mul_(a_scale.view(-1, 1))
+        out = out * a_scale.view(-1, 1)
     if b_scale is not None:
-        out = out.mul_(b_scale.view(1, -1))
+        out = out * b_scale.view(1, -1)
     return out if out_dtype is torch.float32 else out.to(out_dtype)
 
 
@@ -90,7 +91,7 @@ def _operand(q: Quantized, contracted: int) -> tuple[Tensor, Tensor | None]:
 def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in true fp32, whatever autocast and the matmul precision of the process say."""
     device = a.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return _matmul_fp32(a, b)
     if _fp32_precision(device) in ("none", "ieee"):
