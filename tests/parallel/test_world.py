@@ -145,5 +145,7 @@ def test_ranks_that_do_not_appear_are_not_waited_for_in_silence(monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(WorldError, match="rank 1 of 2 could not meet the others at 127.0.0.1:None.*torchrun.* -m octavo train FILE"):
+    with pytest.raises(
+        WorldError, match="rank 1 of 2 could not meet the others at 127.0.0.1:None.*torchrun.* -m octavo train FILE"
+    ):
         setup()
