@@ -10,17 +10,20 @@ Only names are decided here; what is inside is `state.py`'s matter, except state
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.errors import CheckpointError
 
 STATE = "state.json"
+FORMAT = "octavo-run-state-1"
 _WHOLE = re.compile(r"step_(\d+)")
 _ASIDE = re.compile(r"\.step_(\d+)\.(tmp|old|gone)")
 
@@ -49,8 +52,11 @@ def recover(directory: Path) -> None:
             os.rename(aside(directory, step, "old"), place(directory, step))
 
 
-def sweep(directory: Path) -> None:
-    """Remove what killed saves and deletions left. For the one rank that writes, before it writes."""
+def sweep(directory: str | os.PathLike[str]) -> None:
+    """Remove what killed saves and deletions left. For the one rank that writes: as its run begins, and before it
+    writes. Not for readers (`latest`), who cannot tell a leftover from a save under way. Harmless without a directory.
+    """
+    directory = Path(directory)
     recover(directory)
     for why in ("tmp", "old", "gone"):
         for step in _left(directory, why):
@@ -118,8 +124,7 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a checkpoint. CheckpointError where there is none or it is not what was written."""
+def _parsed(path: Path) -> dict[str, Any]:
     file = path / STATE
     if not path.is_dir():
         there = steps(path.parent)
@@ -133,13 +138,63 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is missing: {path} is not a checkpoint that Octavo finished") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is damaged ({type(error).__name__}: {error}); use an earlier checkpoint"
         ) from error
     if claimed != _checksum(state):
         raise CheckpointError(f"{file} was changed after it was written; use an earlier checkpoint")
     return state
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """state.json of a checkpoint, each of its parts present and of its type.
+
+    Raises CheckpointError, naming the file, where there is none, it is not what was written, or not of Octavo's making.
+    """
+    state, file = _parsed(path), path / STATE
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is of format {state.get('format')!r}, this version reads {FORMAT!r}")
+    for key, (fits, wanted) in _CONTENTS.items():
+        if key not in state:
+            raise CheckpointError(f"{file} lacks {key!r}; Octavo did not write it")
+        if not fits(state[key]):
+            raise CheckpointError(
+                f"{file} says {key!r} is {str(state[key])[:80]!r} where {wanted} is needed; Octavo did not write it. "
+                "Use an earlier checkpoint"
+            )
+    return state
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _group(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("settings"), dict):
+        return False
+    names = value.get("parameters")
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _file(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"size", "crc32"} and all(map(_count, value.values()))
+
+
+# What state.json holds beside its format: a checksum says that it was not damaged, not that it makes sense.
+_CONTENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_count, "a number from 0"),
+    "ranks": (lambda value: _count(value) and value > 0, "a number from 1"),
+    "counters": (lambda value: isinstance(value, dict), "a table"),
+    "groups": (
+        lambda value: isinstance(value, list) and all(map(_group, value)),
+        "a list of groups, each with parameters and settings,",
+    ),
+    "files": (
+        lambda value: isinstance(value, dict) and all(map(_file, value.values())),
+        "a table of files, each with size and crc32,",
+    ),
+}
 
 
 def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
@@ -160,3 +215,33 @@ def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
 
 def _checksum(state: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
+_NO_ROOM = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "your quota of this disk is used up",
+    errno.EFBIG: "a file would be larger than this disk, or the limit of this shell (ulimit -f), allows",
+}
+
+
+def full(path: Path, error: BaseException) -> str | None:
+    """How a write to `path` failed for want of room, or None where it failed otherwise.
+
+    Torch's archive writer reports a short write as an inconsistency of its own; the machine's word is at most in the
+    exception that came before it, and lost where that crossed ranks. Then the disk itself is asked.
+    """
+    before: BaseException | None = error
+    while before is not None:
+        if isinstance(before, OSError):
+            return f"{_NO_ROOM[before.errno]} ({before.strerror})" if before.errno in _NO_ROOM else None
+        before = before.__cause__ or before.__context__
+    if isinstance(error, RuntimeError) and "inline_container" in str(error):
+        there = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+        free = shutil.disk_usage(there).free if there is not None else _LITTLE
+        if free < _LITTLE:
+            return f"{_NO_ROOM[errno.ENOSPC]} ({free >> 10} KiB are free)"
+    return None
+
+
+# Bytes free below which a failed write is put down to a full disk; a block may be left that no file could use.
+_LITTLE = 1 << 20

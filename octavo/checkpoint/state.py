@@ -31,7 +31,6 @@ from octavo.checkpoint import files
 from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly
 from octavo.checkpoint.errors import CheckpointError
 
-FORMAT = "octavo-run-state-1"
 # How the step is computed, not what it computes: these belong to the machine, not to the run.
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
@@ -110,7 +109,7 @@ def save(
         with _shared("finish", tmp, world):
             if world.rank == 0:
                 document = {
-                    "format": FORMAT,
+                    "format": files.FORMAT,
                     "step": step,
                     "ranks": world.size,
                     "counters": dict(counters),
@@ -158,7 +157,7 @@ def _look(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
     for step in reversed(there):
         path = files.place(directory, step)
         try:
-            listed = _document(path)["files"]
+            listed = files.read_state(path)["files"]
             bad = next((p for name, entry in listed.items() if (p := files.problem(path, name, entry))), None)
         except CheckpointError as error:
             bad = str(error)
@@ -184,7 +183,7 @@ def load(
     path = Path(path)
     document: dict[str, Any] = {}
     with _shared("read", path, world):
-        document = _document(path)
+        document = files.read_state(path)
         listed = sorted(document["files"].items())
         for name, entry in listed[world.rank :: world.size]:
             if bad := files.problem(path, name, entry):
@@ -216,18 +215,6 @@ def load(
         extra={name.removeprefix("extra."): tensor for name, tensor in extra.items()},
         ranks=document["ranks"],
     )
-
-
-def _document(path: Path) -> dict[str, Any]:
-    document = files.read_state(path)
-    if document.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path / files.STATE} is of format {document.get('format')!r}, this version reads {FORMAT!r}"
-        )
-    lacking = [key for key in ("step", "ranks", "counters", "groups", "files") if key not in document]
-    if lacking:
-        raise CheckpointError(f"{path / files.STATE} lacks {lacking[0]!r}; Octavo did not write it")
-    return document
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
@@ -314,6 +301,13 @@ def _slots(
             f"{path} was written with other parameters in the optimizer: {what}. Resume with the freezing and weight "
             "decay that it was written with (model.freeze, optimizer), or start a new run from its weights"
         )
+    for group, former in zip(optimizer.param_groups, document["groups"], strict=True):
+        for key, value in former["settings"].items():
+            if _is_number(group.get(key)) and not _is_number(value):
+                raise CheckpointError(
+                    f"{path / files.STATE} says that the optimizer's {key!r} is {value!r}, which is no number; Octavo "
+                    "did not write it. Use an earlier checkpoint"
+                )
     parameters = {name: p for p, name in names.items()}
     slots: dict[tuple[str, str], torch.Tensor] = {}
     for slot, entry in metadata.state_dict_metadata.items():
@@ -328,6 +322,10 @@ def _slots(
         else:
             slots[name, key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return slots
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def _fill(
@@ -383,6 +381,11 @@ def _dcp(verb: str, path: Path):
 def _words(verb: str, path: Path, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
+    if verb != "read" and (full := files.full(path, error)):
+        return (
+            f"could not {verb} the checkpoint {path}: {full}. Checkpoints already there are untouched; free some space "
+            "(run.keep says how many checkpoints stay), then continue with run.resume=auto"
+        )
     if isinstance(error, OSError):
         return (
             f"could not {verb} the checkpoint {path}: {error.strerror or error}"

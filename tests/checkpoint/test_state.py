@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from octavo.checkpoint import CheckpointError, latest, steps
+from octavo.checkpoint import CheckpointError, latest, steps, sweep
 from octavo.checkpoint import files as ck_files
 from tests.checkpoint.models import Model, One, fresh, load, optimizer_for, same, save, snapshot, train, trained
 
@@ -163,6 +166,39 @@ def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage
         latest(tmp_path, One())
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": "3"}, "'step' is '3' where a number from 0 is needed"),
+        ({"step": True}, "'step' is 'True'"),
+        ({"ranks": 0}, "'ranks' is '0' where a number from 1"),
+        ({"counters": [1]}, "'counters' is"),
+        ({"groups": {}}, "'groups' is"),
+        ({"groups": [{"parameters": 3, "settings": {}}]}, "'groups' is"),
+        ({"groups": [["lr"]]}, "'groups' is"),
+        ({"files": ["__0_0.distcp"]}, "'files' is"),
+        ({"files": {"__0_0.distcp": 5}}, "'files' is"),
+        ({"files": {"__0_0.distcp": {"size": "5", "crc32": 1}}}, "'files' is"),
+    ],
+)
+def test_a_state_of_wrong_types_is_named(tmp_path, change, words):
+    path = save(tmp_path, 3, *trained())
+    ck_files.write_state(path, {**ck_files.read_state(path), **change})  # its checksum is right
+    with pytest.raises(CheckpointError, match=rf"step_3.state\.json says {words}"):
+        load(path, *fresh())
+    with pytest.raises(CheckpointError, match=words):
+        latest(tmp_path, One())
+
+
+def test_a_setting_that_is_no_number_is_named(tmp_path):
+    path = save(tmp_path, 3, *trained())
+    state = ck_files.read_state(path)
+    state["groups"][0]["settings"]["lr"] = "fast"
+    ck_files.write_state(path, state)
+    with pytest.raises(CheckpointError, match=r"state\.json says that the optimizer's 'lr' is 'fast', which is no"):
+        load(path, *fresh())
+
+
 def test_a_file_added_later_is_refused(tmp_path):
     path = save(tmp_path, 3, *trained())
     shutil.copy(path / "__0_0.distcp", path / "__9_0.distcp")
@@ -179,6 +215,15 @@ def test_leftovers_of_killed_saves_are_ignored_and_removed(tmp_path):
     assert latest(tmp_path, One()).name == "step_3"
     save(tmp_path, 4, model, optimizer)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_3", "step_4"]
+
+
+def test_a_run_that_begins_can_sweep(tmp_path):
+    sweep(tmp_path / "none")
+    save(tmp_path, 3, *trained())
+    for left in (".step_2.gone", ".step_4.tmp", ".other"):
+        (tmp_path / left).mkdir()
+    sweep(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".other", "step_3"]
 
 
 def test_a_replacement_cut_short_gives_the_former_one_back(tmp_path):
@@ -254,6 +299,33 @@ def test_a_full_disk_is_told_and_the_former_checkpoint_stays(tmp_path, monkeypat
         save(tmp_path, 4, model, optimizer)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
     assert load(latest(tmp_path, One()), *fresh()).step == 3
+
+
+def test_a_short_write_inside_torchs_archive_is_told_as_a_full_disk(tmp_path):
+    script = """
+import resource, signal, sys
+from tests.checkpoint.models import save, trained
+model, optimizer = trained()
+save(sys.argv[1], 3, model, optimizer)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+save(sys.argv[1], 4, model, optimizer)
+"""
+    pytest.importorskip("resource")
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    told = done.stderr.splitlines()[-1]
+    assert "CheckpointError: could not write" in told and "ulimit -f" in told and "run.resume=auto" in told, done.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_a_full_disk_is_asked_where_the_cause_was_lost(tmp_path, monkeypatch):
+    lost = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    assert ck_files.full(tmp_path / "gone", ValueError("a defect")) is None
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    assert ck_files.full(tmp_path / "gone", lost) == "the disk is full (4 KiB are free)"
+    assert ck_files.full(tmp_path, RuntimeError("a defect")) is None
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    assert ck_files.full(tmp_path, lost) is None
 
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path):
