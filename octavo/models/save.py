@@ -7,15 +7,17 @@ into the trained model can leak into the folder.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from octavo.models.errors import ModelError
@@ -48,9 +50,9 @@ def save_hf(
     dtype        of the floating-point weights on disk; None keeps the model's
     state_dict   the full weights, when the model itself holds only shards (gathered by the caller); plain tensors
 
-    Written aside, fsynced, then renamed: the directory is whole or absent. An earlier export is replaced; any other
-    non-empty directory is refused. Raises ModelError when names or shapes are not those of the source's model, or when
-    a tensor is a shard.
+    Written aside (`.NAME.part`, where a killed export's leftovers are removed first), fsynced, then renamed: the
+    directory is whole or absent. An earlier export is replaced; any other non-empty directory is refused. Raises
+    ModelError when names or shapes are not those of the source's model, a tensor is a shard, or the disk is full.
     """
     source, target = Path(source_path), Path(directory)
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
@@ -59,25 +61,55 @@ def save_hf(
     weights = _checked(state_dict if state_dict is not None else model.state_dict(), stock)
     weights = _cast(weights, dtype)
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    scratch = target.parent / f".{target.name}.part"
+    _clear(scratch, target)
     try:
         made = scratch / "new"
-        written = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
-        with quiet():
-            stock.save_pretrained(made, state_dict=weights)
-        _write_config(source, made, written)
-        for pattern in _COMPANIONS:
-            for file in source.glob(pattern):
-                if file.is_file():
-                    shutil.copy(file, made / file.name)
-        _sync(made)
+        with _room(target):
+            scratch.mkdir()
+            _write(stock, weights, source, made)
         if target.exists():
             target.rename(scratch / "old")
         made.rename(target)
         _sync_directory(target.parent)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _clear(scratch, target)
     return target
+
+
+def _write(stock: nn.Module, weights: dict[str, Tensor], source: Path, made: Path) -> None:
+    written = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
+    with quiet():
+        stock.save_pretrained(made, state_dict=weights)
+    _write_config(source, made, written)
+    for pattern in _COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copy(file, made / file.name)
+    _sync(made)
+
+
+def _clear(scratch: Path, target: Path) -> None:
+    """Remove what was written aside; an earlier export that was moved there returns where no new one took its place."""
+    if (scratch / "old").is_dir() and not target.exists():
+        (scratch / "old").rename(target)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _room(target: Path) -> Iterator[None]:
+    """A disk without room as a ModelError; safetensors has the machine's word in its text alone."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        words = str(error)
+        numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if getattr(error, "errno", None) not in numbers and not any(f"(os error {n})" in words for n in numbers):
+            raise
+        raise ModelError(
+            f"the model could not be written to {target}: {words}. Nothing was left half-written; free some space (or "
+            "your quota, or the limit of ulimit -f), or export to another disk."
+        ) from error
 
 
 def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -105,6 +105,54 @@ def test_a_failed_save_leaves_nothing_half_written(checkpoint, tmp_path, monkeyp
     with pytest.raises(OSError, match="disk full"):
         models.save_hf(model, source, tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_told_and_the_earlier_export_stays(checkpoint, tmp_path, monkeypatch, error):
+    source = checkpoint("qwen3")
+    model = models.load(source)
+    models.save_hf(model, source, tmp_path / "hf")
+
+    def fail(directory):
+        raise error
+
+    monkeypatch.setattr(save, "_sync", fail)
+    with pytest.raises(models.ModelError, match=r"could not be written to .*hf: .*No space left.*free some space"):
+        models.save_hf(model, source, tmp_path / "hf")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").exists()
+
+
+def test_safetensors_other_errors_are_not_taken_for_a_full_disk(checkpoint, tmp_path, monkeypatch):
+    def fail(directory):
+        raise SafetensorError("a defect")
+
+    monkeypatch.setattr(save, "_sync", fail)
+    with pytest.raises(SafetensorError, match="a defect"):
+        models.save_hf(models.load(checkpoint("qwen3")), checkpoint("qwen3"), tmp_path / "hf")
+
+
+def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch):
+    source = checkpoint("qwen3")
+    model = models.load(source)
+    models.save_hf(model, source, tmp_path / "hf")
+    # killed between its two renames: the earlier export lies aside, beside the new one
+    (tmp_path / ".hf.part").mkdir()
+    (tmp_path / ".hf.part" / "new").mkdir()
+    (tmp_path / "hf").rename(tmp_path / ".hf.part" / "old")
+    monkeypatch.setattr(save, "_write", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # the next one fails too, and costs nothing
+        models.save_hf(model, source, tmp_path / "hf")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").exists()
+    monkeypatch.undo()
+    (tmp_path / ".hf.part" / "new").mkdir(parents=True)
+    models.save_hf(model, source, tmp_path / "hf")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
 def test_weights_of_another_model(checkpoint, tmp_path):
