@@ -164,7 +164,7 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]], jobs: int = 1) -> Verdict:
         checks.append(rows.check_same_data(arm.label, record.tokens[mine_at], ref.tokens[ref_at]))
         checks.append(_same_machine(arm, record.environment, ref.environment))
     for arm, record in arms:
-        checks.append(_skipped(arm, record))
+        checks += _complete(arm, record)
     status = rows.worst([c.status for c in checks])
     ordered = sorted((c for c in checks if c.status != PASS), key=lambda c: c.status != FAIL)
     reasons = tuple(f"{c.arm}: {c.title}: {c.sentence}" for c in ordered)
@@ -180,9 +180,12 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]], jobs: int = 1) -> Verdict:
     return Verdict(status, line, reasons, tuple(checks), data)
 
 
-def _skipped(arm: Arm, record: RunRecord) -> Check:
-    last = int(record.steps[-1])
-    return rows.check_skipped(arm.label, record.skipped, last, arm.cfg.train.steps)
+def _complete(arm: Arm, record: RunRecord) -> list[Check]:
+    planned = arm.cfg.train.steps
+    return [
+        rows.check_skipped(arm.label, record.skipped, int(record.steps[-1]), planned),
+        rows.check_recorded(arm.label, record.steps, arm.cfg.run.log_every, planned),
+    ]
 
 
 def _line(

@@ -27,6 +27,7 @@ UNDERFLOW_WARN_WGRAD = 0.20  # operands of wgrad
 SQNR_WARN = {"e4m3": 25.0, "e5m2": 20.0}
 COSINE_MEDIAN, COSINE_MIN = 0.99, 0.95
 ACCURACY_POINT = 0.01
+SKIPPED_WARN = 0.01  # of the steps
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,12 @@ def check_gemms(arm: str, proof: Mapping[str, Any]) -> Check:
 
 
 def check_skipped(arm: str, skipped: Sequence[int], steps: int, planned: int) -> Check:
-    """Steps whose loss or gradient was not finite, and whether the run reached its last step."""
-    name, title, threshold = "skipped_steps", "Steps skipped", "none; fails where the run did not end"
+    """Steps whose loss or gradient was not finite, and whether the run reached its last step.
+
+    Up to 1 % of the steps warn, more fail: a run that did not apply its steps is not the training that was compared.
+    """
+    name, title = "skipped_steps", "Steps skipped"
+    threshold = f"none; fails above {100 * SKIPPED_WARN:g} %, or where the run did not end"
     shown = f"{len(skipped)} of {steps}"
     if steps < planned:
         say = f"the run ended at step {steps} of {planned}"
@@ -223,8 +228,25 @@ def check_skipped(arm: str, skipped: Sequence[int], steps: int, planned: int) ->
     if skipped:
         first = ", ".join(map(str, skipped[:5])) + (" ..." if len(skipped) > 5 else "")
         say = f"loss or gradient was not finite in {len(skipped)} steps, which were skipped: {first}"
-        return Check(name, title, arm, float(len(skipped)), shown, threshold, WARN, say)
+        status = WARN if len(skipped) <= SKIPPED_WARN * steps else FAIL
+        return Check(name, title, arm, float(len(skipped)), shown, threshold, status, say)
     return Check(name, title, arm, 0.0, shown, threshold, PASS, f"all {steps} steps were finite and applied")
+
+
+def check_recorded(arm: str, steps: np.ndarray, every: int, planned: int) -> Check:
+    """Whether metrics.jsonl holds every step that it must: each multiple of ``every`` up to ``planned``.
+
+    A step without a line has no loss, so the means would be taken over what somebody left.
+    """
+    due = np.arange(every, planned + 1, every)
+    missing = np.setdiff1d(due, steps)
+    name, title, threshold = "recorded_steps", "Steps recorded", "every step of metrics.jsonl"
+    shown = f"{len(due) - len(missing)} of {len(due)}"
+    if missing.size:
+        first = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
+        say = f"metrics.jsonl lacks {len(missing)} steps ({first}): the file was cut; run the arm again with --fresh"
+        return Check(name, title, arm, float(len(missing)), shown, threshold, FAIL, say)
+    return Check(name, title, arm, 0.0, shown, threshold, PASS, f"all {len(due)} lines that were due are there")
 
 
 def check_states(arm: str, states: str, zeroed: int | None) -> Check:

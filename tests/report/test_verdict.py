@@ -133,10 +133,20 @@ def test_what_was_not_measured_is_no_pass(check: rows.Check) -> None:
 
 def test_skipped_steps() -> None:
     assert rows.check_skipped("FP8", (), 100, 100).status == PASS
-    some = rows.check_skipped("FP8", (7, 9), 100, 100)
+    some = rows.check_skipped("FP8", (7, 9), 200, 200)
     assert some.status == WARN and "7, 9" in some.sentence
+    assert rows.check_skipped("FP8", (7, 9, 11), 200, 200).status == FAIL
+    assert rows.check_skipped("FP8", range(1, 101, 2), 100, 100).status == FAIL
     short = rows.check_skipped("FP8", (), 41, 100)
     assert short.status == FAIL and "step 41 of 100" in short.sentence
+
+
+def test_recorded_steps() -> None:
+    steps = np.arange(1, 101)
+    assert rows.check_recorded("FP8", steps, 1, 100).status == PASS
+    assert rows.check_recorded("FP8", np.array([1, 10, 20, 25, 30]), 10, 30).status == PASS
+    cut = rows.check_recorded("FP8", np.delete(steps, slice(39, 89)), 1, 100)
+    assert cut.status == FAIL and "lacks 50 steps (40, 41, 42, 43, 44 ...)" in cut.sentence
 
 
 def test_optimizer_states() -> None:
