@@ -108,7 +108,7 @@ class _Loop:
         self.last: dict[str, Any] = rows[-1] if rows else {}
         self.eval: Mapping[str, Any] | None = next((r["eval"] for r in reversed(rows) if "eval" in r), None)
         self.memory: Mapping[str, int] = next((r["memory"] for r in reversed(rows) if "memory" in r), {})
-        self.health: Mapping[str, float] = {}
+        self.health: Mapping[str, float] = self.job.progress.health
 
     def run(self) -> RunResult:
         steps, progress = self.cfg.train.steps, self.job.progress
@@ -119,7 +119,8 @@ class _Loop:
         stopped = False
         try:
             while progress.step < steps and not stopped:
-                stopped = self._one(progress.step + 1) and progress.step < steps
+                # Stopped at the last step: finished, unless its evaluation is still due (`_catch_up` makes it).
+                stopped = self._one(progress.step + 1) and (progress.step < steps or self._eval_due(steps))
         finally:
             self.display.end()
             self.job.loader.close()
@@ -142,7 +143,7 @@ class _Loop:
         progress.tokens += result.tokens
         progress.seconds += seconds
         self._prove(result, batches)
-        self._judge(result, batches)
+        self._count(result)
         row: dict[str, Any] = {
             "step": step, "loss": result.loss, "tokens": result.tokens, "loss_tokens": result.loss_tokens,
             "tokens_per_s": result.tokens / seconds, "grad_norm": result.grad_norm, "lr": lr,
@@ -153,11 +154,12 @@ class _Loop:
             row["memory"] = self.memory = result.memory
         if result.health is not None:
             row["health"] = result.health.table()
-            self.health = result.health.summary()
+            self.health = progress.health = result.health.summary()
         stop = self.world.any(self.wish.signal is not None)
         if self._eval_due(step) and not stop:
             row["eval"] = self._evaluate()
-        self._write(row, step)
+        self._write(row, step, stop)
+        self._give_up(batches)
         if stop or step == settings.steps or (cfg.run.save_every and step % cfg.run.save_every == 0):
             if self.log is not None:
                 self.log.sync()
@@ -168,11 +170,13 @@ class _Loop:
         every = self.cfg.run.health_every
         reached = {c for c, n in self.job.stepper.forwards(batches).items() if n}
         asks = any(row.fp8 for row in self.job.plan.rows)
-        return Look(
-            gemms=step == self.first or bool(self.proof.pending & reached),
-            health=asks and every > 0 and (step % every == 0 or step == self.cfg.train.steps),
-            memory=step == self.first or (every > 1 and step % every == 1),
-        )
+        health = asks and every > 0 and (step % every == 0 or step == self.cfg.train.steps)
+        memory = step == self.first or (every > 1 and step % every == 1)
+        if health and memory:
+            # Health keeps every x in high precision, which would count as activations. A run without a memory figure
+            # takes that one first (with health_every: 1, at step 1), any other has time for it at a later step.
+            health, memory = bool(self.memory), not self.memory
+        return Look(gemms=step == self.first or bool(self.proof.pending & reached), health=health, memory=memory)
 
     def _prove(self, result: StepResult, batches: Batches) -> None:
         """Check the counted GEMMs against the plan; a mismatch stops the run, and proof.json says which."""
@@ -184,8 +188,8 @@ class _Loop:
             if self.world.is_main:
                 rundir.write_json(self.job.directory / "proof.json", finite(self.proof.report()))
 
-    def _judge(self, result: StepResult, batches: Batches) -> None:
-        """Count a step that was not applied; after `PATIENCE` in a row find the layer and stop."""
+    def _count(self, result: StepResult) -> None:
+        """Count and tell a step that was not applied."""
         progress = self.job.progress
         if result.applied:
             progress.in_a_row = 0
@@ -196,9 +200,12 @@ class _Loop:
             f"step {progress.step} skipped: loss {result.loss}, gradient norm {result.grad_norm}; the weights stay as "
             "they are"
         )
+
+    def _give_up(self, batches: Batches) -> None:
+        """After `PATIENCE` steps in a row that were not applied, find the layer and stop."""
+        progress, stepper = self.job.progress, self.job.stepper
         if progress.in_a_row < PATIENCE:
             return
-        stepper = self.job.stepper
         where = first_source(self.job.model, lambda: [stepper.backward(batch, 1.0) for batch in batches])
         raise TrainError(
             f"{PATIENCE} steps in a row, up to step {progress.step}, had a loss or a gradient that is not finite: "
@@ -229,8 +236,9 @@ class _Loop:
             self.log.write(row)
         self.last = row
 
-    def _write(self, row: dict[str, Any], step: int) -> None:
-        wanted = step % self.cfg.run.log_every == 0 or step in (self.first, self.cfg.train.steps)
+    def _write(self, row: dict[str, Any], step: int, stop: bool) -> None:
+        # The row of a step that the run stops at is one to continue from: its evaluation may be added later.
+        wanted = stop or step % self.cfg.run.log_every == 0 or step in (self.first, self.cfg.train.steps)
         if self.log is not None and (wanted or {"eval", "health", "memory", "skipped"} & row.keys()):
             self.log.write(row, self.health if "health" in row else None)
             for hook in self.hooks:

@@ -1,6 +1,6 @@
 """Memory by kind, in bytes, counted on this rank: what tensors hold, not what an allocator reserves.
 
-Walking a model costs milliseconds, so this is done on health steps only.
+Walking a model costs milliseconds, so this is done in few steps: the first, and those after a health step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Kept:
     `forward()` surrounds a micro-batch's forward. Every tensor that it saves is counted once by its storage;
     parameters are not counted. Under recomputation blocks keep only their inputs, which saved-tensor hooks cannot
     see; hooks on the blocks do. FP8 layers save codes and scales, which therefore count as what they are: one byte
-    each. (While health figures are taken they also keep x in high precision, so the two are best not done in the
-    same step.)
+    each. (While health figures are taken they also keep x in high precision, so the loop never asks for both in one
+    step.)
     """
 
     def __init__(self, model: nn.Module, family: models.Family) -> None:

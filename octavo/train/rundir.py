@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.j
 @dataclass
 class Progress:
     """How far a run is. `step` optimizer steps done, `rows` of the data consumed, `tokens` seen, `skipped` steps that
-    were not finite (`in_a_row` of them just now), `seconds` of training."""
+    were not finite (`in_a_row` of them just now), `seconds` of training, `health` the last FP8 health summary."""
 
     step: int = 0
     rows: int = 0
@@ -36,10 +36,11 @@ class Progress:
     skipped: int = 0
     in_a_row: int = 0
     seconds: float = 0.0
+    health: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, counters: Mapping[str, Any]) -> Progress:
-        return cls(**{f.name: counters[f.name] for f in fields(cls)})
+        return cls(**{f.name: counters[f.name] for f in fields(cls) if f.name in counters})
 
     def counters(self, cfg: Config) -> dict[str, Any]:
         """What a checkpoint stores: these numbers, and the settings that a resume must find again."""

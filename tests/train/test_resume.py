@@ -50,6 +50,47 @@ def test_sigterm_saves_and_leaves_and_auto_goes_on_bit_for_bit(make, recipe: str
     assert steps_of(second.dir) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.parametrize("evals", [True, False])
+def test_a_signal_in_the_last_step_leaves_no_run_finished_without_its_evaluation(make, evals: bool):
+    over = ("train.steps=3", *([] if evals else ["data.eval=[]"]))
+    whole = train.run(make(*over, dir="whole"))
+    cfg = make(*over, "run.log_every=5")
+    first = train.run(cfg, hooks=[at(1, signal.SIGTERM)])
+    first = train.run(cfg.with_overrides(["run.resume=auto"]), hooks=[at(3, signal.SIGTERM)])
+    assert first.status == "finished", "a signal after the last evaluation is too late"
+    stopped = make(*over, "run.log_every=1", dir="last")
+    first = train.run(stopped, hooks=[at(2, signal.SIGTERM)])
+    assert first.status == ("stopped" if evals else "finished")
+    second = train.run(stopped.with_overrides(["run.resume=auto"]))
+    assert (second.status, second.steps) == ("finished", 3)
+    assert second.eval == whole.eval
+    assert second.losses() == whole.losses()
+
+
+def test_what_a_stop_must_not_lose_is_written_whatever_log_every_says(make):
+    """The stop step's row, the evaluation that was due with it, and the last health figures."""
+    over = ("run.log_every=100", "run.eval_every=3", "run.health_every=2", "train.steps=5")
+    cfg = make(*over)
+    first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    assert first.steps == 3 and first.health
+    second = train.run(cfg.with_overrides(["run.resume=auto"]), hooks=[at(4, signal.SIGTERM)])
+    row = next(row for row in read_rows(first.dir / "metrics.jsonl") if row["step"] == 3)
+    assert {"loss", "lr", "tokens", "eval"} <= row.keys()
+    assert second.status == "stopped" and second.health
+
+
+def test_health_figures_outlive_a_resume(make):
+    cfg = make("run.health_every=2", "train.steps=4", "data.eval=[]")
+    first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    (first.dir / "metrics.jsonl").write_text("")
+    from octavo.checkpoint.files import read_state
+
+    kept = read_state(first.dir / "checkpoints" / "step_3")["counters"]["health"]
+    assert kept == first.health and kept["x_sqnr_min"] > 0
+    again = train.run(cfg.with_overrides(["run.resume=auto", "run.health_every=0"]))
+    assert again.health == first.health
+
+
 def test_sigint_stops_too_and_the_handlers_return(make):
     before = signal.getsignal(signal.SIGTERM)
     result = train.run(make("data.eval=[]"), hooks=[at(1, signal.SIGINT)])

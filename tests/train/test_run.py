@@ -76,6 +76,17 @@ def test_memory_is_counted_in_bytes(finished):
     assert memory["activations"] > 0
 
 
+@pytest.mark.parametrize(("every", "steps", "memory", "health"), [
+    (1, 3, [1], [2, 3]), (2, 3, [1], [2, 3]), (25, 1, [1], []), (3, 4, [1], [3, 4]),
+])  # fmt: skip
+def test_memory_and_health_never_share_a_step(make, every: int, steps: int, memory: list, health: list):
+    """Health keeps x in high precision, so its steps would count too many bytes."""
+    cfg = make(f"run.health_every={every}", f"train.steps={steps}", "train.warmup=0", "data.eval=[]")
+    rows = read_rows(train.run(cfg).dir / "metrics.jsonl")
+    assert [row["step"] for row in rows if "memory" in row] == memory
+    assert [row["step"] for row in rows if "health" in row] == health
+
+
 def test_the_plan_and_the_proof_are_kept(finished):
     _, result, printed, _ = finished
     plan = json.loads((result.dir / "plan.json").read_text())
