@@ -43,18 +43,46 @@ def by_hand(x, w, dy, recipe):
     return y, dx, dw
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("m,n,k", [(7, 33, 130), (1, 16, 256), (130, 72, 40)])
-def test_three_gemms_are_those_of_the_codes(recipe, m, n, k):
-    torch.manual_seed(1)
-    rows, columns = torch.randint(-8, 8, (m, 1)), torch.randint(-8, 8, (1, k))
-    x = (torch.randn(m, k) * 2.0 ** (rows + columns)).requires_grad_()
-    w = (torch.randn(n, k) * 2.0 ** torch.randint(-8, 8, (n, 1))).requires_grad_()
-    dy = torch.randn(m, n) * 2.0 ** torch.randint(-8, 8, (m, 1))
+def spread(rows, columns):
+    """Normal values times powers of two that differ by row and by column."""
+    up, across = torch.randint(-6, 7, (rows, 1)), torch.randint(-6, 7, (1, columns))
+    return torch.randn(rows, columns) * 2.0 ** (up + across)
+
+
+def assert_elementwise(ours, exact, a, b):
+    """|ours - exact| of a @ b, each element against the sum of the magnitudes that entered it: a norm over all elements
+    would see the largest ones alone."""
+    assert ours.shape == exact.shape
+    size = (a.double().abs() @ b.double().abs()).clamp_min(torch.finfo(torch.float64).tiny)
+    if ours.numel():
+        assert float(((ours.detach().double() - exact).abs() / size).max()) < 1e-5
+
+
+def assert_gemms_of_the_codes(recipe, m, n, k):
+    x, w, dy = spread(m, k).requires_grad_(), spread(n, k).requires_grad_(), spread(m, n)
     y = fp8.linear(x, w, recipe=recipe)
     y.backward(dy)
-    for ours, exact in zip((y, x.grad, w.grad), by_hand(x.detach(), w.detach(), dy, recipe), strict=True):
-        assert fp8.calc_diff(ours, exact) < 1e-10
+    x0, w0 = x.detach(), w.detach()
+    exact_y, exact_dx, exact_dw = by_hand(x0, w0, dy, recipe)
+    assert_elementwise(y, exact_y, x0, w0.t())
+    assert_elementwise(x.grad, exact_dx, dy, w0)
+    assert_elementwise(w.grad, exact_dw, dy.t(), x0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("m,n,k", [(7, 33, 130), (1, 16, 256), (130, 72, 40), (257, 140, 300)])
+def test_three_gemms_are_those_of_the_codes(recipe, m, n, k):
+    torch.manual_seed(1)
+    assert_gemms_of_the_codes(recipe, m, n, k)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("features", [1176, 3420, 4304])
+def test_sizes_of_vision_towers_and_few_tokens(recipe, tokens, features):
+    torch.manual_seed(2)
+    for n, k in ((24, features), (features, 24)):
+        assert_gemms_of_the_codes(recipe, tokens, n, k)
 
 
 @pytest.mark.parametrize("shape", [(160,), (1, 160), (0, 160), (2, 0, 160), (2, 3, 5, 160)])
