@@ -82,9 +82,12 @@ class Call(NamedTuple):
     grad: bool  # gradients are enabled
 
 
+@torch._disable_dynamo  # what torch.compiler.disable does, without importing torch._dynamo before the first call
 def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype (autocast's under
-    autocast)."""
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype (autocast's under autocast).
+
+    ``torch.compile`` leaves it out in one piece: caches, counters and casts that look at values cannot be traced.
+    """
     _check(x, weight, call.site.name)
     if _autocast_enabled(x) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -339,7 +342,13 @@ def linear(
         RecipeError, BackendError: unknown names; a backend that cannot do what was asked.
         RuntimeError: shapes that do not fit.
     """
-    chosen = named_recipe(recipe) if isinstance(recipe, str) else recipe
+    chosen = recipe if isinstance(recipe, Recipe) else named_recipe(recipe)
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        found = "" if bias is None else f" and bias {list(bias.shape)}"
+        raise RuntimeError(
+            f"fp8.linear takes a weight of two dimensions [N, K] and a bias of one [N]; found weight "
+            f"{list(weight.shape)}{found}."
+        )
     _check(x, weight, "linear")
     site = Site("linear", chosen, select_backends(chosen, x.device, backend), codes=None)
     return three_gemms(x, weight, bias, Call(site, weight, Part(), None, False, torch.is_grad_enabled()))

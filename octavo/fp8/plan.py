@@ -160,7 +160,7 @@ def plan(
             converted, FP8 asked and nothing converted.
         BackendError: a backend asked for by name that does not exist or cannot do it.
     """
-    policy = Policy(recipe=policy) if isinstance(policy, str) else policy
+    policy = policy if isinstance(policy, Policy) else _policy_named(policy)
     rows = topology(model, components)
     _check_names(policy, rows, tokens)
     modules = dict(model.named_modules())
@@ -233,6 +233,13 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
             assert isinstance(module, nn.Linear)
             Linear.convert(module, _site(rows[0]))
     return model
+
+
+def _policy_named(given: object) -> Policy:
+    if isinstance(given, str):
+        return Policy(recipe=given)
+    hint = f": Policy(recipe={given.name!r}, format={given.format!r})" if isinstance(given, Recipe) else ""
+    raise PlanError(f"A plan takes a recipe's name or an fp8.Policy; found a {type(given).__name__}. Pass one{hint}.")
 
 
 _HIGH = Recipe(OFF, "high precision", None, None, None)

@@ -6,14 +6,16 @@ A :class:`Policy` says nothing about any model; :func:`octavo.fp8.plan` lays it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from octavo.fp8.globs import compile_glob
-from octavo.fp8.recipe import RECIPES, Recipe, RecipeError, recipe
+from octavo.fp8.kernels import registry
+from octavo.fp8.recipe import GEMMS, RECIPES, Recipe, RecipeError, recipe
 
 OFF = "off"
+_SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
 
 
 class PlanError(ValueError):
@@ -45,10 +47,17 @@ class Rule:
     wgrad: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.match, str):
+            raise PlanError(f"A rule matches names by a glob such as '**.layers.0.**'; found match={self.match!r}.")
         try:
             compile_glob(self.match)
         except ValueError as error:
             raise PlanError(f"A rule cannot be read: {error}.") from None
+        if not any(getattr(self, f) is not None for f in _SETTINGS):
+            raise PlanError(
+                f"rule {self.match!r} says nothing: give it one of {', '.join(_SETTINGS)} (recipe='off' keeps layers "
+                "in high precision), or take it out."
+            )
 
 
 @dataclass(frozen=True)
@@ -59,13 +68,14 @@ class Policy:
         recipe: one of ``fp8.RECIPES``, or "off" (then components and rules may still switch parts on).
         format: "e4m3", "hybrid" or None for the recipe's default.
         fwd, dgrad, wgrad: "fp8" or "bf16".
-        components: component name -> :class:`ComponentPolicy`.
+        components: component name -> :class:`ComponentPolicy` (or a recipe's name, or a mapping with its fields).
         rules: :class:`Rule` objects (or mappings with their fields); a later rule wins over an earlier one.
         activations: "bf16"; what blocks keep for backward besides the linears.
         backend: "auto", or the backend that must run every FP8 GEMM.
 
     Raises:
         PlanError: for names that do not exist and pairs that cannot be.
+        BackendError: for a backend that does not exist.
     """
 
     recipe: str = "blockwise"
@@ -79,9 +89,13 @@ class Policy:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        parts = {k: ComponentPolicy(**v) if isinstance(v, Mapping) else v for k, v in self.components.items()}
+        if not isinstance(self.components, Mapping):
+            raise PlanError(f"components maps a component's name to its ComponentPolicy; found {self.components!r}.")
+        parts = {k: _made(ComponentPolicy, v, f"component {k!r}") for k, v in self.components.items()}
         object.__setattr__(self, "components", parts)
-        rules = tuple(Rule(**r) if isinstance(r, Mapping) else r for r in self.rules)
+        if isinstance(self.rules, str | Mapping | Rule) or not isinstance(self.rules, Iterable):
+            raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")
+        rules = tuple(_made(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
         if self.activations != "bf16":
             raise PlanError(
@@ -89,11 +103,34 @@ class Policy:
                 "for backward in "
                 "high precision. Use activations='bf16'."
             )
+        if self.backend != "auto":
+            registry.get(self.backend)  # off or not: a name that does not exist is an error here
+        self._check_words("the whole model", self)
+        for k, c in self.components.items():
+            self._check_words(f"component {k!r}", c)
+        for r in rules:
+            self._check_words(f"rule {r.match!r}", r)
         for where, name in self._recipes():
             if name == "auto":
                 raise PlanError(f"{where}: recipe 'auto' is not available in this version; use one of {_names()}.")
             if name != OFF and name not in RECIPES:
                 raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_names()}.")
+
+    def _check_words(self, where: str, level: Policy | ComponentPolicy | Rule) -> None:
+        """Also of levels that are off: a word nobody reads yet is a surprise for later."""
+        words = (("format", ("e4m3", "hybrid")), *((gemm, ("fp8", "bf16")) for gemm in GEMMS))
+        for name, allowed in words:
+            value = getattr(level, name)
+            optional = name == "format" or not isinstance(level, Policy)
+            if value not in allowed and not (value is None and optional):
+                raise PlanError(f"{where}: {name}={value!r} does not exist; use {' or '.join(map(repr, allowed))}.")
+        if isinstance(level.recipe, Recipe):
+            raise PlanError(
+                f"{where}: recipe takes a name, found the Recipe object {level.recipe.name!r}. Write "
+                f"recipe={level.recipe.name!r}, with format, fwd, dgrad and wgrad beside it."
+            )
+        if not isinstance(level.recipe, str) and (level.recipe is not None or isinstance(level, Policy)):
+            raise PlanError(f"{where}: recipe takes a name, one of {_names()}; found {level.recipe!r}.")
 
     def _recipes(self) -> list[tuple[str, str]]:
         named = [("the whole model", self.recipe)]
@@ -127,9 +164,7 @@ class Decision:
 
     def over(self, level: ComponentPolicy | Rule, source: str) -> Decision:
         """This decision with what ``level`` says put on top."""
-        said = {
-            f: getattr(level, f) for f in ("recipe", "format", "fwd", "dgrad", "wgrad") if getattr(level, f) is not None
-        }
+        said = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
         return replace(self, **said, source=source) if said else self
 
     def build(self) -> Recipe | None:
@@ -153,6 +188,22 @@ def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
     for rule in rules:
         decision = decision.over(rule, f"rule {rule.match}")
     return decision
+
+
+def _made(kind: Any, given: Any, where: str) -> Any:
+    """A level as it is, or made of the mapping or (for a component) the recipe's name that was given."""
+    if isinstance(given, kind):
+        return given
+    if kind is ComponentPolicy and isinstance(given, str):
+        return ComponentPolicy(recipe=given)
+    if not isinstance(given, Mapping):
+        raise PlanError(f"{where}: found {given!r} where a {kind.__name__} or a mapping with its fields belongs.")
+    known = [f.name for f in fields(kind)]
+    unknown = [k for k in given if k not in known]
+    if unknown or (kind is Rule and "match" not in given):
+        what = f"unknown fields {', '.join(map(repr, unknown))}" if unknown else "no 'match'"
+        raise PlanError(f"{where} has {what}; the fields are {', '.join(known)}.")
+    return kind(**given)
 
 
 def _given(level: ComponentPolicy | Rule) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.fp8.observe import HIGH, GemmCounts
+from octavo.fp8.topology import CONVENTIONS
 
 if TYPE_CHECKING:
     from octavo.fp8.plan import Plan, PlanRow
@@ -55,6 +56,13 @@ class Proof:
         Raises:
             ProofError: at the first step that does not match; names the layers, what was planned and what was counted.
         """
+        known = {*self.plan.parts, *(self.plan.components or CONVENTIONS), "foundation"}
+        unknown = [c for c in forwards if c not in known]
+        if any(forwards[c] > 0 for c in unknown):
+            raise ProofError(
+                f"forwards names {', '.join(map(repr, unknown))}, but the plan has the components "
+                f"{', '.join(self.plan.parts) or '(none)'}. Count the forwards of these."
+            )
         ran: dict[str, _Ran] = defaultdict(dict)
         for (layer, gemm, backend), calls in counts.items():
             if calls:

@@ -11,7 +11,9 @@ backward an alias of it.) The epoch rises
 * when a parameter is put into the module by assignment. That is also how FSDP2 swaps the sharded and the gathered
   parameter, in any module whose class has its own ``__setattr__``: full-size codes do not outlive resharding.
 
-:func:`invalidate` is for writes that nobody can see (``p.data.mul_()`` between two forwards without an optimizer step).
+In-place writes through ``.data`` cannot be seen: they move neither version nor address. That is what a hand-written
+``p.data -= lr * p.grad``, an EMA swap by ``p.data.copy_()`` and PEFT's ``merge_adapter`` on an FP8 layer do. Call
+:func:`invalidate` after them, or write under ``torch.no_grad()`` to the parameter itself.
 """
 
 from __future__ import annotations
@@ -168,8 +170,13 @@ class HoldsCodes(nn.Module):
 
 
 def invalidate(model: nn.Module) -> None:
-    """Forget the FP8 codes of all weights of a model, after a write that no version counter and no optimizer step
-    shows: ``p.data.mul_()``, a kernel of your own, a NumPy view."""
+    """Forget the FP8 codes of all weights of a model; the next forward casts them again.
+
+    Needed after every write that neither a version counter nor a ``torch.optim`` step shows, or the model goes on
+    multiplying by the old weight without a word: ``p.data -= lr * p.grad`` by hand, weights swapped for their moving
+    average by ``p.data.copy_()``, PEFT's ``merge_adapter()`` and ``unmerge_adapter()`` on FP8 layers, a kernel of your
+    own, a NumPy view. The same writes to ``p`` itself under ``torch.no_grad()`` are seen.
+    """
     for module in model.modules():
         if isinstance(module, HoldsCodes):
             for codes in module._weight_codes().values():

@@ -167,6 +167,44 @@ def test_nothing_to_convert():
         fp8.plan(Vlm(), fp8.Policy(backend="triton9"))
 
 
+def test_what_a_plan_takes():
+    with pytest.raises(fp8.PlanError, match=r"found a Recipe. Pass one: Policy\(recipe='rowwise', format='e4m3'\)"):
+        fp8.plan(Vlm(), fp8.recipe("rowwise"))
+    with pytest.raises(fp8.PlanError, match="found a NoneType"):
+        fp8.plan(Vlm(), None)
+    named = fp8.Policy(components={"image_encoder": "rowwise"})
+    assert named == fp8.Policy(components={"image_encoder": fp8.ComponentPolicy("rowwise")})
+
+
+NONSENSE = [
+    ({"recipe": None}, "the whole model: recipe takes a name.*found None"),
+    ({"recipe": fp8.recipe("rowwise")}, "the whole model: recipe takes a name, found the Recipe object 'rowwise'"),
+    ({"components": {"foundation": None}}, "component 'foundation': found None where a ComponentPolicy"),
+    ({"components": {"foundation": {"fmt": 1}}}, "component 'foundation' has unknown fields 'fmt'; the fields are"),
+    ({"components": {"foundation": "nowise"}}, "component 'foundation': recipe 'nowise' does not exist"),
+    ({"components": ("foundation",)}, "components maps"),
+    ({"rules": ({"match": "a", "recip": "off"},)}, "rule 1 has unknown fields 'recip'"),
+    ({"rules": ({"recipe": "off"},)}, "rule 1 has no 'match'"),
+    ({"rules": ({"match": "a.q_proj"},)}, "rule 'a.q_proj' says nothing"),
+    ({"rules": ({"match": 3, "recipe": "off"},)}, "found match=3"),
+    ({"rules": fp8.Rule("a", recipe="off")}, "Put it into a tuple"),
+    ({"recipe": "off", "format": "e3m4"}, "the whole model: format='e3m4' does not exist; use 'e4m3' or 'hybrid'"),
+    ({"recipe": "off", "fwd": "fp4"}, "the whole model: fwd='fp4' does not exist"),
+    ({"rules": (fp8.Rule("a", recipe="off", wgrad="no"),)}, "rule 'a': wgrad='no' does not exist"),
+]
+
+
+@pytest.mark.parametrize("given,message", NONSENSE, ids=[m[:40] for _, m in NONSENSE])
+def test_nonsense_is_told_before_any_model_is_seen(given, message):
+    with pytest.raises(fp8.PlanError, match=message):
+        fp8.Policy(**given)
+
+
+def test_a_backend_that_does_not_exist_is_told_even_where_nothing_runs_in_fp8():
+    with pytest.raises(fp8.BackendError, match="no backend 'x'"):
+        fp8.Policy(recipe="off", backend="x")
+
+
 def test_a_plan_is_applied_once_and_to_its_own_model():
     model, other = Vlm(), nn.Sequential(nn.Linear(8, 8))
     plan = fp8.plan(model)

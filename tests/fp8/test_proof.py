@@ -205,6 +205,12 @@ def test_wrong_numbers_of_forwards():
         proof.observe(step(model, images=False), {"image_encoder": 2})
 
 
+def test_a_component_that_the_plan_lacks():
+    model, plan, proof = ready()
+    with pytest.raises(fp8.ProofError, match="forwards names 'fondation', but the plan has the components.*foundation"):
+        proof.observe(step(model), {"fondation": 2})
+
+
 def test_a_lost_backward():
     model, plan, proof = ready()
     with fp8.count_gemms() as counts:

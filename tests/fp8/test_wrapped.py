@@ -123,3 +123,19 @@ def test_layers_without_outputs_or_inputs(recipe, n, k):
     assert torch.equal(y, stock(x))
     y.sum().backward()
     assert x.grad.shape == x.shape and m[0].weight.grad.shape == (n, k)
+
+
+def test_linear_tells_what_it_cannot_take():
+    x, w = torch.randn(2, 64), torch.randn(32, 64)
+    with pytest.raises(fp8.RecipeError, match="recipe None does not exist"):
+        fp8.linear(x, w, recipe=None)
+    for weight, bias in ((w[0], None), (w, torch.zeros(31)), (w, torch.zeros(1, 32))):
+        with pytest.raises(RuntimeError, match="takes a weight of two dimensions .N, K. and a bias of one"):
+            fp8.linear(x, weight, bias)
+
+
+def test_a_compiled_model_computes_the_same():
+    m, x = layer(64, 64), torch.randn(4, 64)
+    compiled = torch.compile(nn.Sequential(m, nn.GELU()), backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(x), nn.functional.gelu(m(x)))
