@@ -8,7 +8,7 @@ the optimizer (it must hold the shards), and resuming last, when everything that
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Job:
     notes: tuple[str, ...]
     stepper: Stepper
     progress: rundir.Progress
+    data: Mapping[str, Any]
 
     @property
     def model(self) -> nn.Module:
@@ -83,7 +84,7 @@ def build(
     optimizer = adamw(model, cfg)
     stepper = Stepper(cfg, model, family, optimizer, world, forward)
     progress = resume(stepper, start, say)
-    return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress)
+    return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data)
 
 
 def data_settings(cfg: Config) -> Config:
@@ -153,7 +154,7 @@ def save(job: Job) -> Path:
         model=job.model,
         optimizer=job.stepper.optimizer,
         extra=extra,
-        counters={**job.progress.counters(job.cfg), "threads": torch.get_num_threads()},
+        counters={**job.progress.counters(job.cfg, job.data), "threads": torch.get_num_threads()},
         world=job.world,
         keep=job.cfg.run.keep,
     )

@@ -16,6 +16,7 @@ from octavo.train import rundir
 from octavo.train.build import Job
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
+from octavo.train.lock import Claim
 from octavo.train.metrics import MetricsLog, finite
 from octavo.train.nonfinite import first_source
 from octavo.train.progress import Display
@@ -76,13 +77,14 @@ def run(cfg: Config, *, console: Any = None, label: str = "", hooks: Sequence[Ho
     """
     world = parallel.setup(cfg.run.threads)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
-    start = rundir.enter(cfg, world, display.say)
-    if start.result is not None:
-        display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
-        result = _from_json(start.directory, start.result)
-    else:
-        with StopWish() as wish:
-            result = _Loop(cfg, world, start, display, wish, hooks).run()
+    with Claim() as claim:
+        start = rundir.enter(cfg, world, display.say, claim)
+        if start.result is not None:
+            display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
+            result = _from_json(start.directory, start.result)
+        else:
+            with StopWish() as wish:
+                result = _Loop(cfg, world, start, display, wish, hooks).run()
     world.close()
     return result
 
@@ -101,6 +103,7 @@ class _Loop:
     ) -> None:
         self.cfg, self.world, self.display, self.wish, self.hooks = cfg, world, display, wish, hooks
         self.job: Job = assembly.build(cfg, world, start, display.say)
+        rundir.settle(start, world)
         self.first = self.job.progress.step + 1
         self.proof = fp8.Proof(self.job.plan)
         self.log = MetricsLog(start.directory, cfg.run.tensorboard, self.first) if world.is_main else None

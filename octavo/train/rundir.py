@@ -5,6 +5,7 @@ environment.json   machine and versions                proof.json      the GEMMs
 plan.json          before any weight is read           result.json     only when the run has finished
 checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
 tensorboard/       event files                         hf/             safetensors for from_pretrained
+.lock              held while a process trains here
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from octavo import checkpoint
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.parallel import World
+from octavo.train import datafiles
 from octavo.train.errors import TrainError
+from octavo.train.lock import LOCK, Claim
 
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
 
@@ -42,19 +45,21 @@ class Progress:
     def of(cls, counters: Mapping[str, Any]) -> Progress:
         return cls(**{f.name: counters[f.name] for f in fields(cls) if f.name in counters})
 
-    def counters(self, cfg: Config) -> dict[str, Any]:
-        """What a checkpoint stores: these numbers, and the settings that a resume must find again."""
-        return {**asdict(self), "settings": settings(cfg)}
+    def counters(self, cfg: Config, data: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint stores: these numbers, and the settings and data files that a resume must find again."""
+        return {**asdict(self), "settings": settings(cfg), "data": dict(data)}
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: its directory, the checkpoint to load (None: from the model's own weights), the rows already
-    consumed, and the result of a run that has finished already."""
+    """Where a run begins: its directory, the checkpoint to load (None: from the model's own weights), its rows and
+    step so far, the fingerprints of its data files, and the result of a run that has finished already."""
 
     directory: Path
     checkpoint: Path | None = None
     rows: int = 0
+    step: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
 
 
@@ -66,18 +71,20 @@ def settings(cfg: Config) -> dict[str, Any]:
     return found
 
 
-def enter(cfg: Config, world: World, say: Callable[[str], None]) -> Start:
-    """Make or reopen `run.dir` as `run.resume` says. A collective.
+def enter(cfg: Config, world: World, say: Callable[[str], None], claim: Claim) -> Start:
+    """Make or reopen `run.dir` as `run.resume` says, and `claim` it on the main rank. A collective.
+
+    Nothing that the directory holds is changed before `settle`.
 
     never   the directory must be new or empty
     auto    continue from its newest whole checkpoint; without one, or without a run, begin
     PATH    continue from that checkpoint: its own run, or another directory that is new or empty
 
-    Raises TrainError for a directory that must not be touched, or settings that changed since the checkpoint, with
-    the keys that differ.
+    Raises TrainError for a directory that must not be touched or is in use, settings that changed since the
+    checkpoint, with the keys that differ, or data files that changed.
     """
     directory = Path(cfg.run.dir)
-    known = world.from_main(lambda: _look(cfg, directory))
+    known = world.from_main(lambda: _claimed(cfg, directory, claim))
     if known["result"] is not None:
         return Start(directory, result=known["result"])
     if cfg.run.resume not in ("never", "auto"):
@@ -86,10 +93,36 @@ def enter(cfg: Config, world: World, say: Callable[[str], None]) -> Start:
         chosen = checkpoint.latest(directory / CHECKPOINTS, world, say)
     else:
         chosen = None
-    rows = world.from_main(lambda: _prepare(cfg, directory, chosen))
+    found = world.from_main(lambda: _prepare(cfg, directory, chosen))
     if known["run"] and chosen is None:
         say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
-    return Start(directory, chosen, rows)
+    return Start(directory, chosen, **found)
+
+
+def settle(start: Start, world: World) -> None:
+    """Remove what the run left behind by beginning where it does: its result, later checkpoints, later metrics.
+
+    Called once the checkpoint is loaded, so that one which cannot be read costs nothing. Checkpoints go before their
+    rows: a kill in between must not let `auto` continue from one that has lost its rows. A collective.
+    """
+
+    def remove() -> None:
+        (start.directory / RESULT).unlink(missing_ok=True)
+        folder = start.directory / CHECKPOINTS
+        # A damaged checkpoint that `auto` passed over is later too.
+        if start.checkpoint is not None and start.checkpoint.resolve().parent == folder.resolve():
+            checkpoint.prune(folder, start.step, keep=len(checkpoint.steps(folder)))
+        truncate_metrics(start.directory / METRICS, start.step)
+
+    world.from_main(remove)
+
+
+def _claimed(cfg: Config, directory: Path, claim: Claim) -> dict[str, Any]:
+    """What the directory holds, looked at while nobody else can change it."""
+    if not (directory / LOCK).exists():
+        _look(cfg, directory)  # one that is refused gets no lock file
+    claim.take(directory)
+    return _look(cfg, directory)
 
 
 def _look(cfg: Config, directory: Path) -> dict[str, Any]:
@@ -128,19 +161,18 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
     return {"run": True, "result": result if finished else None}
 
 
-def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> int:
-    """Make the directory say what the run is about to be true for; gives the rows consumed so far."""
-    step, rows = 0, 0
+def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> dict[str, Any]:
+    """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
+    step, rows, data = 0, 0, datafiles.fingerprints(cfg)
     if chosen is not None:
         counters = read_state(chosen)["counters"]
         _same_settings(counters["settings"], cfg, chosen)
+        datafiles.same(counters.get("data", {}), data, chosen)
         step, rows = counters["step"], counters["rows"]
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / CONFIG).exists():
         write_text(directory / CONFIG, to_yaml(cfg))
-    (directory / RESULT).unlink(missing_ok=True)
-    truncate_metrics(directory / METRICS, step)
-    return rows
+    return {"rows": rows, "step": step, "data": data}
 
 
 def _check_checkpoint(path: Path) -> None:

@@ -234,6 +234,46 @@ def test_a_named_checkpoint_continues_in_place_or_elsewhere(make, tmp_path: Path
     assert steps_of(whole.dir) == list(range(1, STEPS + 1))
 
 
+def test_a_run_that_went_back_and_was_killed_does_not_return_to_its_former_end(make, tmp_path: Path):
+    over = ("run.save_every=2", "run.keep=9", "data.eval=[]")
+    whole = train.run(make(*over, dir="killed"))
+    back = make(*over, f"run.resume={whole.dir / 'checkpoints' / 'step_2'}", dir="killed")
+    killed(back, tmp_path, "3")
+    assert steps_of(whole.dir) == [1, 2, 3]
+    assert [p.name for p in (whole.dir / "checkpoints").iterdir()] == ["step_2"]
+    assert not (whole.dir / "result.json").exists()
+    console = Console(record=True, width=200)
+    again = train.run(make(*over, "run.resume=auto", dir="killed"), console=console)
+    assert "continuing after step 2 of" in console.export_text()
+    assert sorted(again.losses()) == list(range(1, STEPS + 1))
+
+
+def test_going_back_to_a_checkpoint_that_cannot_be_read_costs_nothing(make):
+    over = ("run.save_every=2", "run.keep=9", "data.eval=[]")
+    whole = train.run(make(*over))
+    before = whole.losses()
+    victim = whole.dir / "checkpoints" / "step_2"
+    next(victim.glob("*.distcp")).write_bytes(b"")
+    with pytest.raises(RuntimeError, match="step_2"):
+        train.run(make(*over, f"run.resume={victim}"))
+    assert whole.losses() == before and (whole.dir / "result.json").exists()
+    assert (whole.dir / "checkpoints" / f"step_{STEPS}").is_dir()
+
+
+def test_changed_data_is_noticed_by_a_resume(make, place: Path, tmp_path: Path):
+    text = (place / "digits/train.json").read_text()
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    cfg = make(f"data.train=[{{path: {file}, images: {place / 'digits'}}}]", "data.eval=[]", "train.steps=4")
+    train.run(cfg, hooks=[at(1, signal.SIGTERM)])
+    file.write_text(text.replace("0", "1", 1))
+    with pytest.raises(train.TrainError, match=r"step_2 was made with other data: .*rows\.json had \d+ bytes"):
+        train.run(cfg.with_overrides(["run.resume=auto"]))
+    file.write_text(text)
+    os.utime(file, (0, 0))
+    assert train.run(cfg.with_overrides(["run.resume=auto"])).status == "finished"
+
+
 @pytest.mark.parametrize(("name", "says"), [
     ("nowhere/step_1", "does not exist; name a checkpoint such as"),
     ("run", "is not a checkpoint: name one of its checkpoints, e.g. .*step_1"),
