@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo import train
 
-    found = train.evaluate_run(args.run, args.step, args.recipe)
+    found = train.evaluate_run(args.run, args.step, args.recipe, say=terminal.note)
     if args.json:
         terminal.show_json(found)
     else:

@@ -57,7 +57,7 @@ def ask(folder: Path, is_run: bool, args: argparse.Namespace) -> tuple[str, int]
     from octavo.data import images
 
     if is_run:
-        model, processor, cfg = train.load_run(folder, args.step, args.recipe)
+        model, processor, cfg = train.load_run(folder, args.step, args.recipe, say=terminal.note)
         system, megapixels, precision = cfg.data.system, cfg.data.max_image_megapixels, cfg.train.precision
     else:
         model, processor = _open(folder, args.recipe)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from octavo import fp8, models
@@ -21,10 +22,10 @@ class Kept:
     """What autograd keeps between forward and backward, and the other kinds.
 
     `forward()` surrounds a micro-batch's forward. Every tensor that it saves is counted once by its storage;
-    parameters are not counted. Under recomputation blocks keep only their inputs, which saved-tensor hooks cannot
-    see; hooks on the blocks do. FP8 layers save codes and scales, which therefore count as what they are: one byte
-    each. (While health figures are taken they also keep x in high precision, so the loop never asks for both in one
-    step.)
+    parameters are not counted, nor what FSDP gathers of them. Under recomputation blocks keep only their inputs, which
+    saved-tensor hooks cannot see; hooks on the blocks do. FP8 layers save codes and scales, which therefore count as
+    what they are: one byte each. (While health figures are taken they also keep x in high precision, so the loop never
+    asks for both in one step.)
     """
 
     def __init__(self, model: nn.Module, family: models.Family) -> None:
@@ -40,7 +41,7 @@ class Kept:
 
         def pack(tensor: Tensor) -> Tensor:
             key = _key(tensor)
-            if key not in self._owned and key not in found:
+            if key not in self._owned and key not in found and not any(key in group for group in gathered.values()):
                 found[key] = tensor.untyped_storage().nbytes()
                 alive.append(tensor.detach())
             return tensor
@@ -50,8 +51,20 @@ class Kept:
                 if isinstance(value, Tensor):
                     pack(value)
 
+        # Under FSDP a group's weights are whole while its forward runs. They are forgotten after it: the address of
+        # what was freed may be an activation's next.
+        gathered: dict[nn.Module, set[tuple[str, int]]] = {}
+
+        def gather(group: nn.Module, args: tuple) -> None:
+            gathered[group] = {_key(p) for p in group.parameters()}
+
+        def release(group: nn.Module, args: tuple, output: object) -> None:
+            gathered.pop(group, None)
+
         recomputed = [b for _, b in self.family.layers(self.model) if getattr(b, "gradient_checkpointing", False)]
         hooks = [block.register_forward_pre_hook(entered, with_kwargs=True) for block in recomputed]
+        for group in (module for module in self.model.modules() if isinstance(module, FSDPModule)):
+            hooks += [group.register_forward_pre_hook(gather), group.register_forward_hook(release)]
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 yield

@@ -63,6 +63,7 @@ class Stepper:
     def run(self, batches: Batches, lr: float, look: Look) -> StepResult:
         """Train on one global batch, of which `batches` are this rank's micro-batches."""
         kept = Kept(self.model, self.family) if look.memory else None
+        histories = fp8.scaling_state(self.model)  # empty unless a recipe is delayed
         set_lr(self.optimizer, lr)
         with _maybe(fp8.count_gemms, look.gemms) as counts, _maybe(fp8.health, look.health) as health:
             totals = self._totals(batches)
@@ -74,6 +75,9 @@ class Stepper:
         applied = bool(loss.isfinite() & norm.isfinite())
         if applied:
             self.optimizer.step()
+        elif histories:  # a step that is not applied leaves no trace, and cached codes follow the scales
+            fp8.load_scaling_state(self.model, histories)
+            fp8.invalidate(self.model)
         memory = kept.report(self.optimizer) if kept else None
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:

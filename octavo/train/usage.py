@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +18,33 @@ from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
 from octavo.train.forward import Forward, wants_bf16
 
+Say = Callable[[str], None]
 
-def load_run(run_dir: str | Path, step: int | None = None, recipe: str | None = None) -> tuple[nn.Module, Any, Config]:
+
+def load_run(
+    run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
+) -> tuple[nn.Module, Any, Config]:
     """(model, processor, configuration) of a run, ready to evaluate or to generate: FP8 applied as it was trained.
 
     step    the checkpoint to load; None: the newest whole one
     recipe  another FP8 recipe than the run's for the whole model, "off" for high precision
+    say     is told which newer checkpoints are damaged and were passed over
 
     One process. Raises TrainError where the directory is no run or has no such checkpoint.
     """
-    directory = Path(run_dir)
+    model, processor, cfg, _ = _open(Path(run_dir), step, recipe, say)
+    return model, processor, cfg
+
+
+def _open(directory: Path, step: int | None, recipe: str | None, say: Say) -> tuple[nn.Module, Any, Config, int]:
+    """`load_run`, and the step that was loaded."""
     cfg = configuration(directory)
     if recipe is not None:
         cfg = cfg.with_overrides([f"fp8.recipe={recipe}"])
         if recipe == "off":
             cfg = cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
     world = parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    path = _checkpoint(directory, step, world)
+    path = _checkpoint(directory, step, world, say)
     plan, _, _ = planning.plan_for(cfg)
     model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
     fp8.apply(model, plan)
@@ -42,23 +54,26 @@ def load_run(run_dir: str | Path, step: int | None = None, recipe: str | None = 
         fp8.load_scaling_state(model, histories)
     fp8.invalidate(model)
     model.eval()
-    return model, models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels), cfg
+    processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
+    return model, processor, cfg, restored.counters["step"]
 
 
-def evaluate_run(run_dir: str | Path, step: int | None = None, recipe: str | None = None) -> dict[str, Any]:
-    """Evaluate a run on its held-out data: what `evaluate` gives, and the `step` that was evaluated.
+def evaluate_run(
+    run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
+) -> dict[str, Any]:
+    """Evaluate a run on its held-out data: what `evaluate` gives, and the `step` that was evaluated. See `load_run`.
 
     Raises TrainError where the run's configuration names no held-out data.
     """
     cfg = configuration(Path(run_dir))
     if not cfg.data.eval:
         raise TrainError(f"the run {run_dir} names no held-out data; add data.eval to its configuration")
-    model, processor, cfg = load_run(run_dir, step, recipe)
+    model, processor, cfg, loaded = _open(Path(run_dir), step, recipe, say)
     evalset = data.eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)
     found = evaluate(model, evalset, Forward(model, world, wants_bf16(cfg, world.device)), world)
-    return {"step": step if step is not None else checkpoint.steps(Path(run_dir) / rundir.CHECKPOINTS)[-1], **found}
+    return {"step": loaded, **found}
 
 
 def configuration(directory: Path) -> Config:
@@ -71,13 +86,13 @@ def configuration(directory: Path) -> Config:
     return load_config(file)
 
 
-def _checkpoint(directory: Path, step: int | None, world: parallel.World) -> Path:
+def _checkpoint(directory: Path, step: int | None, world: parallel.World, say: Say) -> Path:
     folder = directory / rundir.CHECKPOINTS
     steps = checkpoint.steps(folder)
     if not steps:
         raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
     if step is None:
-        found = checkpoint.latest(folder, world)
+        found = checkpoint.latest(folder, world, say)
         assert found is not None
         return found
     if step not in steps:

@@ -295,4 +295,15 @@ def test_a_damaged_checkpoint_is_passed_over(make):
     before = whole.losses()
     again = train.run(cfg.with_overrides(["run.resume=auto"]), console=console)
     assert "step_5 is passed over" in console.export_text()
+    assert again.steps == 5
     assert again.losses() == before
+
+
+def test_an_evaluation_names_the_step_that_was_loaded_and_what_was_passed_over(make):
+    whole = train.run(make("run.save_every=2", "train.steps=3"))
+    next((whole.dir / "checkpoints" / "step_3").glob("*.distcp")).write_bytes(b"")
+    said: list[str] = []
+    assert train.evaluate_run(whole.dir, say=said.append)["step"] == 2
+    assert len(said) == 1 and "step_3 is passed over" in said[0]
+    with pytest.warns(UserWarning, match="step_3 is passed over"):
+        train.load_run(whole.dir)

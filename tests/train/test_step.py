@@ -83,6 +83,26 @@ def test_a_weight_that_is_not_finite_is_named_itself(make, monkeypatch):
         train.run(cfg)
 
 
+def test_a_skipped_step_leaves_no_amax_in_the_histories(make, monkeypatch):
+    from octavo import fp8
+    from octavo.train.step import Stepper
+
+    run, before, after = Stepper.run, [], []
+
+    def watched(self, *args):
+        before.append(fp8.scaling_state(self.model))
+        result = run(self, *args)
+        after.append(fp8.scaling_state(self.model))
+        return result
+
+    clip = Stepper._clip
+    monkeypatch.setattr(Stepper, "run", watched)
+    monkeypatch.setattr(Stepper, "_clip", lambda self: clip(self) * (float("inf") if len(before) == 2 else 1))
+    train.run(make("train.steps=3", "data.eval=[]", "fp8.recipe=delayed"))
+    same = [all(torch.equal(old[k], new[k]) for k in old) for old, new in zip(before, after, strict=True)]
+    assert before[0] and same == [False, True, False]
+
+
 def test_one_bad_step_is_skipped_counted_and_reported(make, monkeypatch):
     from octavo.train.step import Stepper
 
