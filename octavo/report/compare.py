@@ -17,7 +17,7 @@ from typing import Any
 
 from octavo.config import RECIPES, Config, Fp8Section, load_config
 from octavo.report.judge import Arm, Verdict, judge
-from octavo.report.rundir import ReportError, RunRecord, read
+from octavo.report.rundir import ReportError, RunRecord, read, read_failed
 
 Train = Callable[..., Any]
 
@@ -34,7 +34,8 @@ def compare(
 
     ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``console`` is a rich console
     (None: silent). ``jobs`` arms train at a time, more than one in processes of their own (a CPU's cores; a GPU serves
-    one). Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
+    one). An FP8 arm whose training fails is judged so and the others go on; a high-precision arm that fails ends the
+    trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
     nothing in FP8 was asked for, a recipe is unknown, an existing arm was trained with another configuration, an arm
     was stopped by a signal, or more than one process runs this.
     """
@@ -59,12 +60,17 @@ def compare(
     started = time.monotonic()
     unfinished = [arm for arm in arms if finished(arm) is None]
     together = jobs > 1 and len(unfinished) > 1
+    failures: dict[str, str] = {}
     if together:
         from octavo.report.side_by_side import train_together
 
-        train_together(unfinished, jobs, console)
+        failures = train_together(unfinished, jobs, console)
     for number, arm in enumerate(arms, 1):
-        seen = read(arm.cfg.run.dir) if together and arm in unfinished else None
+        seen = None
+        if arm.name in failures:
+            seen = read_failed(arm.cfg.run.dir, failures[arm.name])
+        elif together and arm in unfinished:
+            seen = read(arm.cfg.run.dir)
         records.append((arm, seen or _one(arm, f"{number}/{len(arms)} {arm.label}", run, console)))
     verdict = judge(records, jobs)
     paths = write(verdict, records, directory / "report")
@@ -172,9 +178,21 @@ def _one(arm: Arm, label: str, run: Train, console: Any) -> RunRecord:
     if record is not None:
         _say(console, f"{label}: finished earlier, read from {arm.cfg.run.dir}")
         return record
+    from octavo.fp8.proof import ProofError
+    from octavo.train import TrainError
+
     _forget_peaks()
-    result = run(arm.cfg, console=console, label=label)
+    failure = ""
+    try:
+        result = run(arm.cfg, console=console, label=label)
+    except (TrainError, ProofError) as error:
+        if arm.kind != "fp8":
+            raise
+        failure = str(error)
+        _say(console, f"{label} failed: {failure}")
     gc.collect()  # an arm's model and optimizer must not stay beside the next one's
+    if failure:
+        return read_failed(arm.cfg.run.dir, failure)
     if result.status != "finished":
         raise ReportError(f"{label} was stopped after step {result.steps}; the same command continues the trial")
     return read(arm.cfg.run.dir)

@@ -68,6 +68,9 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
     clock.lap("data and model")
     verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs())
     clock.lap("trial")
+    failure = next(arm["failure"] for arm in verdict.data["arms"] if arm["kind"] == "fp8")
+    if failure:
+        raise ReportError(f"FP8 {RECIPE} failed: {failure}. Report: {directory / 'report' / 'report.html'}")
     arm = next(arm for arm in arms_of(cfg, [RECIPE], directory) if arm.kind == "fp8")
     interview = ask(Path(arm.cfg.run.dir), directory / "digits" / "test.json", ROW)
     draw(interview, directory / "answer.png")

@@ -153,6 +153,8 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]], jobs: int = 1) -> Verdict:
     spread = max(known, default=0.0)
     checks: list[Check] = []
     for arm, record in by_kind["fp8"]:
+        if record.failure:
+            continue
         checks.append(rows.check_loss_gap(arm.label, gap_of(record, ref), noise))
         mine = accuracy(record)
         if mine is not None and ref_accuracy is not None:
@@ -180,8 +182,16 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]], jobs: int = 1) -> Verdict:
     return Verdict(status, line, reasons, tuple(checks), data)
 
 
+def last_step(record: RunRecord) -> int:
+    """The last recorded step; 0 where none was."""
+    return int(record.steps[-1]) if record.steps.size else 0
+
+
 def _complete(arm: Arm, record: RunRecord) -> list[Check]:
     planned = arm.cfg.train.steps
+    if record.failure:
+        shown = f"after step {last_step(record)} of {planned}"
+        return [Check("training", "Training failed", arm.label, None, shown, "reaches its end", FAIL, record.failure)]
     return [
         rows.check_skipped(arm.label, record.skipped, int(record.steps[-1]), planned),
         rows.check_recorded(arm.label, record.steps, arm.cfg.run.log_every, planned),
@@ -200,6 +210,9 @@ def _line(
     dtype, theirs = dtype_of(ref_arm, ref), accuracy(ref)
     parts = []
     for arm, record in fp8:
+        if record.failure:
+            parts.append(f"{arm.label} (fail): training failed after step {last_step(record)}")
+            continue
         text = f"{arm.label}{f' ({by_arm[arm.label]})' if len(fp8) > 1 else ''} beside {dtype}: "
         text += f"mean loss {100 * gap_of(record, ref):+.2f} % (seed noise {percent(noise)})"
         mine, share = accuracy(record), record.proof.get("share")
@@ -219,7 +232,8 @@ def _arm_data(arm: Arm, record: RunRecord, reference: RunRecord) -> dict[str, An
         "kind": arm.kind,
         "recipe": arm.cfg.fp8.recipe,
         "seed": arm.cfg.run.seed,
-        "steps": int(record.steps[-1]),
+        "failure": record.failure,
+        "steps": last_step(record),
         "mean_loss": record.mean_loss,
         "last_loss": float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan,
         "gap": 0.0 if arm.kind == "reference" else gap_of(record, reference),

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 import octavo
 from octavo.report import figures
-from octavo.report.judge import Arm, Verdict, accuracy
+from octavo.report.judge import Arm, Verdict, accuracy, last_step
 from octavo.report.rundir import ReportError, RunRecord
 from octavo.report.verdict import GAP_TOLERATED, percent
 
@@ -86,7 +86,8 @@ def curves_of(records: Records) -> list[figures.Curve]:
     for arm, record in records:
         color = {"reference": "base", "noise": "noise"}.get(arm.kind, f"fp8-{fp8 % 5}")
         fp8 += arm.kind == "fp8"
-        curves.append(figures.Curve(arm.label, arm.kind, color, record.steps, record.losses))
+        if record.steps.size:
+            curves.append(figures.Curve(arm.label, arm.kind, color, record.steps, record.losses))
     return curves
 
 
@@ -179,6 +180,8 @@ def recipe_text(recipe: Any) -> str | None:
 
 def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> list[dict[str, str]]:
     """The figures at the head of the page for one FP8 arm."""
+    if record.failure:
+        return [{"figure": "failed", "word": f"after step {last_step(record)} of {arm.cfg.train.steps}"}]
     arms = {arm["label"]: arm for arm in verdict.data["arms"]}
     _, reference = next((a, r) for a, r in records if a.kind == "reference")
     dtype = verdict.data["reference_dtype"]
@@ -204,7 +207,7 @@ def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> li
 def speed_sentence(records: Records, jobs: int = 1) -> str:
     """What the speed figures mean on the device they were read on; ``jobs`` arms trained at a time."""
     shared = f"Up to {jobs} arms trained at a time and shared the machine. " if jobs > 1 else ""
-    environment = next(r.environment for a, r in records if a.kind == "fp8")
+    environment = next(r.environment for a, r in records if a.kind == "reference")
     if environment.get("gpus"):
         return shared + "Read on the GPU named under Environment, in one trial."
     return shared + (

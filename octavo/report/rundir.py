@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ class LayerHealth:
 @dataclass(frozen=True)
 class RunRecord:
     """A run directory as a value. ``eval`` is the last evaluation, or None where nothing was evaluated; ``finished``
-    says whether the run reached its end with everything written."""
+    says whether the run reached its end with everything written; ``failure`` is the sentence that its training failed
+    with, and then every array may be empty."""
 
     directory: Path
     steps: np.ndarray
@@ -60,6 +61,7 @@ class RunRecord:
     environment: Mapping[str, Any]
     config: str
     finished: bool = False
+    failure: str | None = None
 
     @property
     def mean_loss(self) -> float:
@@ -118,6 +120,18 @@ def read(directory: str | Path) -> RunRecord:
         config=_text(directory / "config.yaml"),
         finished=result.get("status") == "finished",
     )
+
+
+def read_failed(directory: str | Path, failure: str) -> RunRecord:
+    """The record of a run whose training failed with the sentence ``failure``: what it left, if only nothing."""
+    try:
+        return replace(read(directory), failure=failure, finished=False)
+    except ReportError:
+        none, directory = np.array([]), Path(directory)
+        return RunRecord(
+            directory, none.astype(int), none, none, none, (), {}, (), (), None, {}, {}, {},
+            _text(directory / "config.yaml"), failure=failure,
+        )  # fmt: skip
 
 
 def _text(path: Path) -> str:

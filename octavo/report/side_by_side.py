@@ -42,14 +42,15 @@ class _Started:
     log: Path
 
 
-def train_together(arms: Sequence[Arm], jobs: int, console: Any = None) -> None:
+def train_together(arms: Sequence[Arm], jobs: int, console: Any = None) -> dict[str, str]:
     """Train ``arms`` to their end, at most ``jobs`` at a time.
 
-    Raises ``ReportError`` with the arm's last lines where one fails or is stopped; the others then save and leave,
+    Returns the sentence by name of the FP8 arms whose training began and failed; the others go on. Raises ``ReportError`` with the arm's last lines where one fails or is stopped; the others then save and leave,
     and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
     ``SystemExit`` (143, 129).
     """
     waiting, running = sorted(arms, key=lambda arm: arm.kind != "fp8"), list[_Started]()  # the longest first
+    failures: dict[str, str] = {}
     with ExitStack() as stack:
         wishes = stack.enter_context(_wishes())
         show = stack.enter_context(_Progress(arms, console))
@@ -63,8 +64,11 @@ def train_together(arms: Sequence[Arm], jobs: int, console: Any = None) -> None:
             show.look()
             for started in [s for s in running if s.process.poll() is not None]:
                 running.remove(started)
-                if started.process.returncode:
+                if sentence := _fp8_failure(started):
+                    failures[started.arm.name] = sentence
+                elif started.process.returncode:
                     raise ReportError(_failure(started))
+    return failures
 
 
 def _start(arm: Arm, stack: ExitStack) -> _Started:
@@ -81,6 +85,16 @@ def _start(arm: Arm, stack: ExitStack) -> _Started:
         start_new_session=True,
     )  # fmt: skip
     return _Started(arm, process, log)
+
+
+def _fp8_failure(started: _Started) -> str | None:
+    """What an FP8 arm's training failed with; None where it did not, or where the fault lies before its first step."""
+    run = Path(started.arm.cfg.run.dir)
+    began = (run / "metrics.jsonl").exists() or (run / "proof.json").exists()
+    if started.process.returncode != 1 or started.arm.kind != "fp8" or not began:
+        return None
+    told = started.log.read_text(encoding="utf-8", errors="replace").rpartition("octavo train: ")
+    return told[2].strip() if told[1] else None
 
 
 def _failure(started: _Started) -> str:

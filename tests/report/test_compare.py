@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,4 +122,40 @@ def test_a_stopped_arm_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None
 def test_one_process(cfg, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ReportError, match="started on 2 processes; it runs in one"):
+        compare(cfg, None, tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 37])
+def test_a_recipe_that_diverges_is_judged_and_the_others_go_on(cfg, tmp_path: Path, trained, monkeypatch, kept) -> None:
+    import octavo.train
+
+    usual = octavo.train.run
+
+    def run(cfg, **options):
+        if cfg.fp8.recipe == "tensorwise":
+            if kept:
+                write_run(Path(cfg.run.dir), losses(kept), config=to_yaml(cfg), status="stopped")
+            raise octavo.train.TrainError("10 steps in a row were not finite: layers.0")
+        return usual(cfg, **options)
+
+    monkeypatch.setattr(octavo.train, "run", run)
+    verdict = compare(cfg, ["tensorwise"], tmp_path)
+    assert verdict.exit_code == 1, "a report is written though no FP8 arm finished"
+    assert verdict.reasons == ("FP8 tensorwise: Training failed: 10 steps in a row were not finite: layers.0",)
+    assert verdict.line == f"FAIL: FP8 tensorwise (fail): training failed after step {kept}."
+    assert "10 steps in a row were not finite" in (tmp_path / "report" / "report.html").read_text()
+    data = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert data["arms"][2]["failure"].startswith("10 steps") and data["arms"][2]["steps"] == kept
+    both = compare(cfg, ["tensorwise", "blockwise"], tmp_path)
+    assert trained[-1] == "fp8-blockwise" and both.status == "fail" and "; FP8 blockwise (pass)" in both.line
+
+
+def test_high_precision_that_fails_ends_the_trial(cfg, tmp_path: Path, monkeypatch) -> None:
+    import octavo.train
+
+    def run(cfg, **_):
+        raise octavo.train.TrainError("not finite")
+
+    monkeypatch.setattr(octavo.train, "run", run)
+    with pytest.raises(octavo.train.TrainError, match="not finite"):
         compare(cfg, None, tmp_path)

@@ -127,3 +127,22 @@ def test_arms_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> 
         trial.kill()
     wait_for(tmp_path / "arms", "*.asked", 2)
     assert code == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_an_fp8_arm_that_failed_in_training_leaves_the_others_alone(cfg, tmp_path: Path, monkeypatch) -> None:
+    arms = arms_of(cfg, ["blockwise"], tmp_path)[1:]
+    real = subprocess.Popen
+
+    def popen(command, **options):
+        bad = "fp8" in Path(command[-1]).name
+        code = "import sys; sys.exit('octavo train: 10 steps in a row')" if bad else "pass"
+        return real([sys.executable, "-c", code], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    home = Path(arms[-1].cfg.run.dir)
+    home.mkdir(parents=True)
+    (home / "metrics.jsonl").touch()
+    assert side_by_side.train_together(arms, 2) == {"fp8-blockwise": "10 steps in a row"}
+    (home / "metrics.jsonl").unlink()
+    with pytest.raises(ReportError, match="failed"):
+        side_by_side.train_together(arms, 2)
