@@ -45,7 +45,8 @@ class _Started:
 def train_together(arms: Sequence[Arm], jobs: int, console: Any = None) -> dict[str, str]:
     """Train ``arms`` to their end, at most ``jobs`` at a time.
 
-    Returns the sentence by name of the FP8 arms whose training began and failed; the others go on. Raises ``ReportError`` with the arm's last lines where one fails or is stopped; the others then save and leave,
+    Returns the sentence by name of the FP8 arms whose training began and failed; the others go on. Raises
+    ``ReportError`` with the arm's last lines where any other fails or one is stopped; the others then save and leave,
     and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
     ``SystemExit`` (143, 129).
     """

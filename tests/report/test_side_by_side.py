@@ -31,7 +31,7 @@ def sleeping(marker: Path) -> list[str]:
 def test_an_arm_that_fails_is_named_with_its_last_words(cfg, tmp_path: Path) -> None:
     """The model folder of the synthetic configuration does not exist, so the real command fails."""
     with pytest.raises(ReportError, match=r"(?s)FP8 blockwise failed .*fp8-blockwise\.log:.*config\.json is missing"):
-        compare(cfg, ["blockwise"], tmp_path / "trial", jobs=2)
+        side_by_side.train_together(arms_of(cfg, ["blockwise"], tmp_path / "trial")[2:], 2)
     log = (tmp_path / "trial" / "arms" / "fp8-blockwise.log").read_text()
     assert log.strip()
 
