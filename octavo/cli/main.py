@@ -1,7 +1,8 @@
 """The door: finds the command, imports its file alone, and turns what goes wrong into a sentence and an exit code.
 
-Exit codes: 0 done, 1 the work failed or the verdict is bad, 2 wrong usage or configuration, 130 interrupted. Octavo's
-own errors are written for users and printed as they are; anything else is a defect and keeps its traceback.
+Exit codes: 0 done, 1 the work failed or the verdict is bad, 2 wrong usage or configuration (and, where 1 is a verdict,
+work that failed), 130 interrupted. Octavo's own errors are written for users and printed as they are; anything else
+is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Sequence
 import octavo
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+
+#: commands whose exit code 1 means the verdict fail, and nothing else
+VERDICTS = ("compare", "demo")
 
 #: command -> what it does, in the order a newcomer meets them; each is octavo/cli/<command>.py
 COMMANDS: dict[str, str] = {
@@ -51,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sentence is None:
             raise
         print(f"octavo {arguments[0]}: {sentence}", file=sys.stderr)
-        return WRONG if _is_config_error(error) else FAILED
+        return WRONG if _is_config_error(error) or arguments[0] in VERDICTS else FAILED
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -113,6 +117,11 @@ _REFUSALS = {
     errno.EROFS: "choose a folder that can be written to",
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some of your quota, or choose another disk",
+    errno.ENOTDIR: "a part of the path is a file; choose a folder",
+    errno.EISDIR: "it is a folder; name a file",
+    errno.EEXIST: "it is in the way; choose another name",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "its links lead in a circle; choose another path",
 }
 
 #: how gloo and NCCL say that a peer is gone, out of whichever collective was under way (a gradient's, a norm's)

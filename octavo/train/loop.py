@@ -106,6 +106,7 @@ class _Loop:
         rundir.settle(start, world)
         self.first = self.job.progress.step + 1
         self.proof = fp8.Proof(self.job.plan)
+        self.empty = 0  # steps in a row without a token that has a loss
         self.log = MetricsLog(start.directory, cfg.run.tensorboard, self.first) if world.is_main else None
         rows = rundir.read_rows(start.directory / rundir.METRICS)
         self.last: dict[str, Any] = rows[-1] if rows else {}
@@ -153,6 +154,8 @@ class _Loop:
         }  # fmt: skip
         if not result.applied:
             row["skipped"] = True
+        if not result.loss_tokens:
+            row["empty"] = True  # its loss of 0 is that of no token
         if result.memory is not None:
             row["memory"] = self.memory = result.memory
         if result.health is not None:
@@ -163,6 +166,7 @@ class _Loop:
             row["eval"] = self._evaluate()
         self._write(row, step, stop)
         self._give_up(batches)
+        self._refuse_nothing(result)
         if stop or step == settings.steps or (cfg.run.save_every and step % cfg.run.save_every == 0):
             if self.log is not None:
                 self.log.sync()
@@ -214,6 +218,21 @@ class _Loop:
             f"{PATIENCE} steps in a row, up to step {progress.step}, had a loss or a gradient that is not finite: "
             f"{where}. Lower train.lr, look at the data of these steps, or keep that layer out of FP8 with a rule "
             "(recipe: off)"
+        )
+
+    def _refuse_nothing(self, result: StepResult) -> None:
+        """A run whose steps hold no token with a loss trains nothing, and must not end as finished."""
+        progress = self.job.progress
+        self.empty = 0 if result.loss_tokens else self.empty + 1
+        if self.empty == 1:
+            self.display.say(f"step {progress.step} held no token with a loss")
+        if self.empty < min(PATIENCE, self.cfg.train.steps):
+            return
+        left_out = ", ".join(f"{count} {what}" for what, count in self.job.loader.report.counts.items()) or "none"
+        raise TrainError(
+            f"{self.empty} steps in a row, up to step {progress.step}, held no token with a loss (rows left out so "
+            f"far: {left_out}; {self.job.directory / 'skipped.jsonl'} lists them with the reason). Raise "
+            "train.seq_length, lower data.max_pixels or data.min_pixels, or mend the rows"
         )
 
     def _eval_due(self, step: int) -> bool:

@@ -158,6 +158,8 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
     _same_settings(_saved_settings(directory), cfg, directory)
     result = read_json(directory / RESULT)
     finished = result is not None and result.get("status") == "finished"
+    if finished and not isinstance(result.get("steps"), int):
+        raise TrainError(f"{directory / RESULT} is damaged (no number of steps); delete it and start again")
     return {"run": True, "result": result if finished else None}
 
 
@@ -170,6 +172,7 @@ def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> dict[str, Any
         datafiles.same(counters.get("data", {}), data, chosen)
         step, rows = counters["step"], counters["rows"]
     directory.mkdir(parents=True, exist_ok=True)
+    checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
     if not (directory / CONFIG).exists():
         write_text(directory / CONFIG, to_yaml(cfg))
     return {"rows": rows, "step": step, "data": data}
@@ -230,11 +233,18 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines) - 1:
                 break
-            raise TrainError(f"{file}, line {number + 1} is not JSON ({error.msg}): the file was changed") from error
+            raise TrainError(
+                f"{file}, line {number + 1} is not JSON ({error.msg}): the file was changed; delete that line"
+            ) from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise TrainError(
+                f"{file}, line {number + 1} is not a step of a run: the file was changed; delete that line"
+            )
+        rows.append(row)
     return rows
 
 
@@ -243,9 +253,12 @@ def read_json(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise TrainError(f"{file} is damaged ({error.msg}); delete it and start again") from error
+    if not isinstance(found, dict):
+        raise TrainError(f"{file} is damaged (no JSON object); delete it and start again")
+    return found
 
 
 def write_json(file: Path, value: Any) -> None:

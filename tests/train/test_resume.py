@@ -307,3 +307,22 @@ def test_an_evaluation_names_the_step_that_was_loaded_and_what_was_passed_over(m
     assert len(said) == 1 and "step_3 is passed over" in said[0]
     with pytest.warns(UserWarning, match="step_3 is passed over"):
         train.load_run(whole.dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metrics.jsonl", '{"stap": 1}\n', "metrics.jsonl, line 1 is not a step of a run"),
+        ("metrics.jsonl", "[1, 2]\n", "metrics.jsonl, line 1 is not a step of a run"),
+        ("metrics.jsonl", 'x\n{"step": 1}\n', r"metrics.jsonl, line 1 is not JSON .* delete that line"),
+        ("result.json", "[]", r"result.json is damaged \(no JSON object\)"),
+        ("result.json", '{"status": "finished"}', r"result.json is damaged \(no number of steps\)"),
+    ],
+)
+def test_files_of_a_run_that_somebody_changed_are_named(make, name: str, text: str, message: str):
+    cfg = make("train.steps=1", "train.warmup=0", "data.eval=[]", "run.hf=false")
+    result = train.run(cfg)
+    (result.dir / "result.json").unlink()
+    (result.dir / name).write_text(text)
+    with pytest.raises(train.TrainError, match=message):
+        train.run(cfg.with_overrides(["run.resume=auto"]))

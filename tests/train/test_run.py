@@ -192,7 +192,7 @@ def test_bad_rows_are_left_out_and_listed(make, place: Path):
     file.write_text(json.dumps(rows))
     over = (f"data.train=[{{path: {file}}}]", "data.eval=[]", "train.steps=3", "train.warmup=0")
     result = train.run(make(*over, "data.on_bad_sample=skip"))
-    listed = read_rows(result.dir / "skipped.jsonl")
+    listed = [json.loads(line) for line in (result.dir / "skipped.jsonl").read_text().splitlines()]
     assert [(row["row"], row["action"]) for row in listed] == [(3, "skipped")]
     with pytest.raises(ValueError, match="row 3.*none.png"):
         train.run(make(*over, dir="strict"))
@@ -204,3 +204,10 @@ def test_pretraining_learns_every_token(make):
     pretrain = train.run(make(*over, "train.phase=pretrain", dir="pretrain")).final
     assert pretrain["tokens"] == sft["tokens"]
     assert pretrain["loss_tokens"] > 2 * sft["loss_tokens"]
+
+
+def test_a_run_that_trains_on_nothing_does_not_end_as_finished(make):
+    with pytest.raises(
+        train.TrainError, match=r"(?s)3 steps in a row, up to step 3, held no token with a loss .*dropped"
+    ):
+        train.run(make("train.seq_length=4", "train.steps=3", "data.eval=[]"))
