@@ -123,7 +123,6 @@ def resume(stepper: Stepper, start: rundir.Start, say: Callable[[str], None]) ->
     world = stepper.world
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
     fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
-    fp8.invalidate(stepper.model)
     checkpoint.rng.restore(restored.extra, world.rank)
     before = (restored.ranks, restored.counters["threads"])
     now = (world.size, torch.get_num_threads())

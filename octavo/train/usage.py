@@ -39,10 +39,10 @@ def load_run(
 def _open(directory: Path, step: int | None, recipe: str | None, say: Say) -> tuple[nn.Module, Any, Config, int]:
     """`load_run`, and the step that was loaded."""
     cfg = configuration(directory)
-    if recipe is not None:
+    if recipe == "off":  # whatever formats, components and rules the run had
+        cfg = cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
+    elif recipe is not None:
         cfg = cfg.with_overrides([f"fp8.recipe={recipe}"])
-        if recipe == "off":
-            cfg = cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
     world = parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     path = _checkpoint(directory, step, world, say)
     plan, _, _ = planning.plan_for(cfg)
@@ -52,7 +52,6 @@ def _open(directory: Path, step: int | None, recipe: str | None, say: Say) -> tu
     histories = scaling_of(restored.extra)
     if recipe is None and histories:
         fp8.load_scaling_state(model, histories)
-    fp8.invalidate(model)
     model.eval()
     processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
     return model, processor, cfg, restored.counters["step"]

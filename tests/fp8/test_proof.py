@@ -89,6 +89,7 @@ def test_a_layer_called_twice_in_each_forward():
     model, plan, proof = ready()
     model.layers.append(model.layers[0])
     proof.observe(step(model), {"foundation": 2, "image_encoder": 2})
+    assert not proof.pending and proof.report()["missing"] == []
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

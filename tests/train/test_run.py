@@ -211,3 +211,10 @@ def test_a_run_that_trains_on_nothing_does_not_end_as_finished(make):
         train.TrainError, match=r"(?s)3 steps in a row, up to step 3, held no token with a loss .*dropped"
     ):
         train.run(make("train.seq_length=4", "train.steps=3", "data.eval=[]"))
+
+
+def test_off_takes_a_run_of_any_fp8_settings_to_high_precision(make):
+    over = ("train.steps=1", "train.warmup=0", "data.eval=[]", "run.hf=false")
+    result = train.run(make(*over, "fp8.recipe=tensorwise", "fp8.format=e4m3", "fp8.wgrad=bf16"))
+    model, _, cfg = train.load_run(result.dir, recipe="off")
+    assert cfg.fp8.recipe == "off" and not any(isinstance(module, fp8.Linear) for module in model.modules())
