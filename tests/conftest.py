@@ -7,6 +7,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+
+if not torch.cuda.is_available():  # before triton is imported: kernels then run on the CPU, in its interpreter
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from hypothesis import settings
 
 torch.set_num_threads(1)

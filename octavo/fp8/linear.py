@@ -159,11 +159,7 @@ def _forward_gemm(
         health.operand(site.name, "x", x_MK, x_q)
         health.operand(site.name, "w", weight, w_q)
     _count(site.name, now.gemm, backend.name, flops, now.counted)
-    if bias is None:
-        return backend.gemm_fwd(x_q, w_q, x_MK.dtype), x_q
-    # The bias is added before the one rounding to the output's dtype.
-    y = backend.gemm_fwd(x_q, w_q, torch.float32) + bias.float()
-    return y.to(x_MK.dtype), x_q
+    return backend.gemm_fwd(x_q, w_q, x_MK.dtype, bias), x_q
 
 
 def _keep_x(x_MK: Tensor, x_q: Quantized | None, call: Call, now: observe.Phase) -> Quantized | Tensor:

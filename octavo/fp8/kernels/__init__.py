@@ -1,6 +1,8 @@
-"""The kernels: one registry, one file per backend."""
+"""The kernels: one registry, one file per backend. The last registered is preferred where it can serve."""
 
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import register
+from octavo.fp8.kernels.triton_backend import TritonBackend
 
 register(ReferenceBackend())
+register(TritonBackend())

@@ -24,31 +24,47 @@ from torch import Tensor
 from octavo.fp8 import cast
 from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.formats import decode
+from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.recipe import Recipe
 
 __all__ = ["ReferenceBackend"]
 
+_GEMMS = ("fwd", "dgrad", "wgrad")
 
-class ReferenceBackend:
+
+class ReferenceBackend(Backend):
     """Plain PyTorch on any device: slow on a GPU, always right."""
 
     name = "reference"
 
     def supports(
-        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int] | None
+        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
         """Everything is supported, but not a GEMM that the recipe keeps in high precision."""
-        if op == "quantize" or not isinstance(what, Recipe):
-            return None
+        if op not in _GEMMS or not isinstance(what, Recipe):
+            return None if op in ("quantize", "dequantize") else f"it has no {op}"
         return None if what.gemm(op) is not None else f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
 
-    def quantize(self, x: Tensor, spec: CastSpec) -> Quantized:
-        """See ``octavo.fp8.cast.quantize``."""
+    def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+        """See ``octavo.fp8.cast.quantize``; the result is plain and contiguous for every contraction."""
         return cast.quantize(x, spec)
 
-    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """y [M, N] = x [M, K] @ w [N, K].T, contracting K."""
-        return _gemm("fwd", x_q, 1, w_q, 1, out_dtype)
+    def quantize_with_scale(
+        self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
+    ) -> Quantized:
+        """See ``octavo.fp8.cast.quantize_with_scale``."""
+        return cast.quantize_with_scale(x, scale, spec, amax)
+
+    def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+        """See ``octavo.fp8.cast.dequantize``."""
+        return cast.dequantize(q, dtype)
+
+    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """y [M, N] = x [M, K] @ w [N, K].T + bias [N], contracting K."""
+        if bias is None:
+            return _gemm("fwd", x_q, 1, w_q, 1, out_dtype)
+        y = _gemm("fwd", x_q, 1, w_q, 1, torch.float32) + bias.float()
+        return y.to(out_dtype)
 
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dx [M, K] = dy [M, N] @ w [N, K], contracting N."""

@@ -1,57 +1,159 @@
 """The one place where a backend is chosen.
 
-A backend is a set of kernels: the casts and the three GEMMs. :func:`select` goes through the backends in order of
-preference and returns the first that can do what is asked, with the reason, and with what was rejected and why. One
+A backend is a set of kernels: casts, GEMMs, and what else it can do. :func:`select` goes through the backends in order
+of preference and returns the first that can do what is asked, with the reason, and with what was rejected and why. One
 asked for by name is met or raises; nothing falls back in silence. The choice is made once and kept for the backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.recipe import Recipe
 
 __all__ = ["OPS", "Backend", "BackendError", "Selection", "get", "names", "quantize", "register", "select"]
 
-OPS = ("quantize", "fwd", "dgrad", "wgrad")
-"""What a backend can be asked for: a cast, or one of the three GEMMs with its casts."""
+OPS = (
+    "quantize",
+    "dequantize",
+    "fwd",
+    "dgrad",
+    "wgrad",
+    "grouped_fwd",
+    "grouped_dgrad",
+    "grouped_wgrad",
+    "rmsnorm",
+    "swiglu",
+    "swiglu_backward",
+)
+"""What a backend can be asked for: casts, the three GEMMs with their casts, the same for groups of experts, and the
+two elementwise layers that emit quantized outputs."""
 
 
 class BackendError(RuntimeError):
     """No backend can do what was asked; the message says what each one lacks."""
 
 
-class Backend(Protocol):
-    """What a file in ``kernels/`` offers. GEMM operands are 2-D; scales are always dequant multipliers."""
+class Backend:
+    """A set of kernels: subclass it, override what it can do, and ``register`` an instance. One file, one line.
+
+    Operands of GEMMs are two-dimensional, scales are always dequant multipliers. What the casts return has the logical
+    shape of their input, whatever it looks like in memory; how it should lie there for a GEMM that contracts dimension
+    ``contract`` of it is the business of :mod:`octavo.fp8.kernels.layout`. Groups of experts are those of
+    :mod:`octavo.fp8.kernels.groups`. M, N, K are tokens, outputs and inputs; R rows of all experts; E experts.
+    """
 
     name: str
 
+    def version(self) -> str:
+        """What measurements of this backend depend on, such as ``"triton 3.6.0"``."""
+        return f"torch {torch.__version__}"
+
+    def volunteers(self, device: torch.device) -> str | None:
+        """None if automatic choice may take it on this device, else why it serves there only when asked by name."""
+        return None
+
     def supports(
-        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int] | None
+        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        """None if this backend can do ``op``, else why not. ``shape``: of x for a cast, (M, N, K) for a GEMM."""
-        ...
+        """None if this backend can do ``op``, else why not.
 
-    def quantize(self, x: Tensor, spec: CastSpec) -> Quantized:
-        """As ``octavo.fp8.cast.quantize``, bit for bit."""
-        ...
+        ``what``: a CastSpec for quantize and dequantize, else the Recipe. ``shape``: of x for a cast; (M, N, K) for a
+        GEMM, with None for what is not known yet (the tokens of a plan); None: nothing is known.
+        """
+        return f"it has no {op}"
 
-    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """y [M, N] = x [M, K] @ w [N, K].T"""
-        ...
+    def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+        """As ``octavo.fp8.cast.quantize``, bit for bit, for a GEMM that contracts dimension ``contract`` of the
+        [product of leading dimensions, last] matrix that x is."""
+        raise self._missing("quantize")
+
+    def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
+        """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), x read once
+        where the backend can."""
+        return self.quantize(x, row, 1), self.quantize(x, col, 0)
+
+    def quantize_with_scale(
+        self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
+    ) -> Quantized:
+        """As ``octavo.fp8.cast.quantize_with_scale``, bit for bit."""
+        raise self._missing("quantize")
+
+    def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As ``octavo.fp8.cast.dequantize``, bit for bit."""
+        raise self._missing("dequantize")
+
+    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """y [M, N] = x [M, K] @ w [N, K].T + bias [N], the bias added in fp32 before the one rounding."""
+        raise self._missing("fwd")
 
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dx [M, K] = dy [M, N] @ w [N, K]"""
-        ...
+        raise self._missing("dgrad")
 
     def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dw [N, K] = dy [M, N].T @ x [M, K]"""
-        ...
+        raise self._missing("wgrad")
+
+    def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
+        """Cast the rows of all experts x [R, K], each expert's rows as if they were alone.
+
+        ``scale`` is [R / r, K / c] for finite blocks (r, c), [R, 1] for (1, -1), [E, K] for (-1, 1), [E, 1] for
+        (-1, -1). Padding rows get zero codes; a block without real elements gets the scale 1.
+        """
+        raise self._missing("grouped_fwd")
+
+    def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+        """Cast weights [E, N, K] (any strides), each expert as if it were alone; ``scale`` is [E, N / r, K / c]."""
+        raise self._missing("grouped_fwd")
+
+    def grouped_fwd(
+        self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """y [R, N]: each expert's rows x [R, K] times its w [E, N, K] transposed, plus its bias [E, N]. Padding rows
+        hold anything finite."""
+        raise self._missing("grouped_fwd")
+
+    def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+        """dx [R, K]: each expert's rows dy [R, N] times its w [E, N, K]. Padding rows hold anything finite."""
+        raise self._missing("grouped_dgrad")
+
+    def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+        """dw [E, N, K]: each expert's dy [R, N] transposed times its x [R, K]; zeros for an expert without rows."""
+        raise self._missing("grouped_wgrad")
+
+    def rmsnorm_quantize(
+        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+        """(y, rstd [M] fp32, y under ``row`` for contraction 1, y under ``col`` for contraction 0), x [M, K].
+
+        y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), in fp32, rounded once to x's dtype; the codes are
+        those of the rounded y.
+        """
+        raise self._missing("rmsnorm")
+
+    def swiglu_quantize(
+        self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Tensor, Quantized | None, Quantized | None]:
+        """(h, h under ``row``, h under ``col``) of h = silu(gate) * up [M, I], in fp32, rounded once to gate's dtype;
+        the codes are those of the rounded h."""
+        raise self._missing("swiglu")
+
+    def swiglu_backward_quantize(
+        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
+    ) -> tuple[Quantized, Quantized, Quantized, Quantized]:
+        """(dgate under row, dgate under col, dup under row, dup under col): the gradients of h = silu(gate) * up,
+        computed in fp32, rounded to gate's dtype, cast; never written in 16 bits."""
+        raise self._missing("swiglu_backward")
+
+    def _missing(self, op: str) -> BackendError:
+        return BackendError(f"Backend {self.name!r} has no {op}. Ask select() for one that has.")
 
 
 class Selection(NamedTuple):
@@ -93,7 +195,7 @@ def select(
     *,
     recipe_or_spec: Recipe | CastSpec,
     device: torch.device | str,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
     requested: str = "auto",
 ) -> Selection:
     """Choose the backend for one op.
@@ -102,7 +204,7 @@ def select(
         op: one of :data:`OPS`.
         recipe_or_spec: the CastSpec of a quantize, the Recipe of a GEMM.
         device: where it will run.
-        shape: of x for quantize; (M, N, K) for a GEMM. None: unknown yet.
+        shape: of x for quantize; (M, N, K) for a GEMM, None in place of what is unknown. None: all unknown.
         requested: "auto", or the name of the backend that must do it.
 
     Raises:
@@ -123,10 +225,11 @@ def select(
         )
     rejected: list[tuple[str, str]] = []
     for name in names():
-        lack = _backends[name].supports(op, recipe_or_spec, device, shape)
+        backend = _backends[name]
+        lack = backend.supports(op, recipe_or_spec, device, shape) or backend.volunteers(device)
         if lack is None:
             reason = "the only one registered" if len(_backends) == 1 else "the first in order of preference that can"
-            return Selection(_backends[name], reason, tuple(rejected))
+            return Selection(backend, reason, tuple(rejected))
         rejected.append((name, lack))
     raise BackendError(
         f"No backend can do {op} with {recipe_or_spec} on {device}{_of(shape)}: "
@@ -135,11 +238,13 @@ def select(
     )
 
 
-def _of(shape: Sequence[int] | None) -> str:
+def _of(shape: Sequence[int | None] | None) -> str:
     return "" if shape is None else f" for shape {tuple(shape)}"
 
 
-def _lacks(op: str, what: Recipe | CastSpec, device: torch.device, shape: Sequence[int] | None, skip: str) -> str:
+def _lacks(
+    op: str, what: Recipe | CastSpec, device: torch.device, shape: Sequence[int | None] | None, skip: str
+) -> str:
     """What the other backends could do instead, as a sentence."""
     found = [(name, _backends[name].supports(op, what, device, shape)) for name in names() if name != skip]
     able = [name for name, lack in found if lack is None]

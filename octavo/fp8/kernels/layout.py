@@ -1,0 +1,142 @@
+"""Where codes and scales lie in memory, so that any backend's GEMM can read what any backend's cast wrote.
+
+Logically a :class:`~octavo.fp8.cast.Quantized` always has the shape of the tensor it came from. In memory, tensor
+cores want the contracted dimension contiguous, padded, and the scales in an order of their own. A cast is therefore
+told which dimension of its [rows, columns] matrix the coming GEMM contracts (``contract``: 1 for x and w in fwd and dy
+in dgrad, 0 for w in dgrad and both operands of wgrad) and lays its result out like this::
+
+    codes    the contracted dimension is contiguous; both dimensions of the buffer are padded with zero codes: the
+             contracted one to a multiple of 16, or of the block's side along it where that is finite and larger (128,
+             32 -> 32), the free one to a multiple of 16. ``data`` is the view of the real elements.
+    scales   one a row or column, or one in all: contiguous.
+             blocks (1, g) along the contraction: contiguous along the free dimension, with the distance between two
+             blocks of the contraction padded to a multiple of 4 scales (torch's and DeepGEMM's order).
+             blocks (g, g): contiguous along the contraction, that side padded to a multiple of 4.
+             Scales in padding are 1; ``scale`` is the view of the real blocks.
+
+The reference writes plain contiguous tensors and reads anything. :func:`k_major` brings whatever it is given into the
+layout above, copying only what is not there yet, so that a layout is a matter of speed and never of correctness.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.cast import CastSpec, Quantized
+
+__all__ = ["Operand", "codes_buffer", "ceil_div", "grid_of", "k_major", "padded_sizes", "round_up", "scale_buffer"]
+
+ALIGN = 16  # what a tensor core's load and torch's scaled products ask of both dimensions
+SCALE_ALIGN = 4  # scales, fp32: 16 bytes
+
+
+class Operand(NamedTuple):
+    """One operand of a GEMM as it lies in memory, free dimension first.
+
+    ``codes`` [free, contracted], both padded, the last one contiguous; ``scale`` [free blocks, contracted blocks], the
+    real ones, strided as the page above says; ``free`` and ``contracted`` are the real sizes.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    free: int
+    contracted: int
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(size: int, multiple: int) -> int:
+    return ceil_div(size, multiple) * multiple
+
+
+def grid_of(rows: int, cols: int, spec: CastSpec) -> tuple[int, int]:
+    """Blocks along both sides of a [rows, cols] matrix; -1 is one block, also of an empty side."""
+    r, c = spec.block
+    return 1 if r == -1 else ceil_div(rows, r), 1 if c == -1 else ceil_div(cols, c)
+
+
+def padded_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[int, int]:
+    """(free, contracted) sizes of the buffer of codes for a [rows, cols] matrix."""
+    free, contracted = (rows, cols) if contract == 1 else (cols, rows)
+    side = spec.block[contract]
+    return round_up(free, ALIGN), round_up(contracted, max(side, ALIGN))
+
+
+def codes_buffer(
+    rows: int, cols: int, spec: CastSpec, contract: int, device: torch.device, zero: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(buffer [free, contracted] padded, view [rows, cols] of the real codes); ``zero`` fills the padding now.
+
+    A kernel that writes its own padding asks for ``zero=False``.
+    """
+    make = torch.zeros if zero else torch.empty
+    buffer = make(padded_sizes(rows, cols, spec, contract), dtype=torch.uint8, device=device).view(spec.fmt.dtype)
+    view = buffer[:rows, :cols] if contract == 1 else buffer[:cols, :rows].t()
+    return buffer, view
+
+
+def scale_buffer(rows: int, cols: int, spec: CastSpec, contract: int, device: torch.device) -> Tensor:
+    """A view [row blocks, column blocks] of fp32 scales in the order above; padding holds 1."""
+    grid = grid_of(rows, cols, spec)
+    free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
+    along, across = spec.block[contract], spec.block[1 - contract]
+    if along == -1:  # one scale for the whole contraction: nothing to order
+        held = torch.ones(free, 1, dtype=torch.float32, device=device)
+    elif across == 1:
+        held = torch.ones(contracted, round_up(free, SCALE_ALIGN), dtype=torch.float32, device=device).t()
+    else:
+        held = torch.ones(free, round_up(contracted, SCALE_ALIGN), dtype=torch.float32, device=device)
+    held = held[:free, :contracted]
+    return held if contract == 1 else held.t()
+
+
+def k_major(q: Quantized, contract: int) -> Operand:
+    """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted: views where it lies so already.
+
+    e8m0 scales are taken as they are, one byte each.
+    """
+    rows, cols = q.data.shape
+    data = q.data if contract == 1 else q.data.t()
+    scale = q.scale if contract == 1 else q.scale.t()
+    free, contracted = data.shape
+    sizes = padded_sizes(rows, cols, q.spec, contract)
+    if _holds(data, sizes):
+        codes = data.as_strided(sizes, (data.stride(0), 1))
+    else:
+        codes, view = codes_buffer(rows, cols, q.spec, contract, q.data.device, zero=True)
+        view.view(torch.uint8).copy_(q.data.view(torch.uint8))
+    return Operand(codes, _ordered(scale, q, contract), free, contracted)
+
+
+def _holds(data: Tensor, sizes: tuple[int, int]) -> bool:
+    """Whether ``data`` [free, contracted] is the corner of a padded buffer of ``sizes``.
+
+    Told by its strides and by its storage being exactly that buffer: padding is zero by construction then.
+    """
+    return (
+        (data.stride(1) == 1 or data.shape[1] == 1)
+        and data.stride(0) == sizes[1]
+        and data.storage_offset() == 0
+        and data.untyped_storage().nbytes() == sizes[0] * sizes[1]
+    )
+
+
+def _ordered(scale: Tensor, q: Quantized, contract: int) -> Tensor:
+    """Scales [free blocks, contracted blocks] in the order above, copied where they lie otherwise."""
+    along, across = q.spec.block[contract], q.spec.block[1 - contract]
+    if scale.dtype is not torch.float32 or along == -1:
+        return scale.contiguous()
+    free, contracted = scale.shape
+    strides = (1, round_up(free, SCALE_ALIGN)) if across == 1 else (round_up(contracted, SCALE_ALIGN), 1)
+    if scale.stride() == strides:
+        return scale
+    if across == 1:
+        held = scale.new_ones(contracted, strides[1]).t()[:free]
+    else:
+        held = scale.new_ones(free, strides[0])[:, :contracted]
+    return held.copy_(scale)

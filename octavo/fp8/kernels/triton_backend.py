@@ -1,0 +1,170 @@
+"""The Triton backend: every operation on every NVIDIA GPU from Ada on; the fallback that is never absent there.
+
+This file says what it can do and hands over; the kernels are in ``triton_kernels/``, which alone import triton, and
+only when one is asked for. On the CPU they run in Triton's interpreter, slowly, if ``TRITON_INTERPRET=1`` was set
+before: that is how tests hold them against the reference, and why this backend never volunteers there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.kernels.groups import Groups
+from octavo.fp8.kernels.registry import Backend
+from octavo.fp8.recipe import Recipe
+
+__all__ = ["TritonBackend"]
+
+OLDEST = (8, 9)  # Ada: the first tensor cores that multiply FP8
+BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (32, 1))
+_GEMMS = ("fwd", "dgrad", "wgrad")
+
+
+class TritonBackend(Backend):
+    """Casts, GEMMs, grouped GEMMs and fused layers in Triton."""
+
+    name = "triton"
+
+    def version(self) -> str:
+        return f"triton {_version()}"
+
+    def volunteers(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "Triton's interpreter is for tests; ask for it by name"
+
+    def supports(
+        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
+    ) -> str | None:
+        lack = _lacks(device.type, device.index)
+        if lack is not None:
+            return lack
+        if isinstance(what, CastSpec):
+            return _lacks_cast(what)
+        if op in (*_GEMMS, "grouped_fwd", "grouped_dgrad", "grouped_wgrad"):
+            casts = what.gemm(op.removeprefix("grouped_"))
+            if casts is None:
+                return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+            return _lacks_cast(casts.a) or _lacks_cast(casts.b)
+        return None
+
+    def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+        from octavo.fp8.kernels.triton_kernels import cast
+
+        return cast.quantize(x, spec, contract)
+
+    def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
+        from octavo.fp8.kernels.triton_kernels import cast
+
+        return cast.quantize_both(x, row, col)
+
+    def quantize_with_scale(
+        self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
+    ) -> Quantized:
+        from octavo.fp8.kernels.triton_kernels import cast
+
+        return cast.quantize_with_scale(x, scale, spec, amax, contract)
+
+    def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+        from octavo.fp8.kernels.triton_kernels import cast
+
+        return cast.dequantize(q, dtype)
+
+    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        from octavo.fp8.kernels.triton_kernels import gemm
+
+        return gemm.gemm(x_q, 1, w_q, 1, out_dtype, bias)
+
+    def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        from octavo.fp8.kernels.triton_kernels import gemm
+
+        return gemm.gemm(dy_q, 1, w_q, 0, out_dtype)
+
+    def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        from octavo.fp8.kernels.triton_kernels import gemm
+
+        return gemm.gemm(dy_q, 0, x_q, 0, out_dtype)
+
+    def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
+        from octavo.fp8.kernels.triton_kernels import grouped
+
+        return grouped.quantize_rows(x, spec, groups, contract)
+
+    def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+        from octavo.fp8.kernels.triton_kernels import grouped
+
+        return grouped.quantize_experts(w, spec, contract)
+
+    def grouped_fwd(
+        self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        from octavo.fp8.kernels.triton_kernels import grouped
+
+        return grouped.fwd(x_q, w_q, groups, out_dtype, bias)
+
+    def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+        from octavo.fp8.kernels.triton_kernels import grouped
+
+        return grouped.dgrad(dy_q, w_q, groups, out_dtype)
+
+    def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+        from octavo.fp8.kernels.triton_kernels import grouped
+
+        return grouped.wgrad(dy_q, x_q, groups, out_dtype)
+
+    def rmsnorm_quantize(
+        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+        from octavo.fp8.kernels.triton_kernels import fused
+
+        return fused.rmsnorm_quantize(x, weight, eps, row, col)
+
+    def swiglu_quantize(
+        self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Tensor, Quantized | None, Quantized | None]:
+        from octavo.fp8.kernels.triton_kernels import fused
+
+        return fused.swiglu_quantize(gate, up, row, col)
+
+    def swiglu_backward_quantize(
+        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
+    ) -> tuple[Quantized, Quantized, Quantized, Quantized]:
+        from octavo.fp8.kernels.triton_kernels import fused
+
+        return fused.swiglu_backward_quantize(dh, gate, up, row, col)
+
+
+@lru_cache(maxsize=1)
+def _version() -> str:
+    return importlib.metadata.version("triton")
+
+
+@lru_cache(maxsize=64)
+def _lacks(kind: str, index: int | None) -> str | None:
+    """Why Triton's kernels cannot run on this kind of device, None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            return None  # a plan for another machine
+        found = torch.cuda.get_device_capability(index)
+        return (
+            None
+            if found >= OLDEST
+            else f"FP8 needs compute capability 8.9 or later, this GPU has {found[0]}.{found[1]}"
+        )
+    if kind == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return "it runs on NVIDIA GPUs (on the CPU only in Triton's interpreter, TRITON_INTERPRET=1, for tests)"
+    return f"it runs on NVIDIA GPUs, not on {kind}"
+
+
+def _lacks_cast(spec: CastSpec) -> str | None:
+    return None if spec.block in BLOCKS else f"it has no kernel for blocks of {spec}"
