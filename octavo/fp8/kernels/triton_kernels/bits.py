@@ -1,0 +1,170 @@
+"""Bit patterns: the arithmetic of ``octavo/fp8/cast.py`` for use inside Triton kernels.
+
+Everything that decides a scale or a code is integer work on fp32 patterns (int32), because that is what a GPU, the
+compiler and the interpreter agree on::
+
+    amax     magnitudes order as their patterns do, and NaN and infinity win every maximum (``tl.max`` drops NaN)
+    bad      pattern >= 0x7F800000
+    tiny     pattern <  0x0D800000 (2^-100)
+    pow2     e = (pattern + 0x1FFFFF) >> 23 carries exactly when the mantissa exceeds 1.75; scale = (e - p) << 23
+
+A cast in three lines, for a tile x [rows, 128] of blocks (1, 128)::
+
+    top = tl.max(amax_bits(x), axis=1, keep_dims=True)
+    scale, bad = scale_of(top, POW2, E5M2)
+    codes = encode(x, scale, bad, POW2, E5M2)
+
+Codes are made by the ``cvt.rn.satfinite`` instruction where kernels are compiled, and by integers in the interpreter,
+which has no instructions; the two agree on every fp32 pattern. Triton's own ``.to(tl.float8e4nv)`` is not used: for
+compute capability 8.9 it goes by way of fp16, which rounds twice and gives other codes, and in the interpreter it is
+wrong for one code in eight. ``.to(tl.bfloat16)`` truncates in the interpreter, hence :func:`round_to`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED as _INTERPRETED
+
+__all__ = [
+    "amax_bits",
+    "decode_bits",
+    "encode",
+    "encode_bits",
+    "encode_integers",
+    "round_to",
+    "scale_of",
+    "widen",
+]
+
+INTERPRETED = tl.constexpr(_INTERPRETED)
+INF_BITS = tl.constexpr(0x7F800000)  # the pattern of infinity; every NaN lies above it
+NAN_BITS = tl.constexpr(0x7FC00000)
+ONE_BITS = tl.constexpr(0x3F800000)
+FLOOR_BITS = tl.constexpr(0x0D800000)  # 2^-100
+NAN_CODE = tl.constexpr(0x7F)
+
+# Four values a thread become one 32-bit register of codes: two instructions, each of which takes the upper byte first.
+_E4M3_ASM = tl.constexpr(
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+    "mov.b32 $0, {lo, hi}; }"
+)
+_E5M2_ASM = tl.constexpr(
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1; cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3; "
+    "mov.b32 $0, {lo, hi}; }"
+)
+
+
+@triton.jit
+def widen(x):
+    """bf16, fp16 or fp32 as fp32, exactly. A bf16 is the upper half of an fp32."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def amax_bits(x):
+    """fp32 -> int32 patterns of |x|: take ``tl.max`` of these, never of the floats."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(bits, POW2: tl.constexpr, E5M2: tl.constexpr):
+    """(scale fp32, bad int1) of blocks with these amax patterns: NaN where bad, 1 below 2^-100.
+
+    POW2: the smallest power of two s with amax <= FMAX * s; else amax / FMAX, one IEEE division.
+    """
+    if POW2:
+        P: tl.constexpr = 15 if E5M2 else 8  # FMAX = 1.75 * 2^P
+        scale = (bits + (0x1FFFFF - (P << 23))) & -0x800000
+    else:
+        FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+        amax = bits.to(tl.float32, bitcast=True)
+        # A tensor divisor: a constant one could become a multiplication by its rounded reciprocal.
+        scale = tl.div_rn(amax, tl.zeros_like(amax) + FMAX).to(tl.int32, bitcast=True)
+    bad = bits >= INF_BITS
+    scale = tl.where(bits < FLOOR_BITS, ONE_BITS, scale)
+    scale = tl.where(bad, NAN_BITS, scale)
+    return scale.to(tl.float32, bitcast=True), bad
+
+
+@triton.jit
+def encode(x, scale, bad, POW2: tl.constexpr, E5M2: tl.constexpr):
+    """Codes (uint8) of fp32 x under scales and ``bad`` marks that broadcast to it; values beyond FMAX * scale saturate.
+
+    Powers of two have exact reciprocals, so the division becomes one multiplication a value.
+    """
+    if POW2:
+        v = x * tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    else:
+        v = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    codes = encode_bits(v, E5M2)
+    return tl.where(bad, tl.full([], NAN_CODE, tl.uint8), codes)
+
+
+@triton.jit
+def encode_bits(v, E5M2: tl.constexpr):
+    """fp32 -> the nearest code (uint8), ties to even; beyond FMAX and infinity -> FMAX; NaN -> 0x7F; sign kept."""
+    if INTERPRETED:
+        return encode_integers(v, E5M2)
+    if E5M2:
+        return tl.inline_asm_elementwise(_E5M2_ASM, "=r,r,r,r,r", [v], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(_E4M3_ASM, "=r,r,r,r,r", [v], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def encode_integers(v, E5M2: tl.constexpr):
+    """:func:`encode_bits` by integers alone, about 15 operations a value: for the interpreter, and to hold the
+    instruction against.
+
+    Normal codes: round the mantissa to nearest even on the pattern itself (a carry runs into the exponent, as it
+    should), move the exponent's bias. Subnormal ones: adding 2^(23 + emin - M) leaves the code in the sum's last bits.
+    """
+    M: tl.constexpr = 2 if E5M2 else 3  # mantissa bits
+    BIAS: tl.constexpr = 15 if E5M2 else 7
+    SHIFT: tl.constexpr = 23 - M
+    TOP: tl.constexpr = 0x47600000 if E5M2 else 0x43E00000  # the pattern of FMAX
+    NORMAL: tl.constexpr = (128 - BIAS) << 23  # the pattern of the smallest normal value, 2^(1 - BIAS)
+    MAGIC: tl.constexpr = (127 + 23 + 1 - BIAS - M) << 23
+    bits = v.to(tl.int32, bitcast=True)
+    mag = bits & 0x7FFFFFFF
+    low = tl.minimum(mag, TOP)
+    rounded = ((low + ((1 << (SHIFT - 1)) - 1) + ((low >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << M)
+    shifter = (tl.zeros_like(low) + MAGIC).to(tl.float32, bitcast=True)
+    sub = (low.to(tl.float32, bitcast=True) + shifter).to(tl.int32, bitcast=True) - MAGIC
+    code = tl.where(low < NORMAL, sub, rounded) | ((bits >> 24) & 0x80)
+    return tl.where(mag > INF_BITS, NAN_CODE, code).to(tl.uint8)
+
+
+@triton.jit
+def decode_bits(codes, E5M2: tl.constexpr):
+    """uint8 codes -> fp32, exactly; NaN codes (and E5M2's infinities) stay what they are."""
+    M: tl.constexpr = 2 if E5M2 else 3
+    BIAS: tl.constexpr = 15 if E5M2 else 7
+    c = codes.to(tl.int32)
+    mag = c & 0x7F
+    normal = (mag << (23 - M)) + ((127 - BIAS) << 23)
+    # The value of a subnormal code is mag * 2^(1 - BIAS - M); that power of two given by its pattern.
+    step = (tl.zeros_like(c) + ((128 - BIAS - M) << 23)).to(tl.float32, bitcast=True)
+    sub = (mag.to(tl.float32) * step).to(tl.int32, bitcast=True)
+    bits = tl.where(mag < (1 << M), sub, normal)
+    if E5M2:
+        bits = tl.where(mag >= 0x7C, INF_BITS | ((mag & 3) << 21), bits)
+    else:
+        bits = tl.where(mag == 0x7F, NAN_BITS, bits)
+    return (bits | ((c & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """fp32 -> ``DTYPE`` (fp32, fp16 or bf16), to nearest, ties to even; NaN stays NaN."""
+    if DTYPE == tl.bfloat16:
+        if INTERPRETED:
+            bits = x.to(tl.int32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            rounded = tl.where((bits & 0x7FFFFFFF) > INF_BITS, 0x7FC0, rounded)
+            return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
