@@ -1,5 +1,6 @@
 """The arithmetic inside Triton kernels against the executable specification, pattern by pattern."""
 
+# ruff: noqa: E402 (nothing here can be imported without triton)
 from __future__ import annotations
 
 import pytest
