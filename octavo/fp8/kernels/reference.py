@@ -24,12 +24,14 @@ from torch import Tensor
 from octavo.fp8 import cast
 from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.formats import decode
+from octavo.fp8.kernels import reference_fused as fused
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.recipe import Recipe
 
 __all__ = ["ReferenceBackend"]
 
 _GEMMS = ("fwd", "dgrad", "wgrad")
+_ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward")
 
 
 class ReferenceBackend(Backend):
@@ -42,7 +44,7 @@ class ReferenceBackend(Backend):
     ) -> str | None:
         """Everything is supported, but not a GEMM that the recipe keeps in high precision."""
         if op not in _GEMMS or not isinstance(what, Recipe):
-            return None if op in ("quantize", "dequantize") else f"it has no {op}"
+            return None if op in _ALWAYS else f"it has no {op}"
         return None if what.gemm(op) is not None else f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
@@ -73,6 +75,24 @@ class ReferenceBackend(Backend):
     def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dw [N, K] = dy [M, N].T @ x [M, K], contracting M."""
         return _gemm("wgrad", dy_q, 0, x_q, 0, out_dtype)
+
+    def rmsnorm_quantize(
+        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+        """See :mod:`octavo.fp8.kernels.reference_fused`."""
+        return fused.rmsnorm_quantize(x, weight, eps, row, col)
+
+    def swiglu_quantize(
+        self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Tensor, Quantized | None, Quantized | None]:
+        """See :mod:`octavo.fp8.kernels.reference_fused`."""
+        return fused.swiglu_quantize(gate, up, row, col)
+
+    def swiglu_backward_quantize(
+        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
+    ) -> tuple[Quantized, Quantized, Quantized, Quantized]:
+        """See :mod:`octavo.fp8.kernels.reference_fused`."""
+        return fused.swiglu_backward_quantize(dh, gate, up, row, col)
 
 
 def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out_dtype: torch.dtype) -> Tensor:
