@@ -2,7 +2,9 @@
 
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import register
+from octavo.fp8.kernels.torch_backend import TorchBackend
 from octavo.fp8.kernels.triton_backend import TritonBackend
 
 register(ReferenceBackend())
 register(TritonBackend())
+register(TorchBackend())

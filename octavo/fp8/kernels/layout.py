@@ -9,13 +9,16 @@ in dgrad, 0 for w in dgrad and both operands of wgrad) and lays its result out l
              contracted one to a multiple of 16, or of the block's side along it where that is finite and larger (128,
              32 -> 32), the free one to a multiple of 16. ``data`` is the view of the real elements.
     scales   one a row or column, or one in all: contiguous.
-             blocks (1, g) along the contraction: contiguous along the free dimension, with the distance between two
-             blocks of the contraction padded to a multiple of 4 scales (torch's and DeepGEMM's order).
+             blocks (1, g) along the contraction: contiguous along the free dimension, padded as that of the codes is
+             (to a multiple of 16), so that there is a scale for every row of their buffer. This is the order of
+             torch's and DeepGEMM's products.
              blocks (g, g): contiguous along the contraction, that side padded to a multiple of 4.
              Scales in padding are 1; ``scale`` is the view of the real blocks.
 
 The reference writes plain contiguous tensors and reads anything. :func:`k_major` brings whatever it is given into the
 layout above, copying only what is not there yet, so that a layout is a matter of speed and never of correctness.
+The one thing it trusts: codes that end where their buffer ends are followed by nothing but zeros. So take rows or
+columns of a Quantized by casting them, not by slicing its ``data`` along the contraction.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from octavo.fp8.cast import CastSpec, Quantized
 __all__ = ["Operand", "codes_buffer", "ceil_div", "grid_of", "k_major", "padded_sizes", "round_up", "scale_buffer"]
 
 ALIGN = 16  # what a tensor core's load and torch's scaled products ask of both dimensions
-SCALE_ALIGN = 4  # scales, fp32: 16 bytes
+SCALE_ALIGN = 4  # blocks along the contraction under 2-D blocks, fp32: 16 bytes
 
 
 class Operand(NamedTuple):
@@ -88,7 +91,7 @@ def scale_buffer(rows: int, cols: int, spec: CastSpec, contract: int, device: to
     if along == -1:  # one scale for the whole contraction: nothing to order
         held = torch.ones(free, 1, dtype=torch.float32, device=device)
     elif across == 1:
-        held = torch.ones(contracted, round_up(free, SCALE_ALIGN), dtype=torch.float32, device=device).t()
+        held = torch.ones(contracted, round_up(free, ALIGN), dtype=torch.float32, device=device).t()
     else:
         held = torch.ones(free, round_up(contracted, SCALE_ALIGN), dtype=torch.float32, device=device)
     held = held[:free, :contracted]
@@ -129,11 +132,15 @@ def _holds(data: Tensor, sizes: tuple[int, int]) -> bool:
 def _ordered(scale: Tensor, q: Quantized, contract: int) -> Tensor:
     """Scales [free blocks, contracted blocks] in the order above, copied where they lie otherwise."""
     along, across = q.spec.block[contract], q.spec.block[1 - contract]
-    if scale.dtype is not torch.float32 or along == -1:
+    if along == -1:
+        return scale.reshape(-1).unsqueeze(1)  # strides of 1, also where a transposed row counts as contiguous
+    if scale.dtype is not torch.float32:
         return scale.contiguous()
     free, contracted = scale.shape
-    strides = (1, round_up(free, SCALE_ALIGN)) if across == 1 else (round_up(contracted, SCALE_ALIGN), 1)
-    if scale.stride() == strides:
+    strides = (1, round_up(free, ALIGN)) if across == 1 else (round_up(contracted, SCALE_ALIGN), 1)
+    padded = strides[1] * contracted if across == 1 else strides[0] * free
+    room = scale.untyped_storage().nbytes() // 4 - scale.storage_offset()
+    if scale.stride() == strides and room >= padded:
         return scale
     if across == 1:
         held = scale.new_ones(contracted, strides[1]).t()[:free]

@@ -17,7 +17,7 @@ from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.recipe import Recipe
 
-__all__ = ["OPS", "Backend", "BackendError", "Selection", "get", "names", "quantize", "register", "select"]
+__all__ = ["OPS", "Backend", "BackendError", "Borrower", "Selection", "get", "names", "quantize", "register", "select"]
 
 OPS = (
     "quantize",
@@ -154,6 +154,30 @@ class Backend:
 
     def _missing(self, op: str) -> BackendError:
         return BackendError(f"Backend {self.name!r} has no {op}. Ask select() for one that has.")
+
+
+class Borrower(Backend):
+    """A backend of GEMMs that takes its casts from others: from the one that :func:`select` chooses for the cast."""
+
+    def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+        return self._lender(spec, x).quantize(x, spec, contract)
+
+    def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
+        lender, other = self._lender(row, x), self._lender(col, x)
+        if lender is other:
+            return lender.quantize_both(x, row, col)
+        return lender.quantize(x, row, 1), other.quantize(x, col, 0)
+
+    def quantize_with_scale(
+        self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
+    ) -> Quantized:
+        return self._lender(spec, x).quantize_with_scale(x, scale, spec, amax, contract)
+
+    def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+        return select("dequantize", recipe_or_spec=q.spec, device=q.data.device).backend.dequantize(q, dtype)
+
+    def _lender(self, spec: CastSpec, x: Tensor) -> Backend:
+        return select("quantize", recipe_or_spec=spec, device=x.device, shape=x.shape).backend
 
 
 class Selection(NamedTuple):

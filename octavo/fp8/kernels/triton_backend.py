@@ -151,6 +151,8 @@ def _lacks(kind: str, index: int | None) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if kind == "cuda":
+        if torch.version.hip is not None:
+            return "it is written for NVIDIA GPUs, this torch is built for AMD's"
         if not torch.cuda.is_available():
             return None  # a plan for another machine
         found = torch.cuda.get_device_capability(index)

@@ -1,0 +1,284 @@
+"""The torch backend: the three GEMMs through ``torch.nn.functional.scaled_mm`` (cuBLASLt, here and there CUTLASS).
+
+torch multiplies and does not cast; the casts come from whichever backend :func:`select` chooses for them. What is left
+is to hand over what the operation asks for, and that differs by the kind of scaling. With a [m, k] times b [n, k].T::
+
+    tensor   one scale each                                          sm 8.9 and later
+    row      scales [m, 1] and [1, n]                                sm 8.9 and later; on 9.0 with CUDA 12.9
+    block    1x128 by 128x128: scales [m, k/128] with stride (1, m),
+             [k/128 rounded up to 4, n/128] with stride (1, that)    sm 9.x, CUDA 12.9
+    line     1x128 by 1x128: as a's above, for both                  sm 9.x, CUDA 12.9
+    mx       1x32, e8m0 scales in tiles of 128x4 (see swizzled)      sm 10.0 and later, CUDA 12.8
+
+k and n must be multiples of 16 and both operands contiguous along k: :func:`octavo.fp8.kernels.layout.k_major` sees to
+that with zeros, and columns of zeros are cut off the result again. (Rules: aten/src/ATen/native/cuda/ScaledBlas.cpp.)
+
+Fast accumulation, which keeps partial sums in fewer bits, is used in the forward alone, and only with one scale a
+tensor or row. A bias goes into the GEMM where that rounds once; elsewhere the GEMM answers in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.formats import E8M0
+from octavo.fp8.kernels.layout import Operand, k_major, round_up
+from octavo.fp8.kernels.registry import Borrower
+from octavo.fp8.recipe import Recipe
+
+__all__ = ["CONTRACTED", "Product", "TorchBackend", "kind_of", "lay_out", "multiply", "swizzled"]
+
+CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
+"""The dimension of each operand that a GEMM sums over."""
+
+_KINDS = {  # blocks as (across, along) the contraction
+    ((-1, -1), (-1, -1)): "tensor",
+    ((1, -1), (1, -1)): "row",
+    ((1, 128), (128, 128)): "block",
+    ((1, 128), (1, 128)): "line",
+    ((1, 32), (1, 32)): "mx",
+}
+_SAID = {
+    "block": "blocks of 1x128 by 128x128",
+    "line": "blocks of 1x128 by 1x128",
+    "mx": "blocks of 1x32 with e8m0 scales",
+}
+_SCALINGS = {
+    "tensor": (ScalingType.TensorWise, ScalingType.TensorWise),
+    "row": (ScalingType.RowWise, ScalingType.RowWise),
+    "block": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+    "line": (ScalingType.BlockWise1x128, ScalingType.BlockWise1x128),
+    "mx": (ScalingType.BlockWise1x32, ScalingType.BlockWise1x32),
+}
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+class Product(NamedTuple):
+    """What scaled_mm is handed: a [m, k] contiguous, b [k, n] contiguous along k, and the scales of their ``kind``."""
+
+    kind: str
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+
+
+class TorchBackend(Borrower):
+    """GEMMs of torch's own, with the casts of another backend."""
+
+    name = "torch"
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}" + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")
+
+    def volunteers(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "on the CPU it is slower than the reference; ask for it by name"
+
+    def supports(
+        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
+    ) -> str | None:
+        if op in ("quantize", "dequantize"):
+            return "it has no casts of its own, it takes those of another backend"
+        if op not in CONTRACTED or not isinstance(what, Recipe):
+            return f"it has no {op}"
+        casts = what.gemm(op)
+        if casts is None:
+            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+        kind = kind_of(op, casts.a, casts.b)
+        if kind is None:
+            return f"scaled_mm cannot multiply {casts.a} by {casts.b}"
+        return _lacks(kind, device.type, device.index)
+
+    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return _gemm("fwd", x_q, w_q, out_dtype, bias)
+
+    def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return _gemm("dgrad", dy_q, w_q, out_dtype)
+
+    def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return _gemm("wgrad", dy_q, x_q, out_dtype)
+
+
+def kind_of(op: str, a: CastSpec, b: CastSpec) -> str | None:
+    """How a GEMM of operands cast like this is scaled, None where scaled_mm has no such GEMM."""
+    dims = CONTRACTED[op]
+    a_block, b_block = ((s.block[1 - dim], s.block[dim]) for s, dim in zip((a, b), dims, strict=True))
+    kind = _KINDS.get((a_block, b_block))
+    if kind is None or a.format == b.format == "e5m2":  # cuBLAS has no product of two E5M2 matrices
+        return None
+    return kind if (a.scale == "e8m0") == (b.scale == "e8m0") == (kind == "mx") else None
+
+
+@lru_cache(maxsize=128)
+def _lacks(kind: str, device: str, index: int | None) -> str | None:
+    """Why this kind of GEMM cannot run on this device, None if it can."""
+    if device == "cpu":
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
+            return f"torch {torch.__version__} has no scaled_mm for the CPU"
+        return None if kind in ("tensor", "row") else f"torch has no {_SAID[kind]} on the CPU"
+    if device != "cuda":
+        return f"scaled_mm runs on NVIDIA GPUs, not on {device}"
+    if torch.version.hip is not None:
+        return "it is written for NVIDIA GPUs, this torch is built for AMD's"
+    if not torch.cuda.is_available():
+        return "what it can do depends on the GPU, and this process sees none"
+    return lacks_on_gpu(kind, torch.cuda.get_device_capability(index), _cuda_version())
+
+
+def lacks_on_gpu(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
+    """Why a GPU of this compute capability, under a torch built with this CUDA, lacks this kind of GEMM."""
+    here = f"this GPU has {capability[0]}.{capability[1]}"
+    built = f"this torch is built with {cuda[0]}.{cuda[1]}"
+    if capability < (8, 9):
+        return f"FP8 needs compute capability 8.9 or later, {here}"
+    if kind in ("block", "line"):
+        if capability[0] != 9:
+            return f"cuBLAS has {_SAID[kind]} on compute capability 9.0 alone, {here}"
+        return None if cuda >= (12, 9) else f"{_SAID[kind]} need CUDA 12.9 or later, {built}"
+    if kind == "mx":
+        if capability < (10, 0):
+            return f"{_SAID[kind]} need compute capability 10.0 or later, {here}"
+        return None if cuda >= (12, 8) else f"{_SAID[kind]} need CUDA 12.8 or later, {built}"
+    if kind == "row" and capability[0] == 9 and cuda < (12, 9):
+        # Before cuBLAS had it, a CUTLASS kernel served, which reads scales out of bounds (pytorch#133334).
+        return f"one scale a row needs CUDA 12.9 or later on compute capability 9.0, {built}"
+    return None
+
+
+def _cuda_version() -> tuple[int, int]:
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    return int(major), int(minor)
+
+
+def lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
+    """The operands of a GEMM as scaled_mm wants them. Copies only what does not lie in memory as layout.py says.
+
+    Raises:
+        CastError: no two matrices that fit each other, or casts that scaled_mm cannot multiply.
+    """
+    a_dim, b_dim = CONTRACTED[op]
+    if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
+        raise CastError(
+            f"gemm_{op}: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices "
+            f"that agree in dimension {a_dim} of the first and {b_dim} of the second. Flatten leading dimensions first."
+        )
+    kind = kind_of(op, a_q.spec, b_q.spec)
+    if kind is None:
+        raise CastError(
+            f"gemm_{op}: scaled_mm cannot multiply {a_q.spec} by {b_q.spec}; use the casts of a recipe that "
+            "the torch backend supports, or another backend."
+        )
+    a, b = k_major(a_q, a_dim), k_major(b_q, b_dim)
+    if kind in ("block", "line"):  # scales reach over the padding of the free dimensions, so all rows are handed over
+        scale_b = _lines(b) if kind == "line" else _squares(b)
+        return Product(kind, a.codes, b.codes.t(), _lines(a), scale_b)
+    codes, scale_a, scale_b = a.codes[: a.free], a.scale, b.scale.t()
+    if kind == "row" and b.codes.shape[0] != b.free:
+        scale_b = F.pad(scale_b, (0, b.codes.shape[0] - b.free), value=1.0)
+    if kind == "mx":
+        scale_a, scale_b = swizzled(a.scale), swizzled(b.scale)
+    return Product(kind, codes, b.codes.t(), scale_a, scale_b)
+
+
+def _lines(operand: Operand) -> Tensor:
+    """Scales [padded free, blocks] with stride (1, padded free): those of the padding included."""
+    rows, blocks = operand.codes.shape[0], operand.scale.shape[1]
+    return operand.scale.as_strided((rows, blocks), (1, rows))
+
+
+def _squares(operand: Operand) -> Tensor:
+    """Scales [blocks of the contraction rounded up to 4, free blocks], contiguous along the first."""
+    free, blocks = operand.scale.shape
+    blocks = round_up(blocks, 4)
+    return operand.scale.as_strided((blocks, free), (1, blocks))
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """e8m0 scales [rows, blocks] in the order of tensor cores, flat, padded with 0 to whole tiles.
+
+    Tiles of 128 rows by 4 blocks follow each other row of tiles by row of tiles; within one, the scale (row, block)
+    is byte (row % 32) * 16 + (row // 32) * 4 + block (cuBLAS: 1D block scaling factors layout).
+    """
+    rows, blocks = scale.shape
+    whole = scale.new_zeros(round_up(rows, 128), round_up(blocks, 4), dtype=torch.uint8)
+    whole[:rows, :blocks] = scale.view(torch.uint8)
+    tiles = whole.view(whole.shape[0] // 128, 4, 32, whole.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(E8M0)
+
+
+def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None) -> Tensor:
+    """The call alone: [m, n], with the columns of padding."""
+    recipe_a, recipe_b = _SCALINGS[product.kind]
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if product.kind == "mx" else None
+    return F.scaled_mm(
+        product.a,
+        product.b,
+        product.scale_a,
+        recipe_a,
+        product.scale_b,
+        recipe_b,
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        bias=bias,
+        output_dtype=out_dtype,
+        use_fast_accum=fast,
+    )
+
+
+def _gemm(op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    product = lay_out(op, a_q, b_q)
+    a_dim, b_dim = CONTRACTED[op]
+    rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
+    if not (rows and cols and a_q.data.shape[a_dim]):  # the kernels do not take empty matrices
+        empty = product.scale_a.new_zeros(rows, cols, dtype=out_dtype)
+        return empty if bias is None else empty + bias.to(out_dtype)
+    fast = op == "fwd" and product.kind in ("tensor", "row")
+    if product.kind == "row" and not _row_direct(product.a, out_dtype, bias):
+        return _by_hand(product, fast, bias, out_dtype, rows, cols)
+    if bias is None and out_dtype in (*_SIXTEEN_BITS, torch.float32):
+        return multiply(product, out_dtype, fast)[:rows, :cols].contiguous()
+    if bias is not None and fast and out_dtype in _SIXTEEN_BITS and bias.dtype == out_dtype:
+        padded = F.pad(bias, (0, product.b.shape[1] - cols)) if product.b.shape[1] != cols else _aligned(bias)
+        return multiply(product, out_dtype, fast, padded)[:rows, :cols].contiguous()
+    return _finish(multiply(product, torch.float32, fast)[:rows, :cols], bias, out_dtype)
+
+
+def _row_direct(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
+    """Whether torch's kernel for row scales can answer in this dtype.
+
+    cuBLAS (sm 9.0) answers in all. Elsewhere it is CUTLASS, whose fp16 and fp32 come and go with the version of torch:
+    it is asked for bf16 alone.
+    """
+    if a.device.type != "cuda" or torch.cuda.get_device_capability(a.device)[0] == 9:
+        return True
+    return out_dtype is torch.bfloat16 and (bias is None or bias.dtype is torch.bfloat16)
+
+
+def _by_hand(
+    product: Product, fast: bool, bias: Tensor | None, out_dtype: torch.dtype, rows: int, cols: int
+) -> Tensor:
+    """Row scales applied to the fp32 product of the codes: powers of two there, so nothing rounds before the end."""
+    one = product.scale_a.new_ones(1, 1)
+    out = multiply(product._replace(kind="tensor", scale_a=one, scale_b=one), torch.float32, fast)
+    return _finish((out * product.scale_a * product.scale_b)[:rows, :cols], bias, out_dtype)
+
+
+def _finish(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """The fp32 result plus the bias, rounded once."""
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype).contiguous()
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """The bias contiguous and at a multiple of 16 bytes, as cuBLAS reads it; a slice of a fused one may not be."""
+    bias = bias.contiguous()
+    return bias.clone() if bias.storage_offset() * bias.element_size() % 16 else bias
