@@ -46,16 +46,26 @@ class GemmCounts(Mapping[Key, int]):
     ``due`` counts, per (layer, "dgrad" or "wgrad", "fwd" or "recompute"), the forwards that promised such a GEMM, and
     ``came`` the GEMMs that ran, by the kind of forward they belong to. ``gradless`` counts, per layer, the forwards
     that ran without a graph (``no_grad``, or the first run of a reentrant checkpoint).
-    ``idle`` counts, per layer of experts, the experts that a forward gave no token.
+    A GEMM of all experts in one counts as one of each expert, those without tokens included. ``idle`` counts, per
+    layer of experts that run one by one, the experts that a forward gave no token.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[Key] = Counter()
-        self.flops: Counter[Key] = Counter()
+        self._flops: Counter[Key] = Counter()
+        self._owed: list[tuple[Key, int, Tensor]] = []
         self.due: Counter[Key] = Counter()
         self.came: Counter[Key] = Counter()
         self.gradless: Counter[str] = Counter()
         self.idle: Counter[str] = Counter()
+
+    @property
+    def flops(self) -> Counter[Key]:
+        """FLOPs by key. Reading them waits for a device that counted rows of its own (experts)."""
+        while self._owed:
+            key, each, rows = self._owed.pop()
+            self._flops[key] += each * int(rows.sum())
+        return self._flops
 
     def __getitem__(self, key: Key) -> int:
         return self.calls[key]
@@ -180,23 +190,33 @@ def counting() -> bool:
 def record(layer: str, gemm: str, backend: str, flops: int) -> None:
     for counts in _collectors:
         counts.calls[(layer, gemm, backend)] += 1
-        counts.flops[(layer, gemm, backend)] += flops
+        counts._flops[(layer, gemm, backend)] += flops
 
 
-def promise(layer: str, gemm: str, when: Phase) -> None:
+def record_grouped(layer: str, gemm: str, backend: str, each: int, sizes: Tensor) -> None:
+    """A GEMM of all experts in one: a call for every expert, ``each`` FLOPs for every row of ``sizes`` [experts].
+
+    The sizes may live on a device; they are added up when somebody asks for ``flops``, after the step.
+    """
     for counts in _collectors:
-        counts.due[(layer, gemm, when.gemm)] += 1
+        counts.calls[(layer, gemm, backend)] += sizes.shape[0]
+        counts._owed.append(((layer, gemm, backend), each, sizes))
 
 
-def came(layer: str, gemm: str, when: str) -> None:
+def promise(layer: str, gemm: str, when: Phase, calls: int = 1) -> None:
+    for counts in _collectors:
+        counts.due[(layer, gemm, when.gemm)] += calls
+
+
+def came(layer: str, gemm: str, when: str, calls: int = 1) -> None:
     """A backward GEMM ran for a forward of the kind ``when``."""
     for counts in _collectors:
-        counts.came[(layer, gemm, when)] += 1
+        counts.came[(layer, gemm, when)] += calls
 
 
-def gradless(layer: str) -> None:
+def gradless(layer: str, calls: int = 1) -> None:
     for counts in _collectors:
-        counts.gradless[layer] += 1
+        counts.gradless[layer] += calls
 
 
 def idle(layer: str, experts: int) -> None:

@@ -51,6 +51,21 @@ def watch_optimizers() -> None:
             _installed = True
 
 
+# Which cache serves a tensor that arrives without its layer, as in a compiled graph: by the address of its storage. The
+# weak reference keeps that address from being used again, and the geometry tells the weight from a part of it.
+_owners: dict[int, tuple[StorageWeakRef, Callable[[], WeightCodes | None], tuple[Any, ...]]] = {}
+
+
+def codes_of(weight: Tensor) -> WeightCodes | None:
+    """The cache of the layer whose whole weight this tensor is; None where no layer is known to hold it."""
+    found = _owners.get(weight.untyped_storage()._cdata)
+    return found[1]() if found is not None and found[2] == _geometry(weight) else None
+
+
+def _geometry(weight: Tensor) -> tuple[Any, ...]:
+    return weight.storage_offset(), weight.shape, weight.stride()
+
+
 def is_dtensor(value: object) -> bool:
     """True for a DTensor, without importing torch.distributed where nobody else has."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -58,7 +73,10 @@ def is_dtensor(value: object) -> bool:
 
 
 class Part(NamedTuple):
-    """Which (N, K) matrix of a parameter a GEMM uses: one expert's ``slot``, ``transposed`` if stored as (K, N)."""
+    """Which (N, K) matrix of a parameter a GEMM uses: one expert's ``slot``, ``transposed`` if stored as (K, N).
+
+    Without a slot a parameter of experts is taken whole, [E, N, K].
+    """
 
     slot: int | None = None
     transposed: bool = False
@@ -67,7 +85,7 @@ class Part(NamedTuple):
         matrix = parameter.detach()
         if self.slot is not None:
             matrix = matrix[self.slot]
-        return matrix.t() if self.transposed else matrix
+        return matrix.mT if self.transposed else matrix
 
 
 class WeightCodes:
@@ -84,6 +102,7 @@ class WeightCodes:
         self._storage: StorageWeakRef | None = None  # held weakly, so that its address cannot be reused
         self._stamp: tuple[Any, ...] = ()
         self._sharded: Callable[[], Tensor | None] = lambda: None
+        self._address = 0  # of the storage that this cache is known by
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCodes:
         return WeightCodes()
@@ -104,27 +123,51 @@ class WeightCodes:
         self.drop()
         if is_dtensor(value):
             self._sharded = weakref.ref(value)  # type: ignore[assignment]
+        elif isinstance(value, Tensor):
+            self.own(value)
 
-    def get(self, owner: Tensor, part: Part, spec: CastSpec, backend: Backend, forward: bool) -> Quantized:
+    def own(self, weight: Tensor) -> None:
+        """Be the cache that :func:`codes_of` gives for this weight."""
+        storage = weight.untyped_storage()
+        address = storage._cdata
+        if address != self._address:
+            _disown(self._address, self)
+            self._address = address
+        _owners[address] = (StorageWeakRef(storage), weakref.ref(self, lambda _: _disown(address)), _geometry(weight))
+
+    def get(
+        self,
+        owner: Tensor,
+        part: Part,
+        spec: CastSpec,
+        backend: Backend,
+        forward: bool,
+        cast: Callable[[Tensor, CastSpec], Quantized] | None = None,
+    ) -> Quantized:
         """The codes of ``part`` of the parameter ``owner`` under ``spec``, cast now if there are no valid ones.
+
+        ``cast``: another cast of the backend than its ``quantize``, such as ``quantize_experts``.
 
         Only a forward begins a new generation of codes. A backward that finds other values than the last forward (a
         weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
         nothing.
         """
-        # A tensor made in inference mode keeps no version counter: an edit could not be noticed.
-        if owner.is_inference() or not (forward or self._valid(owner)):
+        cast = cast or backend.quantize
+        # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
+        # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
+        if owner.is_inference() or _capturing(owner) or not (forward or self._valid(owner)):
             self.casts += 1
-            return backend.quantize(part.of(owner), spec)
+            return cast(part.of(owner), spec)
         if not self._valid(owner):
             self._codes.clear()
             self._storage = StorageWeakRef(owner.untyped_storage())
             self._stamp = self._stamp_of(owner)
+            self.own(owner)
         codes = self._codes.get((part, spec))
         if codes is None:
             # Codes made in inference mode must serve a later training step.
             with torch.inference_mode(False), torch.no_grad():
-                codes = backend.quantize(part.of(owner), spec)
+                codes = cast(part.of(owner), spec)
             self._codes[part, spec] = codes
             self.casts += 1
         return codes
@@ -139,6 +182,13 @@ class WeightCodes:
     def _stamp_of(self, owner: Tensor) -> tuple[Any, ...]:
         sharded = self._sharded()
         return (_epoch, owner._version, owner.data_ptr(), owner.dtype, None if sharded is None else sharded._version)
+
+
+def _disown(address: int, codes: WeightCodes | None = None) -> None:
+    """Forget what serves a storage; given a cache, only if it still is that cache (tied layers share a storage)."""
+    found = _owners.get(address)
+    if found is not None and found[1]() is codes:
+        del _owners[address]
 
 
 class HoldsCodes(nn.Module):
@@ -166,7 +216,31 @@ class HoldsCodes(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for codes in self._weight_codes().values():
             codes.drop()
-        return super()._apply(fn, recurse)
+        out = super()._apply(fn, recurse)
+        self.own_weights()
+        return out
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies and pickles
+        super().__setstate__(state)
+        self.own_weights()
+
+    def own_weights(self) -> None:
+        """Let compiled graphs find these caches by the weights they get, without the layer."""
+        for name, codes in self._weight_codes().items():
+            weight = self._parameters.get(name)
+            if weight is not None and not is_dtensor(weight):
+                codes.own(weight)
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """Whether what runs now on this tensor goes into a CUDA graph, of ours or of Inductor's (``reduce-overhead``, whose
+    memory pool may hold nothing that outlives a run)."""
+    if tensor.device.type != "cuda":
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    return trees is not None and trees.get_manager(tensor.device.index, create_if_none_exists=False) is not None
 
 
 def invalidate(model: nn.Module) -> None:

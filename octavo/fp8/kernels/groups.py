@@ -3,19 +3,21 @@
 Every (token, choice) pair of a mixture-of-experts layer is one row. Rows are sorted by expert into a matrix [R, K] in
 which each expert's rows begin at a multiple of :data:`TILE` and the rows between two experts are zero; so a tile of
 rows, and a block of a cast along the rows, belongs to one expert. R depends on the number of pairs and experts alone
-(the most that padding can cost), so that no size has to be read back from the device.
+(the most that padding can cost: U = min(pairs, experts) experts at most have rows, each at most one tile that is not
+full), so that no size has to be read back from the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.fp8.kernels.layout import round_up
+from octavo.fp8.cast import Quantized
 
-__all__ = ["TILE", "Groups", "Routing", "route"]
+__all__ = ["TILE", "Groups", "Routing", "of_expert", "real_rows", "route", "spans"]
 
 TILE = 128
 
@@ -52,7 +54,8 @@ def route(chosen: Tensor, experts: int) -> Routing:
     Pairs of one expert keep their order. Runs on the device of ``chosen`` without synchronisation.
     """
     pairs, device = chosen.numel(), chosen.device
-    rows = round_up(pairs + experts * (TILE - 1), TILE) if pairs else TILE
+    used = min(pairs, experts)
+    rows = TILE * (used + (pairs - used) // TILE) if pairs else TILE
     valid = (chosen >= 0) & (chosen < experts)
     bucket = torch.where(valid, chosen, experts).long()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=device).scatter_add_(0, bucket, torch.ones_like(bucket))
@@ -71,3 +74,28 @@ def route(chosen: Tensor, experts: int) -> Routing:
     tiles = torch.where(tile_rows < ends[-1], owner, -1) if experts else torch.full_like(tile_rows, -1)
     groups = Groups(sizes.int(), starts.int(), tiles.int(), rows)
     return Routing(groups, pair_of, row_of)
+
+
+def real_rows(groups: Groups) -> Tensor:
+    """[R], bool: True where a row is an expert's, False where it is padding. No synchronisation."""
+    owner = groups.tiles.clamp(min=0).long()
+    ends = torch.where(groups.tiles >= 0, (groups.starts[:-1] + groups.sizes)[owner], 0)
+    rows = torch.arange(groups.rows, device=ends.device).view(-1, TILE)
+    return (rows < ends.unsqueeze(1)).view(-1)
+
+
+def spans(groups: Groups) -> Iterator[tuple[int, slice]]:
+    """(expert, its real rows) of every expert that has some. Reads the sizes: any device but the CPU is waited for."""
+    for expert, (size, start) in enumerate(zip(groups.sizes.tolist(), groups.starts.tolist(), strict=False)):
+        if size:
+            yield expert, slice(start, start + size)
+
+
+def of_expert(q: Quantized, expert: int, span: slice) -> Quantized:
+    """One expert's rows of ``Backend.quantize_rows``' result, as a cast of them alone would be; views."""
+    r = q.spec.block[0]
+    if r == -1:
+        scale = q.scale[expert : expert + 1]
+    else:
+        scale = q.scale[span.start // r : -(-span.stop // r)]
+    return Quantized(q.data[span], scale, q.spec)

@@ -25,6 +25,8 @@ from octavo.fp8 import cast
 from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.formats import decode
 from octavo.fp8.kernels import reference_fused as fused
+from octavo.fp8.kernels import reference_grouped as grouped
+from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.recipe import Recipe
 
@@ -43,9 +45,14 @@ class ReferenceBackend(Backend):
         self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
         """Everything is supported, but not a GEMM that the recipe keeps in high precision."""
-        if op not in _GEMMS or not isinstance(what, Recipe):
+        named = op.removeprefix("grouped_")
+        if named not in _GEMMS or not isinstance(what, Recipe):
             return None if op in _ALWAYS else f"it has no {op}"
-        return None if what.gemm(op) is not None else f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+        if op in grouped.OPS and (lack := grouped.lack(device)) is not None:
+            return lack
+        return (
+            None if what.gemm(named) is not None else f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+        )
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         """See ``octavo.fp8.cast.quantize``; the result is plain and contiguous for every contraction."""
@@ -75,6 +82,28 @@ class ReferenceBackend(Backend):
     def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dw [N, K] = dy [M, N].T @ x [M, K], contracting M."""
         return _gemm("wgrad", dy_q, 0, x_q, 0, out_dtype)
+
+    def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
+        """See :mod:`octavo.fp8.kernels.reference_grouped`, as for the methods below."""
+        return grouped.quantize_rows(x, spec, groups)
+
+    def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+        """Codes of w [E, N, K], each expert alone."""
+        return grouped.quantize_experts(w, spec)
+
+    def grouped_fwd(
+        self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """y [R, N], contracting K; zeros in padding rows."""
+        return grouped.fwd(_gemm, x_q, w_q, groups, out_dtype, bias)
+
+    def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+        """dx [R, K], contracting N; zeros in padding rows."""
+        return grouped.dgrad(_gemm, dy_q, w_q, groups, out_dtype)
+
+    def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+        """dw [E, N, K], contracting each expert's rows."""
+        return grouped.wgrad(_gemm, dy_q, x_q, groups, out_dtype)
 
     def rmsnorm_quantize(
         self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None

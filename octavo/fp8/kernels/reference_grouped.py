@@ -1,0 +1,119 @@
+"""Grouped operations in plain PyTorch: each expert's rows as if they were alone.
+
+The meaning in one sentence: cut the rows of one expert out of the matrix of all (:mod:`octavo.fp8.kernels.groups`), do
+what :mod:`octavo.fp8.cast` and the reference's GEMMs do with them, and put the result where the rows came from.
+Padding rows take part in nothing: no amax, no block, no sum. Their codes and results are zero.
+
+The sizes of the experts are read into Python here, which is free on the CPU and would make any other device wait: the
+reference has grouped operations for the CPU alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from octavo.fp8 import cast
+from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.formats import E8M0
+from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
+from octavo.fp8.kernels.layout import ceil_div
+
+__all__ = ["OPS", "dgrad", "fwd", "lack", "quantize_experts", "quantize_rows", "wgrad"]
+
+OPS = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad")
+
+Gemm = Callable[[str, Quantized, int, Quantized, int, torch.dtype], Tensor]  # as reference._gemm
+
+
+def lack(device: torch.device) -> str | None:
+    """Why the reference has no grouped operations on this device; None if it has."""
+    if device.type == "cpu":
+        return None
+    return f"it reads the sizes of the experts, for which {device.type} would have to be waited for"
+
+
+def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups) -> Quantized:
+    """Cast x [R, K], each expert's rows alone; scales as ``Backend.quantize_rows`` says, 1 for blocks without rows."""
+    rows, cols = x.shape
+    _check(rows, groups)
+    r, c = spec.block
+    if r != -1 and TILE % r:
+        raise CastError(
+            f"Cannot cast rows grouped by expert under {spec}: a block of {r} rows would span two experts, whose rows "
+            f"begin at multiples of {TILE}. Use blocks of a divisor of {TILE} rows, or of all (-1)."
+        )
+    data = torch.zeros(rows, cols, dtype=torch.uint8, device=x.device).view(spec.fmt.dtype)
+    grid = (groups.experts if r == -1 else rows // r, 1 if c == -1 else ceil_div(cols, c))
+    scale = torch.ones(grid, dtype=torch.float32, device=x.device)
+    if spec.scale == "e8m0":
+        scale = scale.to(E8M0)
+    out = Quantized(data, scale, spec)
+    for expert, span in spans(groups):
+        q, own = cast.quantize(x[span], spec), of_expert(out, expert, span)
+        _bytes(own.data).copy_(_bytes(q.data))
+        _bytes(own.scale).copy_(_bytes(q.scale))
+    return out
+
+
+def quantize_experts(w: Tensor, spec: CastSpec) -> Quantized:
+    """Cast w [E, N, K], each expert alone; scale [E, N / r, K / c]."""
+    parts = [cast.quantize(matrix, spec) for matrix in w.unbind(0)]
+    data, scale = (torch.stack([_bytes(t) for t in ts]) for ts in zip(*((q.data, q.scale) for q in parts), strict=True))
+    return Quantized(data.view(spec.fmt.dtype), scale.view(parts[0].scale.dtype), spec)
+
+
+def fwd(
+    gemm: Gemm, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """y [R, N] = x [R, K] times each expert's w [E, N, K] transposed, plus its bias [E, N]."""
+    out = _zeros(x_q, w_q.data.shape[1], groups, out_dtype)
+    for expert, span in spans(groups):
+        x, w = of_expert(x_q, expert, span), _matrix(w_q, expert)
+        if bias is None:
+            out[span] = gemm("fwd", x, 1, w, 1, out_dtype)
+        else:
+            out[span] = gemm("fwd", x, 1, w, 1, torch.float32) + bias[expert].float()
+    return out
+
+
+def dgrad(gemm: Gemm, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+    """dx [R, K] = dy [R, N] times each expert's w [E, N, K]."""
+    out = _zeros(dy_q, w_q.data.shape[2], groups, out_dtype)
+    for expert, span in spans(groups):
+        out[span] = gemm("dgrad", of_expert(dy_q, expert, span), 1, _matrix(w_q, expert), 0, out_dtype)
+    return out
+
+
+def wgrad(gemm: Gemm, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+    """dw [E, N, K]: each expert's dy [R, N] transposed times its x [R, K]; zeros for one without rows."""
+    _check(x_q.data.shape[0], groups)
+    shape = (groups.experts, dy_q.data.shape[1], x_q.data.shape[1])
+    out = torch.zeros(shape, dtype=out_dtype, device=x_q.data.device)
+    for expert, span in spans(groups):
+        out[expert] = gemm("wgrad", of_expert(dy_q, expert, span), 0, of_expert(x_q, expert, span), 0, out_dtype)
+    return out
+
+
+def _matrix(q: Quantized, expert: int) -> Quantized:
+    return Quantized(q.data[expert], q.scale[expert], q.spec)
+
+
+def _zeros(q: Quantized, cols: int, groups: Groups, dtype: torch.dtype) -> Tensor:
+    _check(q.data.shape[0], groups)
+    return torch.zeros(q.data.shape[0], cols, dtype=dtype, device=q.data.device)
+
+
+def _check(rows: int, groups: Groups) -> None:
+    if rows != groups.rows:
+        raise CastError(
+            f"The matrix of all experts' rows has {rows} rows where the groups say {groups.rows}. Lay it out by the "
+            "routing that made the groups."
+        )
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """FP8 values as their bytes: some of torch's copies know no FP8."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
