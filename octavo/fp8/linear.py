@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8 import health, observe, scaling
+from octavo.fp8 import health, observe, scaling, traced
 from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.kernels import ops
 from octavo.fp8.kernels.registry import Selection, select
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.recipe import recipe as named_recipe
@@ -43,6 +44,10 @@ class Site:
     recipe: Recipe
     selections: Mapping[str, Selection]
     codes: WeightCodes | None = field(default_factory=WeightCodes)
+    key: str = field(init=False)  # what of this a compiled graph knows, the same text for all layers of a recipe
+
+    def __post_init__(self) -> None:
+        self.key = ops.describe(self.recipe, self.selections)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         return Site(self.name, self.recipe, self.selections, None if self.codes is None else WeightCodes())
@@ -282,6 +287,7 @@ class Linear(HoldsCodes, nn.Linear):
         module.__dict__["_site"] = site  # before the class, whose __setattr__ asks for it
         module.__class__ = cls
         assert isinstance(module, cls)
+        module.own_weights()
         if site.recipe.delayed is not None:
             scaling.attach(module, site.recipe.delayed)
         return module
@@ -311,6 +317,8 @@ class Linear(HoldsCodes, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input [..., K] -> [..., N]; the argument is named as in ``nn.Linear``, for callers by keyword."""
         site = self._site
+        if torch.compiler.is_compiling() and site.recipe.delayed is None:
+            return traced.linear(input, self.weight, self.bias, site.key)
         history = scaling.history(self, 0, input.device) if site.recipe.delayed is not None else None
         call = Call(site, self.weight, Part(), history, self.training, torch.is_grad_enabled())
         return three_gemms(input, self.weight, self.bias, call)
@@ -347,4 +355,6 @@ def linear(
         )
     _check(x, weight, "linear")
     site = Site("linear", chosen, select_backends(chosen, x.device, backend), codes=None)
+    if torch.compiler.is_compiling():
+        return traced.linear(x, weight, bias, site.key)
     return three_gemms(x, weight, bias, Call(site, weight, Part(), None, False, torch.is_grad_enabled()))

@@ -1,0 +1,41 @@
+"""The linear layer as ``torch.compile`` traces it: the same three GEMMs, as operators of one graph.
+
+:class:`octavo.fp8.Linear` and :func:`octavo.fp8.linear` come here while a compiler is tracing; the operators and the
+gradient are in :mod:`octavo.fp8.kernels.ops`. Values and gradients are those of the eager path, bit for bit as far as
+the GEMMs go. What a compiled layer does not do is report: ``fp8.count_gemms`` and ``fp8.health`` see eager steps alone,
+since a graph that all blocks share knows no layer's name. Take proofs and health figures in steps under
+``torch.compiler.set_stance("force_eager")``, as octavo's own training does.
+
+Delayed scaling stays outside: its histories are written in every forward, which must not happen twice when a compiler
+reorders or recomputes. Such a layer breaks the graph, and ``fullgraph=True`` refuses it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.kernels import ops
+
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; ``key`` as ``ops.describe`` gives it.
+
+    In x's dtype (autocast's under autocast), rounded once. Raises RuntimeError for shapes that do not fit.
+    """
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise RuntimeError(
+            f"An FP8 linear layer multiplies inputs of {weight.shape[1]} features, its weight being "
+            f"{list(weight.shape)}; found an input of shape {list(x.shape)}."
+        )
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    x_MK = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    parts = ops.gemms(key)
+    # Only a weight that is trained needs x again; the codes in wgrad layout are all that is kept of it.
+    keeps = weight.requires_grad and torch.is_grad_enabled()
+    codes = torch.ops.octavo.cast(x_MK.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
+    y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)
+    return y_MN.view(*x.shape[:-1], weight.shape[0])
