@@ -169,8 +169,12 @@ def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
     return Layout((grid_rows, grid_cols), tuple(parts))
 
 
-def _matrix(x: Tensor, spec: CastSpec) -> tuple[Tensor, Layout]:
-    """x as a contiguous fp32 matrix [product of leading dimensions, last], off the graph, and its blocks."""
+def flat(x: Tensor) -> Tensor:
+    """x as a matrix [product of leading dimensions, last], off the graph; a view wherever its strides allow.
+
+    Raises:
+        CastError: for a dtype that no cast starts from, or a tensor without dimensions.
+    """
     if x.dtype not in _INPUTS:
         raise CastError(
             f"Cannot quantize a tensor of {x.dtype}: FP8 casts start from float32, bfloat16 or float16. "
@@ -179,8 +183,12 @@ def _matrix(x: Tensor, spec: CastSpec) -> tuple[Tensor, Layout]:
     if x.dim() == 0:
         raise CastError("Cannot quantize a tensor without dimensions: a block needs one at least; use x.reshape(1).")
     x = x.detach()
-    if x.dim() != 2:
-        x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _matrix(x: Tensor, spec: CastSpec) -> tuple[Tensor, Layout]:
+    """x as a contiguous fp32 matrix, and its blocks."""
+    x = flat(x)
     return x.contiguous().float(), layout(x.shape[0], x.shape[1], spec.block)
 
 
@@ -288,7 +296,7 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
         CastError: for a wrong dtype of x, or a scale or amax that does not fit the grid of blocks.
     """
     x_MK, lay = _matrix(x, spec)
-    scale = _on_grid("scale", scale, x_MK, lay, spec)
+    scale = on_grid("scale", scale, x_MK, lay, spec)
     if not lay.parts:
         return _quantized(x_MK.to(spec.fmt.dtype), scale, x.shape, spec)
     if amax is None:
@@ -296,7 +304,7 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
         bits = _amax_bits(buffer, lay)
     else:
         buffer = torch.empty_like(x_MK)
-        bits = _on_grid("amax", amax, x_MK, lay, spec).abs().view(torch.int32)
+        bits = on_grid("amax", amax, x_MK, lay, spec).abs().view(torch.int32)
     bad = bits >= _INF_BITS
     if _may_look(bad) and not bool(bad.any()):
         return _quantized(_encode(x_MK, scale, None, lay, spec, buffer, clamp=True), scale, x.shape, spec)
@@ -304,8 +312,12 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
     return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=True), scale, x.shape, spec)
 
 
-def _on_grid(name: str, given: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
-    """One fp32 value a block, from a grid or from a single element."""
+def on_grid(name: str, given: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
+    """One fp32 value a block [row blocks, column blocks], contiguous, from a grid or from a single element.
+
+    Raises:
+        CastError: if it is neither.
+    """
     given = given.detach().to(device=x_MK.device, dtype=torch.float32)
     if given.numel() == 1:
         return given.reshape(1, 1).expand(lay.grid).contiguous()
@@ -324,18 +336,28 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         CastError: if the scales do not fit the codes and the spec.
     """
     values = decode(q.data)
-    cols = values.shape[-1]
-    matrix = values.view(values.shape[:-1].numel(), cols)
-    lay = layout(matrix.shape[0], cols, q.spec.block)
+    matrix = values.view(values.shape[:-1].numel(), values.shape[-1])
+    lay = fitting(q)
     scale = scale_fp32(q)
-    if tuple(scale.shape) != lay.grid:
-        raise CastError(
-            f"dequantize: {tuple(matrix.shape)} codes under {q.spec} need scales of shape {lay.grid}, found "
-            f"{tuple(scale.shape)}; data, scale and spec must come from the same cast."
-        )
     for blocks, factor in zip(lay.split(matrix), lay.split(scale.contiguous(), grid=True), strict=True):
         blocks.mul_(factor)
     return values if dtype is torch.float32 else values.to(dtype)
+
+
+def fitting(q: Quantized) -> Layout:
+    """The blocks of q's codes, seen as a matrix.
+
+    Raises:
+        CastError: if q's scales are not one a block.
+    """
+    rows, cols = q.data.shape[:-1].numel(), q.data.shape[-1]
+    lay = layout(rows, cols, q.spec.block)
+    if tuple(q.scale.shape) != lay.grid:
+        raise CastError(
+            f"dequantize: {(rows, cols)} codes under {q.spec} need scales of shape {lay.grid}, found "
+            f"{tuple(q.scale.shape)}; data, scale and spec must come from the same cast."
+        )
+    return lay
 
 
 def scale_fp32(q: Quantized) -> Tensor:

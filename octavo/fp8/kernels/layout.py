@@ -30,7 +30,17 @@ from torch import Tensor
 
 from octavo.fp8.cast import CastSpec, Quantized
 
-__all__ = ["Operand", "codes_buffer", "ceil_div", "grid_of", "k_major", "padded_sizes", "round_up", "scale_buffer"]
+__all__ = [
+    "Operand",
+    "codes_buffer",
+    "ceil_div",
+    "grid_of",
+    "k_major",
+    "lies",
+    "padded_sizes",
+    "round_up",
+    "scale_buffer",
+]
 
 ALIGN = 16  # what a tensor core's load and torch's scaled products ask of both dimensions
 SCALE_ALIGN = 4  # blocks along the contraction under 2-D blocks, fp32: 16 bytes
@@ -114,6 +124,12 @@ def k_major(q: Quantized, contract: int) -> Operand:
         codes, view = codes_buffer(rows, cols, q.spec, contract, q.data.device, zero=True)
         view.view(torch.uint8).copy_(q.data.view(torch.uint8))
     return Operand(codes, _ordered(scale, q, contract), free, contracted)
+
+
+def lies(q: Quantized, contract: int) -> bool:
+    """Whether the codes of a two-dimensional q lie so already that :func:`k_major` copies none of them."""
+    data = q.data if contract == 1 else q.data.t()
+    return _holds(data, padded_sizes(q.data.shape[0], q.data.shape[1], q.spec, contract))
 
 
 def _holds(data: Tensor, sizes: tuple[int, int]) -> bool:
