@@ -3,8 +3,10 @@ PYTHON ?= python3
 BIN    := .venv/bin
 JOBS   ?= 2
 DEMO   ?=
+# what make gpu runs with: torch, triton, transformers, pytest, hypothesis and matplotlib are all it needs
+GPU_PYTHON ?= python3
 
-.PHONY: help install demo test test-long lint types schema clean
+.PHONY: help install demo test test-long gpu lint types clean
 
 help:             ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +34,9 @@ test: lint types  ## what every change must pass, in under 10 minutes on 2 cores
 
 test-long: install ## the long tests: kill and resume at random moments, two ranks, example files
 	$(BIN)/python -m pytest -q -n $(JOBS) -m long
+
+gpu:              ## on a machine with an NVIDIA GPU: its tests and all benchmarks, in under 9 minutes
+	$(GPU_PYTHON) benchmarks/gpu.py
 
 clean:            ## remove what the commands above made
 	rm -rf .venv demo runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "octavo"
 # Rooms by floor, the roof first. A room may import from lower floors only: never upward, never sideways.
 FLOORS = [
     {"cli"},
-    {"rl", "report", "doctor"},
+    {"rl", "report", "doctor", "bench"},
     {"train"},
     {"parallel", "checkpoint", "adapters"},
     {"models", "data"},
@@ -27,7 +27,7 @@ FLOOR_OF = {room: i for i, floor in enumerate(FLOORS) for room in floor}
 GROUND_FP8 = {"formats", "cast", "recipe", "metrics"}
 # Third-party packages that only some rooms may import.
 KEPT_IN = {
-    "transformers": {"models", "data", "checkpoint", "adapters", "rl"},
+    "transformers": {"models", "data", "checkpoint", "adapters", "rl", "bench"},
     "peft": {"adapters"},
     "triton": {"fp8"},
     "argparse": {"cli"},

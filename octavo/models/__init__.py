@@ -7,8 +7,10 @@ from octavo.models.freeze import freeze
 from octavo.models.generate import generate
 from octavo.models.loading import empty, load, parameter_count, read_config
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
+from octavo.models.random import random_model
 from octavo.models.save import save_hf
 from octavo.models.shapes import SHAPES, shape_model
+from octavo.models.tiny_configs import tiny_config
 
 __all__ = [
     "COMPONENTS",
@@ -26,8 +28,10 @@ __all__ = [
     "load_processor",
     "load_tokenizer",
     "parameter_count",
+    "random_model",
     "read_config",
     "save_hf",
     "shape_model",
     "stays",
+    "tiny_config",
 ]

@@ -94,7 +94,7 @@ def read_json(file: Path) -> dict:
 def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a folder or configuration on the meta device: shapes without memory; reads no weights."""
     config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
-    auto = _auto_class(config)
+    auto = auto_class(config)
     try:
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype)
@@ -125,7 +125,7 @@ def load(
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         with quiet():
-            model, info = _auto_class(config).from_pretrained(
+            model, info = auto_class(config).from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -224,7 +224,7 @@ def _named(item: object) -> str:
     return str(item)
 
 
-def _auto_class(config: PreTrainedConfig) -> type:
+def auto_class(config: PreTrainedConfig) -> type:
     if is_vision_config(config):
         return AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:

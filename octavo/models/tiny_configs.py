@@ -6,6 +6,7 @@ vision MLP). "small" trains well from scratch within minutes on a CPU; "mini" is
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -164,3 +165,9 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "llama": _llama,
     "mpt": _mpt,
 }
+
+
+def tiny_config(family: str, size: str = "mini", vocab: int = 512) -> PreTrainedConfig:
+    """The configuration alone, for measuring: special tokens take the last ids of the vocabulary."""
+    ids: dict[str, int] = defaultdict(lambda: vocab - 1 - len(ids))
+    return CONFIGS[family](size, vocab, ids)

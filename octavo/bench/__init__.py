@@ -1,0 +1,44 @@
+"""What Octavo's kernels and layers are worth on this machine: suites that time them beside everybody else's.
+
+    octavo bench linear                     one suite
+    octavo bench all --out results          all of them; JSON, a picture a suite
+
+Needs torch, transformers and matplotlib; on a GPU also triton, which comes with CUDA builds of torch. The same suites
+run on small sizes on a CPU, where the figures say nothing about FP8 but the code is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+from octavo.bench.bench import Bench
+from octavo.bench.record import Result, load, table, write
+
+__all__ = ["SUITES", "Bench", "BenchError", "Result", "load", "run", "table", "write"]
+
+#: suite -> what it measures
+SUITES: Mapping[str, str] = {
+    "cast": "casts and fused layers, as bandwidth against a copy",
+    "gemm": "the three GEMMs alone, on operands that are FP8 already",
+    "linear": "a linear layer with quantization: fwd, dgrad, wgrad, sum; torchao and TransformerEngine beside it",
+    "moe": "a layer of experts, forward and backward",
+    "layer": "a decoder block and a block of the vision tower",
+    "step": "whole training steps of a published size",
+}
+
+
+class BenchError(ValueError):
+    """A suite that does not exist, or a setting that cannot be."""
+
+
+def run(names: list[str], bench: Bench) -> Result:
+    """Run suites one after the other into ``bench.result``. Raises BenchError for an unknown name."""
+    unknown = [name for name in names if name not in SUITES]
+    if unknown:
+        raise BenchError(f"there is no suite {unknown[0]!r}; there are: all, {', '.join(SUITES)}.")
+    for name in names:
+        suite: Callable[[Bench], None] = import_module(f"octavo.bench.suite_{name}").run
+        bench.begin()
+        suite(bench)
+    return bench.result

@@ -1,0 +1,153 @@
+"""One measurement session: builds the candidates of a case, times them beside each other, keeps rows and refusals."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from octavo.bench.record import Absent, Result, Row
+from octavo.fp8 import timing
+
+__all__ = ["Bench", "Call", "Refusal", "Rotation", "Work"]
+
+Call = Callable[[], Any]
+
+
+class Refusal(RuntimeError):
+    """A candidate that cannot take part here; the message says why (a package, an architecture, a shape)."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call has to do: operations, bytes it must read and write, tokens it consumes; 0 where it says nothing."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    tokens: int = 0
+
+
+@dataclass
+class Bench:
+    """Where suites report to.
+
+    ``small`` picks sizes that a CPU finishes in seconds. ``budget`` are seconds after which a suite begins no new case
+    (None: no limit). ``say`` is told each case as it begins. ``shape`` and ``tokens`` choose the model of the layer and
+    step suites and the tokens of a call; None: the suite's own.
+    """
+
+    device: torch.device
+    small: bool = False
+    budget: float | None = None
+    say: Callable[[str], None] = lambda text: None
+    shape: str | None = None
+    tokens: int | None = None
+    layers: int | None = None
+    result: Result = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        self.result = Result(name, self.small)
+        self.begin()
+
+    def begin(self) -> None:
+        """A suite begins: its budget runs from now."""
+        self._began = time.perf_counter()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What high precision means here: BF16 on a GPU; fp32 on a CPU, which has no fast BF16."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def high(self) -> str:
+        """That precision's name, the baseline of most cases."""
+        return "bf16" if self.dtype is torch.bfloat16 else "fp32"
+
+    def case(
+        self,
+        suite: str,
+        name: str,
+        baseline: str,
+        candidates: Mapping[str, Callable[[], Call]],
+        work: Work | Mapping[str, Work],
+        memory: bool = False,
+    ) -> None:
+        """Time the candidates of one case in one run, both orders, and keep a row for each.
+
+        Args:
+            candidates: name -> builder; a builder makes its inputs and returns the call to time. What it raises is
+                kept as the reason why the candidate is absent.
+            work: the same for all, or by candidate.
+            memory: note the device's peak of each candidate (one call of each, alone).
+        """
+        if self.budget is not None and time.perf_counter() - self._began > self.budget:
+            self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s was used up")
+            return
+        self.say(f"{suite} {name}: {', '.join(candidates)}")
+        calls: dict[str, Call] = {}
+        peaks: dict[str, int | None] = {}
+        for candidate, build in candidates.items():
+            try:
+                call = build()
+                call()  # compiles, fills caches, and fails here rather than in the timing
+                peaks[candidate] = self._peak(call) if memory else None
+            except Exception as error:  # whatever a candidate raises is its answer, and is shown
+                self.result.absent.append(Absent(suite, name, candidate, _first_line(error)))
+                continue
+            calls[candidate] = call
+        if calls:
+            for candidate, timed in timing.time_calls(calls, self.device).items():
+                did = work if isinstance(work, Work) else work[candidate]
+                self.result.rows.append(
+                    Row(
+                        *(suite, name, candidate, timed.seconds, timed.spread),
+                        bytes=did.bytes,
+                        flops=did.flops,
+                        tokens=did.tokens,
+                        baseline="" if candidate == baseline else baseline,
+                        peak_bytes=peaks[candidate],
+                    )
+                )
+        calls.clear()
+        gc.collect()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()  # or graphs of many cases pile up until no more are compiled
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _peak(self, call: Call) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = False) -> torch.Tensor:
+        """Random input on the device; values with a spread of magnitudes, as activations have."""
+        x = torch.randn(*shape, device=self.device, dtype=torch.float32)
+        return x.to(dtype or self.dtype).requires_grad_(grad)
+
+
+class Rotation:
+    """Hands out inputs in turn, so that a call does not find its own last input in a cache."""
+
+    def __init__(self, make: Callable[[], Any], copies: int = 3) -> None:
+        self._items = [make() for _ in range(copies)]
+        self._next = 0
+
+    def __call__(self) -> Any:
+        self._next = (self._next + 1) % len(self._items)
+        return self._items[self._next]
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if isinstance(error, Refusal) and text else f"{type(error).__name__}: {text[0] if text else ''}"

@@ -1,0 +1,108 @@
+"""Linear layers to measure against each other: high precision, Octavo by recipe and backend, other libraries.
+
+Other libraries take part where they are installed; nothing here is needed to use Octavo. Each maker returns a module
+with a weight [N, K] in the bench's precision on its device, or raises :class:`Refusal`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from octavo import fp8
+from octavo.bench.bench import Bench, Refusal
+from octavo.fp8.kernels import registry
+
+__all__ = ["RECIPES", "able", "compiled", "high", "linears", "octavo"]
+
+RECIPES = ("blockwise", "tensorwise", "rowwise", "mxfp8")
+
+
+def high(bench: Bench, n: int, k: int) -> nn.Module:
+    """A plain ``nn.Linear``."""
+    return nn.Linear(k, n, bias=False, device=bench.device, dtype=bench.dtype)
+
+
+def octavo(bench: Bench, n: int, k: int, recipe: str, backend: str = "auto") -> nn.Module:
+    """The same, converted by a plan as a training run converts it."""
+    model = nn.Sequential(high(bench, n, k))
+    try:
+        return fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=recipe, backend=backend)))
+    except fp8.BackendError as error:
+        raise Refusal(str(error)) from error
+
+
+def compiled(make: Callable[[], nn.Module]) -> nn.Module:
+    """What ``make`` gives, under torch.compile."""
+    if importlib.util.find_spec("torch._inductor") is None:
+        raise Refusal("this build of torch has no inductor")
+    # A graph break, or the limit of recompilations, would go on in eager mode and be timed as if it were compiled.
+    return torch.compile(make(), fullgraph=True)  # type: ignore[return-value]
+
+
+def torchao(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
+    """torchao's float8 training layer, compiled, as its documentation asks."""
+    if importlib.util.find_spec("torchao") is None:
+        raise Refusal("torchao is not installed")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = nn.Sequential(high(bench, n, k))
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+    return compiled(lambda: model)
+
+
+class _Autocast(nn.Module):
+    """TransformerEngine's layer inside its autocast, which every forward needs."""
+
+    def __init__(self, layer: nn.Module, enter: Callable[[], object]) -> None:
+        super().__init__()
+        self.layer, self.enter = layer, enter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.enter():  # type: ignore[attr-defined]
+            return self.layer(x)
+
+
+def transformer_engine(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
+    """TransformerEngine's Linear under one of its recipes: DelayedScaling, Float8CurrentScaling, Float8BlockScaling."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise Refusal("transformer_engine is not installed")
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    layer = te.Linear(k, n, bias=False, params_dtype=bench.dtype, device=bench.device)
+    return _Autocast(layer, partial(te.fp8_autocast, enabled=True, fp8_recipe=getattr(recipes, recipe)()))
+
+
+def able(bench: Bench, recipe: str) -> list[str]:
+    """The backends that can run all three GEMMs of a recipe on the bench's device and take part in a choice there; on
+    a CPU the reference alone."""
+    made = fp8.recipe(recipe)
+    found = []
+    for name in registry.names():
+        backend = registry.get(name)
+        lacks = [backend.supports(op, made, bench.device, None) for op in ("fwd", "dgrad", "wgrad")]
+        if not any(lacks) and backend.volunteers(bench.device) is None and not (name == "reference" and len(found) > 0):
+            found.append(name)
+    return found
+
+
+def linears(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable[[], nn.Module]]:
+    """Everybody who has a linear layer, by the name of the row; ``compiling`` adds who wants torch.compile."""
+    made: dict[str, Callable[[], nn.Module]] = {bench.high: partial(high, bench, n, k)}
+    for recipe in RECIPES:
+        for backend in able(bench, recipe):
+            made[f"{recipe} {backend}"] = partial(octavo, bench, n, k, recipe, backend)
+    for recipe in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"):
+        made[f"TransformerEngine {recipe}"] = partial(transformer_engine, bench, n, k, recipe)
+    if compiling:
+        made[f"{bench.high} compiled"] = partial(compiled, partial(high, bench, n, k))
+        for recipe in ("blockwise", "tensorwise"):
+            made[f"{recipe} compiled"] = partial(compiled, partial(octavo, bench, n, k, recipe))
+        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+            made[f"torchao {recipe}"] = partial(torchao, bench, n, k, recipe)
+    return made

@@ -1,0 +1,55 @@
+"""A picture of each suite: for every case the candidates as bars of their ratio against the baseline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from octavo.bench.record import Result, Row, suites_of
+
+__all__ = ["draw"]
+
+BAR, PAPER, INK, SOFT = 0.19, "#fdfdfc", "#22262b", "#6b7178"
+FASTER, SLOWER, BASE = "#1d7f79", "#c8571b", "#a9b4c0"
+
+
+def draw(result: Result, folder: Path, stem: str) -> list[Path]:
+    """One PNG a suite, ``<stem>_<suite>.png``; a suite whose rows have no ratio gets none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for suite in suites_of(result.rows):
+        rows = [r for r in result.rows if r.suite == suite and result.ratio(r) is not None]
+        if rows:
+            path = folder / f"{stem}_{suite}.png"
+            _figure(result, suite, rows).savefig(path, dpi=110)
+            made.append(path)
+    return made
+
+
+def _figure(result: Result, suite: str, rows: list[Row]) -> Figure:
+    cases = list(dict.fromkeys(r.case for r in rows))
+    lines: list[tuple[str, float | None]] = []
+    for case in cases:
+        lines.append((case, None))
+        lines += [(r.candidate, result.ratio(r)) for r in rows if r.case == case]
+    figure = Figure(figsize=(9, 1.2 + BAR * len(lines)), facecolor=PAPER, layout="constrained")
+    axes = figure.add_subplot(facecolor=PAPER)
+    for y, (name, ratio) in enumerate(lines):
+        if ratio is None:
+            axes.text(0, y, name, va="center", fontsize=7.5, fontweight="bold", color=INK)
+            continue
+        axes.barh(y, ratio, height=0.72, color=FASTER if ratio >= 1 else SLOWER)
+        axes.text(ratio, y, f" {ratio:.2f}x", va="center", fontsize=7, color=INK)
+    axes.axvline(1, color=BASE, linewidth=1)
+    axes.set_yticks([y for y, (_, r) in enumerate(lines) if r is not None])
+    axes.set_yticklabels([name for name, r in lines if r is not None], fontsize=7, color=SOFT)
+    axes.set_ylim(len(lines), -1)
+    axes.set_xlim(0, 1.15 * max(r for _, r in lines if r is not None))
+    axes.tick_params(length=0, labelsize=7)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    baseline = " or ".join(dict.fromkeys(r.baseline for r in rows))
+    size = ", small sizes: says nothing about FP8" if result.small else ""
+    axes.set_title(f"{suite} on {result.device}: times faster than {baseline}{size}", loc="left", fontsize=9, color=INK)
+    return figure

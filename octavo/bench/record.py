@@ -1,0 +1,164 @@
+"""What a suite found: rows of seconds with what they moved and computed, who could not take part and why, the machine.
+
+A ratio always compares two rows of one case in one run. Rates follow from counted work: bytes that the operation must
+read and write, and 2 M N K operations a GEMM; what a kernel does beyond that is its own overhead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo import environment
+
+__all__ = ["Absent", "Result", "Row", "load", "table", "write"]
+
+COLUMNS = ("suite", "case", "candidate", "time", "spread", "rate", "against", "ratio")
+NUMBERS = (3, 4, 5, 7)  # columns of COLUMNS that are set to the right
+
+# Dense BF16 operations a second, by a part of the device's name, the more special first. Source: NVIDIA's data sheets.
+BF16_PEAK = {
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "4090": 165.2e12,
+    "5090": 209.5e12,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate in one case.
+
+    ``seconds`` is the median, ``spread`` the distance between the quartiles over it. ``bytes`` and ``flops`` are the
+    work that the case asks for. ``baseline`` names the candidate of the same case that the ratio is taken against.
+    ``peak_bytes`` is what the device held at most, ``tokens`` what a step consumed, where they mean something.
+    """
+
+    suite: str
+    case: str
+    candidate: str
+    seconds: float
+    spread: float = 0.0
+    bytes: float = 0.0
+    flops: float = 0.0
+    baseline: str = ""
+    tokens: int = 0
+    peak_bytes: int | None = None
+    note: str = ""
+
+    @property
+    def rate(self) -> str:
+        """The counted work a second, in words."""
+        if self.seconds <= 0:
+            return ""
+        parts = []
+        if self.tokens:
+            parts.append(f"{self.tokens / self.seconds:,.0f} tokens/s")
+        if self.flops:
+            parts.append(f"{self.flops / self.seconds / 1e12:.3g} TFLOP/s")
+        if self.bytes:
+            parts.append(f"{self.bytes / self.seconds / 1e9:.3g} GB/s")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A candidate that did not take part in a case, and why."""
+
+    suite: str
+    case: str
+    candidate: str
+    why: str
+
+
+@dataclass
+class Result:
+    """Everything one ``octavo bench`` found. ``cut`` says what the time budget left out."""
+
+    device: str
+    small: bool
+    rows: list[Row] = field(default_factory=list)
+    absent: list[Absent] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
+
+    def ratio(self, row: Row) -> float | None:
+        """How many times faster than its baseline, by rate where the two count different bytes; None without one."""
+        base = next(
+            (r for r in self.rows if (r.suite, r.case, r.candidate) == (row.suite, row.case, row.baseline)), None
+        )
+        if base is None or base is row or row.seconds <= 0:
+            return None
+        if base.bytes and row.bytes:
+            return (row.bytes / row.seconds) / (base.bytes / base.seconds)
+        return base.seconds / row.seconds
+
+    def mfu(self, row: Row) -> float | None:
+        """Model FLOPs utilization: the counted operations of a step over the GPU's dense BF16 peak (also for FP8, as
+        is usual, so that it can exceed 1 there); None for other rows and unknown GPUs."""
+        peak = next((p for name, p in BF16_PEAK.items() if name in self.device), None)
+        return row.flops / row.seconds / peak if peak and row.tokens and row.flops and row.seconds > 0 else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "command": "octavo bench",
+            "device": self.device,
+            "small": self.small,
+            "machine": environment.describe(),
+            "rows": [{**asdict(r), "rate": r.rate, "ratio": self.ratio(r), "mfu": self.mfu(r)} for r in self.rows],
+            "absent": [asdict(a) for a in self.absent],
+            "cut": self.cut,
+        }
+
+
+def table(result: Result) -> list[tuple[str, ...]]:
+    """Cells under :data:`COLUMNS`."""
+    rows = []
+    for r in result.rows:
+        ratio, mfu = result.ratio(r), result.mfu(r)
+        peak = "" if r.peak_bytes is None else f", {r.peak_bytes / 2**30:.1f} GiB"
+        rate = r.rate + ("" if mfu is None else f", MFU {100 * mfu:.0f} %") + peak
+        rows.append(
+            (r.suite, r.case, r.candidate, _time(r.seconds), f"{100 * r.spread:.0f} %", rate, r.baseline)
+            + (("" if ratio is None else f"{ratio:.2f}x"),)
+        )
+    return rows
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds < 1 else f"{seconds:.3f} s"
+
+
+def write(result: Result, path: Path) -> Path:
+    """The result as JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(result.to_json(), file, indent=1, default=str)
+        file.write("\n")
+    os.chmod(name, 0o644)
+    os.replace(name, path)
+    return path
+
+
+def load(path: Path) -> Mapping[str, Any]:
+    """A result as :func:`write` left it."""
+    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def suites_of(rows: Sequence[Row]) -> list[str]:
+    """The suites that left rows, in their order."""
+    return list(dict.fromkeys(r.suite for r in rows))

@@ -1,0 +1,107 @@
+"""``cast``: casts and fused layers against the bandwidth of a plain copy.
+
+A copy reads and writes 2 bytes an element in BF16; a cast into both layouts reads 2 and writes 1 + 1, so at the same
+bandwidth both take the same time. The ratio of a row is its bandwidth over the copy's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from octavo import fp8
+from octavo.bench import peers
+from octavo.bench.bench import Bench, Call, Refusal, Rotation, Work
+from octavo.fp8.kernels import registry
+from octavo.fp8.recipe import Recipe
+
+SHAPES = ((16384, 4096), (16384, 12288), (8192, 1152))
+SMALL = ((96, 160), (64, 144))
+
+
+def run(bench: Bench) -> None:
+    """Every recipe's casts of x, and the fused layers, on each shape [M, K]."""
+    for m, k in SMALL if bench.small else SHAPES:
+        _casts(bench, m, k)
+        _fused(bench, m, k)
+
+
+def _casts(bench: Bench, m: int, k: int) -> None:
+    size = torch.finfo(bench.dtype).bits // 8
+    elements = m * k
+    candidates = {"copy": lambda: _copy(bench, m, k)}
+    work = {"copy": Work(bytes=2.0 * size * elements)}
+    for name in peers.RECIPES:
+        recipe = fp8.recipe(name)
+        for backend in peers.able(bench, name):
+            for which, writes in (("row", 1), ("both", 2)):
+                key = f"{name} {which} {backend}"
+                candidates[key] = partial(_cast, bench, m, k, recipe, backend, which)
+                work[key] = Work(bytes=float(size + writes) * elements)
+    bench.case("cast", f"{m} x {k}", "copy", candidates, work)
+
+
+def _copy(bench: Bench, m: int, k: int) -> Call:
+    inputs = Rotation(lambda: bench.randn(m, k))
+    out = torch.empty(m, k, device=bench.device, dtype=bench.dtype)
+    return lambda: out.copy_(inputs())
+
+
+def _cast(bench: Bench, m: int, k: int, recipe: Recipe, backend: str, which: str) -> Call:
+    chosen = registry.get(backend)
+    assert recipe.fwd is not None and recipe.wgrad is not None
+    row, col = recipe.fwd.a, recipe.wgrad.b
+    inputs = Rotation(lambda: bench.randn(m, k))
+    if which == "row":
+        return lambda: chosen.quantize(inputs(), row, 1)
+    return lambda: chosen.quantize_both(inputs(), row, col)
+
+
+def _fused(bench: Bench, m: int, k: int) -> None:
+    """RMSNorm and SwiGLU with their casts in one kernel against torch's own function followed by the cast."""
+    recipe = fp8.recipe("blockwise")
+    assert recipe.fwd is not None and recipe.wgrad is not None and recipe.dgrad is not None
+    row, col, dy_row, dy_col = recipe.fwd.a, recipe.wgrad.b, recipe.dgrad.a, recipe.wgrad.a
+    chosen = {op: _backend(bench, op, recipe) for op in ("rmsnorm", "swiglu", "swiglu_backward", "quantize")}
+    weight = torch.ones(k, device=bench.device, dtype=bench.dtype)
+    x, gate, up, dh = (Rotation(lambda: bench.randn(m, k)) for _ in range(4))
+    caster = chosen["quantize"]
+
+    def norm_apart() -> object:
+        y = torch.nn.functional.rms_norm(x(), (k,), weight, 1e-6)
+        return caster.quantize_both(y, row, col)
+
+    def gate_apart() -> object:
+        return caster.quantize_both(torch.nn.functional.silu(gate()) * up(), row, col)
+
+    def gate_back_apart() -> object:
+        g, u, d = gate(), up(), dh()
+        s = torch.sigmoid(g)
+        du = d * g * s
+        dg = d * u * s * (1 + g * (1 - s))
+        return caster.quantize_both(dg, dy_row, dy_col), caster.quantize_both(du, dy_row, dy_col)
+
+    pairs = {
+        "rmsnorm": (norm_apart, lambda: chosen["rmsnorm"].rmsnorm_quantize(x(), weight, 1e-6, row, col), 2 + 2 + 2),
+        "swiglu": (gate_apart, lambda: chosen["swiglu"].swiglu_quantize(gate(), up(), row, col), 4 + 2 + 2),
+        "swiglu backward": (
+            gate_back_apart,
+            lambda: chosen["swiglu_backward"].swiglu_backward_quantize(dh(), gate(), up(), dy_row, dy_col),
+            6 + 4,
+        ),
+    }
+    for name, (apart, together, moved) in pairs.items():
+        op = name.replace(" ", "_")
+        candidates = {"apart": lambda call=apart: call, f"fused {chosen[op].name}": lambda call=together: call}
+        # No bytes: the ratio is of times, since the fused kernel exists to move fewer.
+        work = {"apart": Work(), f"fused {chosen[op].name}": Work()}
+        bench.case("cast", f"{name} {m} x {k} ({moved} B an element fused)", "apart", candidates, work)
+
+
+def _backend(bench: Bench, op: str, recipe: Recipe) -> registry.Backend:
+    what = recipe.fwd.a if op == "quantize" and recipe.fwd is not None else recipe
+    try:
+        return registry.select(op, recipe_or_spec=what, device=bench.device).backend
+    except registry.BackendError as error:
+        raise Refusal(str(error)) from error

@@ -1,0 +1,59 @@
+"""``gemm``: the three GEMMs alone on operands that are already FP8, against the same product in high precision."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from octavo import fp8
+from octavo.bench import peers
+from octavo.bench.bench import Bench, Call, Work
+from octavo.fp8.kernels import registry
+from octavo.fp8.recipe import GEMMS, Recipe
+
+# (name, N, K): Qwen3-8B's decoder, Qwen3-VL's and Qwen2.5-VL's vision towers.
+SHAPES = (
+    ("qwen3-8b qkv", 6144, 4096),
+    ("qwen3-8b gate_up", 24576, 4096),
+    ("qwen3-8b down", 4096, 12288),
+    ("qwen3-8b kv", 1024, 4096),
+    ("qwen3-vl fc1", 4304, 1152),
+    ("qwen2.5-vl gate", 3420, 1280),
+)
+SMALL = (("small", 80, 144), ("odd", 43, 72))
+TOKENS, FEW = 16384, 64
+
+
+def run(bench: Bench) -> None:
+    """fwd, dgrad and wgrad of every recipe and backend."""
+    m = bench.tokens or (FEW if bench.small else TOKENS)
+    for label, n, k in SMALL if bench.small else SHAPES:
+        for gemm in GEMMS:
+            candidates = {bench.high: partial(_plain, bench, gemm, m, n, k)}
+            for name in peers.RECIPES:
+                for backend in peers.able(bench, name):
+                    recipe = fp8.recipe(name)
+                    candidates[f"{name} {backend}"] = partial(_fp8, bench, gemm, recipe, backend, m, n, k)
+            case = f"{label} {gemm} M={m} N={n} K={k}"
+            bench.case("gemm", case, bench.high, candidates, Work(flops=2.0 * m * n * k))
+
+
+def _operands(bench: Bench, gemm: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shapes = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[gemm]
+    return bench.randn(*shapes[0]), bench.randn(*shapes[1])
+
+
+def _plain(bench: Bench, gemm: str, m: int, n: int, k: int) -> Call:
+    a, b = _operands(bench, gemm, m, n, k)
+    return {"fwd": lambda: a @ b.t(), "dgrad": lambda: a @ b, "wgrad": lambda: a.t() @ b}[gemm]
+
+
+def _fp8(bench: Bench, gemm: str, recipe: Recipe, backend: str, m: int, n: int, k: int) -> Call:
+    chosen, casts = registry.get(backend), recipe.gemm(gemm)
+    assert casts is not None
+    a, b = _operands(bench, gemm, m, n, k)
+    a_dim, b_dim = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}[gemm]
+    a_q, b_q = chosen.quantize(a, casts.a, a_dim), chosen.quantize(b, casts.b, b_dim)
+    multiply = getattr(chosen, f"gemm_{gemm}")
+    return lambda: multiply(a_q, b_q, bench.dtype)

@@ -1,0 +1,137 @@
+"""``layer``: one decoder block and one block of the vision tower as transformers ships them, forward and backward.
+
+The block's arguments (positions, masks, lengths) are those that its own model hands it in a real forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from octavo import fp8, models
+from octavo.bench import peers
+from octavo.bench.bench import Bench, Call, Refusal, Rotation, Work
+
+SHAPE, TOKENS, PATCHES = "qwen3_vl_8b", 8192, 16384
+
+
+def run(bench: Bench) -> None:
+    """Each recipe, eager and compiled, against high precision, eager and compiled."""
+    model, family = small_or_real(bench)
+    tokens = bench.tokens or (24 if bench.small else TOKENS)
+    calls = {"decoder block": partial(decoder_inputs, model, tokens)}
+    if family.has_vision and family.name != "internvl":
+        calls["vision block"] = partial(vision_inputs, model, 16 if bench.small else PATCHES)
+    for name, inputs in calls.items():
+        index = 0 if name == "vision block" else -1
+        block = family.layers(model)[index][1]
+        args, kwargs = capture(block, inputs)
+        rows = args[0].shape[:-1].numel()
+        linear = sum(2 * p.numel() for p in block.parameters() if p.dim() == 2)
+        work = Work(flops=3.0 * rows * linear, tokens=rows)
+        made = candidates(bench, block, args, kwargs)
+        case = f"{shown(bench)} {name}, {rows} rows fwd+bwd"
+        bench.case("layer", case, bench.high, made, work, memory=True)
+
+
+def shown(bench: Bench) -> str:
+    """The shape's name in a case."""
+    return "tiny qwen3_vl" if bench.small else bench.shape or SHAPE
+
+
+def small_or_real(bench: Bench, layers: int | None = 1) -> tuple[PreTrainedModel, models.Family]:
+    """The model of the suite: the shape asked for, cut to ``layers``; on small sizes the tiny Qwen3-VL."""
+    if bench.small:
+        config = models.tiny_config("qwen3_vl")
+        model = models.random_model(config, bench.device, bench.dtype, layers, 1)
+    else:
+        model = models.random_model(bench.shape or SHAPE, bench.device, bench.dtype, layers, layers)
+    return model, models.describe(model)
+
+
+def decoder_inputs(model: PreTrainedModel, tokens: int) -> None:
+    """One forward over random text."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(0, min(vocabulary, 1000), (1, tokens), device=model.device)
+    model(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+
+def vision_inputs(model: PreTrainedModel, patches: int) -> None:
+    """One forward of the tower over one square image of so many patches."""
+    config = model.config.vision_config
+    side = max(round(patches**0.5) // config.spatial_merge_size, 1) * config.spatial_merge_size
+    pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    values = torch.randn(side * side, pixels, device=model.device, dtype=model.dtype)
+    model.model.get_image_features(values, torch.tensor([[1, side, side]], device=model.device))
+
+
+class _Captured(Exception):
+    """Carries a block's arguments out of a forward that need not go on."""
+
+
+def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which ``forward`` calls ``block``. Raises Refusal where it never does."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append((args, kwargs))
+        raise _Captured
+
+    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            forward()
+    except _Captured:
+        pass
+    finally:
+        handle.remove()
+    if not found:
+        raise Refusal("the model never called this block")
+    args, kwargs = found[0]
+    if not args:  # some towers name their first argument
+        return (kwargs.pop("hidden_states"),), kwargs
+    return args, kwargs
+
+
+def candidates(
+    bench: Bench, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Callable[[], Call]]:
+    """High precision and every recipe, each eager and compiled. All share the block's weights."""
+    recipes: list[str | None] = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
+    made: dict[str, Callable[[], Call]] = {}
+    for compile_it, ending in ((False, ""), (True, " compiled")):
+        for recipe in recipes:
+            made[f"{recipe or bench.high}{ending}"] = partial(_call, bench, block, recipe, compile_it, args, kwargs)
+    return made
+
+
+def _call(
+    bench: Bench,
+    block: nn.Module,
+    recipe: str | None,
+    compile_it: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Call:
+    layer = copy.deepcopy(block)
+    if recipe is not None:
+        fp8.apply(layer, fp8.plan(layer, recipe))
+    run = peers.compiled(lambda: layer) if compile_it else layer
+    shape = args[0].shape
+    inputs = Rotation(lambda: bench.randn(*shape, grad=True))
+    dy = bench.randn(*shape)
+    parameters = list(layer.parameters())
+
+    def call() -> None:
+        x = inputs()
+        out = run(x, *args[1:], **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        torch.autograd.grad(out, [x, *parameters], dy, allow_unused=True)
+
+    return call

@@ -1,0 +1,53 @@
+"""Published shapes with random weights on a device: for measuring, where no checkpoint is needed."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from octavo.fp8.topology import nearest
+from octavo.models.errors import ModelError
+from octavo.models.loading import auto_class, quiet
+from octavo.models.shapes import SHAPES
+
+
+def random_model(
+    shape: str | PreTrainedConfig,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    layers: int | None = None,
+    vision_layers: int | None = None,
+) -> PreTrainedModel:
+    """A model of a published shape (or a configuration) with random weights, in training mode.
+
+    Args:
+        layers: keep only the first so many decoder blocks; None: all.
+        vision_layers: the same for the vision tower.
+
+    Raises ModelError for an unknown shape.
+    """
+    if isinstance(shape, str) and shape not in SHAPES:
+        close = nearest(shape, SHAPES, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ModelError(f"there is no published shape {shape!r}{hint}; known: {', '.join(SHAPES)}.")
+    config = SHAPES[shape]() if isinstance(shape, str) else copy.deepcopy(shape)
+    if layers is not None:
+        _shorten(config.get_text_config(), layers)
+    vision = getattr(config, "vision_config", None)
+    if vision_layers is not None and vision is not None:
+        _shorten(vision, vision_layers)
+    with quiet(), torch.device(device):
+        model = auto_class(config).from_config(config, dtype=dtype)
+    return model.train()
+
+
+def _shorten(config: PreTrainedConfig, layers: int) -> None:
+    """Cut a stack to its first blocks; what is listed by block is cut with it."""
+    depth = next(name for name in ("num_hidden_layers", "depth", "n_layers") if hasattr(config, name))
+    setattr(config, depth, min(layers, getattr(config, depth)))
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:layers]
+    if getattr(config, "deepstack_visual_indexes", None) is not None:
+        config.deepstack_visual_indexes = [i for i in config.deepstack_visual_indexes if i < layers]

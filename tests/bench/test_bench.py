@@ -1,0 +1,152 @@
+"""The suites run on small sizes on a CPU: every candidate is timed or says why not, and ratios are what they claim."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import bench
+from octavo.bench import picture, record
+from octavo.bench.bench import Bench, Refusal, Rotation, Work
+from octavo.bench.record import Result, Row
+from octavo.cli import bench as command
+from octavo.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ("blockwise", "tensorwise", "rowwise", "mxfp8")
+
+
+def session(**settings: object) -> Bench:
+    return Bench(torch.device("cpu"), small=True, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("suite", ["cast", "gemm", "linear", "moe"])
+def test_a_suite_times_every_recipe_on_small_sizes(suite: str) -> None:
+    result = bench.run([suite], session())
+    assert {r.suite for r in result.rows} == {suite} and not result.cut
+    names = {r.candidate.split()[0] for r in result.rows}
+    missing = [a for a in result.absent if not a.candidate.startswith(("torchao", "TransformerEngine"))]
+    assert names >= set(RECIPES), (names, missing)
+    assert not missing
+    assert all(r.seconds > 0 and r.spread >= 0 for r in result.rows)
+    for row in result.rows:
+        assert (result.ratio(row) is None) == (row.baseline == "")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("suite", ["linear", "layer", "step"])
+def test_the_compiling_suites_time_every_recipe_eager_and_compiled(suite: str) -> None:
+    result = bench.run([suite], session())
+    names = {r.candidate for r in result.rows}
+    lacking = [a for a in result.absent if not a.candidate.startswith(("torchao", "TransformerEngine"))]
+    assert not lacking
+    if suite != "linear":
+        assert names == {f"{n}{c}" for n in ("fp32", *RECIPES) for c in ("", " compiled")}
+        cases = {r.case for r in result.rows}
+        assert len(cases) == {"layer": 2, "step": 1}[suite]
+
+
+def test_who_cannot_take_part_says_why_and_the_others_go_on() -> None:
+    there = session()
+
+    def refuses() -> object:
+        raise Refusal("this library is not installed")
+
+    def fails_late() -> object:
+        def call() -> None:
+            raise ZeroDivisionError("in the first call")
+
+        return call
+
+    there.case(
+        "gemm", "a case", "sum", {"no": refuses, "late": fails_late, "sum": lambda: lambda: sum(range(9))}, Work()
+    )
+    assert [r.candidate for r in there.result.rows] == ["sum"]
+    assert [(a.candidate, a.why) for a in there.result.absent] == [
+        ("no", "this library is not installed"),
+        ("late", "ZeroDivisionError: in the first call"),
+    ]
+
+
+def test_a_spent_budget_leaves_cases_out_and_says_so() -> None:
+    result = bench.run(["gemm"], session(budget=0.0))
+    assert not result.rows and len(result.cut) == 6 and "time budget of 0 s" in result.cut[0]
+
+
+def test_ratios_are_of_times_or_of_bandwidths_and_never_across_cases() -> None:
+    rows = [
+        Row("gemm", "one", "bf16", 4.0, flops=8e12),
+        Row("gemm", "one", "fp8", 2.0, flops=8e12, baseline="bf16"),
+        Row("gemm", "two", "fp8", 2.0, baseline="bf16"),
+        Row("cast", "one", "copy", 1.0, bytes=4e9),
+        Row("cast", "one", "row", 1.0, bytes=3e9, baseline="copy"),
+    ]
+    result = Result("NVIDIA H200", False, rows)
+    assert [result.ratio(r) for r in rows] == [None, 2.0, None, None, 0.75]
+    assert rows[1].rate == "4 TFLOP/s" and rows[4].rate == "3 GB/s"
+    step = Row("step", "s", "bf16", 2.0, flops=989e12, tokens=100)
+    assert result.mfu(step) == pytest.approx(0.5) and result.mfu(rows[0]) is None
+    assert Result("some GPU", False).mfu(step) is None
+
+
+def test_inputs_rotate() -> None:
+    made = iter(range(9))
+    take = Rotation(lambda: next(made), copies=3)
+    assert [take() for _ in range(5)] == [1, 2, 0, 1, 2]
+
+
+def test_json_table_and_picture(tmp_path: Path) -> None:
+    result = bench.run(["gemm"], session())
+    found = record.load(record.write(result, tmp_path / "a" / "r.json"))
+    assert found["machine"]["packages"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert "version" in found["machine"]["octavo"] and found["device"] == "cpu" and found["small"] is True
+    assert len(found["rows"]) == len(result.rows) == len(record.table(result))
+    assert {len(cells) for cells in record.table(result)} == {len(record.COLUMNS)}
+    (png,) = picture.draw(result, tmp_path, "bench_cpu")
+    assert png.name == "bench_cpu_gemm.png" and png.stat().st_size > 5000
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "small sizes; FP8 on a CPU is emulated" in out and "M=8" in out
+    assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu.json", "bench_cpu_gemm.png"}
+    assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gem"], "invalid choice: 'gem'"),
+        ([], "required: SUITE"),
+        (["gemm", "--tokens", "0"], "0 is not a whole number of at least 1"),
+        (["gemm", "--device", "tpu"], "tpu"),
+        (["step", "--shape", "qwen3_vl_9b"], "did you mean 'qwen3_vl_8b'?"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_is_timed(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gemm", "--device", "cuda"]) == 1
+    assert "--device cuda is not here; use cpu" in capsys.readouterr().err
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py")], capture_output=True, text=True)
+    assert done.returncode == 2 and "make gpu needs an NVIDIA GPU" in done.stdout
+
+
+def test_the_command_knows_the_suites() -> None:
+    assert tuple(bench.SUITES) == command.SUITES
+    with pytest.raises(bench.BenchError, match="there is no suite 'speed'"):
+        bench.run(["speed"], session())
