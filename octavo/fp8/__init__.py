@@ -16,10 +16,15 @@ from octavo.fp8.health import Health, health
 from octavo.fp8.kernels import registry as _registry
 from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
 from octavo.fp8.linear import Linear, linear
+from octavo.fp8.machine import Machine
+from octavo.fp8.measure import MeasureError, Measurements
+from octavo.fp8.measurements import Cache, measure
 from octavo.fp8.metrics import calc_diff, cosine, saturation, sqnr, underflow
 from octavo.fp8.observe import HIGH, GemmCounts, count_gemms, uncounted
 from octavo.fp8.plan import Plan, PlanRow, apply, plan
+from octavo.fp8.plan_file import load_plan, save_plan
 from octavo.fp8.policy import ComponentPolicy, PlanError, Policy, Rule
+from octavo.fp8.precision import high_precision
 from octavo.fp8.proof import Proof, ProofError
 from octavo.fp8.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
 from octavo.fp8.scaling import load_scaling_state, reduce_scaling_state, scaling_state
@@ -32,6 +37,7 @@ __all__ = [
     "HIGH",
     "RECIPES",
     "BackendError",
+    "Cache",
     "CastError",
     "CastSpec",
     "ComponentPolicy",
@@ -40,6 +46,9 @@ __all__ = [
     "GemmCounts",
     "Health",
     "Linear",
+    "Machine",
+    "MeasureError",
+    "Measurements",
     "Plan",
     "PlanError",
     "PlanRow",
@@ -60,14 +69,18 @@ __all__ = [
     "count_gemms",
     "dequantize",
     "health",
+    "high_precision",
     "invalidate",
     "linear",
+    "load_plan",
     "load_scaling_state",
+    "measure",
     "plan",
     "quantize",
     "recipe",
     "reduce_scaling_state",
     "saturation",
+    "save_plan",
     "scaling_state",
     "select",
     "sqnr",

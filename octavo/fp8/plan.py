@@ -3,44 +3,73 @@
 ``plan`` lays a :class:`Policy` over the :func:`topology` of a model (a model on the meta device will do) and answers
 with one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16. ``apply`` carries a
 plan out, in place.
+
+With measurements (:func:`octavo.fp8.measure`) a layer runs in FP8 only where that was measured to win; the recipe
+"auto" then takes the fastest. Without, "auto" goes by the table of :mod:`octavo.fp8.choose`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from octavo.fp8 import experts as moe
 from octavo.fp8 import observe
+from octavo.fp8.choose import backends_for, by_measurement, by_table
 from octavo.fp8.experts import Experts
-from octavo.fp8.globs import matches, nearest
-from octavo.fp8.kernels.registry import Selection
-from octavo.fp8.linear import Linear, Site, select_backends
-from octavo.fp8.policy import OFF, Decision, PlanError, Policy, Rule, decide
+from octavo.fp8.grouped_linear import alone
+from octavo.fp8.kernels.registry import BackendError, Selection
+from octavo.fp8.linear import Linear, Site
+from octavo.fp8.machine import Machine
+from octavo.fp8.measure import Case, Entry, Measured, Measurements, cases_of
+from octavo.fp8.plan_checks import OUTSIDE, STAYS, applies, check_met, check_names, check_same_model
+from octavo.fp8.policy import AUTO, OFF, Decision, PlanError, Policy, decide
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.topology import Row, topology
 from octavo.fp8.weights import HoldsCodes, is_dtensor
 
+if TYPE_CHECKING:
+    from octavo.fp8.plan_table import BackendLine
+
 __all__ = ["Plan", "PlanError", "PlanRow", "apply", "plan"]
 
-OUTSIDE = ("lm_head", "patch_embed")  # rows of their own, outside the share of linear FLOPs
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
-_STAYS = {
-    "lm_head": "lm_head stays in high precision",
-    "patch_embed": "patch embedding stays in high precision",
-    "router": "router stays in high precision",
-}
+
+
+class Times(NamedTuple):
+    """What was measured of a row's case: the candidates, the best FP8 one, and seconds a micro-step in high precision,
+    of that best one and as planned. Both rows of a module of experts hold the time of the whole module."""
+
+    case: Case
+    measured: Measured
+    best: str | None
+    high: float
+    fp8: float | None
+    planned: float
+
+    def to_json(self) -> dict[str, Any]:
+        candidates = {
+            name: e.rejected
+            or {"ms": 1e3 * e.seconds, "host_ms": 1e3 * e.host, "weights_ms": 1e3 * e.weights} | {"spread": e.spread}
+            for name, e in self.measured.entries.items()
+        }
+        fp8 = None if self.fp8 is None else 1e3 * self.fp8
+        return {
+            "case": str(self.case), "best": self.best, "bf16_ms": 1e3 * self.high, "fp8_ms": fp8,
+            "planned_ms": 1e3 * self.planned, "candidates": candidates,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PlanRow:
     """One layer's fate. ``recipe`` is None in high precision; ``reason`` says who decided or what forbids;
-    ``selections`` holds the backend of each FP8 GEMM; ``flops`` counts all three GEMMs of one step (two if frozen)."""
+    ``selections`` holds the backend of each FP8 GEMM; ``flops`` counts all three GEMMs of one step (two if frozen).
+    ``times`` is what was measured; ``decided`` is True where a measurement or the table chose, not the policy."""
 
     row: Row
     recipe: Recipe | None
@@ -48,6 +77,8 @@ class PlanRow:
     selections: Mapping[str, Selection]
     flops: float
     share: float = 0.0
+    times: Times | None = None
+    decided: bool = False
 
     @property
     def name(self) -> str:
@@ -92,6 +123,7 @@ class PlanRow:
             "reason": self.reason,
             "flops": self.flops,
             "share": self.share,
+            **({} if self.times is None else {"measured": self.times.to_json()}),
         }
 
 
@@ -105,6 +137,8 @@ class Plan:
     tokens: Mapping[str, int] | None
     device: str
     notes: tuple[str, ...]
+    machine: Machine
+    micro_steps: int = 1
 
     @cached_property
     def share(self) -> float:
@@ -122,6 +156,12 @@ class Plan:
         """The components, in the order of the model."""
         return tuple(dict.fromkeys(r.component for r in self.rows))
 
+    def backends(self) -> list[BackendLine]:
+        """Why each GEMM runs where it does, once for each recipe and shape."""
+        from octavo.fp8.plan_table import backends
+
+        return backends(self)
+
     def table(self) -> str:
         """The plan as plain text: repeated layers in one line, then what is FP8, what is not and why."""
         from octavo.fp8.plan_table import table
@@ -136,6 +176,7 @@ class Plan:
             "tokens": None if self.tokens is None else dict(self.tokens),
             "share": self.share,
             "shares": {c: self.share_of(c) for c in self.parts if c != "lm_head"},
+            "backends": [line.to_json() for line in self.backends()],
             "rows": [r.to_json() for r in self.rows],
             "notes": list(self.notes),
         }
@@ -146,6 +187,8 @@ def plan(
     policy: Policy | str = "blockwise",
     components: Mapping[str, tuple[str, ...]] | None = None,
     tokens: Mapping[str, int] | None = None,
+    measurements: Measurements | None = None,
+    micro_steps: int = 1,
 ) -> Plan:
     """Plan a model; nothing is changed, and on the meta device nothing is read.
 
@@ -153,43 +196,131 @@ def plan(
         model: real or on the meta device.
         policy: a :class:`Policy`, or a recipe's name for the whole model.
         components: component -> globs of module names (None: conventional names).
-        tokens: tokens a step sends through each component, to weigh FLOPs; None weighs every component per token.
+        tokens: tokens that one forward sends through each component: they weigh FLOPs, and are the M of what was
+            measured. None weighs every component per token.
+        measurements: from :func:`octavo.fp8.measure` with the same tokens. A layer then runs in FP8 only where that
+            wins, in the recipe that was asked for or, with "auto", in the fastest. Those of a CPU are not used.
+        micro_steps: forwards in an optimizer step, which share one cast of the weights.
 
     Raises:
         PlanError: a rule that matches nothing, a component that the model lacks, FP8 asked for what cannot be
-            converted, FP8 asked and nothing converted.
+            converted, FP8 asked and nothing converted; measurements without tokens.
         BackendError: a backend asked for by name that does not exist or cannot do it.
     """
     policy = policy if isinstance(policy, Policy) else _policy_named(policy)
-    rows = topology(model, components)
-    _check_names(policy, rows, tokens)
-    modules = dict(model.named_modules())
-    device = _device(model)
-    verdicts: dict[tuple[Any, ...], str | None] = {}
-    selections: dict[Recipe, dict[str, Selection]] = {}
-    recipes: dict[Decision, Recipe | None] = {}
+    if measurements is not None and tokens is None:
+        raise PlanError("A plan by measurements needs the tokens that they were made with. Give tokens as well.")
+    asked = decisions(model, policy, components, tokens)
+    device = device_of(model)
+    used = None if measurements is None or measurements.machine.emulated else measurements
+    cases = cases_of(model, [row for row, _, _ in asked], tokens) if used is not None and tokens is not None else {}
+    chooser = _Chooser(policy, device, used, micro_steps)
     out: list[PlanRow] = []
-    for row in rows:
-        decision = decide(policy, row.component, tuple(r for r in policy.rules if _applies(r, row)))
-        if decision not in recipes:
-            recipes[decision] = decision.build()
-        chosen = recipes[decision]
-        reason = obstacle = _obstacle(row, modules[row.module], verdicts)
+    for row, decision, obstacle in asked:
+        flops = _flops(row, tokens)
         if obstacle is not None:
-            chosen = None
+            out.append(PlanRow(row, None, obstacle, {}, flops))
         else:
-            reason = decision.source + (": off" if decision.recipe == OFF and "stays" not in decision.source else "")
-        if chosen is not None and chosen not in selections:
-            selections[chosen] = select_backends(chosen, device, policy.backend)
-        picked = {} if chosen is None else selections[chosen]
-        out.append(PlanRow(row, chosen, reason or "", picked, _flops(row, tokens)))
-    _check_met(policy, out)
+            out.append(chooser.choose(row, decision, cases.get(row.name), flops))
+    check_met(policy, out)
     total = sum(r.flops for r in out if r.kind not in OUTSIDE) or 1.0
-    done = tuple(
-        PlanRow(r.row, r.recipe, r.reason, r.selections, r.flops, 0.0 if r.kind in OUTSIDE else r.flops / total)
-        for r in out
-    )
-    return Plan(done, policy, components, tokens, str(device), _notes(done, tokens))
+    done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in out)
+    notes = (*_notes(done, tokens), *_experts_notes(done, device), *_measured_notes(policy, measurements, done))
+    machine = Machine.here(device) if measurements is None else measurements.machine
+    return Plan(done, policy, components, tokens, str(device), notes, machine, micro_steps)
+
+
+Asked = tuple[Row, Decision, "str | None"]
+
+
+def decisions(
+    model: nn.Module,
+    policy: Policy,
+    components: Mapping[str, tuple[str, ...]] | None = None,
+    tokens: Mapping[str, int] | None = None,
+) -> list[Asked]:
+    """(row, what the policy says of it, what forbids FP8 or None) for every linear map. Raises PlanError as plan."""
+    rows = topology(model, components)
+    check_names(policy, rows, tokens)
+    modules = dict(model.named_modules())
+    verdicts: dict[tuple[Any, ...], str | None] = {}
+    return [
+        (
+            row,
+            decide(policy, row.component, tuple(r for r in policy.rules if applies(r, row))),
+            _obstacle(row, modules[row.module], verdicts),
+        )
+        for row in rows
+    ]
+
+
+class _Chooser:
+    """The recipe and the backends of rows that nothing forbids; each distinct question is answered once."""
+
+    def __init__(self, policy: Policy, device: torch.device, found: Measurements | None, micro_steps: int) -> None:
+        self.policy, self.device, self.found, self.micro_steps = policy, device, found, micro_steps
+        self.sm = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        self._allowed: dict[Decision, dict[str, Recipe]] = {}
+        self._selections: dict[tuple[Any, ...], dict[str, Selection]] = {}
+
+    def choose(self, row: Row, decision: Decision, case: Case | None, flops: float) -> PlanRow:
+        if decision not in self._allowed:
+            self._allowed[decision] = decision.allowed(self.policy.candidates)
+        allowed = self._allowed[decision]
+        if not allowed:
+            stays = decision.recipe == OFF and "stays" not in decision.source
+            return PlanRow(row, None, decision.source + (": off" if stays else ""), {}, flops)
+        if self.found is not None and case is not None and case in self.found.cases:
+            return self._measured(row, allowed, case, self.found.cases[case], flops)
+        if decision.recipe == AUTO:
+            return self._by_table(row, allowed, flops)
+        recipe = next(iter(allowed.values()))
+        return PlanRow(row, recipe, decision.source, self._select(row, recipe), flops)
+
+    def _measured(self, row: Row, allowed: Mapping[str, Recipe], case: Case, found: Measured, flops: float) -> PlanRow:
+        choice = by_measurement(found, tuple(allowed.values()), self.micro_steps)
+        high = found.high.cost(self.micro_steps)
+        best, fp8 = (None, None) if choice.best is None else (choice.best[0], choice.best[1].cost(self.micro_steps))
+        planned = high if choice.entry is None or fp8 is None else fp8
+        times = Times(case, found, best, high, fp8, planned)
+        if choice.entry is None:
+            return PlanRow(row, None, choice.reason, {}, flops, times=times, decided=True)
+        recipe = next(r for r in allowed.values() if r.short() == choice.entry.recipe)
+        picked = self._as_measured(row, recipe, choice.entry, case.m)
+        return PlanRow(row, recipe, choice.reason, picked, flops, times=times, decided=True)
+
+    def _by_table(self, row: Row, allowed: Mapping[str, Recipe], flops: float) -> PlanRow:
+        recipe, reason = by_table(self.sm, row.shape, allowed)
+        if recipe is not None:
+            try:
+                return PlanRow(row, recipe, reason, self._select(row, recipe), flops, decided=True)
+            except BackendError as error:
+                if self.policy.backend != "auto":
+                    raise
+                reason = f"auto, not measured: {error}"
+        return PlanRow(row, None, reason, {}, flops, decided=True)
+
+    def _select(self, row: Row, recipe: Recipe, m: int | None = None) -> dict[str, Selection]:
+        key = (recipe, m, row.shape, row.kind)
+        if key not in self._selections:
+            shape = (m, *row.shape)
+            self._selections[key] = backends_for(recipe, self.device, shape, self.policy.backend, row.kind)
+        return self._selections[key]
+
+    def _as_measured(self, row: Row, recipe: Recipe, entry: Entry, m: int) -> dict[str, Selection]:
+        """The backends that were timed. The registry's own choice says what was passed over, and why."""
+        key = (recipe, m, row.shape, row.kind, tuple(entry.backends.items()))
+        if key not in self._selections:
+            shape, usual = (m, *row.shape), self._select(row, recipe, m)
+            self._selections[key] = {}
+            for gemm, name in entry.backends.items():
+                timed = backends_for(recipe, self.device, shape, name, row.kind, (gemm,))[gemm].backend
+                first = usual[gemm]
+                rejected = first.rejected if first.backend is timed else (
+                    *first.rejected, (first.backend.name, "measured, and slower")
+                )  # fmt: skip
+                self._selections[key][gemm] = Selection(timed, "the fastest as measured", rejected)
+        return self._selections[key]
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -205,7 +336,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         raise PlanError(
             f"FP8 was applied to this model before ({done[0]!r} is an FP8 layer). Apply a plan once, to a stock model."
         )
-    _check_same_model(model, plan)
+    check_same_model(model, plan)
     by_module: dict[str, list[PlanRow]] = {}
     for row in plan.rows:
         by_module.setdefault(row.row.module, []).append(row)
@@ -253,20 +384,16 @@ def _is_meta(module: nn.Module) -> bool:
     return any(p.is_meta for p in module.parameters(recurse=False))
 
 
-def _device(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Where the GEMMs will run: where the weights are; for a meta model the GPU if there is one."""
     first = next((p.device for p in model.parameters() if not p.is_meta), None)
     return first or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _applies(rule: Rule, row: Row) -> bool:
-    return matches(rule.match, row.name) or (row.kind == "experts" and matches(rule.match, row.module))
-
-
 def _obstacle(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None]) -> str | None:
     """Why this row cannot run in FP8, None if it can. Modules of experts of one kind and size are tried once."""
-    if row.kind in _STAYS:
-        return _STAYS[row.kind]
+    if row.kind in STAYS:
+        return STAYS[row.kind]
     if row.kind == "subclass":
         return f"{row.type} is a subclass of nn.Linear and is left as it is"
     if "forward" in module.__dict__:
@@ -298,74 +425,10 @@ def _share(rows: Iterable[PlanRow]) -> float:
     return sum(r.fp8_flops for r in inside) / total if total else 0.0
 
 
-def _check_names(policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int] | None) -> None:
-    """Components and rules must name something that exists."""
-    here = tuple(dict.fromkeys(r.component for r in rows))
-    for word, asked in (("component", policy.components), ("tokens of component", tokens or {})):
-        for component in asked:
-            if component not in here and (word == "component" or asked[component]):
-                raise PlanError(
-                    f"{word} {component!r} was asked for, but this model has no linear layers there; it has "
-                    f"{', '.join(here) or 'none at all'}. Leave {component!r} out."
-                )
-    if tokens is not None:
-        lacking = [c for c in here if c not in tokens and any(r.component == c and r.kind not in OUTSIDE for r in rows)]
-        if lacking:
-            raise PlanError(
-                f"tokens says nothing about {', '.join(lacking)}; give every component its tokens a step, 0 for none."
-            )
-    names = [r.name for r in rows]
-    for rule in policy.rules:
-        if not any(_applies(rule, r) for r in rows):
-            close = nearest(rule.match, names)
-            hint = f"The nearest names are {', '.join(close)}" if close else "No linear layer has a name like it"
-            deeper = any(matches(f"{rule.match}.**", n) for n in names)
-            cure = (
-                f"write '{rule.match}.**' to mean what is inside that module"
-                if deeper
-                else "'**.' in front reaches any depth"
-            )
-            raise PlanError(f"rule {rule.match!r} matches no linear layer of this model. {hint}; {cure}.")
-
-
-def _check_met(policy: Policy, rows: list[PlanRow]) -> None:
-    """What was asked to run in FP8 must be able to."""
-    asked: list[tuple[str, list[PlanRow]]] = [
-        (f"component {c!r}", [r for r in rows if r.component == c])
-        for c, p in policy.components.items()
-        if p.recipe not in (None, OFF)
-    ]
-    asked += [
-        (f"rule {rule.match!r}", [r for r in rows if _applies(rule, r.row)])
-        for rule in policy.rules
-        if rule.recipe not in (None, OFF)
-    ]
-    for what, found in asked:
-        # A later rule may switch a layer off again: that is met. What cannot be converted is not.
-        if not any(r.fp8 or r.reason.endswith("off") for r in found):
-            why = "; ".join(dict.fromkeys(f"{r.name}: {r.reason}" for r in found[:3]))
-            raise PlanError(
-                f"{what} asks for FP8, but none of its {len(found)} layers can run in FP8 ({why}). Take it out."
-            )
-    if policy.asks_fp8 and not any(r.fp8 for r in rows):
-        why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
-        raise PlanError(
-            f"FP8 was asked for and nothing of this model would run in it: {why}. Use recipe 'off' for high "
-            "precision, or "
-            "switch a component or a rule on."
-        )
-
-
-def _check_same_model(model: nn.Module, plan: Plan) -> None:
-    found = {r.name: (r.kind, r.shape) for r in topology(model, plan.components)}
-    planned = {r.name: (r.kind, r.shape) for r in plan.rows}
-    for name in [*planned, *found]:
-        if planned.get(name) != found.get(name):
-            has, wants = (f"{v[0]} {list(v[1])}" if v else "nothing" for v in (found.get(name), planned.get(name)))
-            raise PlanError(
-                f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this "
-                "model."
-            )
+def _experts_notes(rows: tuple[PlanRow, ...], device: torch.device) -> tuple[str, ...]:
+    """Which experts run one by one, and why."""
+    whys = [alone(r.recipe, r.selections, device) for r in rows if r.kind == "experts" and r.recipe is not None]
+    return tuple(f"{whys.count(why)} rows of experts run expert by expert: {why}" for why in dict.fromkeys(whys) if why)
 
 
 def _notes(rows: tuple[PlanRow, ...], tokens: Mapping[str, int] | None) -> tuple[str, ...]:
@@ -387,3 +450,14 @@ def _notes(rows: tuple[PlanRow, ...], tokens: Mapping[str, int] | None) -> tuple
     if tokens is None and len({r.component for r in rows if r.kind not in OUTSIDE}) > 1:
         notes.append("shares weigh every component by one token; give tokens per component to weigh by a real step")
     return tuple(notes)
+
+
+def _measured_notes(policy: Policy, found: Measurements | None, rows: tuple[PlanRow, ...]) -> tuple[str, ...]:
+    if found is None or found.machine.emulated:
+        if not policy.asks_auto:
+            return ()
+        where = "" if found is None else " that counts: FP8 is emulated on a CPU, and its times decide nothing"
+        return (f"recipe auto: nothing was measured{where}; recipes are those of the documented table (docs/plan.md)",)
+    unknown = [r.name for r in rows if r.times is None and (r.fp8 or r.decided)]
+    more = f"; {len(unknown)} layers that no token reaches were not (such as {unknown[0]})" if unknown else ""
+    return (f"measured on {found.machine.gpu}: a layer runs in FP8 only where that won{more}",)

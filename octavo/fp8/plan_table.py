@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.fp8.globs import template
 
@@ -11,6 +11,39 @@ if TYPE_CHECKING:
     from octavo.fp8.plan import Plan, PlanRow
 
 HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
+
+WHY = ("recipe", "N x K", "gemm", "backend", "reason", "passed over")
+
+
+class BackendLine(NamedTuple):
+    """Where one GEMM of a recipe and shape runs, why, and each backend that was passed over with its reason."""
+
+    recipe: str
+    shape: tuple[int, int]
+    gemm: str
+    backend: str
+    reason: str
+    rejected: tuple[tuple[str, str], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        rejected = [list(pair) for pair in self.rejected]
+        return {**self._asdict(), "shape": list(self.shape), "rejected": rejected}
+
+    def cells(self) -> tuple[str, ...]:
+        """The line under :data:`WHY`."""
+        passed = "; ".join(f"{name}: {why}" for name, why in self.rejected) or "-"
+        return self.recipe, f"{self.shape[0]} x {self.shape[1]}", self.gemm, self.backend, self.reason, passed
+
+
+def backends(plan: Plan) -> list[BackendLine]:
+    """One line for each distinct recipe, shape and GEMM that runs in FP8."""
+    found = [
+        BackendLine(r.recipe.short(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
+        for r in plan.rows
+        if r.recipe is not None
+        for gemm, s in r.selections.items()
+    ]
+    return list(dict.fromkeys(found))
 
 
 def table(plan: Plan) -> str:

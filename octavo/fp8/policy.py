@@ -1,7 +1,8 @@
 """What is asked for: a recipe for the whole model, for its components, and for names; later and narrower wins.
 
 A :class:`Policy` says nothing about any model; :func:`octavo.fp8.plan` lays it over one. At every level None means
-"as above".
+"as above". The recipe ``"auto"`` leaves the choice among ``candidates`` to measurements, or where there are none to the
+table of :mod:`octavo.fp8.choose`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from octavo.fp8.globs import compile_glob
 from octavo.fp8.kernels import registry
 from octavo.fp8.recipe import GEMMS, RECIPES, Recipe, RecipeError, recipe
 
-OFF = "off"
+OFF, AUTO = "off", "auto"
+CANDIDATES = ("blockwise", "mxfp8", "rowwise", "tensorwise")
+"""What auto chooses among. ``delayed`` is not in it: its histories are state, and values that outgrow them saturate."""
 _SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
 
 
@@ -24,8 +27,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class ComponentPolicy:
-    """One component's answer. ``recipe``: a recipe's name or "off"; ``format``: e4m3 or hybrid; ``fwd``, ``dgrad``,
-    ``wgrad``: fp8 or bf16. None: as the whole model; but the image projector is off until its recipe is given."""
+    """One component's answer. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
+    ``dgrad``, ``wgrad``: fp8 or bf16. None: as the whole model; but the image projector is off until its recipe is given."""
 
     recipe: str | None = None
     format: str | None = None
@@ -65,13 +68,15 @@ class Policy:
     """What to run in FP8.
 
     Args:
-        recipe: one of ``fp8.RECIPES``, or "off" (then components and rules may still switch parts on).
+        recipe: one of ``fp8.RECIPES``; "auto" (the fastest by measurement, see :func:`octavo.fp8.plan`); or "off" (then
+            components and rules may still switch parts on).
         format: "e4m3", "hybrid" or None for the recipe's default.
         fwd, dgrad, wgrad: "fp8" or "bf16".
         components: component name -> :class:`ComponentPolicy` (or a recipe's name, or a mapping with its fields).
         rules: :class:`Rule` objects (or mappings with their fields); a later rule wins over an earlier one.
         activations: "bf16"; what blocks keep for backward besides the linears.
         backend: "auto", or the backend that must run every FP8 GEMM.
+        candidates: the recipes that "auto" chooses among.
 
     Raises:
         PlanError: for names that do not exist and pairs that cannot be.
@@ -87,6 +92,7 @@ class Policy:
     rules: tuple[Rule, ...] = ()
     activations: str = "bf16"
     backend: str = "auto"
+    candidates: tuple[str, ...] = CANDIDATES
 
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
@@ -111,10 +117,14 @@ class Policy:
         for r in rules:
             self._check_words(f"rule {r.match!r}", r)
         for where, name in self._recipes():
-            if name == "auto":
-                raise PlanError(f"{where}: recipe 'auto' is not available in this version; use one of {_names()}.")
-            if name != OFF and name not in RECIPES:
+            if name not in (OFF, AUTO, *RECIPES):
                 raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_names()}.")
+        given = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
+        unknown = [c for c in given if c not in RECIPES]
+        if unknown or not given:
+            found = ", ".join(map(repr, unknown)) or "none"
+            raise PlanError(f"candidates of 'auto' are recipes: {', '.join(RECIPES)}; found {found}.")
+        object.__setattr__(self, "candidates", tuple(dict.fromkeys(given)))
 
     def _check_words(self, where: str, level: Policy | ComponentPolicy | Rule) -> None:
         """Also of levels that are off: a word nobody reads yet is a surprise for later."""
@@ -140,12 +150,22 @@ class Policy:
 
     @property
     def asks_fp8(self) -> bool:
-        """True if any level asks for FP8."""
-        return any(name != OFF for _, name in self._recipes())
+        """True if any level asks for FP8 by a recipe's name; "auto" is content with high precision."""
+        return any(name not in (OFF, AUTO) for _, name in self._recipes())
+
+    @property
+    def asks_auto(self) -> bool:
+        """True if any level leaves the recipe to measurements."""
+        return any(name == AUTO for _, name in self._recipes())
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("components", "rules")},
+            **{
+                f.name: getattr(self, f.name)
+                for f in fields(self)
+                if f.name not in ("components", "rules", "candidates")
+            },
+            **({"candidates": list(self.candidates)} if self.asks_auto else {}),
             "components": {k: _given(c) for k, c in self.components.items()},
             "rules": [_given(r) for r in self.rules],
         }
@@ -167,14 +187,19 @@ class Decision:
         said = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
         return replace(self, **said, source=source) if said else self
 
-    def build(self) -> Recipe | None:
-        """The recipe, or None for off. Raises PlanError for a pair that cannot be."""
-        if self.recipe == OFF:
-            return None
-        try:
-            return recipe(self.recipe, self.format, self.fwd, self.dgrad, self.wgrad)
-        except RecipeError as error:
-            raise PlanError(f"{self.source}: {error}") from None
+    def allowed(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
+        """The recipes that this decision admits by name: none for off, ``candidates`` for auto (without those that the
+        settings beside it exclude), else the one. Raises PlanError for a pair that cannot be."""
+        out: dict[str, Recipe] = {}
+        lacks: list[str] = []
+        for name in candidates if self.recipe == AUTO else () if self.recipe == OFF else (self.recipe,):
+            try:
+                out[name] = recipe(name, self.format, self.fwd, self.dgrad, self.wgrad)
+            except RecipeError as error:
+                lacks.append(str(error))
+        if lacks and not out:
+            raise PlanError(f"{self.source}: {lacks[0]}")
+        return out
 
 
 def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
@@ -211,4 +236,4 @@ def _given(level: ComponentPolicy | Rule) -> dict[str, Any]:
 
 
 def _names() -> str:
-    return ", ".join((OFF, *RECIPES))
+    return ", ".join((OFF, *RECIPES, AUTO))

@@ -144,7 +144,7 @@ ERRORS = [
     ({"components": {"audio": {"recipe": "rowwise"}}}, "component 'audio' was asked for.*it has image_encoder, "),
     ({"rules": [{"match": "**", "recipe": "off"}]}, "FP8 was asked for and nothing.*would run in it.*'off'"),
     ({"recipe": "blockwize"}, "recipe 'blockwize' does not exist; use one of off, tensorwise"),
-    ({"recipe": "auto"}, "'auto' is not available in this version"),
+    ({"candidates": ("fast",)}, "candidates of 'auto' are recipes: tensorwise.*found 'fast'"),
     ({"activations": "fp8"}, "not available in this version"),
     ({"recipe": "mxfp8", "format": "hybrid"}, "the whole model: .*mxfp8.*hybrid"),
     ({"rules": [{"match": "**", "fwd": "bf16", "dgrad": "bf16", "wgrad": "bf16"}]}, r"rule \*\*: .*leaves nothing"),

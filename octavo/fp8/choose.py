@@ -1,0 +1,139 @@
+"""The choice of a recipe for one layer: by what was measured, or by the documented table.
+
+**Measured.** The fastest healthy candidate, if it beats high precision by more than :data:`MARGIN`; among candidates
+within :data:`TIE` of the fastest, the one with the finest scales. Otherwise high precision, with the figures.
+
+**The table** (nothing measured). Which recipe the hardware is fast in, and the sizes below which FP8 is known to lose:
+torchao measured those on an H100 and skips a layer by the same rules (``_auto_filter_for_recipe``). They know nothing
+of the number of tokens, of fused casts or of your GPU: measure.
+
+========== ============ ================================================================
+capability recipe       stays in high precision
+========== ============ ================================================================
+CPU        blockwise    nothing: FP8 is emulated there, to check a run and not for speed
+below 8.9  none         everything: no tensor core multiplies FP8
+8.9        rowwise      N <= 2048, K <= 1024, or (N <= 4096 and K <= 2048)
+9.x        blockwise    the same
+10.x, 11.x mxfp8        the same
+12.x       rowwise      the same
+any GPU                 N or K not a multiple of 16; tensorwise, if allowed alone: K <= 4096 and N <= 1024
+========== ============ ================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from octavo.fp8.kernels.registry import BackendError, Selection, select
+from octavo.fp8.recipe import GEMMS, Recipe
+
+if TYPE_CHECKING:
+    from octavo.fp8.measure import Entry, Measured
+
+MARGIN = 0.02  # FP8 must win by more: a tie costs accuracy and buys nothing
+TIE = 0.03
+FINEST = ("blockwise", "mxfp8", "rowwise", "tensorwise", "delayed")  # in case of a tie, the first
+
+
+class Choice(NamedTuple):
+    """The entry to run (None: high precision), why, and the best FP8 entry even where it lost."""
+
+    entry: Entry | None
+    reason: str
+    best: tuple[str, Entry] | None
+
+
+def by_measurement(found: Measured, allowed: Sequence[Recipe], micro_steps: int = 1) -> Choice:
+    """Choose among the measured candidates of the allowed recipes."""
+    names = {r.short() for r in allowed}
+    asked = {name: e for name, e in found.entries.items() if e.recipe in names}
+    healthy = {name: e for name, e in asked.items() if e.rejected is None}
+    if not healthy:
+        why = "; ".join(f"{name}: {e.rejected}" for name, e in asked.items()) or "no backend can do any allowed recipe"
+        return Choice(None, f"measured: no FP8 candidate is able ({why})", None)
+    high = found.high.cost(micro_steps)
+    fastest = min(e.cost(micro_steps) for e in healthy.values())
+    close = {name: e for name, e in healthy.items() if e.cost(micro_steps) <= fastest * (1 + TIE)}
+    if fastest < high * (1 - MARGIN):  # never take a finer one that does not win itself
+        close = {name: e for name, e in close.items() if e.cost(micro_steps) < high * (1 - MARGIN)}
+    name, best = min(close.items(), key=lambda item: (_rank(item[1].recipe), item[1].cost(micro_steps)))
+    cost = best.cost(micro_steps)
+    told = f"measured: BF16 {_ms(high)}, FP8 {_ms(cost)} ({name}), {high / cost:.2f}x" if cost else f"measured: {name}"
+    if cost < high * (1 - MARGIN):
+        return Choice(best, told, (name, best))
+    return Choice(None, f"measured: BF16 {_ms(high)}, best FP8 {_ms(cost)} ({name})", (name, best))
+
+
+def _rank(short: str) -> int:
+    name = short.split(" ")[0]
+    return FINEST.index(name) if name in FINEST else len(FINEST)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-4 else f"{1e3 * seconds:.4f} ms"
+
+
+def by_table(
+    sm: tuple[int, int] | None, shape: tuple[int, int], allowed: Mapping[str, Recipe]
+) -> tuple[Recipe | None, str]:
+    """(recipe or None, reason) from the table in this module's docstring; ``shape`` is (N, K), ``sm`` None on a CPU."""
+    n, k = shape
+    if sm is None:
+        preferred = "blockwise"
+    elif sm < (8, 9):
+        return None, f"auto, not measured: no FP8 in hardware at compute capability {sm[0]}.{sm[1]}"
+    else:
+        preferred = {8: "rowwise", 9: "blockwise", 10: "mxfp8", 11: "mxfp8"}.get(sm[0], "rowwise")
+    order = [preferred, "blockwise", "rowwise", "tensorwise", *allowed]
+    name = next((r for r in order if r in allowed), None)
+    if name is None:
+        return None, "auto, not measured: no recipe is allowed"
+    if sm is not None:
+        small = _too_small(name, n, k)
+        if small:
+            return None, f"auto, not measured: {small}, where FP8 is known to lose"
+    return allowed[name], f"auto, not measured: {name} by the table"
+
+
+def _too_small(name: str, n: int, k: int) -> str | None:
+    if n % 16 or k % 16:
+        return f"N={n} or K={k} is no multiple of 16"
+    if name == "tensorwise":
+        return f"K={k} <= 4096 and N={n} <= 1024" if k <= 4096 and n <= 1024 else None
+    if n <= 2048:
+        return f"N={n} <= 2048"
+    if k <= 1024:
+        return f"K={k} <= 1024"
+    return f"N={n} <= 4096 and K={k} <= 2048" if n <= 4096 and k <= 2048 else None
+
+
+def backends_for(
+    chosen: Recipe,
+    device: torch.device,
+    shape: Sequence[int | None],
+    requested: str = "auto",
+    kind: str = "linear",
+    gemms: Sequence[str] = GEMMS,
+) -> dict[str, Selection]:
+    """The backend of each GEMM that ``chosen`` runs in FP8, for a layer of ``kind`` and shape (M or None, N, K).
+
+    Experts take the grouped GEMMs where there are such for all, else the linear ones, expert by expert
+    (:func:`octavo.fp8.grouped_linear.alone` then says why).
+
+    Raises BackendError where one asked for cannot serve, or none can.
+    """
+    asked = [gemm for gemm in gemms if chosen.gemm(gemm) is not None]
+
+    def each(prefix: str) -> dict[str, Selection]:
+        return {g: select(prefix + g, recipe_or_spec=chosen, device=device, shape=shape, requested=requested)
+                for g in asked}  # fmt: skip
+
+    if kind == "experts" and chosen.delayed is None:
+        try:
+            return each("grouped_")
+        except BackendError:
+            return each("")
+    return each("")

@@ -1,0 +1,78 @@
+"""What measurements depend on: the GPU, its driver, torch, and the versions of the backends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.fp8.kernels import registry
+
+__all__ = ["CPU", "Machine"]
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``gpu`` is the device's name, or "cpu"; ``capability`` such as "9.0"; ``backends`` name -> version."""
+
+    gpu: str
+    capability: str | None = None
+    driver: str | None = None
+    torch: str = ""
+    cuda: str | None = None
+    backends: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls, device: torch.device | str) -> Machine:
+        """The machine that ``device`` belongs to."""
+        device = torch.device(device)
+        versions = {name: registry.get(name).version() for name in registry.names()}
+        if device.type != "cuda":
+            return cls(CPU, torch=torch.__version__, backends=versions)
+        properties = torch.cuda.get_device_properties(device)
+        capability = f"{properties.major}.{properties.minor}"
+        return cls(properties.name, capability, _driver(), torch.__version__, torch.version.cuda, versions)
+
+    @property
+    def emulated(self) -> bool:
+        """True on a CPU, where FP8 is arithmetic in software: its times say nothing about a GPU."""
+        return self.gpu == CPU
+
+    @property
+    def sm(self) -> tuple[int, int] | None:
+        """The compute capability as numbers; None on a CPU."""
+        if self.capability is None:
+            return None
+        major, _, minor = self.capability.partition(".")
+        return int(major), int(minor or 0)
+
+    def differences(self, other: Machine) -> list[str]:
+        """What differs, as phrases: "gpu was NVIDIA L4, is NVIDIA H200"."""
+        found = []
+        for f in fields(self):
+            was, now = getattr(self, f.name), getattr(other, f.name)
+            if f.name == "backends":
+                for name in dict.fromkeys([*was, *now]):
+                    if was.get(name) != now.get(name):
+                        found.append(f"backend {name} was {was.get(name, 'absent')}, is {now.get(name, 'absent')}")
+            elif was != now:
+                found.append(f"{f.name} was {was}, is {now}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "backends": dict(self.backends)}
+
+
+def _driver() -> str | None:
+    """NVIDIA's kernel driver; None where the system does not say it there."""
+    file = Path("/proc/driver/nvidia/version")
+    if not file.exists():
+        return None
+    match = re.search(r"Kernel Module.*?\s([0-9]+(\.[0-9]+)+)", file.read_text(errors="replace"))
+    return match[1] if match else None

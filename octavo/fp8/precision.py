@@ -1,0 +1,54 @@
+"""The same model in high precision for a moment: what FP8 gained is measured against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from octavo.fp8.experts import Experts
+from octavo.fp8.linear import Linear, Site
+from octavo.fp8.recipe import Recipe
+
+__all__ = ["high_precision"]
+
+
+@contextmanager
+def high_precision(model: nn.Module) -> Iterator[None]:
+    """Inside, every FP8 layer of ``model`` computes as the stock layer it was made from; afterwards in FP8 as before.
+
+    Parameters, hooks, weight codes and amax histories are neither moved nor written. A forward and its backward belong
+    into the same block. Not for two threads at once.
+    """
+    changed: list[tuple[nn.Module, dict[str, Any]]] = []
+    classes: list[tuple[nn.Module, Any]] = []
+    try:
+        for module in model.modules():
+            kind: Any = type(module)
+            if kind is Linear:
+                classes.append((module, kind))
+                object.__setattr__(module, "__class__", nn.Linear)
+            elif isinstance(module, Experts) and "_stock" in kind.__dict__:
+                classes.append((module, kind))
+                object.__setattr__(module, "__class__", kind._stock)
+            elif isinstance(module, Linear | Experts):
+                # Somebody (fully_shard on the layer itself) put a class of its own on top, which must stay.
+                held = {name: module.__dict__[name] for name in ("_site", "_sites") if name in module.__dict__}
+                changed.append((module, held))
+                module.__dict__.update({name: _high(value) for name, value in held.items()})
+        yield
+    finally:
+        for module, kind in classes:
+            object.__setattr__(module, "__class__", kind)
+        for module, held in changed:
+            module.__dict__.update(held)
+
+
+def _high(value: Any) -> Any:
+    """A site, or sites by projection, without FP8."""
+    if not isinstance(value, Site):
+        return {name: _high(site) for name, site in value.items()}
+    return replace(value, recipe=Recipe("off", "high precision", None, None, None), selections={})
