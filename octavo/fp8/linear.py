@@ -9,7 +9,10 @@ Nothing in 16 or 32 bits, unless the recipe keeps wgrad itself in high precision
 without gradient asks for no dgrad. The weight's codes live in the module's cache (:mod:`octavo.fp8.weights`) and serve
 the backward and all micro-steps until the weight changes.
 
-The trade-off against keeping x itself: one more cast in the forward (x along M for wgrad) buys half the memory.
+The trade-off against keeping x itself: one more cast in the forward (x along M for wgrad) buys half the memory. Where
+x or dy is cast twice, both casts are asked of the backend at once, which may read the tensor once; layers that multiply
+the same x share its codes (:mod:`octavo.fp8.shared_input`), and sisters may run as one GEMM
+(:mod:`octavo.fp8.fusion`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +34,8 @@ from octavo.fp8.kernels import ops
 from octavo.fp8.kernels.registry import Selection, select
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.recipe import recipe as named_recipe
-from octavo.fp8.weights import HoldsCodes, Part, WeightCodes, is_dtensor
+from octavo.fp8.shared_input import Input, Want, cast_both
+from octavo.fp8.weights import HoldsCodes, Part, WeightCodes, capturing, is_dtensor
 
 
 @dataclass(eq=False)
@@ -57,14 +62,24 @@ class Site:
         """The selection of the first GEMM that runs in FP8."""
         return next(iter(self.selections.values()))
 
-    def cast(self, gemm: str, x: Tensor, spec: CastSpec) -> Quantized:
-        return self.selections[gemm].backend.quantize(x, spec)
+    def want(self, gemm: str, spec: CastSpec) -> Want:
+        """A cast for a GEMM, by the backend that runs it."""
+        return Want(self.selections[gemm].backend, spec)
 
     def weight(self, gemm: str, owner: Tensor, part: Part, spec: CastSpec) -> Quantized:
+        """The codes of a weight for fwd or dgrad: dgrad reads those of the forward where the cast is the same."""
         backend = self.selections[gemm].backend
+        contract = 1 if gemm == "fwd" or self.shares_weight else 0
+        cast = partial(backend.quantize, contract=contract)
         if self.codes is None:
-            return backend.quantize(part.of(owner), spec)
-        return self.codes.get(owner, part, spec, backend, forward=gemm == "fwd")
+            return cast(part.of(owner), spec)
+        return self.codes.get(owner, part, spec, backend, forward=gemm == "fwd", cast=cast)
+
+    @property
+    def shares_weight(self) -> bool:
+        """Whether dgrad multiplies by the codes of the forward."""
+        fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
+        return fwd is not None and dgrad is not None and fwd.b == dgrad.b
 
 
 def select_backends(chosen: Recipe, device: torch.device, requested: str = "auto") -> dict[str, Selection]:
@@ -94,8 +109,6 @@ def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> T
     ``torch.compile`` leaves it out in one piece: caches, counters and casts that look at values cannot be traced.
     """
     _check(x, weight, call.site.name)
-    if _autocast_enabled(x) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
     return _ThreeGemms.apply(x, weight, bias, call)
 
 
@@ -103,27 +116,30 @@ class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         site, now = call.site, observe.phase()
-        x_MK = x.reshape(x.shape[:-1].numel(), x.shape[-1])  # no -1, which is ambiguous in an empty tensor
+        given = Input(x, compute_dtype(x), site)
         needs_x, needs_w, needs_b = (call.grad and n for n in ctx.needs_input_grad[:3])
         watched = health.watching() and now.counted
         with _no_autocast(x):
-            y_MN, x_q = _forward_gemm(x_MK, bias, weight, call, now, watched and not now.recompute)
-            kept = _keep_x(x_MK, x_q, call, now) if needs_w else None
+            x_q, kept = _codes_of_x(given, call, now, needs_w)
+            y_MN, w_q = _forward_gemm(given, x_q, weight, bias, call, now, watched and not now.recompute)
         if now.counted and observe.counting():
             for gemm, needed in (("dgrad", needs_x), ("wgrad", needs_w)):
                 if needed:
                     observe.promise(site.name, gemm, now)
             if not call.grad and not now.recompute:
                 observe.gradless(site.name)
-        exact = (x_MK,) if watched and needs_w and isinstance(kept, Quantized) else ()
-        codes = () if kept is None else (kept.data, kept.scale) if isinstance(kept, Quantized) else (kept,)
-        ctx.save_for_backward(*((call.owner,) if needs_x else ()), *codes, *exact)
+        # Weights cast inside a graph capture are in no cache, but they are this backward's.
+        inside = needs_x and w_q is not None and site.shares_weight and capturing(x)
+        exact = (given.matrix(),) if watched and needs_w and isinstance(kept, Quantized) else ()
+        ctx.save_for_backward(
+            *((call.owner,) if needs_x else ()), *(_tensors(w_q) if inside else ()), *_tensors(kept), *exact
+        )
         ctx.site, ctx.part, ctx.history = site, call.part, call.history
         ctx.record = call.record and now.counted
         ctx.counted, ctx.born, ctx.watched = now.counted, now.gemm, watched
-        ctx.needs = (needs_x, needs_w, needs_b)
+        ctx.needs, ctx.inside = (needs_x, needs_w, needs_b), inside
         ctx.kept_spec = kept.spec if isinstance(kept, Quantized) else None
-        ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.compute_dtype, ctx.w_dtype = x.shape, x.dtype, given.dtype, weight.dtype
         ctx.b_dtype = None if bias is None else bias.dtype
         # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it (+=, inplace=True).
         return torch.ops.aten._unsafe_view(y_MN, [*x.shape[:-1], weight.shape[0]])
@@ -135,90 +151,122 @@ class _ThreeGemms(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         dy_MN = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx = dw = db = None
-        casts: dict[CastSpec, Quantized] = {}
         with _no_autocast(dy):
+            dy_row, dy_col = _codes_of_dy(ctx, dy_MN, needs_x, needs_w)
             if needs_x:
-                dx = _dgrad(ctx, dy_MN, saved.pop(0), casts)
+                owner, w_q = saved.pop(0), None
+                if ctx.inside:
+                    w_q = Quantized(saved.pop(0), saved.pop(0), ctx.site.recipe.dgrad.b)
+                dx = _dgrad(ctx, dy_MN, dy_row, owner, w_q)
             if needs_w:
-                dw = _wgrad(ctx, dy_MN, saved, casts)
+                dw = _wgrad(ctx, dy_MN, dy_col, saved)
             if needs_b:
                 db = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype)
         return dx, dw, db, None
 
 
+def _tensors(kept: Quantized | Tensor | None) -> tuple[Tensor, ...]:
+    if isinstance(kept, Quantized):
+        return kept.data, kept.scale
+    return () if kept is None else (kept,)
+
+
+def _codes_of_x(
+    x: Input, call: Call, now: observe.Phase, needs_w: bool
+) -> tuple[Quantized | None, Quantized | Tensor | None]:
+    """x as fwd wants it, and as wgrad does: the same codes where the cast is the same, x itself in high precision."""
+    recipe, history = call.site.recipe, call.history
+    fwd = None if recipe.fwd is None else recipe.fwd.a
+    wgrad = recipe.wgrad.b if needs_w and recipe.wgrad is not None else None
+    row = None if fwd is None else call.site.want("fwd", fwd)
+    col = None if wgrad is None or wgrad == fwd else call.site.want("wgrad", wgrad)
+    if recipe.delayed is not None and history is not None:
+
+        def cast(want: Want, contract: int) -> Quantized:
+            record = call.record and now.counted
+            return scaling.quantize_x(x.matrix(), want, contract, history, record=record, recompute=now.recompute)
+
+        x_row = None if row is None else cast(row, 1)
+        x_col = None if col is None else cast(col, 0)
+    else:
+        x_row, x_col = x.codes(row, col)
+    if needs_w and recipe.wgrad is None:
+        return x_row, x.high()
+    return x_row, x_row if wgrad is not None and wgrad == fwd else x_col
+
+
+def _codes_of_dy(ctx: Any, dy_MN: Tensor, needs_x: bool, needs_w: bool) -> tuple[Quantized | None, Quantized | None]:
+    """dy as dgrad wants it and as wgrad does; each cast once."""
+    site, recipe = ctx.site, ctx.site.recipe
+    row = site.want("dgrad", recipe.dgrad.a) if needs_x and recipe.dgrad is not None else None
+    col = site.want("wgrad", recipe.wgrad.a) if needs_w and recipe.wgrad is not None else None
+    same = row is not None and col is not None and row.spec == col.spec
+    if recipe.delayed is not None and ctx.history is not None:
+
+        def cast(want: Want, contract: int) -> Quantized:
+            return scaling.quantize_dy(dy_MN, want, contract, ctx.history, ctx.record)
+
+    else:
+        if row is not None and col is not None and not same:
+            return cast_both(dy_MN, row, col)
+
+        def cast(want: Want, contract: int) -> Quantized:
+            return want.backend.quantize(dy_MN, want.spec, contract)
+
+    dy_row = None if row is None else cast(row, 1)
+    return dy_row, dy_row if same else None if col is None else cast(col, 0)
+
+
 def _forward_gemm(
-    x_MK: Tensor, bias: Tensor | None, weight: Tensor, call: Call, now: observe.Phase, watched: bool
+    x: Input,
+    x_q: Quantized | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: Call,
+    now: observe.Phase,
+    watched: bool,
 ) -> tuple[Tensor, Quantized | None]:
-    """y [M, N] and the codes of x that it used."""
-    site = call.site
-    gemm = site.recipe.fwd
-    flops = 2 * x_MK.shape[0] * weight.numel()
-    if gemm is None:
+    """y [M, N], and the codes of w that it used."""
+    site, gemm = call.site, call.site.recipe.fwd
+    flops = 2 * x.rows * weight.numel()
+    if gemm is None or x_q is None:
         _count(site.name, now.gemm, observe.HIGH, flops, now.counted)
-        w = weight.to(x_MK.dtype)
-        return F.linear(x_MK, w, None if bias is None else bias.to(x_MK.dtype)), None
+        return F.linear(x.high(), weight.to(x.dtype), None if bias is None else bias.to(x.dtype)), None
     backend = site.selections["fwd"].backend
-    x_q = _cast_x("fwd", x_MK, gemm.a, call, now)
     w_q = site.weight("fwd", call.owner, call.part, gemm.b)
     if watched:
-        health.operand(site.name, "x", x_MK, x_q)
+        health.operand(site.name, "x", x.matrix(), x_q)
         health.operand(site.name, "w", weight, w_q)
     _count(site.name, now.gemm, backend.name, flops, now.counted)
-    return backend.gemm_fwd(x_q, w_q, x_MK.dtype, bias), x_q
+    return backend.gemm_fwd(x_q, w_q, x.dtype, bias), w_q
 
 
-def _keep_x(x_MK: Tensor, x_q: Quantized | None, call: Call, now: observe.Phase) -> Quantized | Tensor:
-    """x as wgrad wants it: its codes (those of the forward where the cast is the same), or x itself."""
-    gemm = call.site.recipe.wgrad
-    if gemm is None:
-        return x_MK
-    if x_q is not None and x_q.spec == gemm.b:
-        return x_q
-    return _cast_x("wgrad", x_MK, gemm.b, call, now)
-
-
-def _cast_x(gemm: str, x_MK: Tensor, spec: CastSpec, call: Call, now: observe.Phase) -> Quantized:
-    if call.site.recipe.delayed is None or call.history is None:
-        return call.site.cast(gemm, x_MK, spec)
-    return scaling.quantize_x(x_MK, spec, call.history, call.record and now.counted, now.recompute)
-
-
-def _cast_dy(ctx: Any, gemm: str, dy_MN: Tensor, spec: CastSpec, casts: dict[CastSpec, Quantized]) -> Quantized:
-    """Each cast of dy once: a recipe may use the same codes in dgrad and wgrad."""
-    if spec not in casts:
-        delayed = ctx.site.recipe.delayed is not None and ctx.history is not None
-        casts[spec] = (
-            scaling.quantize_dy(dy_MN, spec, ctx.history, ctx.record) if delayed else ctx.site.cast(gemm, dy_MN, spec)
-        )
-    return casts[spec]
-
-
-def _dgrad(ctx: Any, dy_MN: Tensor, owner: Tensor, casts: dict[CastSpec, Quantized]) -> Tensor:
-    """dx in the shape and dtype of x."""
+def _dgrad(ctx: Any, dy_MN: Tensor, dy_q: Quantized | None, owner: Tensor, w_q: Quantized | None) -> Tensor:
+    """dx in the shape and dtype of x. ``w_q``: the codes of w where the forward kept them."""
     site, gemm = ctx.site, ctx.site.recipe.dgrad
     flops = 2 * dy_MN.numel() * ctx.x_shape[-1]
-    if gemm is None:
+    if gemm is None or dy_q is None:
         _count_backward(ctx, "dgrad", observe.HIGH, flops)
-        return (dy_MN @ ctx.part.of(owner).to(dy_MN.dtype)).view(ctx.x_shape)
-    dy_q = _cast_dy(ctx, "dgrad", dy_MN, gemm.a, casts)
-    # Valid codes if the weight is as it was; otherwise (resharded meanwhile) the regathered weight is cast again.
-    w_q = site.weight("dgrad", owner, ctx.part, gemm.b)
+        return (dy_MN @ ctx.part.of(owner).to(dy_MN.dtype)).view(ctx.x_shape).to(ctx.x_dtype)
+    if w_q is None:
+        # Valid codes if the weight is as it was; otherwise (resharded meanwhile) the regathered weight is cast again.
+        w_q = site.weight("dgrad", owner, ctx.part, gemm.b)
     backend = site.selections["dgrad"].backend
     if ctx.watched:
         health.operand(site.name, "dy", dy_MN, dy_q)
     _count_backward(ctx, "dgrad", backend.name, flops)
-    return backend.gemm_dgrad(dy_q, w_q, ctx.x_dtype).view(ctx.x_shape)
+    # Rounded to the dtype of the GEMMs first, as the gradient of autocast's copy would be.
+    return backend.gemm_dgrad(dy_q, w_q, ctx.compute_dtype).view(ctx.x_shape).to(ctx.x_dtype)
 
 
-def _wgrad(ctx: Any, dy_MN: Tensor, saved: list[Tensor], casts: dict[CastSpec, Quantized]) -> Tensor:
+def _wgrad(ctx: Any, dy_MN: Tensor, dy_q: Quantized | None, saved: list[Tensor]) -> Tensor:
     """dw [N, K] in the weight's dtype."""
     site, gemm = ctx.site, ctx.site.recipe.wgrad
     flops = 2 * dy_MN.numel() * ctx.x_shape[-1]
-    if gemm is None:
+    if gemm is None or dy_q is None:
         _count_backward(ctx, "wgrad", observe.HIGH, flops)
         return (dy_MN.t() @ saved[0]).to(ctx.w_dtype)
     x_q = Quantized(saved[0], saved[1], ctx.kept_spec)
-    dy_q = _cast_dy(ctx, "wgrad", dy_MN, gemm.a, casts)
     backend = site.selections["wgrad"].backend
     _count_backward(ctx, "wgrad", backend.name, flops)
     dw = backend.gemm_wgrad(dy_q, x_q, ctx.w_dtype)
@@ -238,6 +286,12 @@ def _count_backward(ctx: Any, gemm: str, backend: str, flops: int) -> None:
     _count(ctx.site.name, gemm, backend, flops, ctx.counted)
     if ctx.counted and observe.counting():
         observe.came(ctx.site.name, gemm, ctx.born)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What the GEMMs of x take: autocast's dtype under autocast, which leaves float64 alone, else x's own."""
+    lowered = _autocast_enabled(x) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if lowered else x.dtype
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -271,6 +325,7 @@ class Linear(HoldsCodes, nn.Linear):
     object, same parameters, hooks and names, so that checkpoints, optimizers and PEFT see nothing new."""
 
     _site: Site
+    _group: Any  # octavo.fp8.fusion.Group, where the layer has one
 
     @classmethod
     def convert(cls, module: nn.Linear, site: Site) -> Linear:
@@ -319,6 +374,11 @@ class Linear(HoldsCodes, nn.Linear):
         site = self._site
         if torch.compiler.is_compiling() and site.recipe.delayed is None:
             return traced.linear(input, self.weight, self.bias, site.key)
+        group = self.__dict__.get("_group")
+        if group is not None:
+            y = group.output(self, input)
+            if y is not None:
+                return y
         history = scaling.history(self, 0, input.device) if site.recipe.delayed is not None else None
         call = Call(site, self.weight, Part(), history, self.training, torch.is_grad_enabled())
         return three_gemms(input, self.weight, self.bias, call)

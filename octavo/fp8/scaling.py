@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from octavo.fp8 import cast
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.recipe import Delayed
+from octavo.fp8.shared_input import Want
 
 PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", with "_<parameter>" behind it in modules of experts
 _HELD = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
@@ -79,16 +80,17 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device)
 
 
-def quantize_x(x: Tensor, spec: CastSpec, rows: History, record: bool, recompute: bool) -> Quantized:
+def quantize_x(x: Tensor, want: Want, contract: int, rows: History, *, record: bool, recompute: bool) -> Quantized:
     """Cast the input of a layer [M, K] by its history; ``record`` the amax, unless this is a recomputation.
 
     But for the writing, both run the same operations: selective checkpointing replays results by counting them.
     """
+    (backend, spec), x = want, x.detach()
     with torch.no_grad():
-        amax = cast.amax(x)
+        amax = _amax(x)
         scale = _scale(rows.x, amax, spec)
         if not x.numel():
-            return cast.quantize_with_scale(x, scale, spec, amax)
+            return backend.quantize_with_scale(x, scale, spec, amax, contract)
         print_ = _fingerprint(x)
         number = torch.autograd._get_sequence_nr() - 1  # the node of this forward took the last one
         entry = torch.stack([torch.full_like(print_, number), print_, scale.view(torch.int32).long()]).view(3, 1)
@@ -100,7 +102,7 @@ def quantize_x(x: Tensor, spec: CastSpec, rows: History, record: bool, recompute
             if record:
                 rows.x.copy_(longer)
             scale = _noted_scale(recent, print_, number, False, scale)  # its own
-        return cast.quantize_with_scale(x, scale, spec, amax)
+        return backend.quantize_with_scale(x, scale, spec, amax, contract)
 
 
 def _fingerprint(x: Tensor) -> Tensor:
@@ -130,14 +132,23 @@ def _noted_scale(recent: Tensor, print_: Tensor, node: int, after: bool, otherwi
     return torch.where(found, scales.index_select(0, best).int().view(torch.float32), otherwise).view(())
 
 
-def quantize_dy(dy: Tensor, spec: CastSpec, rows: History, record: bool) -> Quantized:
+def quantize_dy(dy: Tensor, want: Want, contract: int, rows: History, record: bool) -> Quantized:
     """Cast the gradient of a layer's output [M, N] by its history."""
+    backend, spec = want
     with torch.no_grad():
-        amax = cast.amax(dy)
+        amax = _amax(dy)
         scale = _scale(rows.dy, amax, spec)
         if record and dy.numel():
             rows.dy.copy_(_pushed(rows.dy, amax, amax.isfinite()))
-        return cast.quantize_with_scale(dy, scale, spec, amax)
+        return backend.quantize_with_scale(dy, scale, spec, amax, contract)
+
+
+def _amax(x: Tensor) -> Tensor:
+    """As ``cast.amax``, without a copy of x: negation is exact, and a minimum keeps NaN as a maximum does."""
+    if not x.numel():
+        return cast.amax(x)
+    low, high = torch.aminmax(x)
+    return torch.maximum(high, -low).float()
 
 
 def _scale(row: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:

@@ -150,12 +150,12 @@ class WeightCodes:
 
         Only a forward begins a new generation of codes. A backward that finds other values than the last forward (a
         weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
-        nothing.
+        nothing. Nor is anything kept or reused while a CUDA graph is captured.
         """
         cast = cast or backend.quantize
         # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
         # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
-        if owner.is_inference() or _capturing(owner) or not (forward or self._valid(owner)):
+        if owner.is_inference() or capturing(owner) or not (forward or self._valid(owner)):
             self.casts += 1
             return cast(part.of(owner), spec)
         if not self._valid(owner):
@@ -232,7 +232,7 @@ class HoldsCodes(nn.Module):
                 codes.own(weight)
 
 
-def _capturing(tensor: Tensor) -> bool:
+def capturing(tensor: Tensor) -> bool:
     """Whether what runs now on this tensor goes into a CUDA graph, of ours or of Inductor's (``reduce-overhead``, whose
     memory pool may hold nothing that outlives a run)."""
     if tensor.device.type != "cuda":
