@@ -132,6 +132,28 @@ def lies(q: Quantized, contract: int) -> bool:
     return _holds(data, padded_sizes(q.data.shape[0], q.data.shape[1], q.spec, contract))
 
 
+def experts_k_major(q: Quantized, contract: int) -> Operand:
+    """Weights [E, N, K] of E experts: as :func:`k_major` of each, with codes [E, free, contracted] in one buffer and
+    scales [E, free blocks, contracted blocks] as they lie."""
+    data = q.data if contract == 1 else q.data.transpose(1, 2)
+    scale = q.scale if contract == 1 else q.scale.transpose(1, 2)
+    experts, free, contracted = data.shape
+    sizes = padded_sizes(q.data.shape[1], q.data.shape[2], q.spec, contract)
+    strides = (sizes[0] * sizes[1], sizes[1], 1)
+    nbytes = experts * strides[0]
+    if data.stride() == strides and data.storage_offset() == 0 and data.untyped_storage().nbytes() == nbytes:
+        return Operand(data.as_strided((experts, *sizes), strides), scale, free, contracted)
+    codes = torch.zeros((experts, *sizes), dtype=torch.uint8, device=data.device)
+    codes[:, :free, :contracted] = data.view(torch.uint8)
+    return Operand(codes.view(data.dtype), scale, free, contracted)
+
+
+def lines(operand: Operand) -> Tensor:
+    """Scales of blocks (1, g) with those of the padding: [padded free, blocks] with stride (1, padded free)."""
+    rows, blocks = operand.codes.shape[0], operand.scale.shape[1]
+    return operand.scale.as_strided((rows, blocks), (1, rows))
+
+
 def _holds(data: Tensor, sizes: tuple[int, int]) -> bool:
     """Whether ``data`` [free, contracted] is the corner of a padded buffer of ``sizes``.
 

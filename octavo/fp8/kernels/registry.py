@@ -176,8 +176,14 @@ class Borrower(Backend):
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return select("dequantize", recipe_or_spec=q.spec, device=q.data.device).backend.dequantize(q, dtype)
 
-    def _lender(self, spec: CastSpec, x: Tensor) -> Backend:
-        return select("quantize", recipe_or_spec=spec, device=x.device, shape=x.shape).backend
+    def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
+        return self._lender(spec, x, "grouped_fwd").quantize_rows(x, spec, groups, contract)
+
+    def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+        return self._lender(spec, w, "grouped_fwd").quantize_experts(w, spec, contract)
+
+    def _lender(self, spec: CastSpec, x: Tensor, op: str = "quantize") -> Backend:
+        return select(op, recipe_or_spec=spec, device=x.device, shape=x.shape).backend
 
 
 class Selection(NamedTuple):

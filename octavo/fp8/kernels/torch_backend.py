@@ -30,7 +30,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.formats import E8M0
-from octavo.fp8.kernels.layout import Operand, k_major, round_up
+from octavo.fp8.kernels.layout import Operand, k_major, lines, round_up
 from octavo.fp8.kernels.registry import Borrower
 from octavo.fp8.recipe import Recipe
 
@@ -178,20 +178,14 @@ def lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
         )
     a, b = k_major(a_q, a_dim), k_major(b_q, b_dim)
     if kind in ("block", "line"):  # scales reach over the padding of the free dimensions, so all rows are handed over
-        scale_b = _lines(b) if kind == "line" else _squares(b)
-        return Product(kind, a.codes, b.codes.t(), _lines(a), scale_b)
+        scale_b = lines(b) if kind == "line" else _squares(b)
+        return Product(kind, a.codes, b.codes.t(), lines(a), scale_b)
     codes, scale_a, scale_b = a.codes[: a.free], a.scale, b.scale.t()
     if kind == "row" and b.codes.shape[0] != b.free:
         scale_b = F.pad(scale_b, (0, b.codes.shape[0] - b.free), value=1.0)
     if kind == "mx":
         scale_a, scale_b = swizzled(a.scale), swizzled(b.scale)
     return Product(kind, codes, b.codes.t(), scale_a, scale_b)
-
-
-def _lines(operand: Operand) -> Tensor:
-    """Scales [padded free, blocks] with stride (1, padded free): those of the padding included."""
-    rows, blocks = operand.codes.shape[0], operand.scale.shape[1]
-    return operand.scale.as_strided((rows, blocks), (1, rows))
 
 
 def _squares(operand: Operand) -> Tensor:
@@ -262,9 +256,7 @@ def _row_direct(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
     return out_dtype is torch.bfloat16 and (bias is None or bias.dtype is torch.bfloat16)
 
 
-def _by_hand(
-    product: Product, fast: bool, bias: Tensor | None, out_dtype: torch.dtype, rows: int, cols: int
-) -> Tensor:
+def _by_hand(product: Product, fast: bool, bias: Tensor | None, out_dtype: torch.dtype, rows: int, cols: int) -> Tensor:
     """Row scales applied to the fp32 product of the codes: powers of two there, so nothing rounds before the end."""
     one = product.scale_a.new_ones(1, 1)
     out = multiply(product._replace(kind="tensor", scale_a=one, scale_b=one), torch.float32, fast)

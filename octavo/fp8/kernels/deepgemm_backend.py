@@ -1,0 +1,204 @@
+"""The DeepGEMM backend: DeepSeek's block-scaled GEMMs for Hopper and datacenter Blackwell, where they are installed.
+
+DeepGEMM is built from source (github.com/deepseek-ai/DeepGEMM, 2.0 or later); it multiplies and does not cast. Its
+operands lie as :mod:`octavo.fp8.kernels.layout` says. What it is asked for here, all of it E4M3::
+
+    fwd, dgrad            1x128 by 128x128                fp8_gemm_nt, recipe (1, 128, 128), BF16 out
+    wgrad                 1x128 by 1x128                  fp8_gemm_nt, recipe (1, 1, 128), added to fp32
+    grouped fwd, dgrad    the same, by tile of an expert  m_grouped_fp8_gemm_nt_contiguous, BF16 out
+
+An output other than BF16, or a bias, takes the second form with the scales of the 128x128 blocks repeated, since the
+first knows BF16 alone. The grouped wgrad wants the number of rows of each expert on the host, which would make every
+step wait for the device: it is left to others. (Rules: csrc/apis/gemm.hpp and layout.hpp.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.kernels.groups import TILE, Groups
+from octavo.fp8.kernels.layout import Operand, experts_k_major, k_major, lines
+from octavo.fp8.kernels.registry import BackendError, Borrower
+from octavo.fp8.kernels.torch_backend import CONTRACTED, kind_of
+from octavo.fp8.recipe import Recipe
+
+__all__ = ["DeepGemmBackend", "lacks_on_gpu"]
+
+SOURCE = "github.com/deepseek-ai/DeepGEMM"
+NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout")
+SQUARES, LINES = (1, 128, 128), (1, 1, 128)  # DeepGEMM's "recipes": block sides along m, n and k
+
+
+class DeepGemmBackend(Borrower):
+    """Blockwise GEMMs of DeepGEMM, with the casts of another backend."""
+
+    name = "deepgemm"
+
+    def version(self) -> str:
+        for distribution in ("deep_gemm", "deep-gemm"):
+            try:
+                return f"deep_gemm {importlib.metadata.version(distribution)}"
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return "deep_gemm, not installed" if importlib.util.find_spec("deep_gemm") is None else "deep_gemm"
+
+    def volunteers(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "it runs on NVIDIA GPUs alone"
+
+    def supports(
+        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
+    ) -> str | None:
+        if op in ("quantize", "dequantize"):
+            return "it has no casts of its own, it takes those of another backend"
+        named = op.removeprefix("grouped_")
+        if named not in CONTRACTED or not isinstance(what, Recipe):
+            return f"it has no {op}"
+        lack = _lacks(device)
+        if lack is not None:
+            return lack
+        if op == "grouped_wgrad":
+            return "its grouped_wgrad wants the rows of each expert on the host, for which every step would wait"
+        casts = what.gemm(named)
+        if casts is None:
+            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+        return _lacks_casts(named, casts.a, casts.b)
+
+    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return _gemm("fwd", x_q, w_q, out_dtype, bias)
+
+    def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return _gemm("dgrad", dy_q, w_q, out_dtype)
+
+    def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return _gemm("wgrad", dy_q, x_q, out_dtype)
+
+    def grouped_fwd(
+        self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        if bias is not None:
+            raise BackendError(
+                "deepgemm's grouped_fwd answers in BF16, so that a bias would be added after the rounding. "
+                "Ask for fp8.backend: triton for experts with biases."
+            )
+        return _grouped("fwd", x_q, w_q, groups, out_dtype)
+
+    def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+        return _grouped("dgrad", dy_q, w_q, groups, out_dtype)
+
+
+def _lacks(device: torch.device) -> str | None:
+    """Why DeepGEMM cannot run on this device, None if it can."""
+    if importlib.util.find_spec("deep_gemm") is None:
+        return "deep_gemm is not installed"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"it runs on NVIDIA GPUs, not on {'AMD' if device.type == 'cuda' else device.type}"
+    if not torch.cuda.is_available():
+        return "what it can do depends on the GPU, and this process sees none"
+    return lacks_on_gpu(torch.cuda.get_device_capability(device)) or _lacks_library()
+
+
+def lacks_on_gpu(capability: tuple[int, int]) -> str | None:
+    """Why it does not serve a GPU of this compute capability."""
+    if capability[0] in (9, 10):
+        return None
+    return f"it serves compute capabilities 9.0 and 10.x, this GPU has {capability[0]}.{capability[1]}"
+
+
+def _lacks_library() -> str | None:
+    """Why the deep_gemm that is installed cannot be used: broken, or another project of that name."""
+    try:
+        module = _library()
+    except Exception as error:  # whatever its import raises is this machine's answer and is shown
+        lines_ = str(error).strip().splitlines() or [""]
+        return f"deep_gemm does not import: {type(error).__name__}: {lines_[0]}"
+    missing = [name for name in NEEDED if not hasattr(module, name)]
+    if missing:
+        return f"the deep_gemm installed has no {missing[0]}: it is not {SOURCE} 2.0 or later (PyPI's deep-gemm is not)"
+    if TILE % module.get_mk_alignment_for_contiguous_layout():
+        return f"its groups begin at multiples of {module.get_mk_alignment_for_contiguous_layout()} rows, not of {TILE}"
+    return None
+
+
+def _lacks_casts(op: str, a: CastSpec, b: CastSpec) -> str | None:
+    formats, scales = {a.format, b.format}, {a.scale, b.scale}
+    if kind_of(op, a, b) not in ("block", "line") or formats != {"e4m3"} or scales != {"pow2"}:
+        return f"it multiplies E4M3 with pow2 scales of 1x128 by 128x128 or 1x128, not {a} by {b}"
+    return None
+
+
+def _library() -> ModuleType:
+    return importlib.import_module("deep_gemm")
+
+
+def _gemm(op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    a_dim, b_dim = CONTRACTED[op]
+    _check(op, a_q, b_q, a_q.data.dim() == b_q.data.dim() == 2 and a_q.data.shape[a_dim] == b_q.data.shape[b_dim])
+    rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
+    if not (rows and cols and a_q.data.shape[a_dim]):
+        empty = a_q.scale.new_zeros(rows, cols, dtype=out_dtype)
+        return empty if bias is None else empty + bias.to(out_dtype)
+    a, b = k_major(a_q, a_dim), k_major(b_q, b_dim)
+    shape = (a.codes.shape[0], b.codes.shape[0])
+    squares = b_q.spec.block == (128, 128)
+    if squares and bias is None and out_dtype is torch.bfloat16:
+        out = torch.empty(shape, dtype=out_dtype, device=a.codes.device)
+        _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, b.scale.contiguous()), out, recipe=SQUARES)
+        return out[:rows, :cols].contiguous()
+    # This form adds to what it finds.
+    out = torch.zeros(shape, dtype=torch.float32, device=a.codes.device)
+    scale_b = _repeated(b) if squares else lines(b)
+    _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, scale_b), out, c=out, recipe=LINES)
+    out = out[:rows, :cols]
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype).contiguous()
+
+
+def _repeated(operand: Operand) -> Tensor:
+    """The scales of 128x128 blocks as those of lines [padded free, blocks]: one for each row of the block."""
+    rows = operand.codes.shape[0]
+    spread = operand.scale.t()[:, :, None].expand(-1, -1, 128).flatten(1)  # [blocks, free blocks * 128]
+    held = spread.new_ones(spread.shape[0], rows)
+    held[:, : spread.shape[1]] = spread[:, :rows]
+    return held.t()
+
+
+def _grouped(op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+    """Rows [R, contracted] of all experts times each expert's weight; zeros where no expert owns the tile."""
+    dim = CONTRACTED[op][1]
+    fits = a_q.data.dim() == 2 and w_q.data.dim() == 3 and a_q.data.shape[1] == w_q.data.shape[1 + dim]
+    _check(f"grouped_{op}", a_q, w_q, fits and a_q.data.shape[0] == groups.rows)
+    if out_dtype is not torch.bfloat16:
+        raise BackendError(
+            f"deepgemm's grouped_{op} answers in BF16 and was asked for {str(out_dtype).removeprefix('torch.')}. "
+            "Run the experts in BF16 (bf16 weights, or autocast), or ask for fp8.backend: triton."
+        )
+    a, w = k_major(a_q, 1), experts_k_major(w_q, dim)
+    out = torch.zeros(groups.rows, w.codes.shape[1], dtype=out_dtype, device=a.codes.device)
+    if not (w.free and w.contracted and groups.experts):
+        return out[:, : w.free]
+    owners = groups.tiles[:, None].expand(-1, TILE).reshape(-1)
+    _library().m_grouped_fp8_gemm_nt_contiguous(
+        (a.codes, lines(a)), (w.codes, w.scale.contiguous()), out, owners, recipe=SQUARES
+    )
+    return out[:, : w.free].contiguous()
+
+
+def _check(op: str, a_q: Quantized, b_q: Quantized, fits: bool) -> None:
+    named = op.removeprefix("grouped_")
+    if not fits:
+        raise CastError(
+            f"{op}: operands of {list(a_q.data.shape)} and {list(b_q.data.shape)} do not fit each other. "
+            "Flatten leading dimensions first, and lay rows of experts out with groups.route."
+        )
+    lack = _lacks_casts(named, a_q.spec, b_q.spec)
+    if lack is not None:
+        raise CastError(f"{op} on deepgemm: {lack}. Use the casts of the blockwise recipe, or another backend.")

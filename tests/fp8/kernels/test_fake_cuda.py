@@ -1,0 +1,133 @@
+"""torch's own checks of layout, on CUDA tensors that do not exist.
+
+``FakeTensorMode`` makes tensors with a shape, strides and a device and no memory; torch then runs the checks that it
+makes before a real GEMM: rows and columns the right way round, sizes in multiples of 16, scales of the right shape and
+strides. The operands are laid out for real on the CPU and their shapes and strides taken over.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from octavo.fp8 import cast
+from octavo.fp8.cast import Quantized
+from octavo.fp8.kernels import torch_backend as tb
+from octavo.fp8.kernels.layout import codes_buffer, scale_buffer
+from octavo.fp8.recipe import RECIPES, recipe
+
+GEMMS = ("fwd", "dgrad", "wgrad")
+WIDE = (
+    (3420, 1280),
+    (1280, 3420),
+    (4304, 1152),
+    (1152, 4304),
+    (1176, 1280),
+    (1280, 1176),
+    (144, 80),
+)  # (N, K) of published towers
+TOKENS = (1, 2, 15, 16, 17, 33, 127, 128, 129, 300)
+
+
+def laid_out(rows: int, cols: int, spec: cast.CastSpec, contract: int) -> Quantized:
+    """A cast as a kernel leaves it, without the arithmetic: zero codes, scales of 1."""
+    _, view = codes_buffer(rows, cols, spec, contract, torch.device("cpu"), zero=True)
+    if spec.scale == "e8m0":
+        grid = cast.quantize(torch.zeros(rows, cols), spec).scale
+        return Quantized(view, grid, spec)
+    return Quantized(view, scale_buffer(rows, cols, spec, contract, torch.device("cpu")), spec)
+
+
+def operands(name: str, op: str, m: int, n: int, k: int, plain: bool = False) -> tuple[Quantized, Quantized]:
+    gemm = recipe(name).gemm(op)
+    sides = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[op]
+    if plain:  # as the reference leaves it: nothing padded, nothing ordered
+        return cast.quantize(torch.zeros(sides[0]), gemm.a), cast.quantize(torch.zeros(sides[1]), gemm.b)
+    dims = tb.CONTRACTED[op]
+    return laid_out(*sides[0], gemm.a, dims[0]), laid_out(*sides[1], gemm.b, dims[1])
+
+
+def ask(product: tb.Product, dtype: torch.dtype = torch.bfloat16, **more: object) -> Tensor:
+    """multiply() on fake CUDA tensors with the shapes and strides of these."""
+    with FakeTensorMode(), torch.no_grad():
+        fake = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in product[1:]]
+        return tb.multiply(product._replace(**dict(zip(product._fields[1:], fake, strict=True))), dtype, **more)
+
+
+def widened(product: tb.Product) -> tb.Product:
+    """b with its columns filled up to whole blocks of 128, for a check of torch that takes n // 128 blocks of n
+    columns for granted where its CUDA code takes the ceiling (_meta_registrations.py of 2.13)."""
+    k, n = product.b.shape
+    return product._replace(b=product.b.new_zeros(-(-n // 128) * 128, k, dtype=torch.uint8).view(product.b.dtype).t())
+
+
+@pytest.mark.parametrize("op", GEMMS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_torch_accepts_every_gemm_of_every_recipe(name: str, op: str) -> None:
+    for n, k in WIDE:
+        for m in TOKENS if (n, k) == WIDE[-1] else (17, 128):
+            product = tb.lay_out(op, *operands(name, op, m, n, k))
+            rows, cols = {"fwd": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[op]
+            if product.kind == "block" and product.b.shape[1] % 128:
+                # The rest of the check by its own words: a multiple of 16, contiguous along the contraction.
+                assert product.b.shape[1] % 16 == 0 and product.b.stride() == (1, product.b.shape[0])
+                assert product.scale_b.shape[1] == -(-product.b.shape[1] // 128)
+                product = widened(product)
+            out = ask(product)
+            assert out.device.type == "cuda" and out.shape[0] >= rows and out.shape[1] >= cols
+
+
+@pytest.mark.parametrize("m", range(1, 301, 23))
+def test_any_number_of_tokens(m: int) -> None:
+    """M is a free dimension in forward and dgrad, and the contraction of wgrad."""
+    for name in RECIPES:
+        for op in GEMMS:
+            product = tb.lay_out(op, *operands(name, op, m, 256, 128))
+            assert ask(product, torch.float32).dtype is torch.float32
+
+
+@pytest.mark.parametrize("op", GEMMS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_casts_of_the_reference_are_brought_into_line(name: str, op: str) -> None:
+    for m, n, k in ((17, 384, 128), (33, 256, 171 if op != "dgrad" else 128)):
+        ask(tb.lay_out(op, *operands(name, op, m, n, k, plain=True)))
+
+
+def test_bias_and_fast_accumulation_pass() -> None:
+    for name in ("tensorwise", "rowwise"):
+        product = tb.lay_out("fwd", *operands(name, "fwd", 7, 32, 64))
+        assert ask(product, fast=True).shape == (7, 32)
+
+
+def refused(product: tb.Product) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        ask(product)
+    return str(caught.value)
+
+
+def test_wrong_layouts_are_refused_here() -> None:
+    """What these tests are worth: each fault that they should see, made on purpose."""
+    row = tb.lay_out("fwd", *operands("rowwise", "fwd", 33, 80, 144))
+    assert "row_major" in refused(row._replace(a=row.a.t().contiguous().t()))
+    assert "col_major" in refused(row._replace(b=row.b.contiguous()))
+    assert "divisible by 16" in refused(row._replace(a=row.a[:, :140].contiguous(), b=row.b[:140]))
+    assert "divisible by 16" in refused(row._replace(b=row.b[:, :75]))
+    assert "scale_a" in refused(row._replace(scale_a=row.scale_a[:32]))
+    assert "scale_b" in refused(row._replace(scale_b=row.scale_b[:, :64]))
+    block = tb.lay_out("fwd", *operands("blockwise", "fwd", 33, 256, 640))
+    assert "stride" in refused(block._replace(scale_a=block.scale_a.contiguous()))
+    assert "scale a" in refused(block._replace(scale_a=block.scale_a[:33]))  # without the padding
+    assert "scale b" in refused(block._replace(scale_b=block.scale_b[:5]))  # five blocks, not rounded up to eight
+    assert "scale b" in refused(block._replace(scale_b=block.scale_b.contiguous()))
+    line = tb.lay_out("wgrad", *operands("blockwise", "wgrad", 300, 80, 144))
+    assert "scale b" in refused(line._replace(scale_b=line.scale_b.contiguous()))
+    mx = tb.lay_out("fwd", *operands("mxfp8", "fwd", 33, 80, 144))
+    assert "MX" in refused(mx._replace(scale_a=mx.scale_a[:-1]))
+
+
+def test_the_plain_casts_would_be_refused() -> None:
+    """Handing over what the reference wrote, as it lies, is no GEMM on a GPU."""
+    x_q, w_q = operands("rowwise", "fwd", 33, 75, 140, plain=True)
+    assert "divisible by 16" in refused(tb.Product("row", x_q.data, w_q.data.t(), x_q.scale, w_q.scale.t()))

@@ -1,0 +1,108 @@
+"""How codes and scales lie in memory: right for every kind of cast, and free where a cast did as layout.py says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.fp8 import cast
+from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.kernels import layout
+
+BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (32, 1))
+SIZES = ((1, 1), (16, 16), (17, 15), (33, 144), (130, 260), (128, 256))
+
+
+def made(rows: int, cols: int, spec: CastSpec) -> Quantized:
+    """A cast of values whose codes and scales all differ from those of padding."""
+    return cast.quantize(torch.rand(rows, cols, generator=torch.Generator().manual_seed(rows)) + 0.5, spec)
+
+
+def as_layout_says(q: Quantized, contract: int) -> Quantized:
+    """The same cast as a kernel would write it."""
+    rows, cols = q.data.shape
+    _, view = layout.codes_buffer(rows, cols, q.spec, contract, q.data.device, zero=True)
+    view.view(torch.uint8).copy_(q.data.view(torch.uint8))
+    scale = q.scale
+    if scale.dtype is torch.float32:
+        scale = layout.scale_buffer(rows, cols, q.spec, contract, q.data.device).copy_(q.scale)
+    return Quantized(view, scale, q.spec)
+
+
+@pytest.mark.parametrize("contract", (0, 1))
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("rows, cols", SIZES)
+def test_an_operand_holds_the_codes_zeros_and_scales(rows: int, cols: int, block: tuple[int, int], contract: int):
+    spec = CastSpec("e4m3", block, "e8m0" if 32 in block else "pow2")
+    plain = made(rows, cols, spec)
+    free, contracted = (rows, cols) if contract == 1 else (cols, rows)
+    for q in (plain, as_layout_says(plain, contract), as_layout_says(plain, 1 - contract)):
+        got = layout.k_major(q, contract)
+        assert (got.free, got.contracted) == (free, contracted)
+        codes = got.codes.view(torch.uint8)
+        assert codes.is_contiguous() and codes.shape[0] % 16 == codes.shape[1] % 16 == 0
+        side = max(block[contract], 16)
+        assert codes.shape == (-(-free // 16) * 16, -(-contracted // side) * side)
+        expected = plain.data.view(torch.uint8)
+        assert torch.equal(codes[:free, :contracted], expected if contract == 1 else expected.t())
+        assert not codes[free:].any() and not codes[:, contracted:].any()
+        scale = plain.scale if contract == 1 else plain.scale.t()
+        assert got.scale.dtype is scale.dtype
+        assert torch.equal(
+            cast.scale_fp32(plain._replace(scale=got.scale)), cast.scale_fp32(plain._replace(scale=scale))
+        )
+
+
+@pytest.mark.parametrize("contract", (0, 1))
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("rows, cols", SIZES)
+def test_what_lies_right_is_not_copied(rows: int, cols: int, block: tuple[int, int], contract: int):
+    q = as_layout_says(made(rows, cols, CastSpec("e4m3", block, "pow2")), contract)
+    got = layout.k_major(q, contract)
+    assert got.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr()
+    assert got.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr()
+
+
+def test_scales_of_lines_reach_over_the_padding_of_the_codes():
+    q = as_layout_says(made(33, 260, CastSpec("e4m3", (1, 128), "pow2")), 1)
+    got = layout.k_major(q, 1)
+    assert got.codes.shape == (48, 384) and got.scale.stride() == (1, 48)
+    whole = got.scale.as_strided((48, 3), (1, 48))
+    assert torch.equal(whole[:33], q.scale) and bool((whole[33:] == 1).all())
+
+
+def test_scales_of_squares_are_padded_to_four_along_the_contraction():
+    for contract, shape in ((1, (300, 700)), (0, (700, 300))):
+        got = layout.k_major(as_layout_says(made(*shape, CastSpec("e4m3", (128, 128), "pow2")), contract), contract)
+        assert got.scale.shape == (3, 6) and got.scale.stride() == (8, 1)
+        assert bool((got.scale.as_strided((3, 8), (8, 1))[:, 6:] == 1).all())
+
+
+def test_scales_whose_storage_ends_early_are_copied():
+    """Strides alone do not show that there is padding behind the last scale."""
+    q = made(33, 256, CastSpec("e4m3", (1, 128), "pow2"))
+    short = torch.empty(48 + 33).as_strided((33, 2), (1, 48)).copy_(q.scale)
+    got = layout.k_major(Quantized(q.data, short, q.spec), 1)
+    assert got.scale.untyped_storage().nbytes() >= 4 * 96 and torch.equal(got.scale, q.scale)
+
+
+def test_row_scales_have_strides_of_one():
+    """One column scale [1, n] transposed is contiguous in torch's eyes with any stride; scaled_mm wants 1."""
+    q = made(5, 80, CastSpec("e4m3", (-1, 1), "pow2"))
+    assert layout.k_major(q, 0).scale.stride() == (1, 1)
+
+
+def test_empty_matrices():
+    for rows, cols in ((0, 16), (16, 0), (0, 0)):
+        for contract in (0, 1):
+            q = cast.quantize(torch.empty(rows, cols), CastSpec("e4m3", (1, 128), "pow2"))
+            got = layout.k_major(q, contract)
+            assert (got.free, got.contracted) == ((rows, cols) if contract == 1 else (cols, rows))
+            assert not got.codes.view(torch.uint8).any()
+
+
+def test_grids_and_rounding():
+    assert layout.grid_of(0, 0, CastSpec("e4m3", (-1, 1))) == (1, 0)
+    assert layout.grid_of(130, 300, CastSpec("e4m3", (128, 128))) == (2, 3)
+    assert [layout.round_up(n, 16) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
+    assert [layout.ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]

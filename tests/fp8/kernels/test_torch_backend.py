@@ -1,0 +1,233 @@
+"""The torch backend for real on the CPU (one scale a tensor or a row), and what it says it can do elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import fp8
+from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.kernels import registry
+from octavo.fp8.kernels import torch_backend as tb
+from octavo.fp8.recipe import recipe
+from tests.fp8 import oracle
+
+BACKEND = registry.get("torch")
+CPU = torch.device("cpu")
+SIZES = ((33, 80, 144), (1, 12, 20), (3, 171, 117), (16, 16, 16), (300, 49, 31))
+
+
+def exact(q: Quantized) -> torch.Tensor:
+    """code * scale in float64, by the oracle."""
+    codes, scales = q.data.view(torch.uint8).numpy(), q.scale.double().numpy()
+    return torch.from_numpy(oracle.dequantize(codes, np.asarray(scales), q.spec.format, q.spec.block))
+
+
+def operands(name: str, op: str, m: int, n: int, k: int, format: str | None = None) -> tuple[Quantized, Quantized]:
+    """Casts of operands whose magnitudes spread by row and by column, so that a scale in the wrong place shows."""
+    generator = torch.Generator().manual_seed(m + n + k)
+
+    def spread(rows: int, cols: int) -> torch.Tensor:
+        x = torch.randn(rows, cols, generator=generator)
+        steps = [torch.randint(-3, 4, (size,), generator=generator).float() for size in (rows, cols)]
+        return x * torch.exp2(steps[0])[:, None] * torch.exp2(steps[1])
+
+    x, w, dy = spread(m, k), spread(n, k), spread(m, n)
+    gemm = recipe(name, format).gemm(op)
+    a, b = {"fwd": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}[op]
+    return BACKEND.quantize(a, gemm.a), BACKEND.quantize(b, gemm.b)
+
+
+def product(op: str, a_q: Quantized, b_q: Quantized) -> torch.Tensor:
+    a, b = exact(a_q), exact(b_q)
+    return {"fwd": lambda: a @ b.T, "dgrad": lambda: a @ b, "wgrad": lambda: a.T @ b}[op]()
+
+
+@pytest.mark.parametrize("format", ("e4m3", "hybrid"))
+@pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
+@pytest.mark.parametrize("name", ("tensorwise", "delayed", "rowwise"))
+def test_gemms_against_float64(name: str, op: str, format: str) -> None:
+    for m, n, k in SIZES:
+        a_q, b_q = operands(name, op, m, n, k, format)
+        right = product(op, a_q, b_q)
+        magnitude = product(op, *(q._replace(data=q.data.view(torch.uint8).bitwise_and(127).view(q.data.dtype))
+                                  for q in (a_q, b_q)))  # fmt: skip
+        for dtype, ulp in ((torch.float32, 2**-20), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+            y = getattr(BACKEND, f"gemm_{op}")(a_q, b_q, dtype)
+            assert y.shape == right.shape and y.dtype is dtype and y.is_contiguous()
+            # Each element: the rounding of the result, and fp32's of the sum.
+            error = (y.double() - right).abs()
+            assert bool((error <= ulp * right.abs() + 2**-18 * magnitude + 2**-24).all()), (dtype, error.max())
+            if dtype is torch.float32:
+                assert fp8.calc_diff(y, right) < 1e-10
+
+
+@pytest.mark.parametrize("bias_dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", ("tensorwise", "rowwise"))
+def test_a_bias_is_added_before_the_one_rounding(name: str, bias_dtype: torch.dtype) -> None:
+    for m, n, k in SIZES:
+        x_q, w_q = operands(name, "fwd", m, n, k)
+        bias = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 64).to(bias_dtype)
+        exactly = product("fwd", x_q, w_q) + bias.double()
+        for dtype in (torch.bfloat16, torch.float32):
+            y = BACKEND.gemm_fwd(x_q, w_q, dtype, bias)
+            assert y.dtype is dtype and y.shape == (m, n)
+            # fp32's noise in the sum may turn a tie: a few elements then take the other neighbour.
+            assert (y != exactly.to(dtype)).double().mean() < (0.02 if dtype is torch.bfloat16 else 1.0)
+            assert fp8.calc_diff(y, exactly) < (3e-6 if dtype is torch.bfloat16 else 1e-10)
+
+
+def test_a_slice_of_a_fused_bias_is_brought_into_line() -> None:
+    bias = torch.arange(64, dtype=torch.bfloat16)[3:19]
+    assert tb._aligned(bias).storage_offset() == 0 and torch.equal(tb._aligned(bias), bias)
+    assert tb._aligned(bias.clone()).data_ptr() != bias.data_ptr()
+
+
+@pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
+def test_row_scales_by_hand_are_the_same(op: str) -> None:
+    """The way for GPUs whose row kernel answers in BF16 alone: the product of codes, then both scales."""
+    for m, n, k in SIZES:
+        a_q, b_q = operands("rowwise", op, m, n, k)
+        right = product(op, a_q, b_q)
+        rows, cols = right.shape
+        y = tb._by_hand(tb.lay_out(op, a_q, b_q), op == "fwd", None, torch.float32, rows, cols)
+        assert y.shape == right.shape and y.is_contiguous() and fp8.calc_diff(y, right) < 1e-10
+
+
+def test_operands_are_handed_over_without_copies_where_they_lie_right() -> None:
+    x_q, w_q = operands("rowwise", "fwd", 32, 48, 64)
+    given = tb.lay_out("fwd", x_q, w_q)
+    assert given.a.data_ptr() == x_q.data.data_ptr() and given.b.data_ptr() == w_q.data.data_ptr()
+    assert given.scale_a.data_ptr() == x_q.scale.data_ptr()
+
+
+@pytest.mark.parametrize("m, n, k", ((0, 4, 8), (4, 0, 8), (4, 8, 0)))
+def test_empty_matrices(m: int, n: int, k: int) -> None:
+    for name in ("tensorwise", "rowwise"):
+        for op, shape in (("fwd", (m, n)), ("dgrad", (m, k)), ("wgrad", (n, k))):
+            y = getattr(BACKEND, f"gemm_{op}")(*operands(name, op, m, n, k), torch.bfloat16)
+            assert y.shape == shape and y.dtype is torch.bfloat16 and not y.any()
+        y = BACKEND.gemm_fwd(*operands(name, "fwd", m, n, k), torch.float32, torch.full((n,), 2.0))
+        assert y.shape == (m, n) and bool((y == 2.0).all())
+
+
+def test_a_bad_block_makes_its_rows_nan() -> None:
+    x = torch.randn(20, 40)
+    x[3, 5] = float("nan")
+    gemm = recipe("rowwise").fwd
+    y = BACKEND.gemm_fwd(BACKEND.quantize(x, gemm.a), BACKEND.quantize(torch.randn(24, 40), gemm.b), torch.float32)
+    assert bool(y[3].isnan().all()) and not y[:3].isnan().any() and not y[4:].isnan().any()
+
+
+def test_a_linear_layer_runs_on_it_forward_and_backward() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w, b, dy = (torch.randn(shape, generator=generator) for shape in ((3, 11, 36), (20, 36), (20,), (3, 11, 20)))
+    results = {}
+    for backend in ("torch", "reference"):
+        given = [t.clone().requires_grad_() for t in (x, w, b)]
+        with fp8.count_gemms() as counts:
+            y = fp8.linear(*given, recipe="rowwise", backend=backend)
+            y.backward(dy)
+        assert {used for _, _, used in dict(counts)} == {backend}
+        results[backend] = (y.detach(), *(t.grad for t in given))
+    for ours, theirs in zip(*results.values(), strict=True):
+        assert fp8.calc_diff(ours, theirs) < 1e-10
+
+
+def test_casts_come_from_another_backend() -> None:
+    x = torch.randn(40, 300)
+    for spec in (CastSpec("e4m3", (1, 128)), CastSpec("e5m2", (-1, -1), "fp32")):
+        mine, theirs = BACKEND.quantize(x, spec), fp8.quantize(x, spec, backend="reference")
+        assert torch.equal(mine.data.view(torch.uint8), theirs.data.view(torch.uint8))
+        assert torch.equal(BACKEND.dequantize(mine), fp8.dequantize(theirs))
+    row, col = BACKEND.quantize_both(x, CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 1)))
+    assert row.scale.shape == (40, 3) and col.scale.shape == (1, 300)
+    given = BACKEND.quantize_with_scale(x, torch.tensor(0.5), CastSpec("e4m3", (-1, -1), "fp32"))
+    assert float(given.scale) == 0.5
+
+
+def test_what_does_not_fit_is_told() -> None:
+    x_q, w_q = operands("rowwise", "fwd", 4, 8, 16)
+    with pytest.raises(CastError, match=r"gemm_dgrad: the operands are \[4, 16\] and \[8, 16\]"):
+        BACKEND.gemm_dgrad(x_q, w_q, torch.float32)
+    with pytest.raises(CastError, match="cannot multiply e4m3 row pow2 by e4m3 tensor fp32; use the casts of a recipe"):
+        BACKEND.gemm_fwd(x_q, BACKEND.quantize(torch.randn(8, 16), CastSpec("e4m3", (-1, -1), "fp32")), torch.float32)
+
+
+def test_what_it_says_of_the_cpu() -> None:
+    for name in ("tensorwise", "delayed", "rowwise"):
+        assert all(BACKEND.supports(op, recipe(name), CPU, None) is None for op in ("fwd", "dgrad", "wgrad"))
+    assert BACKEND.supports("fwd", recipe("blockwise"), CPU, None) == (
+        "torch has no blocks of 1x128 by 128x128 on the CPU"
+    )
+    assert "1x128 by 1x128" in BACKEND.supports("wgrad", recipe("blockwise"), CPU, None)
+    assert "e8m0" in BACKEND.supports("dgrad", recipe("mxfp8"), CPU, None)
+    assert "casts of its own" in BACKEND.supports("quantize", CastSpec(), CPU, None)
+    assert BACKEND.supports("grouped_fwd", recipe("rowwise"), CPU, None) == "it has no grouped_fwd"
+    assert "high precision" in BACKEND.supports("wgrad", recipe("rowwise", wgrad="bf16"), CPU, None)
+    assert "slower than the reference" in BACKEND.volunteers(CPU) and BACKEND.volunteers(torch.device("cuda")) is None
+    assert "not on meta" in BACKEND.supports("fwd", recipe("rowwise"), torch.device("meta"), None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not there")
+def test_without_a_gpu_it_does_not_guess() -> None:
+    lack = BACKEND.supports("fwd", recipe("tensorwise"), torch.device("cuda"), None)
+    assert lack == "what it can do depends on the GPU, and this process sees none"
+
+
+ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
+
+
+@pytest.mark.parametrize(
+    "kind, capability, cuda, lack",
+    [
+        *((kind, AMPERE, (13, 0), "compute capability 8.9 or later, this GPU has 8.0") for kind in tb._SCALINGS),
+        *((("tensor"), gpu, (12, 6), None) for gpu in (ADA, HOPPER, B200, CONSUMER)),
+        *(("row", gpu, (12, 8), None) for gpu in (ADA, B200, CONSUMER)),
+        ("row", HOPPER, (12, 9), None),
+        ("row", HOPPER, (12, 8), "one scale a row needs CUDA 12.9 or later on compute capability 9.0"),
+        ("block", HOPPER, (13, 0), None),
+        ("line", HOPPER, (12, 9), None),
+        ("block", HOPPER, (12, 8), "need CUDA 12.9 or later, this torch is built with 12.8"),
+        ("block", ADA, (13, 0), "on compute capability 9.0 alone, this GPU has 8.9"),
+        ("line", B200, (13, 0), "on compute capability 9.0 alone, this GPU has 10.0"),
+        ("mx", HOPPER, (13, 0), "need compute capability 10.0 or later, this GPU has 9.0"),
+        ("mx", B200, (12, 6), "need CUDA 12.8 or later, this torch is built with 12.6"),
+        ("mx", B200, (12, 8), None),
+    ],
+)
+def test_what_it_says_of_gpus(kind: str, capability: tuple[int, int], cuda: tuple[int, int], lack: str | None) -> None:
+    said = tb.lacks_on_gpu(kind, capability, cuda)
+    assert said is None if lack is None else lack in (said or "")
+
+
+def test_the_kind_of_a_gemm() -> None:
+    for name, kinds in {
+        "tensorwise": ("tensor",) * 3,
+        "rowwise": ("row",) * 3,
+        "blockwise": ("block", "block", "line"),
+        "mxfp8": ("mx",) * 3,
+    }.items():
+        gemms = [recipe(name).gemm(op) for op in tb.CONTRACTED]
+        assert tuple(tb.kind_of(op, g.a, g.b) for op, g in zip(tb.CONTRACTED, gemms, strict=True)) == kinds
+    line, square, tensor = CastSpec(), CastSpec("e4m3", (128, 128)), CastSpec("e5m2", (-1, -1), "fp32")
+    assert tb.kind_of("fwd", square, line) is None and tb.kind_of("fwd", tensor, tensor) is None
+    assert tb.kind_of("fwd", CastSpec("e4m3", (1, 32)), CastSpec("e4m3", (1, 32))) is None  # mx is e8m0
+    assert tb.kind_of("fwd", CastSpec("e4m3", (1, 128), "e8m0"), square) is None
+
+
+@pytest.mark.parametrize("rows, blocks", ((1, 1), (128, 4), (130, 5), (300, 37)))
+def test_mx_scales_are_swizzled_as_documented(rows: int, blocks: int) -> None:
+    """Each byte by the formula of cuBLAS's documentation; the rest zero."""
+    generator = torch.Generator().manual_seed(rows)
+    scale = torch.randint(1, 255, (rows, blocks), generator=generator, dtype=torch.uint8)
+    flat = tb.swizzled(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    tiles_across = -(-blocks // 4)
+    expected = torch.zeros(-(-rows // 128) * tiles_across * 512, dtype=torch.uint8)
+    for row in range(rows):
+        for block in range(blocks):
+            tile = (row // 128) * tiles_across + block // 4
+            inside = row % 128
+            expected[tile * 512 + (inside % 32) * 16 + (inside // 32) * 4 + block % 4] = scale[row, block]
+    assert torch.equal(flat, expected)
