@@ -20,7 +20,8 @@ class Variant(NamedTuple):
     """One compiled form of a kernel: what ``python -m octavo.fp8.kernels.aot`` builds for each architecture.
 
     ``signature`` gives Triton's type of each argument that is no constant (``"*bf16"``, ``"*fp8e4nv"``, ``"*u8"``,
-    ``"i32"``); ``constants`` the constexpr arguments.
+    ``"i32"``; ``":16"`` behind it: a multiple of 16, as Triton finds out by itself at a launch); ``constants`` the
+    constexpr arguments; ``architectures`` those it is used on.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Variant(NamedTuple):
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    architectures: tuple[int, ...] = (89, 90, 100, 120)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -1,0 +1,199 @@
+"""One output tile: codes times codes along the contraction, with their scales. What all GEMM kernels share.
+
+Both operands lie with the contraction contiguous (``layout.k_major``); a tile takes BLOCK_M rows of a and BLOCK_N rows
+of b and walks along the contraction in steps of BLOCK_K::
+
+    scales that hold for the whole contraction       acc += a . b                           * scales once, at the end
+    scales that change every 32 or 128 (SIDE)        acc += (a . b of one step) * scale_a * scale_b     at every step
+    both 1x32 in e8m0, on SM100 and later            acc += a . b with the scales inside the tensor core
+
+How a scale belongs to codes is told by two numbers an operand: FREE, along its rows (0: one for all; 1: one each;
+128: one for 128 of them), and SIDE, along the contraction (0: one for all of it; 32; 128).
+
+Accumulation. The FP8 tensor cores of Ada and Hopper keep about 14 bits of a running sum. So each step's product starts
+from zero and is added in fp32 (``PROMOTE``): never more than 128 products are summed coarsely. Per-tensor and per-row
+forward GEMMs skip that and accumulate in the tensor core. A plain ``acc += tl.dot(a, b)`` would not do: where the
+compiler is not told that sums are imprecise, it folds the addition into the product.
+
+Loads are TMA descriptors (SM90 and later), which give zeros beyond the edges, or pointers: rows beyond the edge read
+the last row again, never stored, and the contraction is read up to its zero padding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.fp8.kernels.triton_kernels.bits import INTERPRETED, decode_bits, round_to, widen
+
+__all__ = ["contract", "place", "store"]
+
+
+@triton.jit
+def place(pid, rows, cols, GROUP: tl.constexpr):
+    """(row tile, column tile) of program ``pid``: GROUP row tiles go down together before the next column begins, so
+    that the programs of one wave share their operands in L2."""
+    first = pid // (GROUP * cols) * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    inside = pid % (GROUP * cols)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _scale(ptr, free, limit, step, stride_f, stride_k, FREE: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr):
+    """The fp32 scales of rows free .. free + BLOCK at one step: a vector, or a scalar if they share one."""
+    if FREE == 1:
+        row = free + tl.arange(0, BLOCK)
+        raw = tl.load(ptr + row.to(tl.int64) * stride_f + step * stride_k, mask=row < limit, other=0)
+    elif FREE == 128:
+        raw = tl.load(ptr + (free // 128) * stride_f + step * stride_k)
+    else:
+        raw = tl.load(ptr + step * stride_k)
+    if E8M0:
+        byte = raw.to(tl.int32)
+        bits = tl.where(byte == 255, 0x7FC00000, tl.where(byte == 0, 0x00400000, byte << 23))
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return raw
+
+
+@triton.jit
+def _times(acc, scale, FREE: tl.constexpr, ROWS: tl.constexpr):
+    """acc by the scales of its rows (ROWS) or columns, or by the one of the whole tile."""
+    if FREE != 1:
+        return acc * scale
+    elif ROWS:
+        return acc * scale[:, None]
+    else:
+        return acc * scale[None, :]
+
+
+@triton.jit
+def _pointers(codes, free, limit, held, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Pointers to a tile at step 0; rows beyond ``limit`` become the last one."""
+    row = tl.minimum(free + tl.arange(0, BLOCK), limit - 1)
+    return codes + row.to(tl.int64)[:, None] * held + tl.arange(0, BLOCK_K)[None, :]
+
+
+@triton.jit
+def _load(source, free, k, held, BLOCK_K: tl.constexpr, TMA: tl.constexpr, E5M2: tl.constexpr):
+    """Codes [BLOCK, BLOCK_K] from k on. ``source``: a descriptor, or pointers at step 0."""
+    if TMA:
+        codes = source.load([free, k])
+    else:
+        codes = tl.load(source + k, mask=(k + tl.arange(0, BLOCK_K) < held)[None, :], other=0.0)
+    if INTERPRETED:  # its own decoding of FP8 is wrong
+        return decode_bits(codes, E5M2)
+    else:
+        return codes
+
+
+@triton.jit
+def _e8m0(ptr, free, limit, step, steps, stride_f, stride_k, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """Bytes [BLOCK, COUNT] of 1x32 scales from ``step`` on; 1 beyond the edges."""
+    row = free + tl.arange(0, BLOCK)
+    col = step + tl.arange(0, COUNT)
+    where = ptr + row.to(tl.int64)[:, None] * stride_f + col[None, :] * stride_k
+    return tl.load(where, mask=(row < limit)[:, None] & (col < steps)[None, :], other=127)
+
+
+@triton.jit
+def contract(
+    a,
+    b,
+    a_scale,
+    b_scale,
+    a_code_row,  # first row of the tile among the codes
+    b_code_row,
+    a_code_rows,  # rows of codes that may be read
+    b_code_rows,
+    a_row,  # the same among the scales
+    b_row,
+    a_rows,
+    b_rows,
+    first,  # the stretch of the contraction: multiples of 128, but for the end
+    last,
+    a_held,  # codes along the contraction in memory; zero from ``last`` on if the contraction ends there
+    b_held,
+    a_stride_f,
+    a_stride_k,
+    b_stride_f,
+    b_stride_k,
+    A_E5M2: tl.constexpr,
+    B_E5M2: tl.constexpr,
+    A_FREE: tl.constexpr,
+    B_FREE: tl.constexpr,
+    A_SIDE: tl.constexpr,
+    B_SIDE: tl.constexpr,
+    A_E8M0: tl.constexpr,
+    B_E8M0: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    SCALED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The tile [BLOCK_M, BLOCK_N] in fp32, all scales applied."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if TMA:
+        a_source = a
+        b_source = b
+    else:
+        a_source = _pointers(a, a_code_row, a_code_rows, tl.multiple_of(a_held, 16), BLOCK_M, BLOCK_K)
+        b_source = _pointers(b, b_code_row, b_code_rows, tl.multiple_of(b_held, 16), BLOCK_N, BLOCK_K)
+    for k in range(first, last, BLOCK_K):
+        k = tl.multiple_of(k, BLOCK_K)
+        a_codes = _load(a_source, a_code_row, k, a_held, BLOCK_K, TMA, A_E5M2)
+        b_codes = _load(b_source, b_code_row, k, b_held, BLOCK_K, TMA, B_E5M2)
+        if SCALED:
+            steps = tl.cdiv(last, 32)
+            COUNT: tl.constexpr = BLOCK_K // 32
+            sa = _e8m0(a_scale, a_row, a_rows, k // 32, steps, a_stride_f, a_stride_k, BLOCK_M, COUNT)
+            sb = _e8m0(b_scale, b_row, b_rows, k // 32, steps, b_stride_f, b_stride_k, BLOCK_N, COUNT)
+            A_KIND: tl.constexpr = "e5m2" if A_E5M2 else "e4m3"
+            B_KIND: tl.constexpr = "e5m2" if B_E5M2 else "e4m3"
+            acc = tl.dot_scaled(a_codes, sa, A_KIND, b_codes.T, sb, B_KIND, acc)
+        elif A_SIDE > 0 or B_SIDE > 0:
+            part = tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
+            if A_SIDE > 0:
+                sa = _scale(a_scale, a_row, a_rows, k // A_SIDE, a_stride_f, a_stride_k, A_FREE, BLOCK_M, A_E8M0)
+                part = _times(part, sa, A_FREE, True)
+            if B_SIDE > 0:
+                sb = _scale(b_scale, b_row, b_rows, k // B_SIDE, b_stride_f, b_stride_k, B_FREE, BLOCK_N, B_E8M0)
+                part = _times(part, sb, B_FREE, False)
+            acc += part
+        elif PROMOTE:
+            acc += tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
+        else:
+            acc = tl.dot(a_codes, b_codes.T, acc)
+    if A_SIDE == 0:
+        sa = _scale(a_scale, a_row, a_rows, 0, a_stride_f, a_stride_k, A_FREE, BLOCK_M, A_E8M0)
+        acc = _times(acc, sa, A_FREE, True)
+    if B_SIDE == 0:
+        sb = _scale(b_scale, b_row, b_rows, 0, b_stride_f, b_stride_k, B_FREE, BLOCK_N, B_E8M0)
+        acc = _times(acc, sb, B_FREE, False)
+    return acc
+
+
+@triton.jit
+def store(
+    out,
+    acc,
+    row,
+    col,
+    rows,
+    cols,
+    width,
+    bias,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add bias [cols] in fp32, round once, write the part of the tile that lies within [rows, cols]."""
+    r = row + tl.arange(0, BLOCK_M)
+    c = col + tl.arange(0, BLOCK_N)
+    if BIAS:
+        acc += widen(tl.load(bias + c, mask=c < cols, other=0))[None, :]
+    where = out + r.to(tl.int64)[:, None] * width + c[None, :]
+    tl.store(where, round_to(acc, out.dtype.element_ty), mask=(r < rows)[:, None] & (c < cols)[None, :])

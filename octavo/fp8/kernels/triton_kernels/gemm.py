@@ -1,0 +1,176 @@
+"""The three GEMMs of every recipe in one kernel: out [M, N] = a contracted with b.
+
+fwd contracts dimension 1 of both (x [M, K], w [N, K]), dgrad dimension 1 of dy [M, N] and 0 of w [N, K], wgrad
+dimension 0 of both (dy [M, N], x [M, K]). ``layout.k_major`` brings each operand into one form, rows of codes with the
+contraction contiguous, so that the kernel knows a single case; ``contraction`` is its arithmetic.
+:mod:`tiles` says which form of it runs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.fp8.cast import CastError, Quantized
+from octavo.fp8.kernels import layout
+from octavo.fp8.kernels.triton_kernels import tiles
+from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
+from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
+from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
+
+__all__ = ["gemm", "gemm_kernel", "variants"]
+
+
+@triton.jit(
+    do_not_specialize=["M", "K"],
+    do_not_specialize_on_alignment=["a_stride_f", "a_stride_k", "b_stride_f", "b_stride_k"],
+)
+def gemm_kernel(
+    a,
+    b,
+    out,
+    a_scale,
+    b_scale,
+    bias,
+    M,
+    N,
+    K,
+    a_held,
+    b_held,
+    a_stride_f,
+    a_stride_k,
+    b_stride_f,
+    b_stride_k,
+    A_E5M2: tl.constexpr,
+    B_E5M2: tl.constexpr,
+    A_FREE: tl.constexpr,
+    B_FREE: tl.constexpr,
+    A_SIDE: tl.constexpr,
+    B_SIDE: tl.constexpr,
+    A_E8M0: tl.constexpr,
+    B_E8M0: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    SCALED: tl.constexpr,
+    TMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    i, j = place(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    row = i * BLOCK_M
+    col = j * BLOCK_N
+    acc = contract(
+        a,
+        b,
+        a_scale,
+        b_scale,
+        row,
+        col,
+        M,
+        N,
+        row,
+        col,
+        M,
+        N,
+        0,
+        K,
+        a_held,
+        b_held,
+        a_stride_f,
+        a_stride_k,
+        b_stride_f,
+        b_stride_k,
+        A_E5M2,
+        B_E5M2,
+        A_FREE,
+        B_FREE,
+        A_SIDE,
+        B_SIDE,
+        A_E8M0,
+        B_E8M0,
+        PROMOTE,
+        SCALED,
+        TMA,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    store(out, acc, row, col, M, N, N, bias, BIAS, BLOCK_M, BLOCK_N)
+
+
+def gemm(
+    a_q: Quantized,
+    a_contract: int,
+    b_q: Quantized,
+    b_contract: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    gpu: Gpu | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Contract dimension ``a_contract`` of a with dimension ``b_contract`` of b.
+
+    Args:
+        a_q, b_q: matrices under any specs whose scales hold for 32, 128 or all of the contraction.
+        a_contract, b_contract: the contracted dimensions, 0 or 1; both 1 is a forward GEMM, which may accumulate fast.
+        out_dtype: fp32, bf16 or fp16; rounded to once.
+        bias: added in fp32 before that, [free dimension of b].
+        gpu, tile: in place of the device's own, for tests and measurements.
+
+    Returns:
+        [free dimension of a, free dimension of b], contiguous.
+
+    Raises:
+        CastError: operands that do not agree, or scales that change at another pace along the contraction.
+    """
+    if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_contract] != b_q.data.shape[b_contract]:
+        raise CastError(
+            f"gemm: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices that "
+            f"agree in dimension {a_contract} of the first and {b_contract} of the second. Flatten leading dimensions."
+        )
+    gpu = gpu or tiles.gpu_of(a_q.data.device)
+    grains = tiles.grain(a_q.spec, a_contract), tiles.grain(b_q.spec, b_contract)
+    form = tiles.form(*grains, fast=a_contract == b_contract == 1, gpu=gpu)
+    a, b = layout.k_major(a_q, a_contract), layout.k_major(b_q, b_contract)
+    out = torch.empty(a.free, b.free, dtype=out_dtype, device=a.codes.device)
+    if out.numel() == 0:
+        return out
+    if not a.contracted:  # nothing to describe, and nothing will be read
+        form = form._replace(tma=False)
+    tile = tile or tiles.choose(a.free, b.free, form, gpu)
+    launch(
+        gemm_kernel,
+        (layout.ceil_div(a.free, tile.m) * layout.ceil_div(b.free, tile.n),),
+        tiles.source(a.codes, a.free, a.contracted, (tile.m, tile.k), form.tma),
+        tiles.source(b.codes, b.free, b.contracted, (tile.n, tile.k), form.tma),
+        out,
+        tiles.plain(a.scale),
+        tiles.plain(b.scale),
+        bias,
+        a.free,
+        b.free,
+        a.contracted,
+        a.codes.stride(0),
+        b.codes.stride(0),
+        *a.scale.stride(),
+        *b.scale.stride(),
+        **tiles.constants(form, tile),
+        BIAS=bias is not None,
+        GROUP_M=tiles.GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def variants() -> list[Variant]:
+    """The forms of every recipe, GEMM and architecture with the tile of a large product; all tiles of one of them."""
+    signature = {"out": "*bf16", "M": "i32", "N": "i32:16", "K": "i32"}
+    plain = {"BIAS": False, "bias": None}
+    found = tiles.variants("gemm", gemm_kernel, ("fwd", "dgrad", "wgrad"), signature, plain, every_tile=True)
+    with_bias = signature | {"out": "*fp32", "bias": "*bf16"}
+    return found + tiles.variants("gemm+bias", gemm_kernel, ("fwd",), with_bias, {"BIAS": True})

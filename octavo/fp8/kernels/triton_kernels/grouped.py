@@ -1,0 +1,382 @@
+"""Grouped GEMMs: the rows of all experts at once, each with its expert's weights, without waiting for the device.
+
+Rows lie as ``groups`` says, each expert's beginning at a multiple of 128, so that a tile of rows has one expert::
+
+    fwd    y  [R, N]    = x [R, K]  . w [E, N, K]     the expert of a tile from ``groups.tiles``
+    dgrad  dx [R, K]    = dy [R, N] . w [E, N, K]     the same, contracting N
+    wgrad  dw [E, N, K] = dy [R, N] . x [R, K]        contracting an expert's rows: from ``groups.starts`` and ``sizes``
+
+How many rows an expert has is read inside the kernels. Tiles of no expert are set to zero; an expert without rows has a
+contraction of no steps and gets zeros. ``contraction`` is the arithmetic, ``tiles`` chooses the form, as for ``gemm``.
+
+Weights are rows of codes too, one expert's [free, contracted] matrix behind the other (``layout.experts_k_major``), so
+that a tile's expert merely says at which row its weights begin.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.fp8.cast import CastError, Quantized
+from octavo.fp8.kernels import layout
+from octavo.fp8.kernels.groups import TILE, Groups
+from octavo.fp8.kernels.triton_kernels import tiles
+from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
+from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
+from octavo.fp8.kernels.triton_kernels.tiles import Gpu
+
+__all__ = ["dgrad", "fwd", "variants", "wgrad"]
+
+_FREE = ["a_stride_e", "a_stride_f", "a_stride_k", "b_stride_e", "b_stride_f", "b_stride_k"]
+
+
+@triton.jit(do_not_specialize=["rows", "K", "b_rows"], do_not_specialize_on_alignment=_FREE)
+def grouped_rows_kernel(
+    a,
+    b,
+    out,
+    a_scale,
+    b_scale,
+    bias,
+    owners,
+    rows,
+    N,
+    K,
+    a_held,
+    b_held,
+    b_rows,
+    b_all,
+    a_stride_e,
+    a_stride_f,
+    a_stride_k,
+    b_stride_e,
+    b_stride_f,
+    b_stride_k,
+    A_E5M2: tl.constexpr,
+    B_E5M2: tl.constexpr,
+    A_FREE: tl.constexpr,
+    B_FREE: tl.constexpr,
+    A_SIDE: tl.constexpr,
+    B_SIDE: tl.constexpr,
+    A_E8M0: tl.constexpr,
+    B_E8M0: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    SCALED: tl.constexpr,
+    TMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    OWNED: tl.constexpr,
+):
+    """fwd and dgrad: a tile of rows [rows, K] times its owner's b [N, K]; ``owners`` [rows / OWNED]."""
+    i, j = place(tl.program_id(0), rows // BLOCK_M, tl.cdiv(N, BLOCK_N), GROUP_M)
+    row = i * BLOCK_M
+    col = j * BLOCK_N
+    expert = tl.load(owners + row // OWNED)
+    if expert < 0:
+        nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        store(out, nothing, row, col, rows, N, N, bias, False, BLOCK_M, BLOCK_N)
+        return
+    acc = contract(
+        a,
+        b,
+        a_scale + expert * a_stride_e,
+        b_scale + expert.to(tl.int64) * b_stride_e,
+        row,
+        expert * b_rows + col,
+        rows,
+        b_all,
+        row,
+        col,
+        rows,
+        N,
+        0,
+        K,
+        a_held,
+        b_held,
+        a_stride_f,
+        a_stride_k,
+        b_stride_f,
+        b_stride_k,
+        A_E5M2,
+        B_E5M2,
+        A_FREE,
+        B_FREE,
+        A_SIDE,
+        B_SIDE,
+        A_E8M0,
+        B_E8M0,
+        PROMOTE,
+        SCALED,
+        TMA,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    store(out, acc, row, col, rows, N, N, bias + expert * N if BIAS else bias, BIAS, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=_FREE)
+def grouped_wgrad_kernel(
+    a,
+    b,
+    out,
+    a_scale,
+    b_scale,
+    starts,
+    sizes,
+    M,
+    N,
+    a_held,
+    b_held,
+    a_stride_e,
+    a_stride_f,
+    a_stride_k,
+    b_stride_e,
+    b_stride_f,
+    b_stride_k,
+    A_E5M2: tl.constexpr,
+    B_E5M2: tl.constexpr,
+    A_FREE: tl.constexpr,
+    B_FREE: tl.constexpr,
+    A_SIDE: tl.constexpr,
+    B_SIDE: tl.constexpr,
+    A_E8M0: tl.constexpr,
+    B_E8M0: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    SCALED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    OWNED: tl.constexpr,
+):
+    """One tile of one expert's [M, N]: a [M, rows] contracted with b [N, rows] over that expert's rows."""
+    down = tl.cdiv(M, BLOCK_M)
+    across = tl.cdiv(N, BLOCK_N)
+    expert = tl.program_id(0) // (down * across)
+    i, j = place(tl.program_id(0) % (down * across), down, across, GROUP_M)
+    row = i * BLOCK_M
+    col = j * BLOCK_N
+    first = tl.multiple_of(tl.load(starts + expert), OWNED)
+    last = first + tl.cdiv(tl.load(sizes + expert), OWNED) * OWNED  # rows beyond an expert's own hold zero codes
+    acc = contract(
+        a,
+        b,
+        a_scale + expert.to(tl.int64) * a_stride_e,
+        b_scale + expert.to(tl.int64) * b_stride_e,
+        row,
+        col,
+        M,
+        N,
+        row,
+        col,
+        M,
+        N,
+        first,
+        last,
+        a_held,
+        b_held,
+        a_stride_f,
+        a_stride_k,
+        b_stride_f,
+        b_stride_k,
+        A_E5M2,
+        B_E5M2,
+        A_FREE,
+        B_FREE,
+        A_SIDE,
+        B_SIDE,
+        A_E8M0,
+        B_E8M0,
+        PROMOTE,
+        SCALED,
+        TMA,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    store(out + expert.to(tl.int64) * M * N, acc, row, col, M, N, N, out, False, BLOCK_M, BLOCK_N)
+
+
+class _Held(NamedTuple):
+    """An operand: codes [rows held, held along the contraction]; scales with their strides by (expert, free block,
+    contracted block); rows held of one expert; real sizes."""
+
+    codes: Tensor
+    scale: Tensor
+    strides: tuple[int, int, int]
+    rows: int
+    free: int
+    contracted: int
+
+
+def fwd(
+    x_q: Quantized,
+    w_q: Quantized,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    gpu: Gpu | None = None,
+) -> Tensor:
+    """y [R, N] = x [R, K] times each expert's w [E, N, K] transposed, plus bias [E, N]; zeros in tiles of no expert.
+
+    Raises:
+        CastError: operands that do not agree with each other or with ``groups``.
+    """
+    return _rows("fwd", x_q, w_q, 1, groups, out_dtype, bias, gpu)
+
+
+def dgrad(dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, gpu: Gpu | None = None) -> Tensor:
+    """dx [R, K] = dy [R, N] times each expert's w [E, N, K]; zeros in tiles of no expert.
+
+    Raises:
+        CastError: operands that do not agree with each other or with ``groups``.
+    """
+    return _rows("dgrad", dy_q, w_q, 0, groups, out_dtype, None, gpu)
+
+
+def _rows(
+    name: str,
+    a_q: Quantized,
+    w_q: Quantized,
+    w_contract: int,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    gpu: Gpu | None,
+) -> Tensor:
+    a_shape, w_shape = tuple(a_q.data.shape), tuple(w_q.data.shape)
+    if (
+        len(a_shape) != 2
+        or len(w_shape) != 3
+        or a_shape[1] != w_shape[1 + w_contract]
+        or (a_shape[0], w_shape[0]) != (groups.rows, groups.experts)
+    ):
+        raise CastError(
+            f"grouped_{name}: rows {list(a_shape)} and weights {list(w_shape)} do not fit each other, or groups of "
+            f"{groups.rows} rows and {groups.experts} experts. It takes [R, {'NK'[w_contract]}] and [E, N, K]."
+        )
+    gpu = gpu or tiles.gpu_of(a_q.data.device)
+    form = tiles.form(tiles.grain(a_q.spec, 1), tiles.grain(w_q.spec, w_contract), fast=name == "fwd", gpu=gpu)
+    a, b = _of_rows(a_q, 1), _of_experts(w_q, w_contract)
+    out = torch.empty(groups.rows, b.free, dtype=out_dtype, device=a.codes.device)
+    if out.numel() == 0:
+        return out
+    if b.codes.numel() == 0:  # nothing to describe, and nothing will be read
+        form = form._replace(tma=False)
+    tile = tiles.choose(groups.rows, b.free, form, gpu)
+    launch(
+        grouped_rows_kernel,
+        (groups.rows // tile.m * layout.ceil_div(b.free, tile.n),),
+        tiles.source(a.codes, groups.rows, a.contracted, (tile.m, tile.k), form.tma),
+        tiles.source(b.codes, b.codes.shape[0], b.contracted, (tile.n, tile.k), form.tma),
+        out,
+        a.scale,
+        b.scale,
+        bias,
+        groups.tiles,
+        groups.rows,
+        b.free,
+        a.contracted,
+        a.codes.stride(0),
+        b.codes.stride(0),
+        b.rows,
+        b.codes.shape[0],
+        *a.strides,
+        *b.strides,
+        **tiles.constants(form, tile),
+        BIAS=bias is not None,
+        GROUP_M=tiles.GROUP,
+        OWNED=TILE,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def wgrad(dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype, gpu: Gpu | None = None) -> Tensor:
+    """dw [E, N, K] = each expert's dy [R, N] transposed times its x [R, K]; zeros for an expert without rows.
+
+    Raises:
+        CastError: operands that do not agree with each other or with ``groups``.
+    """
+    a_shape, b_shape = tuple(dy_q.data.shape), tuple(x_q.data.shape)
+    if len(a_shape) != 2 or len(b_shape) != 2 or not a_shape[0] == b_shape[0] == groups.rows:
+        raise CastError(
+            f"grouped_wgrad: {list(a_shape)} and {list(b_shape)} do not agree in their rows, or with groups of "
+            f"{groups.rows} rows. It takes dy [R, N] and x [R, K]."
+        )
+    gpu = gpu or tiles.gpu_of(dy_q.data.device)
+    form = tiles.form(tiles.grain(dy_q.spec, 0), tiles.grain(x_q.spec, 0), fast=False, gpu=gpu)
+    a, b = _of_rows(dy_q, 0), _of_rows(x_q, 0)
+    out = torch.empty(groups.experts, a.free, b.free, dtype=out_dtype, device=a.codes.device)
+    if out.numel() == 0:
+        return out
+    tile = tiles.choose(a.free, b.free, form, gpu, batch=groups.experts)
+    launch(
+        grouped_wgrad_kernel,
+        (groups.experts * layout.ceil_div(a.free, tile.m) * layout.ceil_div(b.free, tile.n),),
+        tiles.source(a.codes, a.free, groups.rows, (tile.m, tile.k), form.tma),
+        tiles.source(b.codes, b.free, groups.rows, (tile.n, tile.k), form.tma),
+        out,
+        a.scale,
+        b.scale,
+        groups.starts,
+        groups.sizes,
+        a.free,
+        b.free,
+        a.codes.stride(0),
+        b.codes.stride(0),
+        *a.strides,
+        *b.strides,
+        **tiles.constants(form, tile),
+        GROUP_M=tiles.GROUP,
+        OWNED=TILE,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def _of_rows(q: Quantized, contract: int) -> _Held:
+    """Codes [R, columns] of all experts' rows, contracted along ``contract``; scales as ``Backend.quantize_rows``."""
+    whole = q.spec.block[contract] == -1  # one scale a row, a column of an expert, or an expert
+    held = layout.k_major(Quantized(q.data, q.scale[:1], q.spec) if whole else q, contract)
+    if not whole:
+        scale = tiles.plain(held.scale)
+        return _Held(held.codes, scale, (0, *scale.stride()), held.codes.shape[0], held.free, held.contracted)
+    scale = tiles.plain(q.scale)
+    if q.spec.block[1 - contract] == -1:
+        strides = (scale.stride(0), 0, 0)
+    else:
+        strides = (0, scale.stride(0), 0) if contract == 1 else (scale.stride(0), scale.stride(1), 0)
+    return _Held(held.codes, scale, strides, held.codes.shape[0], held.free, held.contracted)
+
+
+def _of_experts(q: Quantized, contract: int) -> _Held:
+    """Codes [E, N, K], contracted along ``contract`` of each [N, K], as rows of codes."""
+    held = layout.experts_k_major(q, contract)
+    experts, rows, width = held.codes.shape
+    scale = tiles.plain(held.scale)
+    codes = held.codes.view(experts * rows, width)
+    return _Held(codes, scale, scale.stride(), rows, held.free, held.contracted)
+
+
+def variants() -> list[Variant]:
+    """The forms of both kernels, of every recipe and architecture, with the tiles of large groups."""
+    common = {"out": "*bf16", "N": "i32:16", "a_stride_e": "i32", "b_stride_e": "i32"}
+    rows = common | {"owners": "*i32", "rows": "i32", "K": "i32", "b_rows": "i32:16", "b_all": "i32:16"}
+    found = tiles.variants(
+        "grouped", grouped_rows_kernel, ("fwd", "dgrad"), rows, {"BIAS": False, "bias": None, "OWNED": TILE}
+    )
+    across = common | {"starts": "*i32", "sizes": "*i32", "M": "i32"}
+    return found + tiles.variants("grouped", grouped_wgrad_kernel, ("wgrad",), across, {"OWNED": TILE})
