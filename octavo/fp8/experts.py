@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers in FP8: a plain loop over the experts, two linears each.
+"""Mixture-of-experts layers in FP8: two grouped linears with the family's own gate between them.
 
 Hugging Face keeps the experts of a layer in two Parameters of three dimensions, ``gate_up_proj`` [E, 2I, H] and
 ``down_proj`` [E, H, I] (or both transposed), whatever the family, and calls the module with (hidden_states,
@@ -6,9 +6,15 @@ top_k_index, top_k_weights). A module of that structure is recognised by it, and
 :class:`Experts`' on the instance: the class becomes a subclass of both, so that parameters, names, hooks, a family's
 own ``_apply_gate`` and ``isinstance`` stay.
 
-Before that the loop must give the stock module's output on random input (:func:`agrees`). GEMMs are counted under
-``<module>.gate_up_proj`` and ``<module>.down_proj``, one call an expert with tokens; experts without tokens run no
-GEMM, count as idle, and get a gradient of zeros.
+The forward, with P = M k pairs of a token and one of its k experts::
+
+    lay the P rows out by expert                          [M, H] -> [R, H]    kernels/groups.py
+    gate_up_proj, the gate, down_proj on all R rows       [R, H] -> [R, H]    grouped_linear.py
+    take each pair's row, weigh it, add a token's k       [R, H] -> [M, H]
+
+Before a module is converted this must give the stock module's output on random input (:func:`agrees`). GEMMs are
+counted under ``<module>.gate_up_proj`` and ``<module>.down_proj``, a grouped one as one call of every expert. Where the
+experts run one by one, those without tokens run no GEMM and count as idle. Either way they get a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -20,13 +26,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from octavo.fp8 import observe, scaling
-from octavo.fp8.linear import Call, Site, three_gemms
+from octavo.fp8.grouped_linear import GroupedCall, alone, grouped_gemms, one_by_one
+from octavo.fp8.kernels.groups import Groups, real_rows, route
+from octavo.fp8.linear import Call, Site, _autocast_enabled, three_gemms
 from octavo.fp8.weights import HoldsCodes, Part, WeightCodes
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
-Project = Callable[[str, int, Tensor, Tensor, "Tensor | None"], Tensor]  # (projection, expert, x, weight, bias) -> y
+Project = Callable[[str, Tensor, Groups], Tensor]  # (projection, x [R, K], groups) -> y [R, N]
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -36,7 +45,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why the loop cannot stand in for this module of experts; None if its structure is the known one."""
+    """Why FP8 experts cannot stand in for this module of experts; None if its structure is the known one."""
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(arguments) != 3 or not any(word in arguments[1] for word in ("index", "indices")):
         return f"experts called with ({', '.join(arguments)}), not (hidden_states, top_k_index, top_k_weights)"
@@ -53,7 +62,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def agrees(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
-    """Run the stock module and the loop in high precision on the same random input: None if they agree, else why not.
+    """Run the stock module and ours, in high precision, on the same random input: None if they agree, else why not.
 
     The tolerance is that of a sum in the weights' dtype taken in another order.
     """
@@ -65,16 +74,21 @@ def agrees(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
     top_k = min(top_k, experts)
     index = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].to(device)
     share = torch.rand(tokens, top_k, generator=generator).to(device, weight.dtype)
+
+    def project(name: str, rows: Tensor, groups: Groups) -> Tensor:
+        weights, biases = _matrices(module, name), _biases(module, name)
+        return one_by_one(rows, groups, lambda e, own: F.linear(own, weights[e], biases[e]))[0]
+
     with torch.no_grad():
         stock = module(x, index, share).double()
-        ours = _loop(module, x, index, share, lambda _, e, x, w, b: F.linear(x, w, b)).double()
+        ours = _mixture(module, x, index, share, project).double()
     if stock.shape != ours.shape:
-        return f"the stock module returns shape {list(stock.shape)}, the loop over experts {list(ours.shape)}"
+        return f"the stock module returns shape {list(stock.shape)}, our experts {list(ours.shape)}"
     largest = float(stock.nan_to_num().abs().max())
     gap = float((stock - ours).nan_to_num().abs().max())
     allowed = 16 * torch.finfo(weight.dtype).eps * max(largest, torch.finfo(torch.float32).tiny)
     if gap > allowed or not torch.equal(stock.isnan(), ours.isnan()):
-        return f"the loop over experts differs from the stock module by {gap:.3g} where outputs reach {largest:.3g}"
+        return f"our forward of experts differs from the stock module by {gap:.3g} where outputs reach {largest:.3g}"
     return None
 
 
@@ -107,27 +121,29 @@ class Experts(HoldsCodes):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [M, H], top_k_index and top_k_weights [M, k] -> [M, H]."""
-        transposed = bool(getattr(self, "is_transposed", False))
-        grad = torch.is_grad_enabled()
+        return _mixture(self, hidden_states, top_k_index, top_k_weights, self._project)
 
-        def project(name: str, expert: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            site = self._sites[name]
+    def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
+        """One projection of all rows: grouped where recipe and backends can, else expert by expert."""
+        site = self._sites[name]
+        owner, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
+        assert owner is not None
+        transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
+        if alone(site.recipe, site.selections, x.device) is None:
+            return grouped_gemms(x, owner, bias, groups, GroupedCall(site, Part(None, transposed), grad))
+        weights, biases = _matrices(self, name), _biases(self, name)
+
+        def run(expert: int, own: Tensor) -> Tensor:
             history = None
             if site.recipe.delayed is not None:
-                history = scaling.history(self, expert, x.device, suffix=f"_{name}")
-            owner = self._parameters[name]
-            assert owner is not None
-            return three_gemms(
-                x, weight, bias, Call(site, owner, Part(expert, transposed), history, self.training, grad)
-            )
+                history = scaling.history(self, expert, own.device, suffix=f"_{name}")
+            call = Call(site, owner, Part(expert, transposed), history, self.training, grad)
+            return three_gemms(own, weights[expert], biases[expert], call)
 
-        now = observe.phase()
-        count = self.get_parameter("gate_up_proj").shape[0]
-        if observe.counting() and now == observe.Phase(counted=True, recompute=False):
-            used = top_k_index[top_k_index < count].unique().numel()
-            for site in self._sites.values():
-                observe.idle(site.name, count - max(used, 1))
-        return _loop(self, hidden_states, top_k_index, top_k_weights, project)
+        y, ran = one_by_one(x, groups, run)
+        if observe.counting() and observe.phase() == observe.Phase(counted=True, recompute=False):
+            observe.idle(site.name, groups.experts - ran)
+        return y
 
     def extra_repr(self) -> str:
         return ", ".join(
@@ -172,37 +188,70 @@ def _gate(module: nn.Module, gate_up: Tensor) -> Tensor:
     return module.act_fn(gate) * up  # type: ignore[operator]
 
 
-def _loop(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project) -> Tensor:
-    """Sort the (token, choice) pairs by expert, run each expert on its tokens, put the rows back and add a token's
-    k."""
-    up, down = _matrices(module, "gate_up_proj"), _matrices(module, "down_proj")
-    biases = {
-        name: None if module._parameters.get(f"{name}_bias") is None else module._parameters[f"{name}_bias"].unbind(0)  # type: ignore[union-attr]
-        for name in PROJECTIONS
-    }
+def _biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
+    """The bias [N] of each expert, or a None for each."""
+    weight, bias = module._parameters[name], module._parameters.get(f"{name}_bias")
+    assert weight is not None
+    return (None,) * weight.shape[0] if bias is None else bias.unbind(0)
+
+
+def _mixture(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project) -> Tensor:
+    """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k."""
+    weight = module._parameters["gate_up_proj"]
+    assert weight is not None
     top_k = top_k_index.shape[-1]
-    chosen = top_k_index.reshape(-1)
-    order = torch.argsort(chosen, stable=True)
-    # An index beyond the last expert is a place that expert parallelism left empty: it sorts to the end and adds zero.
-    sizes = torch.bincount(chosen, minlength=len(up))[: len(up)].tolist()
-    rows_of = (order // top_k)[: sum(sizes)].split(sizes)
-    outputs = []
-    # With no token at all the first expert runs on zero rows: its weights then belong to the graph, as in the stock
-    # module.
-    for e in [e for e, size in enumerate(sizes) if size] or [0]:
-        x = hidden[rows_of[e]]
-        gate_up = project("gate_up_proj", e, x, up[e], _at(biases["gate_up_proj"], e))
-        y = project("down_proj", e, _gate(module, gate_up), down[e], _at(biases["down_proj"], e))
-        outputs.append(module.post_expert_norm(y) if getattr(module, "has_post_expert_norm", False) else y)  # type: ignore[operator]
-    y = torch.cat(outputs)
-    y = F.pad(y, (0, 0, 0, chosen.numel() - y.shape[0]))
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel(), device=order.device)
-    weighted = y[back] * top_k_weights.reshape(-1, 1)
+    # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
+    groups, pair_of, row_of = route(top_k_index.reshape(-1), weight.shape[0])
+    low = _autocast_enabled(hidden) and hidden.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(hidden.device.type) if low else hidden.dtype
+    x = _ToRows.apply(hidden, pair_of, row_of, top_k, dtype)
+    y = project("down_proj", _gate(module, project("gate_up_proj", x, groups)), groups)
+    if getattr(module, "has_post_expert_norm", False):
+        # Its parameters' gradients add up all rows: those of padding must be zero.
+        y = torch.where(real_rows(groups).unsqueeze(1), module.post_expert_norm(y), 0)  # type: ignore[operator]
+    share = top_k_weights.reshape(-1).masked_fill(row_of >= groups.rows, 0).unsqueeze(1)
+    weighted = _ToPairs.apply(y, pair_of, row_of) * share
     # Gathering and adding in a fixed order is deterministic; index_add_ is not on a GPU.
     out = weighted.view(*top_k_index.shape, weighted.shape[-1]).sum(-2).to(hidden.dtype)
     return out if out.shape == hidden.shape else out.view(hidden.shape)
 
 
-def _at(values: tuple[Tensor, ...] | None, i: int) -> Tensor | None:
-    return None if values is None else values[i]
+class _ToRows(torch.autograd.Function):
+    """hidden [M, H] -> [R, H] in ``dtype``: the token of each row. Rows of padding hold some token or other."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, pair_of: Tensor, row_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(row_of)
+        ctx.top_k, ctx.dtype = top_k, hidden.dtype
+        return _take(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (row_of,) = ctx.saved_tensors
+        pairs = _take(dy, row_of).masked_fill_((row_of >= dy.shape[0]).unsqueeze(1), 0)
+        tokens = row_of.shape[0] // ctx.top_k
+        return pairs.view(tokens, ctx.top_k, dy.shape[1]).sum(1, dtype=ctx.dtype), None, None, None, None
+
+
+class _ToPairs(torch.autograd.Function):
+    """rows [R, H] -> [P, H]: the row of each pair; that of a pair without an expert holds some row or other, and so do
+    the gradients of padding rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, pair_of: Tensor, row_of: Tensor) -> Tensor:
+        ctx.save_for_backward(pair_of)
+        return _take(rows, row_of)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (pair_of,) = ctx.saved_tensors
+        return _take(dy, pair_of), None, None
+
+
+def _take(source: Tensor, index: Tensor) -> Tensor:
+    """Rows of ``source`` by index. One past the end takes the last row; of an empty source there are only zeros."""
+    if not source.shape[0]:
+        return source.new_zeros(index.shape[0], source.shape[1])
+    return source.index_select(0, index.clamp(max=source.shape[0] - 1))
