@@ -18,7 +18,6 @@ from torch import Tensor
 from octavo.fp8.kernels import ops
 
 
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; ``key`` as ``ops.describe`` gives it.
 
@@ -30,7 +29,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
             f"{list(weight.shape)}; found an input of shape {list(x.shape)}."
         )
     device = x.device.type
-    if x.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # Dynamo of torch 2.11 cannot ask is_autocast_available; meta is the device without.
+    if x.dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     x_MK = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     parts = ops.gemms(key)
@@ -39,3 +39,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
     codes = torch.ops.octavo.cast(x_MK.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
     y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)
     return y_MN.view(*x.shape[:-1], weight.shape[0])
+
+
+def leave() -> None:
+    """End the graph before a layer with delayed scaling; under ``fullgraph=True`` an error with this reason."""
+    torch._dynamo.graph_break(
+        "delayed scaling writes amax histories in every forward and runs outside the compiled graph. Use another "
+        "recipe (tensorwise scales by the current amax), or torch.compile without fullgraph=True."
+    )

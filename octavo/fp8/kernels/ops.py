@@ -28,7 +28,7 @@ Three rules keep this right under a compiler:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
 
 
 class Gemms(NamedTuple):
-    """The parts of :func:`describe`'s text, as :data:`octavo::cast` and the GEMMs take them; all text."""
+    """The parts of :func:`describe`'s text, of one GEMM each."""
 
     fwd: str
     dgrad: str
@@ -79,7 +79,7 @@ class Gemms(NamedTuple):
 
 
 def gemms(key: str) -> Gemms:
-    """Take :func:`describe`'s text apart. Plain string work, which Dynamo folds away."""
+    """Take :func:`describe`'s text apart. Plain work on strings, which Dynamo folds away."""
     fwd, dgrad, wgrad = key.split("|")
     return Gemms(fwd, dgrad, wgrad)
 
@@ -130,7 +130,11 @@ def _by_contraction(spec: CastSpec, contract: int) -> bool:
 
 def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
     """(codes, scales) of ``q`` as contiguous buffers of their own, uint8 and fp32 (uint8 for e8m0), in the layout for a
-    GEMM that contracts dimension ``contract``. Copies only what does not lie so already."""
+    GEMM that contracts dimension ``contract``. Copies only what does not lie so already.
+
+    Scales are flat: a dimension of ceil(tokens / 128), one for up to 128 tokens and more above, would be a reason to
+    compile twice.
+    """
     rows, cols = q.data.shape
     operand = layout.k_major(q, contract)
     scale = operand.scale.view(torch.uint8) if operand.scale.dtype is E8M0 else operand.scale
@@ -139,19 +143,18 @@ def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
     sizes = scale_sizes(rows, cols, q.spec, contract)
     whole = scale.storage_offset() == 0 and scale.untyped_storage().nbytes() == sizes[0] * sizes[1] * scale.itemsize
     if whole and scale.stride() == (sizes[1], 1):
-        scale = scale.as_strided(sizes, (sizes[1], 1))
+        flat = scale.as_strided((sizes[0] * sizes[1],), (1,))
     else:
-        held = scale.new_ones(sizes)
-        held[: scale.shape[0], : scale.shape[1]] = scale
-        scale = held
-    return operand.codes.view(torch.uint8), scale
+        flat = scale.new_ones(sizes[0] * sizes[1])
+        flat.view(sizes)[: scale.shape[0], : scale.shape[1]] = scale
+    return operand.codes.view(torch.uint8), flat
 
 
 def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, contract: int) -> Quantized:
     """The [rows, cols] matrix that :func:`pack` took apart, as views."""
     grid = layout.grid_of(rows, cols, spec)
     free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
-    data = codes.view(spec.fmt.dtype)
+    data, scale = codes.view(spec.fmt.dtype), scale.view(scale_sizes(rows, cols, spec, contract))
     if _by_contraction(spec, contract):
         scale = scale.t()
     scale = scale[:free, :contracted]
@@ -167,10 +170,11 @@ def _packed_fake(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
     spec = _operand(text)[1]
     rows, cols = x.shape
+    a, b = scale_sizes(rows, cols, spec, contract)
     kind = torch.uint8 if spec.scale == "e8m0" else torch.float32
     return (
         x.new_empty(layout.padded_sizes(rows, cols, spec, contract), dtype=torch.uint8),
-        x.new_empty(scale_sizes(rows, cols, spec, contract), dtype=kind),
+        x.new_empty(a * b, dtype=kind),
     )
 
 
@@ -182,10 +186,10 @@ _lib.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor row, Tensor row_scale, Tensor col, Tensor col_scale, "
     "str key) -> Tensor"
 )
-_lib.define("dgrad(Tensor dy, Tensor dy_scale, Tensor weight, SymInt tokens, ScalarType dtype, str casts) -> Tensor")
+_lib.define("dgrad(Tensor dy, Tensor dy_scale, Tensor weight, SymInt tokens, ScalarType dtype, str key) -> Tensor")
 _lib.define(
     "wgrad(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, SymInt tokens, SymInt outputs, SymInt inputs, "
-    "ScalarType dtype, str casts) -> Tensor"
+    "ScalarType dtype, str key) -> Tensor"
 )
 
 
@@ -221,11 +225,11 @@ def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, T
     return (*_packed_fake(x, row, 1), *_packed_fake(x, col, 0))
 
 
-def _weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, forward: bool) -> Quantized:
-    codes = weights.codes_of(weight)
+def _weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, contract: int, forward: bool) -> Quantized:
+    codes, cast = weights.codes_of(weight), partial(backend.quantize, contract=contract)
     if codes is None:
-        return backend.quantize(weight, spec)
-    return codes.get(weight, weights.Part(), spec, backend, forward)
+        return cast(weight.detach(), spec)
+    return codes.get(weight, weights.Part(), spec, backend, forward, cast)
 
 
 def _linear(
@@ -244,20 +248,22 @@ def _linear(
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     backend, a, b = _gemm(fwd)
     x_q = unpack(row, row_scale, x.shape[0], x.shape[1], a, 1)
-    return backend.gemm_fwd(x_q, _weight_codes(weight, b, backend, True), x.dtype, bias).contiguous()
+    return backend.gemm_fwd(x_q, _weight_codes(weight, b, backend, 1, True), x.dtype, bias).contiguous()
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _dgrad(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, casts: str) -> Tensor:
-    backend, a, b = _gemm(casts)
+def _dgrad(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
+    parts = gemms(key)
+    backend, a, b = _gemm(parts.dgrad)
     dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 1)
-    return backend.gemm_dgrad(dy_q, _weight_codes(weight, b, backend, False), dtype).contiguous()
+    shared = parts.fwd != "" and _gemm(parts.fwd)[2] == b  # the codes of the forward, in its layout
+    return backend.gemm_dgrad(dy_q, _weight_codes(weight, b, backend, 1 if shared else 0, False), dtype).contiguous()
 
 
-def _dgrad_fake(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, casts: str) -> Tensor:
+def _dgrad_fake(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
     return dy.new_empty(tokens, weight.shape[1], dtype=dtype)
 
 
@@ -270,9 +276,9 @@ def _wgrad(
     outputs: int,
     inputs: int,
     dtype: torch.dtype,
-    casts: str,
+    key: str,
 ) -> Tensor:
-    backend, a, b = _gemm(casts)
+    backend, a, b = _gemm(gemms(key).wgrad)
     dy_q = unpack(dy, dy_scale, tokens, outputs, a, 0)
     x_q = unpack(x, x_scale, tokens, inputs, b, 0)
     return backend.gemm_wgrad(dy_q, x_q, dtype).contiguous()
@@ -287,7 +293,7 @@ def _wgrad_fake(
     outputs: int,
     inputs: int,
     dtype: torch.dtype,
-    casts: str,
+    key: str,
 ) -> Tensor:
     return dy.new_empty(outputs, inputs, dtype=dtype)
 
@@ -319,13 +325,13 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if needs_x:
         weight = saved.pop(0)
         if row:
-            dx = torch.ops.octavo.dgrad(row_q, row_s, weight, tokens, ctx.x_dtype, parts.dgrad)
+            dx = torch.ops.octavo.dgrad(row_q, row_s, weight, tokens, ctx.x_dtype, ctx.key)
         else:
             dx = dy @ weight.to(dy.dtype)
     if needs_w:
         if col:
             x_q, x_s = saved
-            dw = torch.ops.octavo.wgrad(col_q, col_s, x_q, x_s, tokens, outputs, ctx.inputs, ctx.w_dtype, parts.wgrad)
+            dw = torch.ops.octavo.wgrad(col_q, col_s, x_q, x_s, tokens, outputs, ctx.inputs, ctx.w_dtype, ctx.key)
         else:
             dw = (dy.t() @ saved[0]).to(ctx.w_dtype)
     if needs_b:
