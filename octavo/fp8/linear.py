@@ -116,7 +116,7 @@ class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         site, now = call.site, observe.phase()
-        given = Input(x, compute_dtype(x), site)
+        given = Input(x, compute_dtype(x), None if site.codes is None else site)
         needs_x, needs_w, needs_b = (call.grad and n for n in ctx.needs_input_grad[:3])
         watched = health.watching() and now.counted
         with _no_autocast(x):
@@ -372,8 +372,10 @@ class Linear(HoldsCodes, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input [..., K] -> [..., N]; the argument is named as in ``nn.Linear``, for callers by keyword."""
         site = self._site
-        if torch.compiler.is_compiling() and site.recipe.delayed is None:
-            return traced.linear(input, self.weight, self.bias, site.key)
+        if torch.compiler.is_compiling():
+            if site.recipe.delayed is None:
+                return traced.linear(input, self.weight, self.bias, site.key)
+            traced.leave()
         group = self.__dict__.get("_group")
         if group is not None:
             y = group.output(self, input)
