@@ -1,7 +1,9 @@
-"""Every FP8 backend tried: a real linear layer, forward and backward, in every recipe, on every kind of device.
+"""Every FP8 backend, with its version and what it can do, and tried wherever it would be chosen by itself.
 
-The layer goes the way of a training run (plan, apply, autograd), is counted, and its y, dx and dw are held against
-high precision. Sizes are ragged on purpose: 33 tokens, 144 inputs, 80 outputs fill no 128-block evenly.
+Trying is a real linear layer, forward and backward, in every recipe. The layer goes the way of a training run (plan,
+apply, autograd), is counted, and its y, dx and dw are held against high precision. Sizes are ragged on purpose: 33
+tokens, 144 inputs, 80 outputs fill no 128-block evenly. A backend that serves a device only when asked for by name
+(Triton's interpreter on the CPU, say) is listed with that reason and not tried.
 """
 
 from __future__ import annotations
@@ -12,36 +14,72 @@ from octavo.doctor.report import ABSENT, FAIL, OK, Check
 #: calc_diff of a sound result: E4M3 leaves about 1e-3, E5M2 gradients about 5e-3; a wrong scale or layout leaves 1
 SOUND = 0.02
 TOKENS, INPUTS, OUTPUTS = 33, 144, 80
+MORE = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "swiglu_backward")
 
 
 def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
-    """One check for each backend, recipe and device."""
+    """For each device and backend one check of what it is, and one for each recipe that it can be tried in."""
+    import torch
+
+    from octavo.fp8.kernels import registry
+
+    if devices is None:
+        devices = ("cpu", "cuda:0") if torch.cuda.is_available() else ("cpu",)
+    return [check for d in devices for name in registry.names() for check in _backend(name, d)]
+
+
+def _backend(name: str, device: str) -> list[Check]:
     import torch
 
     from octavo.fp8.kernels import registry
     from octavo.fp8.recipe import RECIPES
 
-    if devices is None:
-        devices = ("cpu", "cuda:0") if torch.cuda.is_available() else ("cpu",)
-    return [_try(name, recipe, d) for d in devices for name in registry.names() for recipe in RECIPES]
+    backend, on = registry.get(name), torch.device(device)
+    lacks = {recipe_name: _lack(name, recipe_name, device) for recipe_name in RECIPES}
+    why = "; ".join(dict.fromkeys(filter(None, lacks.values()))) if all(lacks.values()) else backend.volunteers(on)
+    if why is not None:
+        means = "it is never chosen here by itself"
+        found = why if "not installed" in why else f"not tried: {why} ({backend.version()})"
+        return [Check("fp8", f"{name} on {device}", ABSENT, found, means, "none needed")]
+    checks = [Check("fp8", f"{name} on {device}", OK, f"{backend.version()}{_more(name, device)}")]
+    for recipe_name, lack in lacks.items():
+        if lack is None:
+            checks.append(_try(name, recipe_name, device))
+        else:
+            means = "another backend is chosen for this recipe"
+            checks.append(Check("fp8", f"{name} {recipe_name} on {device}", ABSENT, lack, means, "none needed"))
+    return checks
 
 
-def _try(backend: str, recipe_name: str, device: str) -> Check:
+def _lack(backend: str, recipe_name: str, device: str) -> str | None:
+    """Why the backend cannot run all three GEMMs of this recipe here, None if it can."""
     import torch
 
     from octavo.fp8.kernels import registry
     from octavo.fp8.recipe import recipe
 
+    made, on = recipe(recipe_name), torch.device(device)
+    found = [
+        registry.get(backend).supports(op, made, on, (TOKENS, OUTPUTS, INPUTS)) for op in ("fwd", "dgrad", "wgrad")
+    ]
+    return "; ".join(dict.fromkeys(filter(None, found))) or None
+
+
+def _more(backend: str, device: str) -> str:
+    """What it has in the default recipe besides casts and the GEMMs of a linear layer."""
+    import torch
+
+    from octavo.fp8.kernels import registry
+    from octavo.fp8.recipe import recipe
+
+    can = [
+        op for op in MORE if registry.get(backend).supports(op, recipe("blockwise"), torch.device(device), None) is None
+    ]
+    return f"; also {', '.join(can)}" if can else ""
+
+
+def _try(backend: str, recipe_name: str, device: str) -> Check:
     name = f"{backend} {recipe_name} on {device}"
-    made = recipe(recipe_name)
-    lacks = {
-        op: lack
-        for op in ("fwd", "dgrad", "wgrad")
-        if (lack := registry.get(backend).supports(op, made, torch.device(device), (TOKENS, OUTPUTS, INPUTS)))
-    }
-    if lacks:
-        means = "another backend is chosen for this recipe"
-        return Check("fp8", name, ABSENT, "; ".join(dict.fromkeys(lacks.values())), means, "none needed")
     means = f"fp8.recipe: {recipe_name} cannot be trusted here"
     cure = "use another recipe or fp8.backend, and report this with `octavo doctor --json`"
     try:

@@ -61,7 +61,7 @@ OPTIONAL = (
     Package("triton", "import triton", "no fast FP8 kernels on a GPU", "it comes with CUDA builds of torch"),
     Package(
         "deep_gemm",
-        "import deep_gemm",
+        "import deep_gemm; deep_gemm.fp8_gemm_nt",  # PyPI's deep-gemm is another project and has none
         "no DeepGEMM kernels on Hopper and later",
         "build it from github.com/deepseek-ai/DeepGEMM",
     ),

@@ -25,7 +25,38 @@ def test_every_recipe_of_the_reference_is_sound():
     checks = arithmetic.backends(("cpu",))
     assert {check.status for check in checks} <= {OK, ABSENT}
     sound = {check.name for check in checks if check.status == OK}
-    assert {f"reference {name} on cpu" for name in fp8.RECIPES} <= sound
+    assert {f"reference {name} on cpu" for name in fp8.RECIPES} | {"reference on cpu"} == sound
+
+
+def test_every_backend_is_listed_and_those_that_do_not_volunteer_are_not_run(monkeypatch):
+    tried = []
+    monkeypatch.setattr(arithmetic, "_run", lambda backend, recipe, device: tried.append(backend) or {"y": 0.0})
+    checks = {check.name: check for check in arithmetic.backends(("cpu",))}
+    assert set(tried) == {"reference"} and len(tried) == len(fp8.RECIPES)
+    assert {name.split()[0] for name in checks} == set(registry.names())
+    torch_check = checks["torch on cpu"]
+    assert torch_check.status == ABSENT and torch_check.cure == "none needed"
+    assert torch_check.found.startswith(
+        "not tried: on the CPU it is slower than the reference; ask for it by name (torch"
+    )
+    assert checks["triton on cpu"].status == ABSENT and "interpreter" in checks["triton on cpu"].found
+    assert checks["triton on cpu"].found.endswith(f"({registry.get('triton').version()})")
+    assert checks["deepgemm on cpu"].found == "deep_gemm is not installed"
+    assert checks["reference on cpu"].found.startswith(f"torch {torch.__version__}")
+
+
+def test_a_volunteer_is_tried_in_every_recipe_that_it_has(monkeypatch):
+    """As on a GPU, where Triton and torch are chosen by themselves."""
+    backend = registry.get("torch")
+    monkeypatch.setattr(type(backend), "volunteers", lambda self, device: None)
+    checks = {c.name: c for c in arithmetic.backends(("cpu",)) if c.name.startswith("torch")}
+    assert {name for name, check in checks.items() if check.status == OK} == {
+        "torch on cpu", "torch tensorwise on cpu", "torch rowwise on cpu", "torch delayed on cpu"
+    }  # fmt: skip
+    assert checks["torch blockwise on cpu"].status == ABSENT
+    assert (
+        "1x128 by 128x128 on the CPU; torch has no blocks of 1x128 by 1x128" in checks["torch blockwise on cpu"].found
+    )
 
 
 class Fake:
@@ -58,7 +89,8 @@ def test_a_backend_that_computes_nonsense_fails(fake):
 
 
 def test_a_backend_that_gives_nan_fails(fake):
-    check = fake(gemm_fwd=lambda x, w, dtype: torch.full((x.data.shape[0], w.data.shape[0]), torch.nan, dtype=dtype))
+    nan = lambda x, w, dtype, bias=None: torch.full((x.data.shape[0], w.data.shape[0]), torch.nan, dtype=dtype)  # noqa: E731
+    check = fake(gemm_fwd=nan)
     assert check.status == FAIL and "calc_diff of y nan" in check.found
 
 
@@ -71,8 +103,17 @@ def test_a_backend_that_raises_fails_with_its_cause(fake):
 
 
 def test_a_backend_that_cannot_is_passed_over(fake):
-    check = fake(supports=lambda op, what, device, shape: "needs SM90" if op != "quantize" else None)
+    lack = lambda op, what, device, shape: "needs SM90" if "blockwise" in str(what) else None  # noqa: E731
+    check = fake(supports=lack)
     assert (check.status, check.found) == (ABSENT, "needs SM90")
+
+
+def test_a_backend_that_can_do_nothing_is_one_line(monkeypatch):
+    lack = lambda op, what, device, shape: f"no {op}"  # noqa: E731
+    monkeypatch.setattr(registry, "_backends", {**registry._backends, "fake": Fake(supports=lack)})
+    check = one([check for check in arithmetic.backends(("cpu",)) if check.name.startswith("fake")])
+    assert (check.name, check.status) == ("fake on cpu", ABSENT)
+    assert check.found.startswith("not tried: no fwd; no dgrad; no wgrad (torch")
 
 
 def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from octavo import fp8
 from octavo.fp8.cast import CastSpec
-from octavo.fp8.kernels import registry
+from octavo.fp8.kernels import registry, torch_backend, triton_backend
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import BackendError, get, names, register, select
 from octavo.fp8.recipe import recipe
@@ -40,16 +43,77 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
     register(Useless())
 
 
-def test_the_reference_is_there_and_takes_everything() -> None:
-    assert names() == ("reference",) and get("reference").name == "reference"
+def test_the_order_of_preference() -> None:
+    assert names() == ("deepgemm", "torch", "triton", "reference")
+    assert all(get(name).name == name for name in names())
+
+
+def test_on_the_cpu_the_reference_is_chosen_and_says_why_the_others_are_not() -> None:
     for op in ("fwd", "dgrad", "wgrad"):
         for name in fp8.RECIPES:
-            chosen = select(op, recipe_or_spec=recipe(name), device="cuda:3", shape=(0, 1, 3420))
-            assert chosen.backend.name == "reference" and chosen.rejected == () and "only one" in chosen.reason
+            chosen = select(op, recipe_or_spec=recipe(name), device="cpu", shape=(None, 1, 3420))
+            assert chosen.backend.name == "reference" and "first in order of preference" in chosen.reason
+            assert [name for name, _ in chosen.rejected] == ["deepgemm", "torch", "triton"]
+    reasons = dict(select("fwd", recipe_or_spec=recipe("rowwise"), device="cpu").rejected)
+    assert reasons == {
+        "deepgemm": "deep_gemm is not installed",
+        "torch": "on the CPU it is slower than the reference; ask for it by name",
+        "triton": "Triton's interpreter is for tests; ask for it by name",
+    }
+
+
+def test_for_a_gpu_that_is_elsewhere_triton_is_planned() -> None:
+    """It is the one that every GPU has; what the others can do depends on which it is."""
+    if torch.cuda.is_available():
+        pytest.skip("asks about a GPU that is not there")
+    for name in fp8.RECIPES:
+        chosen = select("dgrad", recipe_or_spec=recipe(name), device="cuda:3", shape=(None, 1, 3420))
+        assert chosen.backend.name == "triton" and [name for name, _ in chosen.rejected] == ["deepgemm", "torch"]
+        assert "this process sees none" in dict(chosen.rejected)["torch"]
+
+
+def test_on_a_hopper_each_gemm_takes_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with fresh():
+        for name, backend in {
+            "tensorwise": "torch",
+            "rowwise": "torch",
+            "blockwise": "torch",
+            "mxfp8": "triton",
+        }.items():
+            chosen = {op: select(op, recipe_or_spec=recipe(name), device="cuda") for op in ("fwd", "dgrad", "wgrad")}
+            assert {selection.backend.name for selection in chosen.values()} == {backend}
+        assert select("quantize", recipe_or_spec=CastSpec(), device="cuda", shape=(4, 4)).backend.name == "triton"
+        assert select("grouped_fwd", recipe_or_spec=recipe("blockwise"), device="cuda").backend.name == "triton"
+
+
+def test_on_an_ada_blocks_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with fresh():
+        chosen = select("wgrad", recipe_or_spec=recipe("blockwise"), device="cuda")
+        assert chosen.backend.name == "triton" and "9.0 alone, this GPU has 8.9" in dict(chosen.rejected)["torch"]
+        assert select("wgrad", recipe_or_spec=recipe("rowwise"), device="cuda").backend.name == "torch"
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """Without what the backends remember of this machine, before and after."""
+    known = (torch_backend._lacks, triton_backend._lacks)
+    for remembered in known:
+        remembered.cache_clear()
+    try:
+        yield
+    finally:
+        for remembered in known:
+            remembered.cache_clear()
 
 
 def test_auto_takes_the_first_that_can_and_says_what_it_passed_over(backends: None) -> None:
-    assert names() == ("useless", "picky", "reference")
+    assert names() == ("useless", "picky", "deepgemm", "torch", "triton", "reference")
     chosen = select("quantize", recipe_or_spec=CastSpec(), device="cpu", shape=(4, 256))
     assert chosen.backend.name == "picky" and chosen.rejected == (("useless", "it can do nothing"),)
     assert "first in order of preference" in chosen.reason
@@ -63,18 +127,18 @@ def test_a_request_by_name_is_met_or_raises(backends: None) -> None:
     chosen = select("quantize", recipe_or_spec=CastSpec(), device="cpu", shape=(4, 256), requested="picky")
     assert chosen.backend.name == "picky" and chosen.reason == "requested by name" and chosen.rejected == ()
     message = (
-        r"'picky' was asked for fwd with blockwise e4m3 on cpu for shape \(1, 2, 3\) and cannot do it: it has no GEMM"
+        r"'picky' was asked for fwd with blockwise e4m3 on cpu for shape \(\?, 2, 3\) and cannot do it: it has no GEMM"
     )
     with pytest.raises(BackendError, match=message) as caught:
-        select("fwd", recipe_or_spec=recipe("blockwise"), device="cpu", shape=(1, 2, 3), requested="picky")
-    assert "Use backend='auto' or 'reference'." in str(caught.value)
+        select("fwd", recipe_or_spec=recipe("blockwise"), device="cpu", shape=(None, 2, 3), requested="picky")
+    assert "Use backend='auto' or " in str(caught.value) and "'reference'." in str(caught.value)
     assert "useless: it can do nothing" in str(caught.value)
 
 
 def test_public_quantize_selects_and_obeys(backends: None, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
     original = ReferenceBackend.quantize
-    monkeypatch.setattr(ReferenceBackend, "quantize", lambda b, x, s: used.append(b.name) or original(b, x, s))
+    monkeypatch.setattr(ReferenceBackend, "quantize", lambda b, *args: used.append(b.name) or original(b, *args))
     fp8.quantize(torch.randn(2, 128), CastSpec())
     fp8.quantize(torch.randn(2, 100), CastSpec())
     fp8.quantize(torch.randn(2, 128), CastSpec(), backend="reference")
@@ -82,9 +146,37 @@ def test_public_quantize_selects_and_obeys(backends: None, monkeypatch: pytest.M
     with pytest.raises(BackendError, match="divides by 128, found 100"):
         fp8.quantize(torch.randn(2, 100), CastSpec(), backend="picky")
     with pytest.raises(
-        BackendError, match="There is no backend 'triton'; use 'auto' or one of: useless, picky, reference"
+        BackendError, match="There is no backend 'cutlass'; use 'auto' or one of: useless, picky, deepgemm, torch,"
     ):
-        fp8.quantize(torch.randn(2, 128), CastSpec(), backend="triton")
+        fp8.quantize(torch.randn(2, 128), CastSpec(), backend="cutlass")
+
+
+def test_a_backend_without_casts_cannot_be_asked_for_one() -> None:
+    for name in ("torch", "deepgemm"):
+        with pytest.raises(BackendError, match="no casts of its own, it takes those of another backend"):
+            fp8.quantize(torch.randn(2, 128), CastSpec(), backend=name)
+
+
+def test_triton_by_name_is_met_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter it serves the CPU; outside of it, it says where it runs."""
+    for value, lack in (("1", None), ("0", "on the CPU only in Triton's interpreter, TRITON_INTERPRET=1")):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        with fresh():
+            if lack is None:
+                asked = select("quantize", recipe_or_spec=CastSpec(), device="cpu", requested="triton")
+                assert asked.backend.name == "triton" and asked.reason == "requested by name"
+            else:
+                with pytest.raises(BackendError, match=lack):
+                    fp8.quantize(torch.randn(2, 128), CastSpec(), backend="triton")
+
+
+@pytest.mark.parametrize(
+    "block, what",
+    [((3, 5), "it has no kernel for blocks of e4m3 3x5 pow2"), ((1, 64), "blocks of e4m3 1x64 pow2")],
+)
+def test_triton_says_which_blocks_it_lacks(block: tuple[int, int], what: str) -> None:
+    with pytest.raises(BackendError, match=what):
+        fp8.quantize(torch.randn(2, 128), CastSpec("e4m3", block), backend="triton")
 
 
 def test_nothing_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ def select(
 
 
 def _of(shape: Sequence[int | None] | None) -> str:
-    return "" if shape is None else f" for shape {tuple(shape)}"
+    return "" if shape is None else f" for shape ({', '.join('?' if size is None else str(size) for size in shape)})"
 
 
 def _lacks(

@@ -142,7 +142,10 @@ class TritonBackend(Backend):
 
 @lru_cache(maxsize=1)
 def _version() -> str:
-    return importlib.metadata.version("triton")
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @lru_cache(maxsize=64)
