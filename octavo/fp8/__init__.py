@@ -25,6 +25,7 @@ from octavo.fp8.plan import Plan, PlanRow, apply, plan
 from octavo.fp8.plan_file import load_plan, save_plan
 from octavo.fp8.policy import ComponentPolicy, PlanError, Policy, Rule
 from octavo.fp8.precision import high_precision
+from octavo.fp8.predict import Prediction, predict
 from octavo.fp8.proof import Proof, ProofError
 from octavo.fp8.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
 from octavo.fp8.scaling import load_scaling_state, reduce_scaling_state, scaling_state
@@ -52,6 +53,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanRow",
+    "Prediction",
     "Policy",
     "Proof",
     "ProofError",
@@ -76,6 +78,7 @@ __all__ = [
     "load_scaling_state",
     "measure",
     "plan",
+    "predict",
     "quantize",
     "recipe",
     "reduce_scaling_state",

@@ -120,20 +120,20 @@ def backends_for(
 ) -> dict[str, Selection]:
     """The backend of each GEMM that ``chosen`` runs in FP8, for a layer of ``kind`` and shape (M or None, N, K).
 
-    Experts take the grouped GEMMs where there are such for all, else the linear ones, expert by expert
-    (:func:`octavo.fp8.grouped_linear.alone` then says why).
-
+    Experts take the backends of grouped GEMMs where every GEMM has one, else those that run experts one by one.
     Raises BackendError where one asked for cannot serve, or none can.
     """
-    asked = [gemm for gemm in gemms if chosen.gemm(gemm) is not None]
 
-    def each(prefix: str) -> dict[str, Selection]:
-        return {g: select(prefix + g, recipe_or_spec=chosen, device=device, shape=shape, requested=requested)
-                for g in asked}  # fmt: skip
+    def pick(prefix: str) -> dict[str, Selection]:
+        return {
+            gemm: select(prefix + gemm, recipe_or_spec=chosen, device=device, shape=shape, requested=requested)
+            for gemm in gemms
+            if chosen.gemm(gemm) is not None
+        }
 
     if kind == "experts" and chosen.delayed is None:
         try:
-            return each("grouped_")
+            return pick("grouped_")
         except BackendError:
-            return each("")
-    return each("")
+            return pick("")
+    return pick("")

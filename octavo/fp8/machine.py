@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import device as Device  # "torch" is a field here
 
 from octavo.fp8.kernels import registry
 
@@ -29,9 +30,9 @@ class Machine:
     backends: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, device: torch.device | str) -> Machine:
+    def here(cls, device: Device | str) -> Machine:
         """The machine that ``device`` belongs to."""
-        device = torch.device(device)
+        device = Device(device)
         versions = {name: registry.get(name).version() for name in registry.names()}
         if device.type != "cuda":
             return cls(CPU, torch=torch.__version__, backends=versions)

@@ -30,7 +30,7 @@ from octavo.fp8.kernels.registry import BackendError
 from octavo.fp8.machine import Machine
 from octavo.fp8.plan import Plan, PlanRow, decisions, device_of, plan
 from octavo.fp8.plan_checks import applies
-from octavo.fp8.policy import OFF, PlanError, Policy, Rule
+from octavo.fp8.policy import AUTO, OFF, PlanError, Policy, Rule
 from octavo.fp8.recipe import GEMMS, recipe
 from octavo.fp8.topology import Row
 
@@ -198,10 +198,10 @@ def _line(item: Any, place: str) -> _Line:
     try:
         rule = Rule(**words)
         Policy(recipe=OFF, rules=(rule,))
+        if rule.recipe == AUTO:
+            raise PlanError("a plan names recipes; 'auto' is what makes one")
         if rule.recipe != OFF:
             recipe(str(rule.recipe), rule.format, *(getattr(rule, g) or "fp8" for g in GEMMS))
-        if rule.recipe == "auto":
-            raise PlanError("a plan names recipes; 'auto' is what makes one")
     except (PlanError, ValueError) as error:
         raise PlanError(f"{place}: {error}") from None
     backend = item.get("backend", "auto")

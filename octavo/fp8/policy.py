@@ -28,7 +28,8 @@ class PlanError(ValueError):
 @dataclass(frozen=True)
 class ComponentPolicy:
     """One component's answer. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
-    ``dgrad``, ``wgrad``: fp8 or bf16. None: as the whole model; but the image projector is off until its recipe is given."""
+    ``dgrad``, ``wgrad``: fp8 or bf16. None: as the whole model; but the image projector is off until its recipe is
+    given."""
 
     recipe: str | None = None
     format: str | None = None

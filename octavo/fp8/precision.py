@@ -36,7 +36,9 @@ def high_precision(model: nn.Module) -> Iterator[None]:
                 object.__setattr__(module, "__class__", kind._stock)
             elif isinstance(module, Linear | Experts):
                 # Somebody (fully_shard on the layer itself) put a class of its own on top, which must stay.
-                held = {name: module.__dict__[name] for name in ("_site", "_sites") if name in module.__dict__}
+                held: dict[str, Any] = {
+                    name: module.__dict__[name] for name in ("_site", "_sites") if name in module.__dict__
+                }
                 changed.append((module, held))
                 module.__dict__.update({name: _high(value) for name, value in held.items()})
         yield

@@ -1,0 +1,209 @@
+"""Plans as files: the same plan comes back, edits are obeyed, and what does not fit is told with its place."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import fp8
+
+plan_file = importlib.import_module("octavo.fp8.plan_file")
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.q_proj, self.up_proj = nn.Linear(width, width), nn.Linear(width, 2 * width)
+
+
+class Custom(nn.Linear):
+    pass
+
+
+class Net(nn.Module):
+    def __init__(self, width=32, layers=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.odd = Custom(width, width)
+        self.lm_head = nn.Linear(width, 64)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    policy = fp8.Policy(
+        "rowwise", rules=[{"match": "layers.1.up_proj", "recipe": "off"}, {"match": "**.q_proj", "wgrad": "bf16"}]
+    )
+    plan = fp8.plan(Net(), policy)
+    return plan, fp8.save_plan(plan, tmp_path / "deep" / "plan.json")
+
+
+def fates(plan):
+    return {r.name: (r.recipe, {g: s.backend.name for g, s in r.selections.items()}) for r in plan.rows}
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+def line_of(path, piece):
+    return next(i for i, line in enumerate(path.read_text().splitlines(), 1) if piece in line)
+
+
+def test_a_plan_comes_back_as_it_was(saved):
+    plan, path = saved
+    with torch.device("meta"):
+        model = Net()
+    again = fp8.load_plan(path, model)
+    assert fates(again) == fates(plan) and again.share == plan.share
+    reasons = {r.name: r.reason for r in again.rows}
+    assert reasons["layers.0.q_proj"] == f"plan.json, line {line_of(path, '"match": "layers.*.q_proj"')}"
+    assert reasons["lm_head"] == "lm_head stays in high precision" and "subclass" in reasons["odd"]
+    fp8.apply(Net(), again)
+
+
+def test_the_file_is_for_people(saved):
+    _, path = saved
+    text = path.read_text()
+    lines = [x for x in text.splitlines() if '"match": ' in x and '"recipe"' in x]
+    assert len(lines) == 4  # the projections of q in one line, those of up one by one, since they differ
+    assert '{"match": "layers.*.q_proj", "recipe": "rowwise", "format": "e4m3", "wgrad": "bf16", "backend": ' in text
+    assert "Edit layers alone" in text and json.loads(text)["machine"]["gpu"] == "cpu"
+    assert max(map(len, text.splitlines())) < 400
+
+
+def test_an_edit_is_obeyed_and_later_lines_win(saved):
+    _, path = saved
+    edit(
+        path, '"match": "layers.0.up_proj", "recipe": "rowwise"', '"match": "layers.0.up_proj", "recipe": "tensorwise"'
+    )
+    edit(path, '"layers": [\n', '"layers": [\n    {"match": "**.q_proj", "recipe": "blockwise"},\n')
+    plan = fp8.load_plan(path, Net())
+    short = {r.name: r.recipe.name if r.recipe else None for r in plan.rows}
+    assert short["layers.0.up_proj"] == "tensorwise" and short["layers.0.q_proj"] == "rowwise"
+    text = path.read_text().replace("\n  ]\n}", ',\n    {"match": "layers.2.**", "recipe": "off"}\n  ]\n}')
+    path.write_text(text)
+    plan = fp8.load_plan(path, Net())
+    assert not any(r.fp8 for r in plan.rows if r.name.startswith("layers.2"))
+    row = next(r for r in plan.rows if r.name == "layers.2.q_proj")
+    assert row.reason == f"plan.json, line {line_of(path, 'layers.2.**')}: off"
+
+
+def test_what_no_line_names_stays(saved):
+    _, path = saved
+    found = json.loads(path.read_text())
+    found["layers"] = [x for x in found["layers"] if "q_proj" in x["match"]]
+    path.write_text(json.dumps(found))
+    plan = fp8.load_plan(path, Net())
+    assert next(r for r in plan.rows if r.name == "layers.0.up_proj").reason == "not in the plan file"
+
+
+EDITS = [
+    ('"recipe": "rowwise"', '"recipe": "rowise"', "recipe 'rowise' does not exist"),
+    ('"recipe": "rowwise"', '"recipe": "auto"', "a plan names recipes; 'auto' is what makes one"),
+    ('"recipe": "rowwise", "format": "e4m3"', '"recipe": "mxfp8", "format": "hybrid"', "mxfp8.*hybrid"),
+    ('"recipe": "rowwise"', '"recpie": "rowwise"', "is no line of a plan"),
+    ('"format": "e4m3"', '"fromat": "e4m3"', "unknown 'fromat'"),
+    ('"layers.*.q_proj"', '"layers.*.k_proj"', r"'layers.\*.k_proj' matches no linear layer.*layers.\*.q_proj"),
+    ('"layers.*.q_proj"', '"lm_head"', "rowwise was asked for lm_head, which cannot run in FP8: lm_head stays"),
+    ('"layers.*.q_proj"', '"odd"', "was asked for odd, which cannot run in FP8: Custom is a subclass"),
+    ('"layers.*.q_proj"', '"a..b"', "empty segment"),
+    ('"backend": "reference"', '"backend": "warp"', "There is no backend 'warp'"),
+    ('"backend": "reference"', '"backend": {"forward": "torch"}', "a name for each of fwd, dgrad, wgrad"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), EDITS, ids=[m[:30] for _, _, m in EDITS])
+def test_an_edit_that_cannot_be_met_is_told_with_its_line(saved, old, new, message):
+    _, path = saved
+    where = line_of(path, '"match": "layers.*.q_proj"')
+    start, _, rest = path.read_text().partition('"layers": [')
+    path.write_text(f'{start}"layers": [{rest.replace(old, new, 1)}')
+    with pytest.raises(fp8.PlanError, match=rf"plan.json, line {where}: (.|\n)*{message}"):
+        fp8.load_plan(path, Net())
+
+
+def test_a_comma_too_many_is_told_with_its_line(saved):
+    _, path = saved
+    path.write_text(path.read_text().replace("}\n  ]\n}", "},\n  ]\n}"))
+    last = len(path.read_text().splitlines()) - 1
+    with pytest.raises(fp8.PlanError, match=rf"plan.json, line ({last}|{last - 1}), column \d+: .*none after the last"):
+        fp8.load_plan(path, Net())
+
+
+@pytest.mark.parametrize(
+    ("model", "difference"),
+    [
+        (lambda: Net(width=48), r"layers.\*.q_proj: 3 linear of 32 x 32 there, 3 linear of 48 x 48 here"),
+        (lambda: Net(layers=2), r"layers.\*.q_proj: 3 linear of 32 x 32 there, 2 linear of 32 x 32 here"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), r"lm_head: 1 lm_head of 64 x 32 there, nothing here"),
+    ],
+)
+def test_another_model_is_refused_with_the_difference(saved, model, difference):
+    with pytest.raises(fp8.PlanError, match=rf"plan.json was made for another model: .*{difference}"):
+        fp8.load_plan(saved[1], model())
+
+
+def test_another_gpu_is_refused_with_the_difference(saved):
+    plan, path = saved
+    found = json.loads(path.read_text())
+    found["machine"] |= {"gpu": "NVIDIA L4", "capability": "8.9"}
+    found["layers"][0]["backend"] = "deepgemm"
+    path.write_text(json.dumps(found))
+    with pytest.raises(fp8.PlanError, match=r"made for NVIDIA L4 \(compute capability 8.9\), and this is a CPU"):
+        fp8.load_plan(path, Net())
+    again = fp8.load_plan(path, Net(), other_machine=True)
+    assert fates(again) == fates(plan) and any("made for NVIDIA L4" in n for n in again.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{}", "is no plan of this version"), ("[1]", "is no plan"), ('{"octavo_plan": 1}', "no usable 'machine'")],
+)
+def test_what_is_no_plan_is_told(tmp_path, text, message):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(fp8.PlanError, match=message):
+        fp8.load_plan(tmp_path / "p.json", Net())
+    with pytest.raises(fp8.PlanError, match="cannot be read: No such file"):
+        fp8.load_plan(tmp_path / "none.json", Net())
+
+
+def test_the_plan_json_of_a_run_is_a_plan_file_too(tmp_path):
+    plan = fp8.plan(Net(), "blockwise")
+    (tmp_path / "plan.json").write_text(json.dumps({**plan.to_json(), **plan_file.document(plan)}, indent=2))
+    assert fates(fp8.load_plan(tmp_path / "plan.json", Net())) == fates(plan)
+
+
+def test_high_precision_for_a_moment():
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 32)
+    stock = model.layers[0].up_proj(x)
+    fp8.apply(model, fp8.plan(model, "delayed"))
+    layer = model.layers[0].up_proj
+    quantized = layer(x)
+    assert not torch.equal(quantized, stock)
+    before = {k: v.clone() for k, v in fp8.scaling_state(model).items()}
+    with fp8.high_precision(model):
+        assert torch.equal(layer(x), stock) and type(layer) is nn.Linear
+        layer(x.requires_grad_()).sum().backward()
+    assert isinstance(layer, fp8.Linear) and all(torch.equal(before[k], v) for k, v in fp8.scaling_state(model).items())
+    with pytest.raises(ZeroDivisionError), fp8.high_precision(model):
+        raise ZeroDivisionError
+    assert isinstance(layer, fp8.Linear)
+
+
+def test_high_precision_under_a_class_that_somebody_put_on_top():
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 32)
+    stock = model.layers[0].up_proj(x)
+    fp8.apply(model, fp8.plan(model, "blockwise"))
+    layer = model.layers[0].up_proj
+    layer.__class__ = type("Wrapped", (type(layer),), {})
+    quantized = layer(x)
+    with fp8.high_precision(model):
+        assert torch.equal(layer(x), stock) and isinstance(layer, fp8.Linear)
+    assert torch.equal(layer(x), quantized)
