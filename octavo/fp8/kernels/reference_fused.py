@@ -83,7 +83,7 @@ def swiglu_quantize(
 def swiglu_backward_quantize(
     dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
 ) -> tuple[Quantized, Quantized, Quantized, Quantized]:
-    """(dgate under ``row``, dgate under ``col``, dup under ``row``, dup under ``col``), all from dh, gate and up [M, I].
+    """(dgate under ``row``, dgate under ``col``, dup under ``row``, dup under ``col``) of dh, gate and up [M, I].
 
     Raises:
         CastError: shapes or dtypes that do not fit.

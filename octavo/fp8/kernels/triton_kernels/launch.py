@@ -21,7 +21,7 @@ class Variant(NamedTuple):
 
     ``signature`` gives Triton's type of each argument that is no constant (``"*bf16"``, ``"*fp8e4nv"``, ``"*u8"``,
     ``"i32"``; ``":16"`` behind it: a multiple of 16, as Triton finds out by itself at a launch); ``constants`` the
-    constexpr arguments; ``architectures`` those it is used on.
+    constexpr arguments; ``architectures`` those it is used on; ``maxnreg`` the most registers a thread may have.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Variant(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     architectures: tuple[int, ...] = (89, 90, 100, 120)
+    maxnreg: int | None = None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

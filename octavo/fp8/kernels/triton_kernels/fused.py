@@ -1,0 +1,309 @@
+"""RMSNorm and SwiGLU that emit FP8: what they compute is quantized while it is still in registers.
+
+The arithmetic is that of ``octavo/fp8/kernels/reference_fused.py``. What is quantized is the result rounded to the
+input's dtype, so that codes and scales are bit for bit the cast of the plain layer's output.
+
+Bytes an element of 16 bits, read + written, without scales; "unfused" is the plain layer written as one kernel and
+one cast into both layouts, "eager" is what PyTorch runs op by op before that cast::
+
+    kernel                          reads        writes                    fused   unfused   eager
+    rmsnorm -> row                  x 2          y 2, row 1                  5        7        39
+    rmsnorm -> row, col             x 2 + 2*     y 2, row 1, col 1           6-8      8        40
+    rmsnorm -> row, col, no y       x 2 + 2*     row 1, col 1                4-6      8        40
+    swiglu -> row, col              gate, up 4   h 2, row 1, col 1           8       10        14
+    swiglu -> row, col, no h        gate, up 4   row 1, col 1                6       10        14
+    swiglu backward                 3 x 2        2 x (row 1, col 1)         10       18        38+
+
+    * the second look at x, from the L2 cache where it still lies there
+
+Three shapes of program. ``rmsnorm_rows`` holds whole rows: statistics, result and row codes from one read. A column
+block needs 128 rows at a time, and 128 whole rows fit no multiprocessor (1 MB at K = 4096), nor do those of all
+multiprocessors fit the cache at once; so with a column layout ``rstd_of_rows`` reads x for the statistics and
+``rmsnorm_tile`` reads it again in 128 x 128 tiles, in reverse order, so that it begins with the rows that were read
+last and are cached. That also keeps every multiprocessor busy when there are fewer panels of 128 rows than
+multiprocessors. SwiGLU needs no statistics: ``swiglu`` and ``swiglu_backward`` are tiles of 128 x 128.
+
+Only blocks along one dimension, of 32 or 128, are quantized in tiles, and whole rows in ``rmsnorm_rows``. For others
+(rows of SwiGLU, columns, tensors) an amax is known only when all programs have finished: the result is written first
+and then cast by ``cast.py``; the gradients of SwiGLU too are then written in 16 bits once.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.formats import E8M0
+from octavo.fp8.kernels.layout import ALIGN, ceil_div, codes_buffer, grid_of, round_up
+from octavo.fp8.kernels.reference_fused import check_rmsnorm, check_swiglu
+from octavo.fp8.kernels.triton_kernels import cast
+from octavo.fp8.kernels.triton_kernels import fused_kernels as kernels
+from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
+
+__all__ = [
+    "rmsnorm_codes",
+    "rmsnorm_quantize",
+    "swiglu_backward_quantize",
+    "swiglu_codes",
+    "swiglu_quantize",
+    "variants",
+]
+
+WIDEST = 16384  # columns that one program holds as a whole
+TILE = 128
+
+
+class _Out:
+    """One quantized output: ``codes`` and ``scales`` as a kernel writes them, ``quantized`` as others read them."""
+
+    def __init__(self, like: Tensor, spec: CastSpec, contract: int) -> None:
+        (rows, cols), device = like.shape, like.device
+        held, data = codes_buffer(rows, cols, spec, contract, device)
+        free, blocks = (grid_of(rows, cols, spec)) if contract == 1 else reversed(grid_of(rows, cols, spec))
+        if spec.scale == "e8m0":
+            self.scales = torch.empty(free, blocks, dtype=torch.uint8, device=device)
+            scale = self.scales.view(E8M0)
+        elif spec.block[contract] == -1:
+            self.scales = scale = torch.empty(free, 1, dtype=torch.float32, device=device)
+        else:
+            self.scales = torch.empty(blocks, round_up(free, ALIGN), dtype=torch.float32, device=device)
+            scale = self.scales.t()[:free]
+        self.codes = held.view(torch.uint8)
+        self.quantized = Quantized(data, scale if contract == 1 else scale.t(), spec)
+
+
+def _constants(kind: str, spec: CastSpec | None, contract: int) -> dict[str, Any]:
+    if spec is None:
+        return {f"{kind}_G": 0, f"{kind}_POW2": True, f"{kind}_E5M2": False}
+    return {
+        f"{kind}_G": max(spec.block[contract], 0),
+        f"{kind}_POW2": spec.scale != "fp32",
+        f"{kind}_E5M2": spec.format == "e5m2",
+    }
+
+
+def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
+    """An output of a tile, if its blocks lie within one."""
+    if spec is None or spec.block[1 - contract] != 1 or spec.block[contract] not in (32, TILE):
+        return None
+    return _Out(like, spec, contract)
+
+
+def _tiles(
+    row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None, shape: torch.Size
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid and the constants of a program; tiles cover the padding of every output, too."""
+    constants = _constants("ROW", row if row_out else None, 1) | _constants("COL", col if col_out else None, 0)
+    if col_out is None:
+        constants |= {"BM": 32, "BK": TILE, "num_warps": 4}
+        return (ceil_div(shape[1], TILE), ceil_div(round_up(shape[0], ALIGN), 32)), constants
+    # 64 registers let two programs share a multiprocessor, so that one computes while the other waits for memory.
+    constants |= {"BM": TILE, "BK": TILE, "num_warps": 16, "maxnreg": 64}
+    return (ceil_div(shape[1], TILE), ceil_div(shape[0], TILE)), constants
+
+
+def _unit(*tensors: Tensor) -> int:
+    """The largest of 1, 2, 4, 8, 16 that divides the columns and all row strides.
+
+    Triton reads several values at once only where it can prove alignment, and it looks no further than "divides by
+    16"; 3420 columns would be read one by one. Handing over 3420 / 4 and the constant 4 proves 4 at a time.
+    """
+    return gcd(16, tensors[0].shape[1], *(t.stride(0) for t in tensors))
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """x with its columns side by side; rows may be any distance apart, as those of a half of gate and up."""
+    x = x.detach()
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _pair(out: _Out | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if out is None else (out.codes, out.scales)
+
+
+def _result(out: _Out | None, y: Tensor | None, spec: CastSpec | None, contract: int) -> Quantized | None:
+    return None if spec is None else _cast(out, y, spec, contract)
+
+
+def _cast(out: _Out | None, y: Tensor | None, spec: CastSpec, contract: int) -> Quantized:
+    """What the kernel quantized, or else the cast of what it wrote."""
+    if out is not None:
+        return out.quantized
+    assert y is not None
+    return cast.quantize(y, spec, contract)
+
+
+def _plain(like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
+    """Room for the result in 16 bits: if it is asked for, or if a cast has to read it."""
+    wanted = emit or any(out is None and spec is not None for out, spec in outs)
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else None
+
+
+def rmsnorm_quantize(
+    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+    """See ``Backend.rmsnorm_quantize``.
+
+    Raises:
+        CastError: shapes or dtypes that do not fit.
+    """
+    y, rstd, row_q, col_q = _rmsnorm(x, weight, eps, row, col, emit=True)
+    assert y is not None
+    return y, rstd, row_q, col_q
+
+
+def rmsnorm_codes(
+    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """:func:`rmsnorm_quantize` without y, where nobody reads it: (rstd, y under ``row``, y under ``col``)."""
+    return _rmsnorm(x, weight, eps, row, col, emit=False)[1:]
+
+
+def _rmsnorm(
+    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None, emit: bool
+) -> tuple[Tensor | None, Tensor, Quantized | None, Quantized | None]:
+    check_rmsnorm(x, weight)
+    x, weight = _rows_of(x), weight.detach().contiguous()
+    rows, cols = x.shape
+    row_out, col_out = _out(x, row, 1), _out(x, col, 0)
+    by_rows = col_out is None and cols <= WIDEST
+    if by_rows and row is not None and row.block == (1, -1):
+        row_out = _Out(x, row, 1)
+    y = _plain(x, emit, (row_out, row), (col_out, col))
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    unit = _unit(x)
+    size = (rows, x.stride(0) // unit, cols // unit)
+    if by_rows:
+        wide = max(TILE, triton.next_power_of_2(cols))
+        high = max(1, 4096 // wide)
+        constants = {name.removeprefix("ROW_"): value for name, value in _constants("ROW", row, 1).items()}
+        constants |= {"UNIT": unit, "BM": high, "BK": wide, "num_warps": max(4, wide // 1024)}
+        programs = ceil_div(round_up(rows, ALIGN), high)
+        launch(kernels.rmsnorm_rows, (programs,), x, weight, rstd, y, *_pair(row_out), *size, eps, **constants)
+    else:
+        launch(kernels.rstd_of_rows, (ceil_div(rows, 4),), x, rstd, *size, eps, UNIT=unit, BM=4, BK=1024, num_warps=4)
+        grid, constants = _tiles(row, row_out, col, col_out, x.shape)
+        outs = (*_pair(row_out), *_pair(col_out))
+        launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, *size, UNIT=unit, **constants)
+    return y if emit else None, rstd, _result(row_out, y, row, 1), _result(col_out, y, col, 0)
+
+
+def swiglu_quantize(
+    gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """See ``Backend.swiglu_quantize``.
+
+    Raises:
+        CastError: shapes or dtypes that do not fit.
+    """
+    h, row_q, col_q = _swiglu(gate, up, row, col, emit=True)
+    assert h is not None
+    return h, row_q, col_q
+
+
+def swiglu_codes(
+    gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """:func:`swiglu_quantize` without h, where nobody reads it: (h under ``row``, h under ``col``)."""
+    return _swiglu(gate, up, row, col, emit=False)[1:]
+
+
+def _swiglu(
+    gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None, emit: bool
+) -> tuple[Tensor | None, Quantized | None, Quantized | None]:
+    check_swiglu("swiglu_quantize", gate, up)
+    gate, up = _rows_of(gate), _rows_of(up)
+    row_out, col_out = _out(gate, row, 1), _out(gate, col, 0)
+    h = _plain(gate, emit, (row_out, row), (col_out, col))
+    unit = _unit(gate, up)
+    size = (gate.shape[0], gate.stride(0) // unit, up.stride(0) // unit, gate.shape[1] // unit)
+    grid, constants = _tiles(row, row_out, col, col_out, gate.shape)
+    outs = (*_pair(row_out), *_pair(col_out))
+    launch(kernels.swiglu, grid, gate, up, h, *outs, *size, UNIT=unit, **constants)
+    return h if emit else None, _result(row_out, h, row, 1), _result(col_out, h, col, 0)
+
+
+def swiglu_backward_quantize(
+    dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
+) -> tuple[Quantized, Quantized, Quantized, Quantized]:
+    """See ``Backend.swiglu_backward_quantize``.
+
+    Raises:
+        CastError: shapes or dtypes that do not fit.
+    """
+    check_swiglu("swiglu_backward_quantize", dh, gate, up)
+    dh, gate, up = _rows_of(dh), _rows_of(gate), _rows_of(up)
+    gate_row, gate_col, up_row, up_col = (_out(gate, s, c) for _ in range(2) for s, c in ((row, 1), (col, 0)))
+    dgate, dup = (_plain(gate, False, (gate_row, row), (gate_col, col)) for _ in range(2))
+    unit = _unit(dh, gate, up)
+    size = (gate.shape[0], *(t.stride(0) // unit for t in (dh, gate, up)), gate.shape[1] // unit)
+    (across, down), constants = _tiles(row, gate_row, col, gate_col, gate.shape)
+    outs = (*_pair(gate_row), *_pair(gate_col), *_pair(up_row), *_pair(up_col))
+    launch(kernels.swiglu_backward, (2 * across, down), dh, gate, up, dgate, dup, *outs, *size, UNIT=unit, **constants)
+    return (
+        _cast(gate_row, dgate, row, 1),
+        _cast(gate_col, dgate, col, 0),
+        _cast(up_row, dup, row, 1),
+        _cast(up_col, dup, col, 0),
+    )
+
+
+def _signature(kernel: Any, wanted: list[str], row: CastSpec | None, col: CastSpec | None) -> tuple[dict, dict]:
+    """Types of the arguments for bf16 inputs, and None for the pointers of outputs that are not wanted."""
+    types: dict[str, str] = {"rstd": "*fp32", "eps": "fp32", "M": "i32", "K": "i32"}
+    types |= dict.fromkeys(wanted, "*bf16")
+    for prefix, spec in (("", row), ("row_", row), ("col_", col)):
+        if spec is not None:
+            types |= {f"{prefix}codes": "*u8", f"{prefix}scales": "*u8" if spec.scale == "e8m0" else "*fp32"}
+    for side, spec in (("row", row), ("col", col)):
+        if spec is not None:
+            for name in ("gate", "up"):
+                types |= {f"{name}_{side}": "*u8", f"{name}_{side}_scales": "*u8" if spec.scale == "e8m0" else "*fp32"}
+    types |= {name: "i32" for name in kernel.arg_names if name.endswith("stride")}
+    outputs = ("y", "h", "dgate", "dup", "codes", "scales")
+    absent = [n for n in kernel.arg_names if n not in types and (n.endswith(outputs) or n.endswith(("_row", "_col")))]
+    return {n: types[n] for n in kernel.arg_names if n in types}, dict.fromkeys(absent)
+
+
+def variants() -> list[Variant]:
+    """Every kind of output that is used, for 16-bit inputs of 4096 columns, and the odd ones once."""
+    blockwise = (CastSpec(block=(1, TILE)), CastSpec(block=(TILE, 1)))
+    pairs = {
+        "blockwise": blockwise,
+        "row": (blockwise[0], None),
+        "hybrid": (blockwise[0], CastSpec("e5m2", (TILE, 1))),
+        "mxfp8": (CastSpec(block=(1, 32), scale="e8m0"), CastSpec(block=(32, 1), scale="e8m0")),
+        "plain": (None, None),
+    }
+    found = []
+    for name, (row, col) in pairs.items():
+        both = _constants("ROW", row, 1) | _constants("COL", col, 0)
+        high, warps, most = (TILE, 16, 64) if col is not None else (32, 4, None)
+        tile = {"UNIT": 16, "BM": high, "BK": TILE, **both}
+        for kernel, inputs, plain in (
+            (kernels.rmsnorm_tile, ("x", "weight"), ("y",)),
+            (kernels.swiglu, ("gate", "up"), ("h",)),
+            (kernels.swiglu_backward, ("dh", "gate", "up"), ("dgate", "dup")),
+        ):
+            if kernel is kernels.rmsnorm_tile and col is None:
+                continue
+            for emit in (True, False) if row is not None else (True,):
+                wanted = [*inputs, *(plain if emit else ())]
+                signature, absent = _signature(kernel, wanted, row, col)
+                title = f"{kernel.__name__} {name}{'' if emit else ' codes only'}"
+                found.append(Variant(title, kernel, signature, tile | absent, warps, maxnreg=most))
+    kernel = kernels.rmsnorm_rows
+    for wide, spec in ((128, blockwise[0]), (4096, blockwise[0]), (16384, CastSpec(block=(1, -1))), (4096, None)):
+        constants = {k.removeprefix("ROW_"): v for k, v in _constants("ROW", spec, 1).items()}
+        constants |= {"UNIT": 4, "BM": max(1, 4096 // wide), "BK": wide}
+        signature, absent = _signature(kernel, ["x", "weight", "y"], spec, None)
+        title = f"{kernel.__name__} {wide} {spec or 'plain'}"
+        found.append(Variant(title, kernel, signature, constants | absent, max(4, wide // 1024)))
+    signature, _ = _signature(kernels.rstd_of_rows, ["x"], None, None)
+    found.append(Variant("rstd_of_rows", kernels.rstd_of_rows, signature, {"UNIT": 16, "BM": 4, "BK": 1024}))
+    return found
