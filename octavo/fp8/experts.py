@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8 import observe, scaling
 from octavo.fp8.grouped_linear import GroupedCall, alone, grouped_gemms, one_by_one
-from octavo.fp8.kernels.groups import Groups, real_rows, route
+from octavo.fp8.kernels.groups import Groups, route
 from octavo.fp8.linear import Call, Site, _autocast_enabled, three_gemms
 from octavo.fp8.weights import HoldsCodes, Part, WeightCodes
 
@@ -206,11 +206,10 @@ def _mixture(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weigh
     dtype = torch.get_autocast_dtype(hidden.device.type) if low else hidden.dtype
     x = _ToRows.apply(hidden, pair_of, row_of, top_k, dtype)
     y = project("down_proj", _gate(module, project("gate_up_proj", x, groups)), groups)
+    pairs, nobody = _ToPairs.apply(y, pair_of, row_of), (row_of >= groups.rows).unsqueeze(1)
     if getattr(module, "has_post_expert_norm", False):
-        # Its parameters' gradients add up all rows: those of padding must be zero.
-        y = torch.where(real_rows(groups).unsqueeze(1), module.post_expert_norm(y), 0)  # type: ignore[operator]
-    share = top_k_weights.reshape(-1).masked_fill(row_of >= groups.rows, 0).unsqueeze(1)
-    weighted = _ToPairs.apply(y, pair_of, row_of) * share
+        pairs = module.post_expert_norm(pairs.masked_fill(nobody, 0))  # type: ignore[operator]
+    weighted = pairs * top_k_weights.reshape(-1, 1).masked_fill(nobody, 0)
     # Gathering and adding in a fixed order is deterministic; index_add_ is not on a GPU.
     out = weighted.view(*top_k_index.shape, weighted.shape[-1]).sum(-2).to(hidden.dtype)
     return out if out.shape == hidden.shape else out.view(hidden.shape)

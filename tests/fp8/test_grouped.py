@@ -293,6 +293,36 @@ def test_nothing_waits_for_the_device(backend, transposed):
     assert counts["down_proj", "wgrad", "shapes"] == E and counts.promised("down_proj", "wgrad") == E
 
 
+class Littered(ReferenceBackend):
+    """Leaves in padding rows what the contract allows: anything finite."""
+
+    name = "littered"
+
+    def grouped_fwd(self, x_q, w_q, groups, out_dtype, bias=None):
+        return self._litter(super().grouped_fwd(x_q, w_q, groups, out_dtype, bias), groups)
+
+    def grouped_dgrad(self, dy_q, w_q, groups, out_dtype):
+        return self._litter(super().grouped_dgrad(dy_q, w_q, groups, out_dtype), groups)
+
+    def _litter(self, rows, groups):
+        return torch.where(real_rows(groups).unsqueeze(1), rows, 3e38)
+
+
+@pytest.mark.parametrize("chosen", RECIPES, ids=str)
+@pytest.mark.parametrize("name", ["uneven", "strangers", "none"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_padding_rows_hold_reaches_nothing(backend, chosen, name, norm):
+    backend(Littered())
+    a, b = inputs(name, 1), inputs(name, 1)
+    dy = torch.ones(a[0].shape)
+    found = []
+    for given, which in ((a, "reference"), (b, "littered")):
+        block = converted(Block(bias=True), chosen, which)
+        block.has_post_expert_norm, block.post_expert_norm = norm, nn.LayerNorm(H)
+        found.append([t for t in results(block, block, given, dy) if t is not None])
+    assert all(map(torch.equal, *found)) and all(t.isfinite().all() for t in found[0])
+
+
 class Ungrouped(ReferenceBackend):
     name = "ungrouped"
 
