@@ -40,10 +40,23 @@ def place(pid, rows, cols, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _scale(ptr, free, limit, step, stride_f, stride_k, FREE: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr):
+def _scale(
+    ptr,
+    free,
+    limit,
+    step,
+    stride_f,
+    stride_k,
+    FREE: tl.constexpr,
+    SIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E8M0: tl.constexpr,
+):
     """The fp32 scales of rows free .. free + BLOCK at one step: a vector, or a scalar if they share one."""
     if FREE == 1:
         row = free + tl.arange(0, BLOCK)
+        if SIDE > 0 and not E8M0:  # there are scales up to a multiple of 16 (layout.py): loads of several at a time
+            limit = tl.cdiv(limit, 16) * 16
         raw = tl.load(ptr + row.to(tl.int64) * stride_f + step * stride_k, mask=row < limit, other=0)
     elif FREE == 128:
         raw = tl.load(ptr + (free // 128) * stride_f + step * stride_k)
@@ -155,12 +168,16 @@ def contract(
             B_KIND: tl.constexpr = "e5m2" if B_E5M2 else "e4m3"
             acc = tl.dot_scaled(a_codes, sa, A_KIND, b_codes.T, sb, B_KIND, acc)
         elif A_SIDE > 0 or B_SIDE > 0:
+            if A_SIDE > 0:  # before the product, so that the loads are under way beside it
+                step = k // A_SIDE
+                sa = _scale(a_scale, a_row, a_rows, step, a_stride_f, a_stride_k, A_FREE, A_SIDE, BLOCK_M, A_E8M0)
+            if B_SIDE > 0:
+                step = k // B_SIDE
+                sb = _scale(b_scale, b_row, b_rows, step, b_stride_f, b_stride_k, B_FREE, B_SIDE, BLOCK_N, B_E8M0)
             part = tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
             if A_SIDE > 0:
-                sa = _scale(a_scale, a_row, a_rows, k // A_SIDE, a_stride_f, a_stride_k, A_FREE, BLOCK_M, A_E8M0)
                 part = _times(part, sa, A_FREE, True)
             if B_SIDE > 0:
-                sb = _scale(b_scale, b_row, b_rows, k // B_SIDE, b_stride_f, b_stride_k, B_FREE, BLOCK_N, B_E8M0)
                 part = _times(part, sb, B_FREE, False)
             acc += part
         elif PROMOTE:
@@ -168,10 +185,10 @@ def contract(
         else:
             acc = tl.dot(a_codes, b_codes.T, acc)
     if A_SIDE == 0:
-        sa = _scale(a_scale, a_row, a_rows, 0, a_stride_f, a_stride_k, A_FREE, BLOCK_M, A_E8M0)
+        sa = _scale(a_scale, a_row, a_rows, 0, a_stride_f, a_stride_k, A_FREE, A_SIDE, BLOCK_M, A_E8M0)
         acc = _times(acc, sa, A_FREE, True)
     if B_SIDE == 0:
-        sb = _scale(b_scale, b_row, b_rows, 0, b_stride_f, b_stride_k, B_FREE, BLOCK_N, B_E8M0)
+        sb = _scale(b_scale, b_row, b_rows, 0, b_stride_f, b_stride_k, B_FREE, B_SIDE, BLOCK_N, B_E8M0)
         acc = _times(acc, sb, B_FREE, False)
     return acc
 
@@ -194,6 +211,7 @@ def store(
     r = row + tl.arange(0, BLOCK_M)
     c = col + tl.arange(0, BLOCK_N)
     if BIAS:
+        tl.debug_barrier()  # the scales' registers are free before the bias takes its own: fewer spill on SM100
         acc += widen(tl.load(bias + c, mask=c < cols, other=0))[None, :]
     where = out + r.to(tl.int64)[:, None] * width + c[None, :]
     tl.store(where, round_to(acc, out.dtype.element_ty), mask=(r < rows)[:, None] & (c < cols)[None, :])

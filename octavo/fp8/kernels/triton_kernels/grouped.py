@@ -32,10 +32,8 @@ from octavo.fp8.kernels.triton_kernels.tiles import Gpu
 
 __all__ = ["dgrad", "fwd", "variants", "wgrad"]
 
-_FREE = ["a_stride_e", "a_stride_f", "a_stride_k", "b_stride_e", "b_stride_f", "b_stride_k"]
 
-
-@triton.jit(do_not_specialize=["rows", "K", "b_rows"], do_not_specialize_on_alignment=_FREE)
+@triton.jit(do_not_specialize=["rows", "K"])
 def grouped_rows_kernel(
     a,
     b,
@@ -123,7 +121,7 @@ def grouped_rows_kernel(
     store(out, acc, row, col, rows, N, N, bias + expert * N if BIAS else bias, BIAS, BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=_FREE)
+@triton.jit(do_not_specialize=["M"])
 def grouped_wgrad_kernel(
     a,
     b,
@@ -213,7 +211,7 @@ class _Held(NamedTuple):
 
     codes: Tensor
     scale: Tensor
-    strides: tuple[int, int, int]
+    strides: tuple[int, ...]
     rows: int
     free: int
     contracted: int
@@ -367,13 +365,17 @@ def _of_experts(q: Quantized, contract: int) -> _Held:
     held = layout.experts_k_major(q, contract)
     experts, rows, width = held.codes.shape
     scale = tiles.plain(held.scale)
+    if q.spec.block[1 - contract] == 1 and q.spec.block[contract] != -1 and q.spec.scale != "e8m0":
+        scale = torch.nn.functional.pad(
+            scale, (0, 0, 0, rows - scale.shape[1])
+        )  # a scale for every row, as k_major has
     codes = held.codes.view(experts * rows, width)
     return _Held(codes, scale, scale.stride(), rows, held.free, held.contracted)
 
 
 def variants() -> list[Variant]:
     """The forms of both kernels, of every recipe and architecture, with the tiles of large groups."""
-    common = {"out": "*bf16", "N": "i32:16", "a_stride_e": "i32", "b_stride_e": "i32"}
+    common = {"out": "*bf16", "N": "i32:16", "a_stride_e": "i32:16", "b_stride_e": "i32:16"}
     rows = common | {"owners": "*i32", "rows": "i32", "K": "i32", "b_rows": "i32:16", "b_all": "i32:16"}
     found = tiles.variants(
         "grouped", grouped_rows_kernel, ("fwd", "dgrad"), rows, {"BIAS": False, "bias": None, "OWNED": TILE}

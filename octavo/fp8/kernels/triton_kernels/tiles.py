@@ -84,7 +84,7 @@ class Tile(NamedTuple):
 # (m, n, warps, stages, rate): compiled ahead of time, none of these spills.
 _WIDE = {
     90: ((128, 256, 8, 4, 1.0), (128, 128, 8, 4, 0.8), (64, 128, 4, 4, 0.6), (64, 64, 4, 4, 0.4)),
-    100: ((128, 256, 8, 3, 1.0), (128, 128, 8, 4, 0.7)),
+    100: ((128, 256, 8, 4, 1.0), (128, 128, 8, 4, 0.7)),
     120: ((128, 128, 8, 3, 1.0), (128, 64, 8, 3, 0.75), (64, 64, 4, 3, 0.5)),
 }
 _TWICE = {
@@ -210,9 +210,9 @@ def variants(
                 continue
             seen.add((arch, what, tile))
             types, ones = _described(what, tile)
-            types = {key: kind for key, kind in (types | signature).items() if key not in constants_}
+            types = {key: kind for key, kind in {**types, **signature}.items() if key not in constants_}
             label = f"{name} {title} {which} {tile.m}x{tile.n}x{tile.k}"
-            fixed = constants(what, tile) | ones | {"GROUP_M": GROUP} | constants_
+            fixed: dict[str, Any] = {**constants(what, tile), **ones, "GROUP_M": GROUP, **constants_}
             found.append(Variant(label, kernel, types, fixed, tile.warps, tile.stages, (arch,)))
     return found
 
@@ -230,5 +230,5 @@ def _described(what: Form, tile: Tile) -> tuple[dict[str, str], dict[str, int]]:
         types |= {f"{key}_scale": "*u8" if g.e8m0 else "*fp32", f"{key}_held": "i32:16"}
         along_rows = not g.e8m0 and g.free != 128
         ones[f"{key}_stride_f" if along_rows else f"{key}_stride_k"] = 1
-        types[f"{key}_stride_k" if along_rows else f"{key}_stride_f"] = "i32"
+        types[f"{key}_stride_k" if along_rows else f"{key}_stride_f"] = "i32:16" if along_rows else "i32"
     return types, ones
