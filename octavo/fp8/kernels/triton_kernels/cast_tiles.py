@@ -1,0 +1,365 @@
+"""The kernels of the casts: one that casts a tile into one or two layouts, and what it leans on.
+
+A cast moves bytes: it reads 2 a value (bf16) and writes 1 for each layout. What follows from that:
+
+* One load serves both layouts. The tile that the two blocks share, 128 x 128 for (1, 128) and (128, 1), is loaded once,
+  cast twice in registers, and stored as rows and, through shared memory, as columns.
+* Accesses are 16 bytes a thread and whole lines of 128 bytes a warp wherever strides allow. Codes always allow: their
+  buffers are padded to 16, and the kernel writes the padding itself, so no fill comes before it. For the input the host
+  passes UNIT (the last stride is 1) and EVEN, the largest power of two up to 16 that divides row stride and row length;
+  ``n // EVEN * EVEN`` tells the compiler. 3420 columns still load 8 bytes at a time that way, not 2.
+* Blocks that a tile holds whole take their amax from it: finite blocks always, rows up to 32768 long by tiles as long
+  as the row, small tensors. Other whole rows, columns and tensors cost a pass before, :func:`amax_kernel`, 2 bytes a
+  value more; its maxima meet in ``atomic_max`` on int32 patterns, whose order does not matter, so it is deterministic.
+
+Compiled for compute capability 9.0 (8 warps, bf16, both layouts of 1x128 and 128x1) loads are ``ld.global.v4.b32`` and
+both stores ``st.global.v4.b32``; nothing is spilled. ``tests/fp8/kernels/test_triton_cast.py`` looks again.
+
+A cast is described to the kernel by a tuple of constants, ``CAST`` (built by ``cast.facts``)::
+
+    0 rows of a block, -1: all     3 E5M2                                6 amax: taken from the tile, else given
+    1 columns, -1: all             4 scales are bytes (e8m0)             7 scale given (delayed scaling)
+    2 scales are powers of two     5 scale is written by this kernel     8, 9 scales of rows, columns padded to this
+
+Everything has a batch dimension for the experts of a mixture (``tl.program_id(1)``; one otherwise), and GROUPED says
+that rows are those of :mod:`octavo.fp8.kernels.groups`, where "all rows" means all of the tile's expert.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.fp8.kernels.triton_kernels.bits import (
+    INF_BITS,
+    amax_bits,
+    decode_bits,
+    encode,
+    round_to,
+    scale_of,
+    widen,
+)
+
+__all__ = ["amax_kernel", "cast_kernel", "dequantize_kernel", "relay_kernel", "scales_kernel"]
+
+
+@triton.jit
+def _place(pid_r, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED: tl.constexpr, TR: tl.constexpr):
+    """(group, end): what "all rows" of this tile is, 0 or its expert, and the row where its real rows end."""
+    if GROUPED:
+        owner = tl.load(tiles_ptr + pid_r * TR // 128)
+        group = tl.maximum(owner, 0)
+        end = tl.load(starts_ptr + group) + tl.load(sizes_ptr + group)
+        return group, tl.where(owner >= 0, end, 0)
+    return 0, M
+
+
+@triton.jit
+def _load(x_ptr, batch, stride_b, stride_r, stride_c, row, col, end, K, EVEN, UNIT, TR: tl.constexpr, TC: tl.constexpr):
+    """(values fp32 [TR, TC], which of them are real) of the tile at (row, col); 0 where there is none."""
+    r = tl.arange(0, TR)[:, None]
+    c = tl.arange(0, TC)[None, :]
+    real = (row + r < end) & (col + c < K)
+    if UNIT:
+        step = stride_r // EVEN * EVEN
+        stride_b = stride_b // EVEN * EVEN
+        x = tl.load(x_ptr + batch * stride_b + row.to(tl.int64) * step + col + (r * step + c), mask=real, other=0.0)
+    else:
+        at = (row + r).to(tl.int64) * stride_r + (col + c).to(tl.int64) * stride_c
+        x = tl.load(x_ptr + batch * stride_b + at, mask=real, other=0.0)
+    return widen(x), real
+
+
+@triton.jit
+def _block_max(values, NR: tl.constexpr, HR: tl.constexpr, NC: tl.constexpr, HC: tl.constexpr):
+    """The largest of each block of HR x HC: [NR * HR, NC * HC] -> [NR, NC]."""
+    if HC == 1:
+        return tl.max(tl.reshape(values, [NR, HR, NC]), axis=1)
+    elif HR == 1:
+        return tl.max(tl.reshape(values, [NR, NC, HC]), axis=2)
+    else:
+        return tl.max(tl.max(tl.reshape(values, [NR, HR, NC, HC]), axis=3), axis=1)
+
+
+@triton.jit
+def _emit(
+    x,
+    real,
+    batch,
+    pid_r,
+    pid_c,
+    group,
+    M,
+    K,
+    codes_ptr,
+    pitch,
+    scale_ptr,
+    scale_b,
+    scale_r,
+    scale_c,
+    amax_ptr,
+    given_ptr,
+    CAST: tl.constexpr,
+    CONTRACT: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Cast the tile x [TR, TC] and store codes and scales; codes [rows, columns] for CONTRACT 1, transposed for 0."""
+    BR: tl.constexpr = CAST[0]
+    BC: tl.constexpr = CAST[1]
+    POW2: tl.constexpr = CAST[2]
+    E5M2: tl.constexpr = CAST[3]
+    NR: tl.constexpr = 1 if BR == -1 else TR // BR  # blocks in the tile
+    NC: tl.constexpr = 1 if BC == -1 else TC // BC
+    HR: tl.constexpr = TR // NR
+    HC: tl.constexpr = TC // NC
+    i = tl.arange(0, NR)[:, None]
+    j = tl.arange(0, NC)[None, :]
+    grid_r = group + 1 if BR == -1 else tl.cdiv(M, BR)  # blocks in the matrix
+    grid_c = 1 if BC == -1 else tl.cdiv(K, BC)
+    gr = group + i if BR == -1 else pid_r * NR + i
+    gc = j if BC == -1 else pid_c * NC + j
+    inside = (gr < grid_r) & (gc < grid_c)
+    at = batch * grid_r * grid_c + gr * grid_c + gc
+
+    if CAST[6]:
+        top = _block_max(amax_bits(x), NR, HR, NC, HC)
+    else:
+        top = tl.load(amax_ptr + at, mask=inside, other=0) & 0x7FFFFFFF
+    if CAST[7]:
+        bad = top >= INF_BITS
+        scale = tl.where(bad, float("nan"), tl.load(given_ptr + at, mask=inside, other=1.0))
+    else:
+        scale, bad = scale_of(top, POW2, E5M2)
+    blocks = tl.reshape(x, [NR, HR, NC, HC])
+    codes = encode(blocks, scale[:, None, :, None], bad[:, None, :, None], POW2, E5M2)
+    codes = tl.where(real, tl.reshape(codes, [TR, TC]), 0)  # a bad block's padding too is zero
+
+    r = tl.arange(0, TR)[:, None]
+    c = tl.arange(0, TC)[None, :]
+    row = pid_r * TR
+    col = pid_c * TC
+    pitch = pitch // 16 * 16
+    if CONTRACT == 1:
+        free = tl.cdiv(M, 16) * 16
+        start = codes_ptr + (batch * free + row) * pitch + col
+        tl.store(start + (r * pitch + c), codes, mask=(row + r < free) & (col + c < pitch))
+    else:
+        free = tl.cdiv(K, 16) * 16
+        start = codes_ptr + (batch * free + col) * pitch + row
+        tl.store(start + (c * pitch + r), codes, mask=(col + c < free) & (row + r < pitch))
+
+    if CAST[5]:
+        # Padding has no real elements and so the scale 1 already. Of the tiles that share a scale, the first writes.
+        writes = (gr < tl.cdiv(grid_r, CAST[8]) * CAST[8]) & (gc < tl.cdiv(grid_c, CAST[9]) * CAST[9])
+        if BR == -1:
+            writes = writes & (pid_r == 0)
+        if BC == -1:
+            writes = writes & (pid_c == 0)
+        out = scale_ptr + batch * scale_b + gr * scale_r + gc * scale_c
+        if CAST[4]:
+            tl.store(out, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=writes)
+        else:
+            tl.store(out, scale, mask=writes)
+
+
+@triton.jit
+def cast_kernel(
+    x_ptr,
+    stride_b,
+    stride_r,
+    stride_c,
+    M,
+    K,
+    across,
+    codes1_ptr,
+    pitch1,
+    scale1_ptr,
+    scale1_b,
+    scale1_r,
+    scale1_c,
+    amax1_ptr,
+    given1_ptr,
+    codes0_ptr,
+    pitch0,
+    scale0_ptr,
+    scale0_b,
+    scale0_r,
+    scale0_c,
+    amax0_ptr,
+    given0_ptr,
+    sizes_ptr,
+    starts_ptr,
+    tiles_ptr,
+    CAST1: tl.constexpr,
+    CAST0: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Cast the tile (program // across, program % across) of x [M, K] for a contraction of dimension 1 (CAST1), of
+    dimension 0 (CAST0), or both; None leaves one out."""
+    pid_r = tl.program_id(0) // across
+    pid_c = tl.program_id(0) % across
+    batch = tl.program_id(1).to(tl.int64)
+    K = K // EVEN * EVEN
+    group, end = _place(pid_r, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED, TR)
+    x, real = _load(
+        x_ptr, batch, stride_b, stride_r, stride_c, pid_r * TR, pid_c * TC, end, K, EVEN, UNIT, TR, TC
+    )  # fmt: skip
+    if CAST1 is not None:
+        _emit(
+            x, real, batch, pid_r, pid_c, group, M, K, codes1_ptr, pitch1, scale1_ptr, scale1_b, scale1_r, scale1_c,
+            amax1_ptr, given1_ptr, CAST1, 1, TR, TC,
+        )  # fmt: skip
+    if CAST0 is not None:
+        _emit(
+            x, real, batch, pid_r, pid_c, group, M, K, codes0_ptr, pitch0, scale0_ptr, scale0_b, scale0_r, scale0_c,
+            amax0_ptr, given0_ptr, CAST0, 0, TR, TC,
+        )  # fmt: skip
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr,
+    stride_b,
+    stride_r,
+    stride_c,
+    M,
+    K,
+    across,
+    rows_ptr,
+    cols_ptr,
+    all_ptr,
+    sizes_ptr,
+    starts_ptr,
+    tiles_ptr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    ALL: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Raise amax patterns, zero before: rows [batch, M], cols [batch or group, K], all [batch or group].
+
+    A program walks STEPS tiles along the rows if ROWS are wanted, else down the columns, and keeps the largest of each
+    place in registers, so that it reduces, and meets the others in an atomic, once.
+    """
+    pid_r = tl.program_id(0) // across
+    pid_c = tl.program_id(0) % across
+    batch = tl.program_id(1).to(tl.int64)
+    row = pid_r * TR if ROWS else pid_r * TR * STEPS
+    col = pid_c * TC * STEPS if ROWS else pid_c * TC
+    size = K
+    K = K // EVEN * EVEN
+    group, end = _place(row // TR, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED, TR)
+    r = tl.arange(0, TR)
+    c = tl.arange(0, TC)
+    cols_ptr += (batch + group) * size
+    top = tl.zeros([TR, TC], tl.int32)
+    for step in tl.static_range(STEPS):
+        at_r = row if ROWS else row + step * TR
+        at_c = col + step * TC if ROWS else col
+        x, _ = _load(x_ptr, batch, stride_b, stride_r, stride_c, at_r, at_c, end, K, EVEN, UNIT, TR, TC)
+        bits = amax_bits(x)
+        top = tl.maximum(top, bits)
+        if ROWS and COLS:
+            tl.atomic_max(cols_ptr + at_c + c, tl.max(bits, axis=0), mask=at_c + c < K, sem="relaxed")
+    if ROWS:
+        tl.atomic_max(rows_ptr + batch * M + row + r, tl.max(top, axis=1), mask=row + r < end, sem="relaxed")
+    if COLS and not ROWS:
+        tl.atomic_max(cols_ptr + col + c, tl.max(top, axis=0), mask=col + c < K, sem="relaxed")
+    if ALL:
+        tl.atomic_max(all_ptr + batch + group, tl.max(tl.max(top, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def scales_kernel(
+    amax_ptr, scale_ptr, n, POW2: tl.constexpr, E5M2: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The scale of each of n amax patterns."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scale, _ = scale_of(tl.load(amax_ptr + at, mask=at < n, other=0), POW2, E5M2)
+    if E8M0:
+        tl.store(scale_ptr + at, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=at < n)
+    else:
+        tl.store(scale_ptr + at, scale, mask=at < n)
+
+
+@triton.jit
+def dequantize_kernel(
+    codes_ptr,
+    stride_r,
+    stride_c,
+    scale_ptr,
+    scale_r,
+    scale_c,
+    out_ptr,
+    M,
+    K,
+    across,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    E5M2: tl.constexpr,
+    E8M0: tl.constexpr,
+    EVEN: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """out [M, K] contiguous = fp32(code) * scale, rounded once to out's dtype; codes and scales of any strides."""
+    pid_r = tl.program_id(0) // across
+    pid_c = tl.program_id(0) % across
+    K = K // EVEN * EVEN
+    rows = pid_r * TR + tl.arange(0, TR)[:, None]
+    cols = pid_c * TC + tl.arange(0, TC)[None, :]
+    real = (rows < M) & (cols < K)
+    codes = tl.load(codes_ptr + rows.to(tl.int64) * stride_r + cols.to(tl.int64) * stride_c, mask=real, other=0)
+    NR: tl.constexpr = 1 if BR == -1 else TR // BR
+    NC: tl.constexpr = 1 if BC == -1 else TC // BC
+    i = tl.arange(0, NR)[:, None]
+    j = tl.arange(0, NC)[None, :]
+    gr = i if BR == -1 else pid_r * NR + i
+    gc = j if BC == -1 else pid_c * NC + j
+    inside = (gr < (1 if BR == -1 else tl.cdiv(M, BR))) & (gc < (1 if BC == -1 else tl.cdiv(K, BC)))
+    scale = tl.load(scale_ptr + gr.to(tl.int64) * scale_r + gc.to(tl.int64) * scale_c, mask=inside, other=0)
+    if E8M0:
+        byte = scale.to(tl.int32)
+        pattern = tl.where(byte == 0, 0x00400000, byte << 23)  # 2^-127 is subnormal in fp32
+        scale = tl.where(byte == 255, 0x7FC00000, pattern).to(tl.float32, bitcast=True)
+    values = tl.reshape(decode_bits(codes, E5M2), [NR, TR // NR, NC, TC // NC]) * scale[:, None, :, None]
+    out = round_to(tl.reshape(values, [TR, TC]), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows.to(tl.int64) * K + cols, out, mask=real)
+
+
+@triton.jit
+def relay_kernel(
+    codes_ptr,
+    stride_b,
+    stride_f,
+    stride_k,
+    out_ptr,
+    F,
+    K,
+    pitch,
+    across,
+    EVEN_F: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TF: tl.constexpr,
+    TK: tl.constexpr,
+):
+    """Copy codes [batch, F, K] of any strides into [batch, F padded to 16, pitch], contiguous, the padding zero."""
+    rows = tl.program_id(0) // across * TF + tl.arange(0, TF)[:, None]
+    cols = tl.program_id(0) % across * TK + tl.arange(0, TK)[None, :]
+    batch = tl.program_id(1).to(tl.int64)
+    at = batch * stride_b + rows.to(tl.int64) * stride_f + cols.to(tl.int64) * stride_k
+    codes = tl.load(codes_ptr + at, mask=(rows < F // EVEN_F * EVEN_F) & (cols < K // EVEN_K * EVEN_K), other=0)
+    free = tl.cdiv(F, 16) * 16
+    pitch = pitch // 16 * 16
+    out = out_ptr + (batch * free + rows) * pitch + cols
+    tl.store(out, codes, mask=(rows < free) & (cols < pitch))
