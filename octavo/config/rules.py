@@ -51,8 +51,6 @@ def _unavailable(config: Config) -> Iterator[Finding]:
     places += [(("fp8", name), part) for name in COMPONENTS if (part := getattr(fp8, name))]
     places += [(("fp8", "rules", index), rule) for index, rule in enumerate(fp8.rules)]
     for path, part in places:
-        if part.recipe == "auto":
-            yield _not_yet((*path, "recipe"), "recipe auto", "name one, e.g. blockwise; `octavo compare` tries several")
         if getattr(part, "param", None):
             yield _not_yet(
                 (*path, "param"),
@@ -102,6 +100,7 @@ def _fp8(fp8: Fp8Section) -> Iterator[Finding]:
             "use `recipe: off`, or leave one of them fp8",
             (("fp8", "fwd"), ("fp8", "dgrad")),
         )
+    yield from _plan(fp8)
     for name in COMPONENTS:
         part: Component | None = getattr(fp8, name)
         if part is not None:
@@ -117,6 +116,24 @@ def _fp8(fp8: Fp8Section) -> Iterator[Finding]:
         if all(getattr(rule, key) is None for key in ("recipe", "format", *GEMMS)):
             yield Finding(path, "the rule changes nothing", "give it a recipe, a format, fwd, dgrad or wgrad")
         yield from _part(path, rule, fp8)
+
+
+def _plan(fp8: Fp8Section) -> Iterator[Finding]:
+    """A plan file decides everything; what stands beside it would be ignored in silence."""
+    if fp8.plan is None:
+        return
+    if fp8.recipe == "off":
+        yield Finding(
+            ("fp8", "plan"), "a plan file is given, and the recipe is off", "remove one of them", (("fp8", "recipe"),)
+        )
+    for key in ("format", *GEMMS, *COMPONENTS, "rules", "backend", "candidates"):
+        if getattr(fp8, key) != Fp8Section.model_fields[key].get_default():
+            yield Finding(
+                ("fp8", key),
+                "has no effect beside fp8.plan, which decides for every layer",
+                "remove it, or edit the plan file",
+                (("fp8", "plan"),),
+            )
 
 
 def _part(path: Path, part: Component | Rule, fp8: Fp8Section) -> Iterator[Finding]:

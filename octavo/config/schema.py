@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 RecipeName = Literal["off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "auto"]
 Format = Literal["e4m3", "hybrid"]
 Gemm = Literal["fp8", "bf16"]
+Candidate = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"]
 
 #: the recipes this version can run, `off` (plain high precision) first
 RECIPES: tuple[str, ...] = ("off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
@@ -82,8 +83,8 @@ class Fp8Section(Section):
 
     recipe: RecipeName = Field(
         default="blockwise",
-        description="How operands are scaled: off (high precision), tensorwise, rowwise, blockwise, mxfp8, delayed. "
-        "auto is not available in this version.",
+        description="How operands are scaled: off (high precision), tensorwise, rowwise, blockwise, mxfp8, delayed; or "
+        "auto: measured at the start of the run, FP8 only where it wins (without a GPU: by a table, see docs/plan.md).",
     )
     format: Format | None = Field(
         default=None,
@@ -112,6 +113,17 @@ class Fp8Section(Section):
     foundation: Component | None = Field(default=None, description="Settings of the language model alone.")
     rules: Annotated[tuple[Rule, ...], _FROM_LIST] = Field(
         default=(), description="Exceptions by module name; the last that matches wins."
+    )
+    candidates: Annotated[tuple[Candidate, ...], _FROM_LIST] = Field(
+        default=("blockwise", "mxfp8", "rowwise", "tensorwise"),
+        min_length=1,
+        description="The recipes that auto chooses among.",
+    )
+    plan: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A plan file (octavo plan FILE --save, or the plan.json of a run), relative to the file that names "
+        "it; it decides in place of recipe, components and rules.",
     )
 
 
@@ -219,6 +231,12 @@ class RunSection(Section):
     eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 = only at the end.")
     log_every: int = Field(default=1, ge=1, description="Steps between lines of metrics.jsonl.")
     health_every: int = Field(default=25, ge=0, description="Steps between FP8 health figures; 0 = none.")
+    gain_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps timed in FP8 and in high precision, side by side, once the run is warm: the gain that FP8 "
+        "really brings. They train nothing and change no loss; 0 = not measured.",
+    )
     tensorboard: bool = Field(default=True, description="Write TensorBoard events too.")
     hf: bool = Field(default=True, description="Write hf/ (safetensors that from_pretrained loads) at the end.")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of torch; absent = torch's own choice.")

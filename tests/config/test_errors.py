@@ -166,10 +166,15 @@ def test_a_wrong_override_names_itself(override, message):
     [
         ("fp8: {param: true}", "fp8.param: not available in this version: FP8 primary weights; use `param: false`"),
         ("fp8: {foundation: {param: true}}", "fp8.foundation.param: not available in this version"),
+        (
+            "fp8: {plan: p.json, recipe: off}",
+            "fp8.plan: a plan file is given, and the recipe is off; remove one of them",
+        ),
+        ("fp8: {plan: p.json, rules: [{match: a, recipe: off}]}", "fp8.rules: has no effect beside fp8.plan"),
+        ("fp8: {plan: p.json, foundation: {recipe: auto}}", "fp8.foundation: has no effect beside fp8.plan"),
+        ("fp8: {recipe: auto, candidates: [off]}", "fp8.candidates.0: found 'off'; one of tensorwise"),
+        ("fp8: {recipe: auto, candidates: []}", "fp8.candidates: "),
         ("fp8: {activations: fp8}", "fp8.activations: not available in this version"),
-        ("fp8: {recipe: auto}", "fp8.recipe: not available in this version: recipe auto; name one, e.g. blockwise"),
-        ("fp8: {image_encoder: {recipe: auto}}", "fp8.image_encoder.recipe: not available in this version"),
-        ("fp8: {rules: [{match: a, recipe: auto}]}", "fp8.rules.0.recipe: not available in this version"),
         ("optimizer: {states: coat}", "optimizer.states: not available in this version: optimizer states in coat"),
         ("optimizer: {master: bf16+sr}", "optimizer.master: not available in this version: master weights as bf16+sr"),
         ("fp8: {recipe: mxfp8, format: hybrid}", "fp8.format: mxfp8 has no hybrid format"),

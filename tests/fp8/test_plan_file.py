@@ -61,7 +61,8 @@ def test_a_plan_comes_back_as_it_was(saved):
     again = fp8.load_plan(path, model)
     assert fates(again) == fates(plan) and again.share == plan.share
     reasons = {r.name: r.reason for r in again.rows}
-    assert reasons["layers.0.q_proj"] == f"plan.json, line {line_of(path, '"match": "layers.*.q_proj"')}"
+    line = line_of(path, '"match": "layers.*.q_proj"')
+    assert reasons["layers.0.q_proj"] == f"plan.json, line {line}"
     assert reasons["lm_head"] == "lm_head stays in high precision" and "subclass" in reasons["odd"]
     fp8.apply(Net(), again)
 
