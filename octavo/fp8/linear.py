@@ -416,7 +416,7 @@ def linear(
             f"{list(weight.shape)}{found}."
         )
     _check(x, weight, "linear")
-    site = Site("linear", chosen, select_backends(chosen, x.device, backend), codes=None)
     if torch.compiler.is_compiling():
-        return traced.linear(x, weight, bias, site.key)
+        return traced.linear(x, weight, bias, traced.key(ops.casts_of(chosen), str(x.device), backend))
+    site = Site("linear", chosen, select_backends(chosen, x.device, backend), codes=None)
     return three_gemms(x, weight, bias, Call(site, weight, Part(), None, False, torch.is_grad_enabled()))

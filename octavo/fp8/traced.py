@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.kernels import ops
+from octavo.fp8.kernels.registry import select
+from octavo.fp8.recipe import GEMMS
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
@@ -39,6 +41,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
     codes = torch.ops.octavo.cast(x_MK.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
     y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)
     return y_MN.view(*x.shape[:-1], weight.shape[0])
+
+
+def key(casts: str, device: str, backend: str) -> str:
+    """``ops.describe`` of a recipe's casts (``ops.casts_of``) on the backends chosen for them.
+
+    Raises BackendError where one asked for cannot serve.
+    """
+    recipe = ops.recipe_of(casts)
+    selections = {
+        gemm: select(gemm, recipe_or_spec=recipe, device=device, requested=backend)
+        for gemm in GEMMS
+        if recipe.gemm(gemm) is not None
+    }
+    return ops.describe(recipe, selections)
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo before the first call: choosing a
+# backend asks the machine, which a compiler cannot trace and need not.
+key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def leave() -> None:

@@ -40,9 +40,9 @@ from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.formats import E8M0
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.registry import Backend, Selection, get
-from octavo.fp8.recipe import GEMMS, Recipe
+from octavo.fp8.recipe import GEMMS, Gemm, Recipe
 
-__all__ = ["describe", "gemms"]
+__all__ = ["casts_of", "describe", "gemms", "recipe_of"]
 
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,6 +60,23 @@ def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
         used = gemm is not None and selection is not None
         parts.append(f"{selection.backend.name}:{_text(gemm.a)};{_text(gemm.b)}" if used else "")  # type: ignore[union-attr]
     return "|".join(parts)
+
+
+def casts_of(recipe: Recipe) -> str:
+    """The casts of a recipe as text, from which :func:`recipe_of` makes an equal one (without delayed scaling)."""
+    parts = [recipe.name, recipe.format]
+    for name in GEMMS:
+        gemm = recipe.gemm(name)
+        parts.append("" if gemm is None else f"{_text(gemm.a)};{_text(gemm.b)}")
+    return "|".join(parts)
+
+
+def recipe_of(text: str) -> Recipe:
+    """The recipe of :func:`casts_of`'s text."""
+    name, fmt, *gemms = text.split("|")
+    pairs = [[_spec(spec) for spec in gemm.split(";")] if gemm else None for gemm in gemms]
+    fwd, dgrad, wgrad = (None if pair is None else Gemm(*pair) for pair in pairs)
+    return Recipe(name, fmt, fwd, dgrad, wgrad)
 
 
 class Gemms(NamedTuple):
