@@ -12,6 +12,7 @@ The arithmetic is :mod:`octavo.fp8.cast` and :mod:`octavo.fp8.recipe`; the layer
 
 from octavo.fp8.cast import CastError, CastSpec, Quantized, dequantize
 from octavo.fp8.experts import Experts
+from octavo.fp8.fusion import Fusion, fuse, unfuse
 from octavo.fp8.health import Health, health
 from octavo.fp8.kernels import registry as _registry
 from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
@@ -43,6 +44,7 @@ __all__ = [
     "CastSpec",
     "ComponentPolicy",
     "Experts",
+    "Fusion",
     "Gemm",
     "GemmCounts",
     "Health",
@@ -70,6 +72,7 @@ __all__ = [
     "cosine",
     "count_gemms",
     "dequantize",
+    "fuse",
     "health",
     "high_precision",
     "invalidate",
@@ -90,4 +93,5 @@ __all__ = [
     "topology",
     "uncounted",
     "underflow",
+    "unfuse",
 ]

@@ -28,14 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8 import health, observe, scaling, traced
+from octavo.fp8 import health, observe, scaling, traced, weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels import ops
 from octavo.fp8.kernels.registry import Selection, select
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.recipe import recipe as named_recipe
 from octavo.fp8.shared_input import Input, Want, cast_both
-from octavo.fp8.weights import HoldsCodes, Part, WeightCodes, capturing, is_dtensor
+from octavo.fp8.weights import HoldsCodes, Part, WeightCodes, is_dtensor
 
 
 @dataclass(eq=False)
@@ -129,7 +129,7 @@ class _ThreeGemms(torch.autograd.Function):
             if not call.grad and not now.recompute:
                 observe.gradless(site.name)
         # Weights cast inside a graph capture are in no cache, but they are this backward's.
-        inside = needs_x and w_q is not None and site.shares_weight and capturing(x)
+        inside = needs_x and w_q is not None and site.shares_weight and weights.capturing(x)
         exact = (given.matrix(),) if watched and needs_w and isinstance(kept, Quantized) else ()
         ctx.save_for_backward(
             *((call.owner,) if needs_x else ()), *(_tensors(w_q) if inside else ()), *_tensors(kept), *exact

@@ -23,6 +23,7 @@ from octavo.fp8 import observe
 from octavo.fp8.choose import backends_for, by_measurement, by_table
 from octavo.fp8.experts import Experts
 from octavo.fp8.grouped_linear import alone
+from octavo.fp8.fusion import fuse
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.machine import Machine
@@ -363,6 +364,8 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         else:
             assert isinstance(module, nn.Linear)
             Linear.convert(module, _site(rows[0]))
+    if plan.policy.fuse == "on":
+        fuse(model)
     return model
 
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from octavo.fp8 import weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.weights import capturing
 
 __all__ = ["Input", "Want", "cast_both", "forget", "held_bytes"]
 
@@ -43,7 +43,7 @@ class Input:
     Args:
         given: what the layer was called with, [..., features].
         dtype: what its GEMMs take.
-        user: the layer, the same object at every call.
+        user: the layer, the same object at every call; None shares nothing.
     """
 
     __slots__ = ("_found", "_matrix", "dtype", "features", "given", "rows", "user")
@@ -139,6 +139,8 @@ def _entry(x: Input) -> _Entry:
     """The entry of this input if it may serve this layer, else a new one (which nobody will find where the input cannot
     be recognised again)."""
     given = x.given
+    if x.user is None:
+        return _Entry()
     if type(given) not in (Tensor, nn.Parameter) or given.is_meta or given.is_inference() or not given.numel():
         return _Entry()
     if torch.is_inference_mode_enabled():  # codes made here could not be saved for a backward later
@@ -186,7 +188,7 @@ def _stamp(x: Input) -> tuple[Any, ...]:
         x.dtype,
         device,
         stream,
-        capturing(given),
+        weights.capturing(given),
         # Selective checkpointing replays the operations of a region by counting them: no entry crosses its border.
         id(_get_current_dispatch_mode()),
     )

@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Backend
 
+if TYPE_CHECKING:
+    from octavo.fp8.joined import Joined
+
 _epoch = 0
 _installed = False
 _lock = threading.Lock()
@@ -40,6 +43,11 @@ _lock = threading.Lock()
 def _raise_epoch(*_: object) -> None:
     global _epoch
     _epoch += 1
+
+
+def epoch() -> int:
+    """A number that rises with every optimizer step of the process."""
+    return _epoch
 
 
 def watch_optimizers() -> None:
@@ -103,6 +111,7 @@ class WeightCodes:
         self._stamp: tuple[Any, ...] = ()
         self._sharded: Callable[[], Tensor | None] = lambda: None
         self._address = 0  # of the storage that this cache is known by
+        self.joined: Joined | None = None  # the codes of this weight and its sisters in one matrix
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCodes:
         return WeightCodes()
@@ -117,6 +126,8 @@ class WeightCodes:
         """Forget all codes and free their memory."""
         self._codes.clear()
         self._stamp = ()
+        if self.joined is not None:
+            self.joined.drop()
 
     def placed(self, value: object) -> None:
         """A parameter was put into the module: under FSDP2 the sharded one (resharding) or the gathered one."""
@@ -258,7 +269,8 @@ def invalidate(model: nn.Module) -> None:
 
 
 def code_bytes(model: nn.Module) -> int:
-    """Bytes of cached weight codes and their scales in a model."""
-    caches = (c for m in model.modules() if isinstance(m, HoldsCodes) for c in m._weight_codes().values())
-    codes = (q for cache in caches for q in cache._codes.values())
+    """Bytes of cached weight codes and their scales in a model, those of layers that run as one included."""
+    caches = [c for m in model.modules() if isinstance(m, HoldsCodes) for c in m._weight_codes().values()]
+    joined = {id(c.joined): c.joined for c in caches if c.joined is not None}
+    codes = [q for c in caches for q in c._codes.values()] + [q for j in joined.values() for q in j._codes.values()]
     return sum(t.numel() * t.element_size() for q in codes for t in (q.data, q.scale))

@@ -1,0 +1,318 @@
+"""q, k and v as one GEMM, gate and up as one GEMM; names, modules and checkpoints stay stock.
+
+Sisters are the linear layers of one module that multiply the same input x [M, K] (:data:`SISTERS`, by name). With
+w = [w_1; w_2; ...] their weights one below the other, and dy = [dy_1, dy_2, ...] the gradients side by side::
+
+    fwd    [y_1, y_2, ...] = x @ w.T      dgrad  dx = dy @ w      wgrad  [dw_1; dw_2; ...] = dy.T @ x
+
+The first sister that is called with an x computes all outputs; the others hand out theirs when they are called with the
+very same tensor. The outputs are columns of one buffer, so their rows are not contiguous. Codes, outputs and dw are bit
+for bit those of single GEMMs; dx is better by the roundings between the sisters' sums, and not equal.
+
+Which is why only recipes whose blocks end where a layer ends can fuse: a scale that spans a whole row of dy (rowwise)
+or a whole tensor would be another one for the joined matrix. :func:`fuse` says so, layer by layer.
+
+A sister that is not called, or called with something else, costs the GEMM that was made for her, and everything stays
+right: counters see a layer's GEMMs only when it is called, and a backward that some outputs did not reach runs one
+GEMM a layer. A group that misses twice in a row goes back to single GEMMs for good.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from octavo.fp8 import observe, weights
+from octavo.fp8.cast import CastSpec
+from octavo.fp8.fused_linear import Call, FusedGemms, Marks
+from octavo.fp8.health import watching
+from octavo.fp8.joined import Joined
+from octavo.fp8.kernels.layout import ALIGN
+from octavo.fp8.linear import Linear, _autocast_enabled, compute_dtype
+from octavo.fp8.recipe import GEMMS, Recipe
+from octavo.fp8.weights import is_dtensor
+
+__all__ = ["SISTERS", "Fusion", "Group", "fuse", "fused", "unfuse"]
+
+SISTERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Children of one module that are known to multiply the same input."""
+
+_MISSES = 2  # in a row, after which a group runs as single layers
+
+
+class Fusion(NamedTuple):
+    """What :func:`fuse` made of the sisters of one module: ``reason`` is None if they now run as one, else why not."""
+
+    names: tuple[str, ...]
+    reason: str | None
+
+
+def fuse(model: nn.Module) -> tuple[Fusion, ...]:
+    """Let sisters among the FP8 layers of a model run as one GEMM, where their recipe allows it.
+
+    Returns one :class:`Fusion` for each family of sisters of which at least one is an FP8 layer. Parameters, names and
+    state dicts stay; :func:`unfuse` takes it back.
+    """
+    out = []
+    for path, parent in model.named_modules():
+        for family in SISTERS:
+            found = [(name, parent._modules[name]) for name in family if parent._modules.get(name) is not None]
+            if len(found) < len(family) or not any(isinstance(_layer(m), Linear) for _, m in found):
+                continue
+            layers = [_layer(m) for _, m in found]
+            reason = obstacle(layers)
+            if reason is None:
+                group = Group(tuple(m for m in layers if isinstance(m, Linear)))
+                for layer in group.members:
+                    layer.__dict__["_group"] = group
+            out.append(Fusion(tuple(f"{path}.{name}" if path else name for name, _ in found), reason))
+    return tuple(out)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Let every layer of a model run its own GEMMs again."""
+    for module in model.modules():
+        group = module.__dict__.pop("_group", None)
+        if group is not None:
+            group.forget()
+
+
+def fused(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of the layers that run as one, group by group; groups that gave up are left out."""
+    groups: dict[int, list[str]] = {}
+    for module in model.modules():
+        group = module.__dict__.get("_group")
+        if group is not None and group.off is None:
+            groups.setdefault(id(group), [m.name for m in group.members])
+    return tuple(tuple(names) for names in groups.values())
+
+
+def _layer(module: nn.Module | None) -> nn.Module | None:
+    """The linear layer itself, also inside an adapter that wraps it (PEFT's ``base_layer``)."""
+    inner = None if module is None else module._modules.get("base_layer")
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def obstacle(layers: list[nn.Module | None]) -> str | None:
+    """Why these layers cannot run as one GEMM, None if they can."""
+    if not all(isinstance(m, Linear) for m in layers):
+        return "not all of them run in FP8"
+    linears = [m for m in layers if isinstance(m, Linear)]
+    first = linears[0]
+    if any("_group" in m.__dict__ for m in linears):
+        return "fused before"
+    for what, of in (
+        ("recipes", lambda m: m.recipe),
+        ("backends", lambda m: {g: s.backend.name for g, s in m._site.selections.items()}),
+        ("numbers of inputs", lambda m: m.weight.shape[1]),
+        ("dtypes", lambda m: m.weight.dtype),
+        ("devices", lambda m: m.weight.device),
+        ("frozen and trained weights", lambda m: m.weight.requires_grad),
+    ):
+        if any(of(m) != of(first) for m in linears):
+            return f"different {what}" if "and" not in what else what
+    if len({id(m.weight) for m in linears}) < len(linears):
+        return "tied weights"
+    return _recipe_obstacle(first.recipe, [m.weight.shape[0] for m in linears])
+
+
+def _recipe_obstacle(recipe: Recipe, outputs: list[int]) -> str | None:
+    """Blocks must end where a layer ends: then joining matrices joins their codes."""
+    if recipe.delayed is not None:
+        return "delayed scaling keeps an amax history of each layer"
+    high = [gemm for gemm in GEMMS if recipe.gemm(gemm) is None]
+    if high:
+        return f"{high[0]} stays in high precision"
+    for operand, spec, side in _along_outputs(recipe):
+        block = spec.block[side]
+        if block == -1:
+            return f"one scale of {operand} spans all outputs of a layer ({spec})"
+        wrong = [n for n in outputs if n % max(block, ALIGN)]
+        if wrong:
+            return f"{wrong[0]} outputs are no multiple of {max(block, ALIGN)}, so that blocks of {operand} would mix"
+    return None
+
+
+def _along_outputs(recipe: Recipe) -> list[tuple[str, CastSpec, int]]:
+    """(operand, cast, the dimension of it that runs over the outputs) of the four operands that have one."""
+    fwd, dgrad, wgrad = recipe.fwd, recipe.dgrad, recipe.wgrad
+    assert fwd is not None and dgrad is not None and wgrad is not None
+    return [("w", fwd.b, 0), ("w in dgrad", dgrad.b, 0), ("dy in dgrad", dgrad.a, 1), ("dy in wgrad", wgrad.a, 1)]
+
+
+class Group:
+    """Sisters that run as one. ``off`` says why the group gave up, None while it has not."""
+
+    def __init__(self, members: tuple[Linear, ...]) -> None:
+        self.members = members
+        self.off: str | None = None
+        self.misses = 0
+        self._joined: Joined | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"members": self.members, "off": self.off}  # codes are derived data
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, misses=0, _joined=None)
+
+    @property
+    def joined(self) -> Joined:
+        """The joined codes of the weights; new ones where the layers got new caches."""
+        caches = tuple(m._weight_codes()["weight"] for m in self.members)
+        if self._joined is None or not self._joined.serves(caches):
+            self._joined = Joined(caches)
+        return self._joined
+
+    def forget(self) -> None:
+        """Free the joined codes."""
+        if self._joined is not None:
+            self._joined.drop()
+
+    @torch._disable_dynamo
+    def output(self, member: Linear, x: Tensor) -> Tensor | None:
+        """What ``member`` gives for x, if the group can tell; None sends the layer to its own GEMMs."""
+        if self.off is not None:
+            return None
+        pending = _pending()
+        if pending is not None:
+            y = pending.take(member, x) if pending.group is self else None
+            if y is not None:
+                return y
+            alone = pending.group is self and pending.waits_for(member)  # called with something else than her sisters
+            pending.drop(missed=True)
+            if alone:
+                return None
+        # Dropping may have been the miss that ends the group.
+        return self._compute(member, x) if self.off is None and self._can(x) else None
+
+    def miss(self) -> None:
+        self.misses += 1
+        if self.misses >= _MISSES and self.off is None:
+            self.off = "its layers were not called with the same input"
+            self.forget()
+
+    def _can(self, x: Tensor) -> bool:
+        """Whether this call may be fused; what is wrong with it otherwise is for the single layer to say."""
+        first = self.members[0].weight
+        if watching() or type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.is_inference() or not x.numel():
+            return False
+        return (
+            x.dim() > 0
+            and x.shape[-1] == first.shape[1]
+            and all(
+                not is_dtensor(m.weight)
+                and not any(p.is_inference() for p in m._parameters.values() if p is not None)
+                and m.weight.dtype == first.dtype
+                and m.weight.device == x.device
+                and m.weight.requires_grad == first.requires_grad
+                for m in self.members
+            )
+        )
+
+    def _compute(self, member: Linear, x: Tensor) -> Tensor:
+        now = observe.phase()
+        marks = Marks(torch.is_grad_enabled(), len(self.members))
+        sites = tuple(m._site for m in self.members)
+        owners, biases = tuple(m.weight for m in self.members), tuple(m.bias for m in self.members)
+        ys = FusedGemms.apply(x, Call(self, sites, self.joined, marks), *owners, *biases)
+        pending = _Pending(self, x, ys, marks, now.recompute)
+        marks.pending = weakref.ref(pending)
+        _local.pending = pending
+        y = pending.take(member, x)
+        assert y is not None
+        return y
+
+
+class _Pending:
+    """Outputs that were computed and not handed out yet. One a thread: the next group's take its place."""
+
+    def __init__(self, group: Group, x: Tensor, ys: tuple[Tensor, ...], marks: Marks, recompute: bool) -> None:
+        self.group, self.marks, self.recompute = group, marks, recompute
+        self.ys: list[Tensor | None] = list(ys)
+        self.features = x.shape[-1]
+        self.stamp = _stamp(x)
+        self.holds = [_held(m) for m in group.members]
+        mine = weakref.ref(self)
+
+        def freed(_: object) -> None:
+            pending = mine()
+            if pending is not None:
+                pending.drop(missed=True)
+
+        self.x = weakref.ref(x, freed)
+
+    def take(self, member: Linear, x: Tensor) -> Tensor | None:
+        """The output of ``member``, if it was computed from this x, with the weight and bias as they are now."""
+        at = self._place(member)
+        y = self.ys[at]
+        if y is None or self.x() is not x or self.stamp != _stamp(x) or self.holds[at] != _held(member):
+            return None
+        self.ys[at] = None
+        self._count(at, member, y)
+        if all(left is None for left in self.ys):
+            self.group.misses = 0
+            self.drop(missed=False)
+        return y
+
+    def waits_for(self, member: Linear) -> bool:
+        return self.ys[self._place(member)] is not None
+
+    def _place(self, member: Linear) -> int:
+        return next(i for i, m in enumerate(self.group.members) if m is member)
+
+    def drop(self, missed: bool) -> None:
+        """Let go of what nobody took. A recomputation may stop before it has called everybody."""
+        left = any(y is not None for y in self.ys)
+        self.ys = [None] * len(self.ys)
+        if _pending() is self:
+            _local.pending = None
+        if missed and left and not self.recompute:
+            self.group.miss()
+
+    def _count(self, at: int, member: Linear, y: Tensor) -> None:
+        """The layer was called: what its own forward would have reported."""
+        now, marks, site = observe.phase(), self.marks, member._site
+        marks.counted[at], marks.born[at] = now.counted, now.gemm
+        if not now.counted or not observe.counting():
+            return
+        observe.record(site.name, now.gemm, site.selections["fwd"].backend.name, 2 * y.numel() * self.features)
+        for gemm, needed in (("dgrad", marks.needs_x), ("wgrad", marks.needs_w)):
+            if needed:
+                observe.promise(site.name, gemm, now)
+        if not marks.grad and not now.recompute:
+            observe.gradless(site.name)
+
+
+_local = threading.local()
+
+
+def _pending() -> _Pending | None:
+    return getattr(_local, "pending", None)
+
+
+def _stamp(x: Tensor) -> tuple[Any, ...]:
+    """What must be the same for an output to be handed out, besides the input itself."""
+    return (
+        x._version,
+        x.requires_grad,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        compute_dtype(x),
+        _autocast_enabled(x),
+        weights.capturing(x),
+        weights.epoch(),
+        torch._C._current_graph_task_id(),
+        id(_get_current_dispatch_mode()),
+    )
+
+
+def _held(member: Linear) -> tuple[Any, ...]:
+    """The parameters of a layer: who they are, at which version, and where their values lie."""
+    return tuple(
+        None if p is None else (id(p), p._version, p.data_ptr(), p.requires_grad) for p in (member.weight, member.bias)
+    )
