@@ -15,6 +15,7 @@ to 16 bytes, as PyTorch allocates, and an integer of type ``"i32:16"`` to be a m
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -60,7 +61,7 @@ def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jo
         raise ValueError(f"There is no architecture {unknown[0]} to compile for; use {', '.join(map(str, ARCHS))}.")
     if os.environ.get("TRITON_INTERPRET") == "1":
         return _elsewhere(archs, first, only, jobs)
-    work = [(module, i, arch) for module, i, its in _chosen(first, only) for arch in archs if arch in its]
+    work = _chosen(archs, first, only)
     if not work:
         raise ValueError(f"No kernel has a form whose name contains {only!r}; leave out --only to see all names.")
     if jobs == 1:
@@ -105,18 +106,22 @@ def _modules() -> list[str]:
 
 
 def _variants(module: str) -> list[Any]:
-    loaded = importlib.import_module(module)
-    return loaded.variants() if hasattr(loaded, "variants") else []
+    find = getattr(importlib.import_module(module), "variants", None)
+    # A module of shared parts may have a function of that name which takes arguments; its users list the forms.
+    return [] if find is None or find.__module__ != module or inspect.signature(find).parameters else find()
 
 
-def _chosen(first: bool, only: str) -> list[tuple[str, int, tuple[int, ...]]]:
-    """(module, index, architectures) of the forms that are asked for."""
+def _chosen(archs: Sequence[int], first: bool, only: str) -> list[tuple[str, int, int]]:
+    """(module, index of the variant, architecture) of what is asked for; ``first``: once a kernel and architecture."""
     chosen, seen = [], set()
     for module in _modules():
         for i, variant in enumerate(_variants(module)):
-            if only in variant.name and not (first and variant.kernel.__name__ in seen):
-                seen.add(variant.kernel.__name__)
-                chosen.append((module, i, variant.architectures))
+            if only not in variant.name:
+                continue
+            for arch in (a for a in archs if a in variant.architectures):
+                if not first or (variant.kernel.__name__, arch) not in seen:
+                    seen.add((variant.kernel.__name__, arch))
+                    chosen.append((module, i, arch))
     return chosen
 
 

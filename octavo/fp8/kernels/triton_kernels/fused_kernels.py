@@ -212,7 +212,16 @@ def rmsnorm_tile(
     if row_codes is not None:
         _store_row(widen(out), row_codes, row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
     if col_codes is not None:
-        _store_col(widen(out), col_codes, col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
+        _store_col(widen(_again(out)), col_codes, col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
+
+
+@triton.jit
+def _again(x):
+    """x, where the compiler does not see that it is x: the second user of a 16-bit tile then widens it once more,
+    instead of keeping the wide one in registers that are not there."""
+    if INTERPRETED or x.dtype == tl.float32:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -267,7 +276,7 @@ def swiglu(
     if row_codes is not None:
         _store_row(widen(out), row_codes, row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
     if col_codes is not None:
-        _store_col(widen(out), col_codes, col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
+        _store_col(widen(_again(out)), col_codes, col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
 
 
 @triton.jit
@@ -321,7 +330,7 @@ def swiglu_backward(
         if up_row is not None:
             _store_row(widen(d_up), up_row, up_row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
         if up_col is not None:
-            _store_col(widen(d_up), up_col, up_col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
+            _store_col(widen(_again(d_up)), up_col, up_col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
     else:
         u = tl.load(up + wide * (up_stride * UNIT) + cols[None, :], mask=inside, other=0.0)
         s = sigmoid(widen(g))
@@ -332,4 +341,6 @@ def swiglu_backward(
         if gate_row is not None:
             _store_row(widen(d_gate), gate_row, gate_row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
         if gate_col is not None:
-            _store_col(widen(d_gate), gate_col, gate_col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
+            _store_col(
+                widen(_again(d_gate)), gate_col, gate_col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2
+            )
