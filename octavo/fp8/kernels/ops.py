@@ -136,7 +136,7 @@ def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[in
     if spec.scale == "e8m0" or spec.block[contract] == -1:
         return free, contracted
     if spec.block[1 - contract] == 1:
-        return contracted, layout.round_up(free, layout.SCALE_ALIGN)
+        return contracted, layout.round_up(free, layout.ALIGN)
     return free, layout.round_up(contracted, layout.SCALE_ALIGN)
 
 

@@ -1,0 +1,256 @@
+"""The registered operators: what they promise a compiler is what they do."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import fp8
+from octavo.fp8 import weights
+from octavo.fp8.cast import CastSpec, Quantized, quantize, scale_fp32
+from octavo.fp8.kernels import layout, ops, registry
+from octavo.fp8.linear import Site, select_backends
+
+CPU = torch.device("cpu")
+RECIPES = ("blockwise", "rowwise", "tensorwise", "mxfp8")
+SPECS = [
+    CastSpec("e4m3", block, scale)
+    for block, scale in [
+        ((1, 128), "pow2"), ((128, 1), "pow2"), ((128, 128), "pow2"), ((1, -1), "pow2"), ((-1, 1), "pow2"),
+        ((-1, -1), "fp32"), ((1, 32), "e8m0"), ((32, 1), "e8m0"), ((-1, 32), "fp32"),
+    ]
+]  # fmt: skip
+
+
+def key_of(recipe: fp8.Recipe, backend: str = "auto") -> str:
+    return Site("layer", recipe, select_backends(recipe, CPU, backend)).key
+
+
+def named(name: str, **options: str) -> fp8.Recipe:
+    return fp8.recipe(name, **options)
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(m + n + k)
+    x, w, b = (torch.randn(*size, generator=generator, dtype=dtype) for size in ((m, k), (n, k), (n,)))
+    return x, w, b
+
+
+def same(a: Quantized, b: Quantized) -> bool:
+    return torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(scale_fp32(a), scale_fp32(b))
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_packing_takes_apart_and_puts_together_for_every_cast_and_layout(spec, contract):
+    for rows, cols in ((1, 1), (5, 40), (130, 257), (16, 128), (0, 24), (24, 0)):
+        q = quantize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)), spec)
+        codes, scale = ops.pack(q, contract)
+        assert codes.dtype is torch.uint8 and codes.is_contiguous() and scale.is_contiguous() and scale.dim() == 1
+        assert tuple(codes.shape) == layout.padded_sizes(rows, cols, spec, contract)
+        again = ops.unpack(codes, scale, rows, cols, spec, contract)
+        assert same(q, again)
+        if min(rows, cols) > 1:  # what a GEMM then reads is a view: nothing is copied a second time
+            operand = layout.k_major(again, contract)
+            assert operand.codes.data_ptr() == codes.data_ptr()
+            if spec.scale != "e8m0":
+                assert operand.scale.data_ptr() == scale.data_ptr()
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.scale != "e8m0"], ids=str)
+def test_codes_that_lie_right_already_are_packed_without_a_copy(spec, contract):
+    rows, cols = 33, 140
+    plain = quantize(torch.randn(rows, cols), spec)
+    _, view = layout.codes_buffer(rows, cols, spec, contract, CPU, zero=True)
+    view.view(torch.uint8).copy_(plain.data.view(torch.uint8))
+    scale = layout.scale_buffer(rows, cols, spec, contract, CPU)
+    scale.copy_(plain.scale)
+    codes, packed = ops.pack(Quantized(view, scale, spec), contract)
+    assert codes.data_ptr() == view.data_ptr() and packed.data_ptr() == scale.data_ptr()
+    assert same(plain, ops.unpack(codes, packed, rows, cols, spec, contract))
+
+
+# --- the text that layers share ---------------------------------------------------------------------------------------
+
+
+def test_the_key_says_backends_and_casts_and_nothing_about_the_layer():
+    a, b = (Site(name, named("blockwise"), select_backends(named("blockwise"), CPU)) for name in ("a", "b"))
+    assert (
+        a.key
+        == b.key
+        == (
+            "reference:e4m3,1,128,pow2;e4m3,128,128,pow2|reference:e4m3,1,128,pow2;e4m3,128,128,pow2|"
+            "reference:e4m3,128,1,pow2;e4m3,128,1,pow2"
+        )
+    )
+    parts = ops.gemms(key_of(named("rowwise", dgrad="bf16", format="hybrid")))
+    assert parts.dgrad == "" and parts.operand("dgrad", 0) == ""
+    assert parts.operand("wgrad", 0) == "reference:e5m2,-1,1,pow2"
+    assert parts.operand("wgrad", 1) == "reference:e4m3,-1,1,pow2"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_survives_as_text(name):
+    for recipe in (named(name), named(name, wgrad="bf16"), named(name, fwd="bf16", dgrad="bf16")):
+        assert ops.recipe_of(ops.casts_of(recipe)) == recipe
+
+
+# --- what the compiler is told ----------------------------------------------------------------------------------------
+
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_operator_does_what_it_told_the_compiler(name, backend):
+    recipe = named(name)
+    key, (m, n, k) = key_of(recipe, backend), (5, 24, 40)
+    x, w, b = operands(m, n, k)
+    parts = ops.gemms(key)
+    for row, col in ((0, 1), (0, None), (None, 1)):
+        casts = ("" if row is None else parts.operand("fwd", 0), "" if col is None else parts.operand("wgrad", 1))
+        torch.library.opcheck(torch.ops.octavo.cast, (x, *casts), test_utils=CHECKS)
+    codes = torch.ops.octavo.cast(x, parts.operand("fwd", 0), parts.operand("wgrad", 1))
+    w.requires_grad_()
+    torch.library.opcheck(torch.ops.octavo.linear, (x, w, b, *codes, key), test_utils=CHECKS)
+    dy = torch.ops.octavo.cast(torch.randn(m, n), parts.operand("dgrad", 0), parts.operand("wgrad", 0))
+    dtype = torch.bfloat16
+    torch.library.opcheck(torch.ops.octavo.dgrad, (*dy[:2], w, m, dtype, key), test_utils=CHECKS)
+    torch.library.opcheck(torch.ops.octavo.wgrad, (*dy[2:], *codes[2:], m, n, k, dtype, key), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_gradient_is_right_under_aot_dispatch_with_sizes_unknown(name):
+    key = key_of(named(name))
+    x, w, b = (t.requires_grad_() for t in operands(37, 24, 40))
+    parts = ops.gemms(key)
+    codes = torch.ops.octavo.cast(x.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1))
+    torch.library.opcheck(torch.ops.octavo.linear, (x, w, b, *codes, key), test_utils=("test_aot_dispatch_dynamic",))
+
+
+def test_outputs_never_share_memory():
+    class OneCast(registry.Backend):
+        name = "one_cast"
+
+        def quantize(self, x, spec, contract=1):
+            return quantize(x, spec)
+
+        def quantize_both(self, x, row, col):
+            q = quantize(x, row)
+            return q, q  # the same codes for both, as a backend may for per-tensor scales
+
+    registry._backends["one_cast"] = OneCast()
+    try:
+        out = torch.ops.octavo.cast(torch.randn(16, 16), "one_cast:e4m3,-1,-1,fp32", "one_cast:e4m3,-1,-1,fp32")
+    finally:
+        del registry._backends["one_cast"]
+        ops._operand.cache_clear()
+    assert len({t.untyped_storage()._cdata for t in out}) == 4
+    spec = CastSpec("e4m3", (-1, -1), "fp32")
+    row, col = ops.unpack(*out[:2], 16, 16, spec, 1), ops.unpack(*out[2:], 16, 16, spec, 0)
+    assert same(row, col)
+
+
+def test_a_tensor_that_cannot_be_cast_is_refused_while_tracing():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), pytest.raises(fp8.CastError, match="float64"):
+        torch.ops.octavo.cast(torch.randn(4, 4, dtype=torch.float64), "reference:e4m3,1,-1,pow2", "")
+
+
+def test_differentiating_twice_is_refused():
+    key = key_of(named("rowwise"))
+    x, w, _ = (t.requires_grad_() for t in operands(8, 16, 16))
+    parts = ops.gemms(key)
+    codes = torch.ops.octavo.cast(x.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1))
+    y = torch.ops.octavo.linear(x, w, None, *codes, key)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        dx.sum().backward()
+
+
+# --- codes of weights -------------------------------------------------------------------------------------------------
+
+
+def layer(name: str = "blockwise", n: int = 24, k: int = 40) -> fp8.Linear:
+    made = torch.nn.Linear(k, n, bias=False)
+    recipe = named(name)
+    return fp8.Linear.convert(made, Site("layer", recipe, select_backends(recipe, CPU)))
+
+
+def forward(module: fp8.Linear, weight: Tensor, x: Tensor) -> Tensor:
+    key = module._site.key
+    codes = torch.ops.octavo.cast(x, ops.gemms(key).operand("fwd", 0), "")
+    return torch.ops.octavo.linear(x, weight, None, *codes, key)
+
+
+def test_codes_are_found_by_the_storage_of_the_weight_and_reused():
+    module, x = layer(), torch.randn(4, 40)
+    cache = module._site.codes
+    for weight in (module.weight, module.weight.detach(), torch.nn.Parameter(module.weight, requires_grad=False)):
+        forward(module, weight, x)
+        assert weights.codes_of(weight) is cache
+    assert cache.casts == 1
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert torch.equal(forward(module, module.weight, x), module(x))
+    assert cache.casts == 2
+
+
+def test_a_part_of_a_weight_is_not_the_weight():
+    module, x = layer(), torch.randn(4, 40)
+    full = forward(module, module.weight, x)
+    part = forward(module, module.weight.detach()[:8], x)
+    assert weights.codes_of(module.weight[:8]) is None and weights.codes_of(module.weight[8:]) is None
+    assert torch.equal(part, full[:, :8]) and module._site.codes.casts == 1
+
+
+def test_copies_pickles_and_moved_layers_are_found_and_dead_ones_forgotten():
+    import copy
+    import gc
+    import io
+
+    module = layer()
+    twin = copy.deepcopy(module)
+    assert weights.codes_of(twin.weight) is twin._site.codes is not module._site.codes
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert weights.codes_of(loaded.weight) is loaded._site.codes
+    module.to(torch.bfloat16)
+    assert weights.codes_of(module.weight) is module._site.codes
+    module.weight = torch.nn.Parameter(torch.randn(24, 40))
+    assert weights.codes_of(module.weight) is module._site.codes
+    kept = twin.weight
+    before = len(weights._owners)
+    del twin, loaded
+    gc.collect()
+    assert weights.codes_of(kept) is None and len(weights._owners) <= before - 2
+
+
+def test_an_unknown_weight_is_cast_inside_the_call():
+    module, x = layer(), torch.randn(4, 40)
+    stranger = torch.randn(24, 40)
+    y = forward(module, stranger, x)
+    assert module._site.codes.casts == 0
+    assert torch.equal(y, fp8.linear(x, stranger))
+
+
+def test_a_cuda_graph_capture_casts_inside_and_keeps_nothing(monkeypatch):
+    module, x = layer(), torch.randn(4, 40)
+    forward(module, module.weight, x)
+    cache = module._site.codes
+    held = [q.data.data_ptr() for q in cache._codes.values()]
+    monkeypatch.setattr(weights, "capturing", lambda tensor: True)
+    seen = []
+    backend = module._site.backend.backend
+    cast = backend.quantize
+    monkeypatch.setattr(backend, "quantize", lambda t, *a, **k: seen.append(t.shape) or cast(t, *a, **k), raising=False)
+    assert torch.equal(forward(module, module.weight, x), module(x))
+    assert seen.count(module.weight.shape) == 2  # one in the operator, one in the eager layer
+    monkeypatch.undo()
+    assert [q.data.data_ptr() for q in cache._codes.values()] == held
