@@ -32,11 +32,13 @@ from octavo.fp8.cast import CastSpec, Quantized
 
 __all__ = [
     "Operand",
-    "codes_buffer",
     "ceil_div",
+    "codes_buffer",
+    "experts_k_major",
     "grid_of",
     "k_major",
     "lies",
+    "lines",
     "padded_sizes",
     "round_up",
     "scale_buffer",

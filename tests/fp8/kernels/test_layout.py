@@ -7,15 +7,16 @@ import torch
 
 from octavo.fp8 import cast
 from octavo.fp8.cast import CastSpec, Quantized
-from octavo.fp8.kernels import layout
+from octavo.fp8.kernels import layout, registry
+from octavo.fp8.recipe import RECIPES, recipe
 
 BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (32, 1))
 SIZES = ((1, 1), (16, 16), (17, 15), (33, 144), (130, 260), (128, 256))
 
 
-def made(rows: int, cols: int, spec: CastSpec) -> Quantized:
+def made(rows: int, cols: int, spec: CastSpec, seed: int = 0) -> Quantized:
     """A cast of values whose codes and scales all differ from those of padding."""
-    return cast.quantize(torch.rand(rows, cols, generator=torch.Generator().manual_seed(rows)) + 0.5, spec)
+    return cast.quantize(torch.rand(rows, cols, generator=torch.Generator().manual_seed(seed)) + 0.5, spec)
 
 
 def as_layout_says(q: Quantized, contract: int) -> Quantized:
@@ -106,3 +107,46 @@ def test_grids_and_rounding():
     assert layout.grid_of(130, 300, CastSpec("e4m3", (128, 128))) == (2, 3)
     assert [layout.round_up(n, 16) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
     assert [layout.ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("op, dims", (("fwd", (1, 1)), ("dgrad", (1, 0)), ("wgrad", (0, 0))))
+@pytest.mark.parametrize("name", RECIPES)
+def test_triton_casts_lie_as_they_should(name: str, op: str, dims: tuple[int, int]) -> None:
+    """No GEMM copies what the kernels of this package wrote for it."""
+    triton = registry.get("triton")
+    if triton.supports("quantize", CastSpec(), torch.device("cpu"), None) is not None:
+        pytest.skip("Triton's interpreter is off")
+    gemm = recipe(name).gemm(op)
+    for spec, contract in zip((gemm.a, gemm.b), dims, strict=True):
+        q = triton.quantize(torch.rand(33, 140, generator=torch.Generator().manual_seed(0)), spec, contract)
+        got = layout.k_major(q, contract)
+        assert got.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr()
+        assert got.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr()
+        codes = got.codes.view(torch.uint8)
+        assert not codes[got.free :].any() and not codes[:, got.contracted :].any()
+
+
+@pytest.mark.parametrize("contract", (0, 1))
+def test_weights_of_experts(contract: int) -> None:
+    """Each expert as k_major lays it out, and no copy of what lies so already."""
+    spec = CastSpec("e4m3", (128, 128), "pow2")
+    each = [made(150, 200, spec, seed) for seed in range(3)]
+    data = torch.stack([q.data.view(torch.uint8) for q in each]).view(torch.float8_e4m3fn)
+    q = Quantized(data, torch.stack([q.scale for q in each]), spec)
+    got = layout.experts_k_major(q, contract)
+    assert (got.free, got.contracted) == ((150, 200) if contract == 1 else (200, 150))
+    for e in range(3):
+        alone = layout.k_major(each[e], contract)
+        assert torch.equal(got.codes[e].view(torch.uint8), alone.codes.view(torch.uint8))
+        assert torch.equal(got.scale[e], alone.scale)
+    view = got.codes[:, : got.free, : got.contracted]
+    again = layout.experts_k_major(q._replace(data=view if contract == 1 else view.transpose(1, 2)), contract)
+    assert again.codes.data_ptr() == got.codes.data_ptr() and again.codes.shape == got.codes.shape
+
+
+def test_whether_codes_lie_already() -> None:
+    q = made(33, 144, CastSpec("e4m3", (1, -1), "pow2"))
+    assert not layout.lies(q, 1) and not layout.lies(q, 0)
+    for contract in (0, 1):
+        right = as_layout_says(q, contract)
+        assert layout.lies(right, contract) and not layout.lies(right, 1 - contract)
