@@ -10,7 +10,7 @@ import torch
 
 from octavo import fp8
 from octavo.fp8.cast import CastSpec
-from octavo.fp8.kernels import registry, torch_backend, triton_backend
+from octavo.fp8.kernels import deepgemm_backend, registry, torch_backend, triton_backend
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import BackendError, get, names, register, select
 from octavo.fp8.recipe import recipe
@@ -102,7 +102,7 @@ def test_on_an_ada_blocks_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def fresh() -> Iterator[None]:
     """Without what the backends remember of this machine, before and after."""
-    known = (torch_backend._lacks, triton_backend._lacks)
+    known = (deepgemm_backend._lacks, torch_backend._lacks, triton_backend._lacks)
     for remembered in known:
         remembered.cache_clear()
     try:

@@ -18,6 +18,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -61,7 +62,7 @@ class DeepGemmBackend(Borrower):
         named = op.removeprefix("grouped_")
         if named not in CONTRACTED or not isinstance(what, Recipe):
             return f"it has no {op}"
-        lack = _lacks(device)
+        lack = _lacks(device.type, device.index)
         if lack is not None:
             return lack
         if op == "grouped_wgrad":
@@ -94,15 +95,16 @@ class DeepGemmBackend(Borrower):
         return _grouped("dgrad", dy_q, w_q, groups, out_dtype)
 
 
-def _lacks(device: torch.device) -> str | None:
-    """Why DeepGEMM cannot run on this device, None if it can."""
+@lru_cache(maxsize=64)
+def _lacks(kind: str, index: int | None) -> str | None:
+    """Why DeepGEMM cannot run on this kind of device, None if it can. Looking for a package takes long: once."""
     if importlib.util.find_spec("deep_gemm") is None:
         return "deep_gemm is not installed"
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"it runs on NVIDIA GPUs, not on {'AMD' if device.type == 'cuda' else device.type}"
+    if kind != "cuda" or torch.version.hip is not None:
+        return f"it runs on NVIDIA GPUs, not on {'AMD' if kind == 'cuda' else kind}"
     if not torch.cuda.is_available():
         return "what it can do depends on the GPU, and this process sees none"
-    return lacks_on_gpu(torch.cuda.get_device_capability(device)) or _lacks_library()
+    return lacks_on_gpu(torch.cuda.get_device_capability(index)) or _lacks_library()
 
 
 def lacks_on_gpu(capability: tuple[int, int]) -> str | None:

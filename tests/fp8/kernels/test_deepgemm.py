@@ -93,6 +93,14 @@ WHOLE = {
 }
 
 
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """What the backend remembers of the machine, before and after."""
+    deepgemm_backend._lacks.cache_clear()
+    yield
+    deepgemm_backend._lacks.cache_clear()
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in(**WHOLE))
@@ -221,10 +229,13 @@ def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
         "the deep_gemm installed has no fp8_gemm_nt: it is not github.com/deepseek-ai/DeepGEMM 2.0 or later "
         "(PyPI's deep-gemm is not)"
     )
+    deepgemm_backend._lacks.cache_clear()
     monkeypatch.setitem(
         sys.modules, "deep_gemm", stand_in(**(WHOLE | {"get_mk_alignment_for_contiguous_layout": lambda: 240}))
     )
     assert "multiples of 240 rows, not of 128" in BACKEND.supports("fwd", made, CUDA, None)
+
+    deepgemm_backend._lacks.cache_clear()
 
     def broken() -> None:
         raise OSError("libnvrtc.so: cannot open\nmore")
