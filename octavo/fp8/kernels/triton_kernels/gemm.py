@@ -168,6 +168,6 @@ def variants() -> list[Variant]:
     """The forms of every recipe, GEMM and architecture with the tile of a large product; all tiles of one of them."""
     signature = {"out": "*bf16", "M": "i32", "N": "i32:16", "K": "i32"}
     plain = {"BIAS": False, "bias": None}
-    found = tiles.variants("gemm", gemm_kernel, ("fwd", "dgrad", "wgrad"), signature, plain, every_tile=True)
+    found = tiles.forms("gemm", gemm_kernel, ("fwd", "dgrad", "wgrad"), signature, plain, every_tile=True)
     with_bias = signature | {"bias": "*bf16"}
-    return found + tiles.variants("gemm+bias", gemm_kernel, ("fwd",), with_bias, {"BIAS": True})
+    return found + tiles.forms("gemm+bias", gemm_kernel, ("fwd",), with_bias, {"BIAS": True})

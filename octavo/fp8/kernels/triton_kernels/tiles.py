@@ -29,7 +29,7 @@ from octavo.fp8.kernels.layout import ceil_div
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, Variant
 from octavo.fp8.recipe import recipe
 
-__all__ = ["Form", "Gpu", "Grain", "Tile", "choose", "constants", "gpu_of", "grain", "plain", "source", "variants"]
+__all__ = ["Form", "Gpu", "Grain", "Tile", "choose", "constants", "form", "forms", "gpu_of", "grain", "plain", "source"]
 
 GROUP = 8  # row tiles that go down together: see contraction.place
 STEP = 128
@@ -182,7 +182,7 @@ def plain(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8) if scale.dtype is E8M0 else scale
 
 
-def variants(
+def forms(
     name: str,
     kernel: Any,
     gemms: Sequence[str],

@@ -1,0 +1,248 @@
+"""Triton's GEMMs, in its interpreter: each element against float64 on the same codes.
+
+Magnitudes are spread by powers of two along rows and columns of both operands, and an element may be off by what fp32
+sums of |a| |b| may be off, no more: so a scale of the wrong row, column or block, anywhere, is an error of its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from octavo.fp8 import cast
+from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.kernels import layout
+from octavo.fp8.kernels.registry import get
+from octavo.fp8.kernels.triton_kernels import tiles
+from octavo.fp8.kernels.triton_kernels.gemm import gemm, variants
+from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
+from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
+from octavo.fp8.recipe import recipe
+
+from .. import oracle
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu holds the compiled kernels to the same")
+
+DIMS = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}  # the contracted dimension of each operand
+TITLES = ("tensorwise", "rowwise", "blockwise", "blockwise hybrid", "mxfp8")
+POINTERS, DESCRIPTORS = Gpu(0, 1), Gpu(90, 132)
+SMALL = Tile(64, 64, 128, 4, 3)
+SHARED = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes a program may have
+
+
+def spread(rows: int, cols: int, seed: int, reach: int = 6) -> Tensor:
+    """Random values whose rows and columns have magnitudes of their own, powers of two."""
+    g = torch.Generator().manual_seed(seed)
+    down = torch.randint(-reach, reach + 1, (rows, 1), generator=g)
+    across = torch.randint(-reach, reach + 1, (1, cols), generator=g)
+    return torch.randn(rows, cols, generator=g) * torch.exp2((down + across).float())
+
+
+def sides(which: str, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of both operands, for M tokens, N outputs, K inputs."""
+    return {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[which]
+
+
+def operands(title: str, which: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
+    casts = recipe(*title.split()).gemm(which)
+    assert casts is not None
+    a, b = sides(which, m, n, k)
+    return cast.quantize(spread(*a, seed=1), casts.a), cast.quantize(spread(*b, seed=2), casts.b)
+
+
+def in_float64(q: Quantized) -> np.ndarray:
+    scale = q.scale.float().double().numpy()
+    return oracle.dequantize(q.data.view(torch.uint8).numpy(), scale, q.spec.format, q.spec.block)
+
+
+def check(got: Tensor, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int) -> None:
+    """Element by element: within the rounding of fp32 sums of the magnitudes; and 1e-5 over all (NUMERICS, GEMM)."""
+    a, b = in_float64(a_q), in_float64(b_q)
+    a, b = (a if a_dim == 1 else a.T), (b.T if b_dim == 1 else b)
+    want, most = a @ b, np.abs(a) @ np.abs(b)
+    found = got.double().numpy()
+    assert found.shape == want.shape
+    off = np.abs(found - want) - (a.shape[1] + 8) * 2.0**-24 * most
+    worst = np.unravel_index(np.argmax(off), off.shape)
+    assert off[worst] <= 0, f"at {worst}: {found[worst]} instead of {want[worst]}"
+    if np.any(want):
+        assert 1 - 2 * np.sum(found * want) / (np.sum(found**2) + np.sum(want**2)) < 1e-5
+
+
+def fits(tile: Tile, title: str) -> Tile:
+    return tile._replace(k=32) if title == "mxfp8" else tile
+
+
+@pytest.mark.parametrize("gpu", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("which", DIMS)
+@pytest.mark.parametrize("title", TITLES)
+def test_every_recipe_and_gemm(title: str, which: str, gpu: Gpu) -> None:
+    """Sizes that are no multiple of anything, more than one block of every side, more than one tile each way."""
+    a, b = operands(title, which, 131, 135, 137 if gpu is POINTERS and title != "mxfp8" else 92)
+    with launches() as seen:
+        got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu, tile=fits(SMALL, title))
+    assert seen == {"gemm_kernel": 1}
+    check(got, a, DIMS[which][0], b, DIMS[which][1])
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 48, 80), (17, 80, 144), (127, 1, 92), (128, 144, 48), (129, 92, 1)], ids=str
+)
+@pytest.mark.parametrize("title", ["rowwise", "blockwise", "mxfp8"])
+def test_odd_sizes(title: str, m: int, n: int, k: int) -> None:
+    for which in ("fwd", "wgrad") if m > 100 else DIMS:
+        a, b = operands(title, which, m, n, k)
+        check(gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32), a, DIMS[which][0], b, DIMS[which][1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("m", [1, 17, 127, 128, 129, 300])
+@pytest.mark.parametrize("which", DIMS)
+@pytest.mark.parametrize("title", TITLES)
+def test_many_sizes(title: str, which: str, m: int) -> None:
+    for n, k in ((48, 3420 % 128), (80, 4304 % 256), (144, 1176 % 512), (276, 130)):
+        for gpu in (POINTERS, DESCRIPTORS):
+            a, b = operands(title, which, m, n, k)
+            got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu)
+            check(got, a, DIMS[which][0], b, DIMS[which][1])
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_equals_the_reference_through_the_backend(title: str) -> None:
+    """By the backend's three methods, whatever its casts write, with a bias, rounded once."""
+    triton, reference = get("triton"), get("reference")
+    for which in DIMS:
+        casts = recipe(*title.split()).gemm(which)
+        assert casts is not None
+        xs = [spread(*shape, seed=i) for i, shape in enumerate(sides(which, 40, 24, 72))]
+        bias = {"bias": torch.randn(24)} if which == "fwd" else {}
+        mine = [triton.quantize(x, s, dim) for x, s, dim in zip(xs, (casts.a, casts.b), DIMS[which], strict=True)]
+        own = [reference.quantize(x, s) for x, s in zip(xs, (casts.a, casts.b), strict=True)]
+        got = getattr(triton, f"gemm_{which}")(*mine, torch.float32, **bias)
+        want = getattr(reference, f"gemm_{which}")(*own, torch.float32, **bias)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (CastSpec("e4m3", (1, 128), "pow2"), CastSpec("e4m3", (-1, -1), "fp32")),
+        (CastSpec("e5m2", (1, -1), "fp32"), CastSpec("e4m3", (128, 128), "pow2")),
+        (CastSpec("e5m2", (1, 128), "fp32"), CastSpec("e5m2", (128, 128), "e8m0")),
+        (CastSpec("e4m3", (1, 32), "e8m0"), CastSpec("e4m3", (1, 128), "pow2")),
+        (CastSpec("e4m3", (1, 32), "fp32"), CastSpec("e5m2", (1, -1), "e8m0")),
+        (CastSpec("e4m3", (128, 128), "e8m0"), CastSpec("e4m3", (1, 128), "e8m0")),
+        (CastSpec("e4m3", (-1, -1), "pow2"), CastSpec("e5m2", (128, 128), "fp32")),
+    ],
+    ids=str,
+)
+def test_any_mix_of_scales_and_formats(a: CastSpec, b: CastSpec) -> None:
+    a_q, b_q = cast.quantize(spread(70, 150, 1), a), cast.quantize(spread(131, 150, 2), b)
+    check(gemm(a_q, 1, b_q, 1, torch.float32), a_q, 1, b_q, 1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("title", TITLES)
+def test_bad_values_reach_what_they_touch_and_no_more(title: str, bad: float) -> None:
+    casts = recipe(*title.split()).fwd
+    assert casts is not None
+    x, w = torch.randn(20, 200), torch.randn(24, 200)
+    x[3, 150] = bad
+    x_q, w_q = cast.quantize(x, casts.a), cast.quantize(w, casts.b)
+    for gpu in (POINTERS, DESCRIPTORS):
+        got = gemm(x_q, 1, w_q, 1, torch.float32, gpu=gpu, tile=fits(SMALL, title))
+        touched = torch.ones(20, 1) if title == "tensorwise" else (torch.arange(20) == 3).float()[:, None]
+        assert torch.equal(got.isnan(), (touched > 0).expand(20, 24))
+
+
+def test_small_gradients_survive() -> None:
+    """1e-7 and below: scales of 2^-30 and their product are in no danger."""
+    casts = recipe("blockwise").wgrad
+    assert casts is not None
+    dy, x = cast.quantize(spread(40, 24, 1) * 1e-9, casts.a), cast.quantize(spread(40, 32, 2) * 1e-7, casts.b)
+    got = gemm(dy, 0, x, 0, torch.float32)
+    assert (got != 0).all()
+    check(got, dy, 0, x, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32])
+def test_rounds_once_after_the_bias(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    a, b = (cast.quantize(torch.randn(n, 70), CastSpec("e4m3", (1, -1), "pow2")) for n in (20, 33))
+    bias = torch.randn(33).to(bias_dtype)
+    plain = gemm(a, 1, b, 1, torch.float32)
+    assert torch.equal(gemm(a, 1, b, 1, dtype, bias), (plain + bias.float()).to(dtype))
+
+
+def test_empty_sides() -> None:
+    spec = CastSpec()
+    a, b = cast.quantize(torch.randn(0, 40), spec), cast.quantize(torch.randn(24, 40), spec)
+    for gpu in (POINTERS, DESCRIPTORS):
+        assert gemm(a, 1, b, 1, torch.bfloat16, gpu=gpu).shape == (0, 24)
+        bias = torch.randn(24)
+        for other in (spec, CastSpec("e4m3", (-1, -1), "fp32"), CastSpec("e4m3", (1, 32), "e8m0")):
+            none = [cast.quantize(torch.randn(n, 0), other) for n in (5, 24)]
+            assert torch.equal(gemm(none[0], 1, none[1], 1, torch.float32, gpu=gpu), torch.zeros(5, 24))
+            assert torch.equal(gemm(none[0], 1, none[1], 1, torch.float32, bias, gpu=gpu), bias.expand(5, 24))
+
+
+def test_codes_in_the_layout_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backend's own casts write is multiplied without a copy of codes or scales."""
+    triton = get("triton")
+    taken: list[Tensor] = []
+    monkeypatch.setattr(tiles, "source", lambda codes, *_: taken.append(codes) or codes.view(torch.uint8))
+    casts = recipe("blockwise").dgrad
+    assert casts is not None
+    dy, w = triton.quantize(torch.randn(30, 150), casts.a, 1), triton.quantize(torch.randn(150, 50), casts.b, 0)
+    triton.gemm_dgrad(dy, w, torch.bfloat16)
+    assert [t.data_ptr() for t in taken] == [dy.data.data_ptr(), w.data.data_ptr()]
+    assert layout.lies(dy, 1) and layout.lies(w, 0)
+
+
+def test_refusals_say_what_was_asked() -> None:
+    a, b = (cast.quantize(torch.randn(8, n), CastSpec()) for n in (32, 48))
+    with pytest.raises(CastError, match=r"\[8, 32\] and \[8, 48\].*agree in dimension 1 of the first and 1"):
+        gemm(a, 1, b, 1, torch.float32)
+    with pytest.raises(CastError, match=r"contracted along dimension 0 has blocks of \(1, 128\).*backend='reference'"):
+        gemm(a, 0, b, 0, torch.float32)
+
+
+@pytest.mark.parametrize("sm", [89, 90, 100, 120])
+def test_tiles_fit_the_machine(sm: int) -> None:
+    """Operands in flight fit into shared memory, sums into registers, one scale of 128 rows or columns into a tile."""
+    for variant in variants():
+        if variant.architectures != (sm,):
+            continue
+        c = variant.constants
+        assert (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"] * variant.num_stages <= SHARED[sm] - 1024
+        held_twice = not c["SCALED"] and (c["PROMOTE"] or c["A_SIDE"] or c["B_SIDE"])
+        sums = c["BLOCK_M"] * c["BLOCK_N"] * (2 if held_twice else 1) // (32 * variant.num_warps)
+        assert sums <= 128
+        assert c["B_FREE"] != 128 or c["BLOCK_N"] <= 128
+        assert c["TMA"] == (sm >= 90)
+        assert c["SCALED"] == (sm >= 100 and "mxfp8" in variant.name)
+
+
+def test_small_products_take_small_tiles_and_each_form_its_own() -> None:
+    e4m3 = CastSpec("e4m3", (-1, -1), "fp32")
+    whole, block = tiles.grain(e4m3, 1), tiles.grain(CastSpec(), 1)
+    hopper = Gpu(90, 132)
+    fast = tiles.form(whole, whole, fast=True, gpu=hopper)
+    slow = tiles.form(whole, whole, fast=False, gpu=hopper)
+    assert (fast.promote, slow.promote, tiles.form(whole, whole, False, Gpu(100, 148)).promote) == (False, True, False)
+    assert tiles.form(block, block, False, hopper) == tiles.form(block, block, True, hopper)
+    assert tiles.choose(8192, 8192, fast, hopper)[:2] == (128, 256)
+    assert tiles.choose(8192, 8192, slow, hopper)[:2] == (128, 128)
+    assert tiles.choose(64, 1152, slow, hopper)[:2] == (64, 64)
+    assert tiles.choose(512, 1152, slow, hopper)[:2] == (64, 128)
+
+
+def test_forms_have_names_of_their_own() -> None:
+    found = [(v.name, v.architectures) for v in variants()]
+    assert len(found) == len(set(found))
