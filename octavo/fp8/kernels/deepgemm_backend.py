@@ -157,7 +157,9 @@ def _gemm(op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias:
     # This form adds to what it finds.
     out = torch.zeros(shape, dtype=torch.float32, device=a.codes.device)
     scale_b = _repeated(b) if squares else lines(b)
-    _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, scale_b), out, c=out, recipe=LINES)
+    # Sizes named here are compiled in. Those of a weight are few; the number of tokens, wgrad's k, changes.
+    fixed = "mn" if op == "wgrad" else "nk"
+    _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, scale_b), out, c=out, recipe=LINES, compiled_dims=fixed)
     out = out[:rows, :cols]
     if bias is not None:
         out = out + bias.float()
