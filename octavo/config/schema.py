@@ -185,6 +185,12 @@ class TrainSection(Section):
         description="Reduction: token = sum over the global batch by its token count; sample = mean of the samples' "
         "means; microbatch = mean of the micro-batches' means.",
     )
+    router_aux_loss_coef: float | None = Field(
+        default=None,
+        ge=0,
+        description="Factor of the routers' load-balancing loss of a mixture of experts. Absent: the checkpoint's own; "
+        "0 switches it off.",
+    )
     clip: float = Field(default=1.0, ge=0, description="Largest gradient norm; 0 = no clipping.")
     precision: Literal["auto", "bf16", "fp32"] = Field(
         default="auto",

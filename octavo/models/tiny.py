@@ -33,6 +33,7 @@ _SPECIAL: Mapping[str, Special] = {
     "qwen2_5_vl": QWEN_VL,
     "internvl": INTERNVL,
     "qwen3": QWEN,
+    "qwen3_moe": QWEN,
     "llama": LLAMA,
     "mpt": MPT,
 }
@@ -115,7 +116,7 @@ def _require_same(made: Path, target: Path, family: str) -> None:
 
 def _write_processor(family: str, directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The entries a stock AutoProcessor reads (it needs torchvision and the video entry; Octavo reads the rest)."""
-    if family in ("qwen3", "llama", "mpt"):
+    if family in ("qwen3", "qwen3_moe", "llama", "mpt"):
         return
     if family == "internvl":
         side = {"height": INTERNVL_IMAGE, "width": INTERNVL_IMAGE}

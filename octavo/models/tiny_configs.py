@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -82,9 +83,13 @@ def _qwen3_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **_vision_ids(ids))
 
 
-def _qwen3_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+def _moe_text(size: str, vocab: int) -> dict[str, Any]:
     text = _text(size, vocab, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
-    text["num_hidden_layers"] = 2
+    return {**text, "num_hidden_layers": 2}
+
+
+def _qwen3_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    text = _moe_text(size, vocab)
     text["tie_word_embeddings"] = False
     text["rope_parameters"] = {**_rope(32), "mrope_interleaved": True}
     vision = _qwen3_vision(size, text["hidden_size"])
@@ -140,6 +145,10 @@ def _qwen3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return Qwen3Config(**_text(size, vocab, head_dim=32, tie_word_embeddings=True))
 
 
+def _qwen3_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Qwen3MoeConfig(**_moe_text(size, vocab), tie_word_embeddings=True)
+
+
 def _llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     text = _text(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
     return LlamaConfig(**text)
@@ -162,6 +171,7 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "internvl": _internvl,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "llama": _llama,
     "mpt": _mpt,
 }

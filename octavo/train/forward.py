@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.parallel import World
+from octavo.train.errors import TrainError
 
 
 def wants_bf16(cfg: Config, device: torch.device) -> bool:
@@ -35,6 +36,24 @@ class Forward:
 
     def __call__(self, batch: dict[str, Any], keep: Tensor | None = None) -> Tensor:
         """Logits [B, P, V] at the positions `keep` [P] (None: all T)."""
+        return self._run(batch, keep)[0]
+
+    def balanced(self, batch: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same logits, and the load-balancing loss of the routers over this batch (a scalar): `train.routing`.
+
+        Raises TrainError if the model gives none.
+        """
+        logits, out = self._run(batch, keep, output_router_logits=True)
+        loss = getattr(out, "aux_loss", None)
+        if not isinstance(loss, Tensor):
+            raise TrainError(
+                f"{type(self.model).__name__} was asked for its routers' load-balancing loss and returned none. Set "
+                "train.router_aux_loss_coef: 0"
+            )
+        return logits, loss
+
+    def _run(self, batch: dict[str, Any], keep: Tensor | None, **more: Any) -> tuple[Tensor, Any]:
+        """(logits at `keep`, all that the model returned)."""
         self.images = batch["meta"].has_image
         inputs = {
             name: value.to(self.device, non_blocking=True)
@@ -44,8 +63,9 @@ class Forward:
         if keep is not None and self._trims:
             inputs["logits_to_keep"] = keep.to(self.device)
         with self._autocast():
-            logits = self.model(**inputs, use_cache=False).logits
-        return logits if keep is None or self._trims else logits[:, keep.to(self.device)]
+            out = self.model(**inputs, **more, use_cache=False)
+        logits = out.logits
+        return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
