@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from octavo import fp8
-from octavo.fp8.cast import CastSpec
+from octavo.fp8.cast import CastError, CastSpec
 from octavo.fp8.kernels import deepgemm_backend, registry, torch_backend, triton_backend
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import BackendError, get, names, register, select
-from octavo.fp8.recipe import recipe
+from octavo.fp8.recipe import Gemm, Recipe, recipe
 
 
 class Picky(ReferenceBackend):
@@ -170,13 +170,37 @@ def test_triton_by_name_is_met_or_raises(monkeypatch: pytest.MonkeyPatch) -> Non
                     fp8.quantize(torch.randn(2, 128), CastSpec(), backend="triton")
 
 
-@pytest.mark.parametrize(
-    "block, what",
-    [((3, 5), "it has no kernel for blocks of e4m3 3x5 pow2"), ((1, 64), "blocks of e4m3 1x64 pow2")],
-)
-def test_triton_says_which_blocks_it_lacks(block: tuple[int, int], what: str) -> None:
-    with pytest.raises(BackendError, match=what):
-        fp8.quantize(torch.randn(2, 128), CastSpec("e4m3", block), backend="triton")
+def test_triton_says_which_blocks_it_lacks() -> None:
+    triton, cpu = get("triton"), torch.device("cpu")
+    for block in ((3, 5), (1, 100), (-1, 128), (256, 256)):
+        with pytest.raises(BackendError, match="it has no kernel for blocks of e4m3"):
+            fp8.quantize(torch.randn(2, 128), CastSpec("e4m3", block), backend="triton")
+    for block in ((1, -1), (-1, -1), (1, 64), (16, 16), (128, 1)):
+        assert triton.supports("quantize", CastSpec("e4m3", block), cpu, None) is None
+    line, square = CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 128))
+    for made in map(recipe, fp8.RECIPES):
+        assert all(triton.supports(op, made, cpu, None) is None for op in ("fwd", "grouped_dgrad", "wgrad"))
+    odd = Recipe("own", "e4m3", Gemm(line, square), Gemm(line, line), Gemm(line, CastSpec("e4m3", (16, 1))))
+    assert triton.supports("fwd", odd, cpu, None) is None
+    assert triton.supports("dgrad", odd, cpu, None) == (
+        "its GEMMs take scales that hold for 32, 128 or all of the contraction and for 1, 128 or all of the other "
+        "side, not e4m3 1x128 pow2 contracted along dimension 0"
+    )
+    assert "e4m3 1x128 pow2 contracted along dimension 0" in triton.supports("grouped_wgrad", odd, cpu, None)
+
+
+def test_what_triton_says_is_what_its_kernels_take() -> None:
+    cast, tiles = (pytest.importorskip(f"octavo.fp8.kernels.triton_kernels.{name}") for name in ("cast", "tiles"))
+    assert triton_backend.SIDES == cast.SIDES
+    for across in (-1, 1, 16, 32, 64, 128):
+        for along in (-1, 1, 16, 32, 64, 128):
+            spec = CastSpec("e4m3", (across, along))
+            said = triton_backend._lacks_operand(spec, 1)
+            if said is not None and "its GEMMs" in said:
+                with pytest.raises(CastError):
+                    tiles.grain(spec, 1)
+            else:
+                tiles.grain(spec, 1)
 
 
 def test_nothing_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.kernels.groups import TILE, Groups
-from octavo.fp8.kernels.layout import Operand, experts_k_major, k_major, lines
+from octavo.fp8.kernels.layout import CONTRACTED, Operand, experts_k_major, k_major, lines
 from octavo.fp8.kernels.registry import BackendError, Borrower
-from octavo.fp8.kernels.torch_backend import CONTRACTED, kind_of
+from octavo.fp8.kernels.torch_backend import kind_of
 from octavo.fp8.recipe import Recipe
 
 __all__ = ["DeepGemmBackend", "lacks_on_gpu"]

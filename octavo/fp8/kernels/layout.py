@@ -31,6 +31,7 @@ from torch import Tensor
 from octavo.fp8.cast import CastSpec, Quantized
 
 __all__ = [
+    "CONTRACTED",
     "Operand",
     "ceil_div",
     "codes_buffer",
@@ -44,6 +45,8 @@ __all__ = [
     "scale_buffer",
 ]
 
+CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
+"""The dimension of each operand that a GEMM sums over."""
 ALIGN = 16  # what a tensor core's load and torch's scaled products ask of both dimensions
 SCALE_ALIGN = 4  # blocks along the contraction under 2-D blocks, fp32: 16 bytes
 

@@ -30,14 +30,11 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.formats import E8M0
-from octavo.fp8.kernels.layout import Operand, k_major, lines, round_up
+from octavo.fp8.kernels.layout import CONTRACTED, Operand, k_major, lines, round_up
 from octavo.fp8.kernels.registry import Borrower
 from octavo.fp8.recipe import Recipe
 
-__all__ = ["CONTRACTED", "Product", "TorchBackend", "kind_of", "lay_out", "multiply", "swizzled"]
-
-CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
-"""The dimension of each operand that a GEMM sums over."""
+__all__ = ["Product", "TorchBackend", "kind_of", "lay_out", "multiply", "swizzled"]
 
 _KINDS = {  # blocks as (across, along) the contraction
     ((-1, -1), (-1, -1)): "tensor",

@@ -18,14 +18,16 @@ from torch import Tensor
 
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.groups import Groups
+from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.recipe import Recipe
 
 __all__ = ["TritonBackend"]
 
 OLDEST = (8, 9)  # Ada: the first tensor cores that multiply FP8
-BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (32, 1))
-_GEMMS = ("fwd", "dgrad", "wgrad")
+WHOLE = ((-1, -1), (1, -1), (-1, 1))
+SIDES = (1, 16, 32, 64, 128)  # of finite blocks, for a cast
+ALONG, ACROSS = (-1, 32, 128), (-1, 1, 128)  # sides of blocks for a GEMM, along its contraction and across
 
 
 class TritonBackend(Backend):
@@ -47,12 +49,13 @@ class TritonBackend(Backend):
             return lack
         if isinstance(what, CastSpec):
             return _lacks_cast(what)
-        if op in (*_GEMMS, "grouped_fwd", "grouped_dgrad", "grouped_wgrad"):
-            casts = what.gemm(op.removeprefix("grouped_"))
-            if casts is None:
-                return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-            return _lacks_cast(casts.a) or _lacks_cast(casts.b)
-        return None
+        dims = CONTRACTED.get(op.removeprefix("grouped_"))
+        if dims is None:
+            return None
+        casts = what.gemm(op.removeprefix("grouped_"))
+        if casts is None:
+            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+        return _lacks_operand(casts.a, dims[0]) or _lacks_operand(casts.b, dims[1])
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         from octavo.fp8.kernels.triton_kernels import cast
@@ -172,4 +175,15 @@ def _lacks(kind: str, index: int | None) -> str | None:
 
 
 def _lacks_cast(spec: CastSpec) -> str | None:
-    return None if spec.block in BLOCKS else f"it has no kernel for blocks of {spec}"
+    if spec.block in WHOLE or all(side in SIDES for side in spec.block):
+        return None
+    return f"it has no kernel for blocks of {spec}"
+
+
+def _lacks_operand(spec: CastSpec, contract: int) -> str | None:
+    if spec.block[contract] in ALONG and spec.block[1 - contract] in ACROSS:
+        return _lacks_cast(spec)
+    return (
+        "its GEMMs take scales that hold for 32, 128 or all of the contraction and for 1, 128 or all of the other "
+        f"side, not {spec} contracted along dimension {contract}"
+    )
