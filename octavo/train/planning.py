@@ -1,12 +1,21 @@
-"""From a configuration to a plan: what will run in FP8 and why, on a model without weights."""
+"""From a configuration to a plan: what will run in FP8 and why, on a model without weights.
+
+`recipe: auto` is measured here where there is a GPU, with the tokens of the run's own data. A run that continues takes
+the plan that it began with, whatever a new measurement would say: its losses must not depend on the clock.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
 from torch import nn
 
-from octavo import fp8, models
+from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.config.schema import COMPONENTS
+from octavo.train.tokens import Tokens, attention_flops
 
 
 def policy_from(cfg: Config) -> fp8.Policy:
@@ -26,27 +35,118 @@ def policy_from(cfg: Config) -> fp8.Policy:
         rules=tuple(fp8.Rule(r.match, r.recipe, r.format, r.fwd, r.dgrad, r.wgrad) for r in section.rules),
         activations=section.activations,
         backend=section.backend,
+        candidates=section.candidates,
     )
 
 
-def plan_for(cfg: Config, ranks: int = 1) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
-    """(plan, family, notes) of a configuration, on the meta device: no weights are read.
+def leaves_open(cfg: Config) -> bool:
+    """True where the configuration leaves recipes to a measurement or to a file, so that the plan is not in it."""
+    return cfg.fp8.plan is not None or policy_from(cfg).asks_auto
 
-    The model is frozen as the run would freeze it, since a frozen layer has no wgrad. `notes` say what stays in high
-    precision besides linear layers, and what else a reader of the plan should know. Raises PlanError, ModelError.
-    """
+
+def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
+    """(model without weights, family), frozen as the run would freeze it: a frozen layer has no wgrad."""
     model = models.empty(cfg.model.path)
     family = models.describe(model)
     models.freeze(model, family, cfg.model.freeze)
+    return model, family
+
+
+def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
+    """(plan, family, notes) of a configuration, on the meta device: no weights are read, nothing is measured.
+
+    `saved` is the plan of a run to take instead where the configuration leaves it open (`leaves_open`). `notes` say
+    what stays in high precision besides linear layers, and what else a reader should know. Raises PlanError,
+    ModelError.
+    """
+    model, family = model_of(cfg)
+    if saved is not None and leaves_open(cfg):
+        plan = fp8.load_plan(saved, model, family.components, other_machine=True)
+        return plan, family, _notes(plan, model, ranks)
     return plan_model(cfg, model, family, ranks)
 
 
 def plan_model(
-    cfg: Config, model: nn.Module, family: models.Family, ranks: int = 1
+    cfg: Config,
+    model: nn.Module,
+    family: models.Family,
+    ranks: int = 1,
+    tokens: Tokens | None = None,
+    measurements: fp8.Measurements | None = None,
 ) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
-    """`plan_for` on a model that is already there."""
-    plan = fp8.plan(model, policy_from(cfg), family.components)
+    """`plan_for` on a model that is already there, by measurements where there are any."""
+    if cfg.fp8.plan is not None and measurements is None:
+        plan = fp8.load_plan(cfg.fp8.plan, model, family.components)
+    else:
+        counts = None if tokens is None else tokens.counts
+        micro_steps = micro_steps_of(cfg, ranks)
+        plan = fp8.plan(model, policy_from(cfg), family.components, counts, measurements, micro_steps)
     return plan, family, _notes(plan, model, ranks)
+
+
+def micro_steps_of(cfg: Config, ranks: int = 1) -> int:
+    """Forwards of one rank in an optimizer step."""
+    return max(1, -(-cfg.train.global_batch // (ranks * cfg.train.micro_batch)))
+
+
+def predict(plan: fp8.Plan, model: nn.Module, tokens: Tokens) -> fp8.Prediction | None:
+    """What a measured plan promises for a step, attention estimated; None where nothing was measured."""
+    attention = attention_flops(model.config, tokens)
+    return fp8.predict(plan, {} if attention is None else {"attention": attention})
+
+
+def plan_run(
+    cfg: Config,
+    world: parallel.World,
+    count: Callable[[models.Family, nn.Module], Tokens],
+    saved: Path | None,
+    say: Callable[[str], None],
+) -> tuple[fp8.Plan, models.Family, tuple[str, ...], fp8.Prediction | None]:
+    """(plan, family, notes, prediction) at the start of a run. A collective where the plan is measured.
+
+    `count` counts tokens, if they are needed; `saved` is the plan of the run that is continued (None: a new run).
+    With recipe auto and a GPU, rank 0 measures and all ranks plan by the same figures.
+    """
+    if saved is not None and leaves_open(cfg):
+        plan, family, notes = plan_for(cfg, world.size, saved)
+        return plan, family, notes, None
+    if cfg.fp8.plan is not None or not policy_from(cfg).asks_auto or world.device.type != "cuda":
+        plan, family, notes = plan_for(cfg, world.size)
+        return plan, family, notes, None
+    model, family = model_of(cfg)
+
+    def work() -> dict:
+        tokens = count(family, model)
+        found = measured(cfg, model, family, world.device, tokens, _telling(say))
+        return {"tokens": [dict(tokens.counts), tokens.row, tokens.image], "found": found.to_json()}
+
+    answer = world.from_main(work)
+    tokens = Tokens(*answer["tokens"])
+    found = fp8.Measurements.from_json(answer["found"])
+    plan, family, notes = plan_model(cfg, model, family, world.size, tokens, found)
+    return plan, family, notes, predict(plan, model, tokens)
+
+
+def measured(
+    cfg: Config,
+    model: nn.Module,
+    family: models.Family,
+    device: torch.device,
+    tokens: Tokens,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    cache: Path | None = None,
+) -> fp8.Measurements:
+    """Measure what the configuration allows, with the user's cache or the one named. Raises MeasureError."""
+    policy, kept = policy_from(cfg), fp8.Cache(cache)
+    return fp8.measure(model, policy, family.components, tokens.counts, device=device, cache=kept, progress=progress)
+
+
+def _telling(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
+    def tell(done: int, total: int, what: str) -> None:
+        if done < total:
+            say(f"measuring layer {done + 1} of {total}: {what}")
+
+    return tell
 
 
 def _notes(plan: fp8.Plan, model: nn.Module, ranks: int) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 config.yaml        resolved, runs again unchanged      metrics.jsonl   each step once
 environment.json   machine and versions                proof.json      the GEMMs that were counted
 plan.json          before any weight is read           result.json     only when the run has finished
+gain.json          what FP8 gained, if it was measured (run.gain_steps)
 checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
 tensorboard/       event files                         hf/             safetensors for from_pretrained
 .lock              held while a process trains here
@@ -17,15 +18,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo import checkpoint
+from octavo import checkpoint, fp8
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
+from octavo.fp8 import plan_file
 from octavo.parallel import World
 from octavo.train import datafiles
 from octavo.train.errors import TrainError
 from octavo.train.lock import LOCK, Claim
 
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
+PLAN, GAIN = "plan.json", "gain.json"
 
 
 @dataclass
@@ -108,6 +111,9 @@ def settle(start: Start, world: World) -> None:
 
     def remove() -> None:
         (start.directory / RESULT).unlink(missing_ok=True)
+        found = read_json(start.directory / GAIN)
+        if found is not None and found.get("step", 0) > start.step:  # taken in steps that are run again
+            (start.directory / GAIN).unlink()
         folder = start.directory / CHECKPOINTS
         # A damaged checkpoint that `auto` passed over is later too.
         if start.checkpoint is not None and start.checkpoint.resolve().parent == folder.resolve():
@@ -168,7 +174,7 @@ def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> dict[str, Any
     step, rows, data = 0, 0, datafiles.fingerprints(cfg)
     if chosen is not None:
         counters = read_state(chosen)["counters"]
-        _same_settings(counters["settings"], cfg, chosen)
+        _same_settings(_complete(counters["settings"]), cfg, chosen)
         datafiles.same(counters.get("data", {}), data, chosen)
         step, rows = counters["step"], counters["rows"]
     directory.mkdir(parents=True, exist_ok=True)
@@ -194,6 +200,14 @@ def _saved_settings(directory: Path) -> dict[str, Any]:
         return settings(load_config(directory / CONFIG))
     except ConfigError as error:
         raise TrainError(f"{directory / CONFIG} cannot be read, so the run cannot be continued: {error}") from error
+
+
+def _complete(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a checkpoint with the defaults of keys that came later: without them it ran as they say."""
+    try:
+        return settings(Config.model_validate(saved, context={"rules": "later"}))
+    except ValueError:  # a key that is gone, or a value that is no longer taken: shown as a difference
+        return saved
 
 
 def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
@@ -259,6 +273,16 @@ def read_json(file: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise TrainError(f"{file} is damaged (no JSON object); delete it and start again")
     return found
+
+
+def write_plan(
+    directory: Path, family: str, plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None
+) -> None:
+    """plan.json: what `octavo plan --json` prints, and a plan file that `fp8.plan` takes (`octavo.fp8.plan_file`)."""
+    said = {"family": family, **plan.to_json(), **plan_file.document(plan), "notes": list(notes)}
+    if prediction is not None:
+        said["prediction"] = prediction.to_json()
+    write_json(directory / PLAN, said)
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -42,10 +42,10 @@ def _open(directory: Path, step: int | None, recipe: str | None, say: Say) -> tu
     if recipe == "off":  # whatever formats, components and rules the run had
         cfg = cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
     elif recipe is not None:
-        cfg = cfg.with_overrides([f"fp8.recipe={recipe}"])
+        cfg = cfg.with_overrides([f"fp8.recipe={recipe}", "fp8.plan=null"])
     world = parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     path = _checkpoint(directory, step, world, say)
-    plan, _, _ = planning.plan_for(cfg)
+    plan, _, _ = planning.plan_for(cfg, saved=directory / rundir.PLAN if recipe is None else None)
     model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
     fp8.apply(model, plan)
     restored = checkpoint.load(path, model=model, optimizer=None, world=world)

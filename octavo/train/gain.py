@@ -1,0 +1,120 @@
+"""The gain window: what FP8 brings in this run, measured beside high precision.
+
+Once, when the run is warm, the micro-batches of a step that is already done are run again, forward and backward, in
+FP8 and with the same layers in high precision, by turns and in both orders. Gradients are thrown away and no update is
+made: weights, optimizer state, data position, amax histories and random generators are as before, so that the losses
+of the run are the same bits with the window and without. Codes of weights are cast anew in each pass, as in each step.
+
+Not in it: the optimizer's step, clipping and data, which are the same in both. It needs the memory of a step in high
+precision.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from octavo import checkpoint, fp8
+from octavo.train.step import Batches, Stepper
+
+WARM = 2  # steps of a session before the window
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """`fp8_s` and `high_s`: median seconds of a step's forwards and backwards in FP8 and in high precision, the
+    slowest rank's. `gain`: by how much FP8 is faster, 0.25 for 1.25 times as fast, negative where it lost. `steps` of
+    each were timed, after step `step`, each of `tokens` tokens on this rank."""
+
+    fp8_s: float
+    high_s: float
+    gain: float
+    steps: int
+    step: int
+    tokens: int
+
+    def row(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        return asdict(self)
+
+    def sentence(self) -> str:
+        """The outcome for people; a warning where FP8 lost."""
+        told = (
+            f"forward and backward took {1e3 * self.fp8_s:.4g} ms in FP8 and {1e3 * self.high_s:.4g} ms in high "
+            f"precision (gain {100 * self.gain:+.1f} %, {self.steps} steps of each)"
+        )
+        if self.gain > 0:
+            return told
+        return (
+            f"warning: FP8 is slower here: {told}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
+            "shows why), raise train.micro_batch, or use recipe: off"
+        )
+
+
+def measure(stepper: Stepper, batches: Batches, steps: int, step: int, clock: Clock = time.perf_counter) -> Gain:
+    """Time `steps` steps each on `batches` of this rank. A collective; nothing of the run is changed.
+
+    `clock` is a stand-in for tests.
+    """
+    world = stepper.world
+    generators = checkpoint.rng.collect(world.rank)
+    histories = fp8.scaling_state(stepper.model)
+    times: dict[str, list[float]] = {"fp8": [], "high": []}
+    try:
+        for turn in range(-1, steps):  # the first turn warms both up
+            for kind in ("fp8", "high") if turn % 2 else ("high", "fp8"):
+                spent = _once(stepper, batches, kind == "high", clock)
+                if turn >= 0:
+                    times[kind].append(spent)
+    finally:
+        stepper.optimizer.zero_grad(set_to_none=True)
+        if histories:
+            fp8.load_scaling_state(stepper.model, histories)
+        fp8.invalidate(stepper.model)
+        checkpoint.rng.restore(generators, world.rank)
+    mine = torch.tensor([statistics.median(times["fp8"]), statistics.median(times["high"])], dtype=torch.float64)
+    low, high = world.all_reduce_max(mine).tolist()
+    tokens = sum(batch["meta"].tokens for batch in batches)
+    return Gain(low, high, high / low - 1, steps, step, tokens)
+
+
+def _once(stepper: Stepper, batches: Batches, high: bool, clock: Clock) -> float:
+    """Seconds of one step's forwards and backwards."""
+    device = stepper.world.device
+    fp8.invalidate(stepper.model)
+    _wait(device)
+    began = clock()
+    with fp8.uncounted():
+        if high:
+            with fp8.high_precision(stepper.model):
+                _run(stepper, batches)
+        else:
+            _run(stepper, batches)
+    _wait(device)
+    spent = clock() - began
+    stepper.optimizer.zero_grad(set_to_none=True)
+    return spent
+
+
+def _run(stepper: Stepper, batches: Batches) -> None:
+    for batch in batches:
+        stepper.backward(batch, 1.0)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def due(asked: int, step: int, first: int, last: int, found: Mapping[str, Any] | None, asks_fp8: bool) -> bool:
+    """True at the step after which the window belongs: once in a run (`found` is what gain.json holds), when the
+    session is warm, or at its last step if it ends before."""
+    if not asked or found is not None or not asks_fp8:
+        return False
+    return step == min(first + WARM, last)

@@ -1,0 +1,120 @@
+"""How many tokens one forward sends through each part of a model: the M of its GEMMs, read from the data itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo import data, models
+from octavo.config import Config
+from octavo.train.errors import TrainError
+
+MICRO_BATCHES = 8  # that are looked at
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """``counts``: component -> tokens of one forward. ``row`` and ``image``: tokens that attend to each other, those of
+    a row of the batch and the patches of an image."""
+
+    counts: Mapping[str, int]
+    row: int
+    image: int
+
+
+def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
+    """The mean over the first micro-batches of the training data, padding included, since GEMMs run over it too;
+    towers over those with an image. Rounded up to a multiple of 16, or from 1024 on of 128: near sizes cost the same,
+    and a measurement made for one serves the other.
+
+    Raises DataError as training on these rows would.
+    """
+    train = cfg.train.model_copy(update={"global_batch": cfg.train.micro_batch})
+    plain = cfg.model_copy(update={"train": train, "data": cfg.data.model_copy(update={"workers": 0})})
+    loader = data.train_loader(plain, processor)
+    try:
+        batches = [batch for step in itertools.islice(loader, MICRO_BATCHES) for batch in step]
+    finally:
+        loader.close()
+    pictured = [batch for batch in batches if batch["meta"].has_image]
+    decoder = _mean([batch["input_ids"].numel() for batch in batches])
+    row = max(1, decoder // cfg.train.micro_batch)
+    counts = {"foundation": decoder, "lm_head": decoder, "image_encoder": 0, "image_projector": 0}
+    image = 0
+    if pictured and family.has_vision:
+        seen = [_patches(batch, config) for batch in pictured]
+        counts["image_encoder"] = _mean([patches for patches, _, _ in seen])
+        counts["image_projector"] = _mean([tokens for _, tokens, _ in seen])
+        image = max(1, sum(patches for patches, _, _ in seen) // sum(images for _, _, images in seen))
+    known = {name: _rounded(counts[name]) for name in family.components if name in counts}
+    return Tokens(known, row, image)
+
+
+def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Tokens:
+    """The tokens that a user names, for every component of the family.
+
+    Raises TrainError for a component that the model lacks, or one that has no tokens given.
+    """
+    unknown = [name for name in asked if name not in family.components]
+    if unknown:
+        raise TrainError(
+            f"tokens were given for {', '.join(unknown)}, which {family.name} lacks; it has "
+            f"{', '.join(family.components)}"
+        )
+    lacking = [name for name in family.components if name not in asked and name not in ("lm_head", "image_projector")]
+    if lacking:
+        raise TrainError(f"tokens are missing for {', '.join(lacking)}; give each its tokens a forward, 0 for none")
+    counts = dict(asked)
+    counts.setdefault("lm_head", asked.get("foundation", 0))
+    if "image_projector" in family.components:
+        counts.setdefault("image_projector", asked.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
+    rows = cfg.train.micro_batch
+    return Tokens(counts, max(1, counts.get("foundation", 0) // rows), counts.get("image_encoder", 0) // rows)
+
+
+def attention_flops(config: Any, tokens: Tokens) -> float | None:
+    """FLOPs of attention's two products in one forward and backward, None where the configuration does not say enough.
+
+    Forward 2 products of 2 T S d, half of them under the causal mask; a backward that recomputes the scores (flash
+    attention) has 5 products for the forward's 2: 3.5 times the forward in all.
+    """
+    text = config.get_text_config()
+    try:
+        width = _head_dim(text) * text.num_attention_heads
+        decoder = 2 * tokens.counts.get("foundation", 0) * tokens.row * width * text.num_hidden_layers
+        tower = 0
+        vision = getattr(config, "vision_config", None)
+        if vision is not None and tokens.image:
+            depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+            tower = 4 * tokens.counts.get("image_encoder", 0) * tokens.image * vision.hidden_size * depth
+    except AttributeError:
+        return None
+    return 3.5 * (decoder + tower)
+
+
+def _head_dim(text: Any) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _patches(batch: Mapping[str, Any], config: Any) -> tuple[int, int, int]:
+    """(patches through the tower, tokens out of the projector, images) of a batch with images."""
+    vision = config.vision_config
+    if "image_grid_thw" in batch:
+        grids = batch["image_grid_thw"]
+        patches = int(grids.prod(-1).sum())
+        return patches, patches // vision.spatial_merge_size**2, len(grids)
+    pixels = batch["pixel_values"]
+    height, width = vision.patch_size
+    cells = (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
+    return len(pixels) * (cells + 1), int(len(pixels) * cells * config.downsample_ratio**2), len(pixels)
+
+
+def _mean(values: list[int]) -> int:
+    return -(-sum(values) // len(values))
+
+
+def _rounded(value: int) -> int:
+    unit = 128 if value >= 1024 else 16
+    return -(-value // unit) * unit

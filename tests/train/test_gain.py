@@ -1,0 +1,95 @@
+"""The gain window: it says what FP8 gained, and leaves no trace in the run."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+
+import numpy
+import pytest
+import torch
+from rich.console import Console
+
+from octavo import fp8, train
+from octavo.checkpoint.files import read_state
+from octavo.train import gain
+from octavo.train.rundir import read_rows
+
+from .test_resume import at
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recipe: str, monkeypatch):
+    real = gain._run
+
+    def run(stepper, batches):  # a model with dropout would draw as much
+        torch.rand(3), random.random(), numpy.random.rand()
+        real(stepper, batches)
+
+    monkeypatch.setattr(gain, "_run", run)
+    over = (f"fp8.recipe={recipe}", "train.steps=5", "data.eval=[]")
+    plain = train.run(make(*over, dir="plain"))
+    cfg = make(*over, "run.gain_steps=2")
+    first = train.run(cfg, hooks=[at(3, signal.SIGTERM)])
+    assert first.steps == 4 and first.gain["step"] == 3
+    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    assert second.losses() == plain.losses() and second.gain == first.gain
+    rows, theirs = (read_rows(r.dir / "metrics.jsonl") for r in (second, plain))
+    assert [row["step"] for row in rows if "gain" in row] == [3]
+    assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in theirs]
+    ours, plain_state = (read_state(r.dir / "checkpoints" / "step_5") for r in (second, plain))
+    assert ours["counters"]["rows"] == plain_state["counters"]["rows"]
+
+
+def test_the_random_generators_are_put_back(make, monkeypatch):
+    real = gain._run
+    monkeypatch.setattr(gain, "_run", lambda *args: (torch.rand(3), random.random(), numpy.random.rand(), real(*args)))
+    cfg = make("run.gain_steps=1", "train.steps=1", "train.warmup=0", "data.eval=[]")
+    drawn = []
+    for asked in (cfg, cfg.with_overrides(["run.gain_steps=0", f"run.dir={cfg.run.dir}-plain"])):
+        train.run(asked)
+        drawn.append((torch.rand(1).item(), random.random(), numpy.random.rand()))
+    assert drawn[0] == drawn[1]
+
+
+def test_it_is_told_and_kept(make):
+    console = Console(record=True, width=200, force_terminal=False)
+    result = train.run(make("run.gain_steps=3", "train.steps=2", "train.warmup=0", "data.eval=[]"), console=console)
+    kept = json.loads((result.dir / "gain.json").read_text())
+    assert kept == dict(result.gain) and kept["steps"] == 3 and kept["step"] == 2  # the run ends before it is warm
+    assert kept["gain"] == pytest.approx(kept["high_s"] / kept["fp8_s"] - 1) and kept["tokens"] > 0
+    text = console.export_text()
+    assert "warning: FP8 is slower here" in text  # a CPU emulates it
+    assert json.loads((result.dir / "result.json").read_text())["gain"] == kept
+
+
+def test_a_window_of_steps_that_are_run_again_is_taken_again(make):
+    cfg = make("run.gain_steps=1", "run.save_every=2", "run.keep=9", "train.steps=5", "data.eval=[]")
+    first = train.run(cfg, hooks=[at(4, signal.SIGTERM)])
+    assert first.gain["step"] == 3
+    again = train.run(cfg.with_overrides([f"run.resume={first.dir}/checkpoints/step_2"]))
+    assert again.gain["step"] == 5
+    assert [row["step"] for row in read_rows(again.dir / "metrics.jsonl") if "gain" in row] == [5]
+
+
+def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
+    seen, real = [], gain._run
+
+    def run(stepper, batches):
+        layer = next(m for n, m in stepper.model.named_modules() if n.endswith("layers.0.mlp.up_proj"))
+        seen.append("8" if isinstance(layer, fp8.Linear) else "h")
+        real(stepper, batches)
+
+    monkeypatch.setattr(gain, "_run", run)
+    ticks = iter(range(1000))
+    monkeypatch.setattr(gain.measure, "__defaults__", (lambda: float(next(ticks)),))
+    result = train.run(make("run.gain_steps=3", "train.steps=1", "train.warmup=0", "data.eval=[]"))
+    assert "".join(seen) == "8h" + "h8" + "8h" + "h8"
+    assert result.gain["gain"] == 0.0
+
+
+@pytest.mark.parametrize("over", [("run.gain_steps=0",), ("run.gain_steps=2", "fp8.recipe=off")])
+def test_it_is_off_unless_asked_for_and_where_nothing_is_fp8(make, over):
+    result = train.run(make(*over, "train.steps=1", "train.warmup=0", "data.eval=[]"))
+    assert result.gain is None and not (result.dir / "gain.json").exists()
