@@ -94,17 +94,27 @@ def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
     return _Out(like, spec, contract)
 
 
+def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int) -> dict[str, Any]:
+    """The constants of a tile's program that quantizes under these specs itself."""
+    constants = _constants("ROW", row, 1) | _constants("COL", col, 0)
+    if col is None:
+        return constants | {"BM": 32, "BK": TILE, "num_warps": 4}
+    constants |= {"BM": TILE, "BK": TILE, "num_warps": 16}
+    light = all(max(s.block) == TILE and s.scale == "pow2" for s in (row, col) if s is not None)
+    if light and itemsize == 2:
+        # 64 registers let two programs share a multiprocessor: one computes while the other waits for memory. Blocks
+        # of 32, true divisions and wide inputs would have to spill for that.
+        constants["maxnreg"] = 64
+    return constants
+
+
 def _tiles(
-    row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None, shape: torch.Size
+    like: Tensor, row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid and the constants of a program; tiles cover the padding of every output, too."""
-    constants = _constants("ROW", row if row_out else None, 1) | _constants("COL", col if col_out else None, 0)
-    if col_out is None:
-        constants |= {"BM": 32, "BK": TILE, "num_warps": 4}
-        return (ceil_div(shape[1], TILE), ceil_div(round_up(shape[0], ALIGN), 32)), constants
-    # 64 registers let two programs share a multiprocessor, so that one computes while the other waits for memory.
-    constants |= {"BM": TILE, "BK": TILE, "num_warps": 16, "maxnreg": 64}
-    return (ceil_div(shape[1], TILE), ceil_div(shape[0], TILE)), constants
+    constants = _program(row if row_out else None, col if col_out else None, like.itemsize)
+    down = like.shape[0] if col_out else round_up(like.shape[0], ALIGN)
+    return (ceil_div(like.shape[1], TILE), ceil_div(down, constants["BM"])), constants
 
 
 def _unit(*tensors: Tensor) -> int:
@@ -187,7 +197,7 @@ def _rmsnorm(
         launch(kernels.rmsnorm_rows, (programs,), x, weight, rstd, y, *_pair(row_out), *size, eps, **constants)
     else:
         launch(kernels.rstd_of_rows, (ceil_div(rows, 4),), x, rstd, *size, eps, UNIT=unit, BM=4, BK=1024, num_warps=4)
-        grid, constants = _tiles(row, row_out, col, col_out, x.shape)
+        grid, constants = _tiles(x, row, row_out, col, col_out)
         outs = (*_pair(row_out), *_pair(col_out))
         launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, *size, UNIT=unit, **constants)
     return y if emit else None, rstd, _result(row_out, y, row, 1), _result(col_out, y, col, 0)
@@ -222,7 +232,7 @@ def _swiglu(
     h = _plain(gate, emit, (row_out, row), (col_out, col))
     unit = _unit(gate, up)
     size = (gate.shape[0], gate.stride(0) // unit, up.stride(0) // unit, gate.shape[1] // unit)
-    grid, constants = _tiles(row, row_out, col, col_out, gate.shape)
+    grid, constants = _tiles(gate, row, row_out, col, col_out)
     outs = (*_pair(row_out), *_pair(col_out))
     launch(kernels.swiglu, grid, gate, up, h, *outs, *size, UNIT=unit, **constants)
     return h if emit else None, _result(row_out, h, row, 1), _result(col_out, h, col, 0)
@@ -242,7 +252,7 @@ def swiglu_backward_quantize(
     dgate, dup = (_plain(gate, False, (gate_row, row), (gate_col, col)) for _ in range(2))
     unit = _unit(dh, gate, up)
     size = (gate.shape[0], *(t.stride(0) // unit for t in (dh, gate, up)), gate.shape[1] // unit)
-    (across, down), constants = _tiles(row, gate_row, col, gate_col, gate.shape)
+    (across, down), constants = _tiles(gate, row, gate_row, col, gate_col)
     outs = (*_pair(gate_row), *_pair(gate_col), *_pair(up_row), *_pair(up_col))
     launch(kernels.swiglu_backward, (2 * across, down), dh, gate, up, dgate, dup, *outs, *size, UNIT=unit, **constants)
     return (
@@ -253,10 +263,12 @@ def swiglu_backward_quantize(
     )
 
 
-def _signature(kernel: Any, wanted: list[str], row: CastSpec | None, col: CastSpec | None) -> tuple[dict, dict]:
-    """Types of the arguments for bf16 inputs, and None for the pointers of outputs that are not wanted."""
+def _signature(
+    kernel: Any, wanted: list[str], row: CastSpec | None, col: CastSpec | None, dtype: str = "bf16"
+) -> tuple[dict[str, str], dict[str, None]]:
+    """Types of the arguments, and None for the pointers of outputs that are not wanted."""
     types: dict[str, str] = {"rstd": "*fp32", "eps": "fp32", "M": "i32", "K": "i32"}
-    types |= dict.fromkeys(wanted, "*bf16")
+    types |= dict.fromkeys(wanted, f"*{dtype}")
     for prefix, spec in (("", row), ("row_", row), ("col_", col)):
         if spec is not None:
             types |= {f"{prefix}codes": "*u8", f"{prefix}scales": "*u8" if spec.scale == "e8m0" else "*fp32"}
@@ -271,7 +283,7 @@ def _signature(kernel: Any, wanted: list[str], row: CastSpec | None, col: CastSp
 
 
 def variants() -> list[Variant]:
-    """Every kind of output that is used, for 16-bit inputs of 4096 columns, and the odd ones once."""
+    """Every kind of output that is used: with and without the plain result for bf16, once for fp16 and fp32."""
     blockwise = (CastSpec(block=(1, TILE)), CastSpec(block=(TILE, 1)))
     pairs = {
         "blockwise": blockwise,
@@ -279,12 +291,14 @@ def variants() -> list[Variant]:
         "hybrid": (blockwise[0], CastSpec("e5m2", (TILE, 1))),
         "mxfp8": (CastSpec(block=(1, 32), scale="e8m0"), CastSpec(block=(32, 1), scale="e8m0")),
         "plain": (None, None),
+        "fp32": blockwise,
+        "fp16": (CastSpec(scale="fp32"), CastSpec("e5m2", (TILE, 1), "fp32")),
     }
     found = []
     for name, (row, col) in pairs.items():
-        both = _constants("ROW", row, 1) | _constants("COL", col, 0)
-        high, warps, most = (TILE, 16, 64) if col is not None else (32, 4, None)
-        tile = {"UNIT": 16, "BM": high, "BK": TILE, **both}
+        dtype = name if name in ("fp32", "fp16") else "bf16"
+        tile = {"UNIT": 16, **_program(row, col, 4 if dtype == "fp32" else 2)}
+        warps, most = tile.pop("num_warps"), tile.pop("maxnreg", None)
         for kernel, inputs, plain in (
             (kernels.rmsnorm_tile, ("x", "weight"), ("y",)),
             (kernels.swiglu, ("gate", "up"), ("h",)),
@@ -292,9 +306,9 @@ def variants() -> list[Variant]:
         ):
             if kernel is kernels.rmsnorm_tile and col is None:
                 continue
-            for emit in (True, False) if row is not None else (True,):
+            for emit in (True, False) if row is not None and dtype == "bf16" else (True,):
                 wanted = [*inputs, *(plain if emit else ())]
-                signature, absent = _signature(kernel, wanted, row, col)
+                signature, absent = _signature(kernel, wanted, row, col, dtype)
                 title = f"{kernel.__name__} {name}{'' if emit else ' codes only'}"
                 found.append(Variant(title, kernel, signature, tile | absent, warps, maxnreg=most))
     kernel = kernels.rmsnorm_rows
