@@ -61,7 +61,7 @@ def decode(codes: Tensor) -> Tensor:
     """The values of FP8 codes as a new contiguous fp32 tensor of the same shape (exact; NaN stays NaN)."""
     if codes.dtype != E4M3.dtype or codes.device.type != "cpu":
         return codes.float().contiguous()
-    flat = codes.reshape(-1)
+    flat = codes.contiguous().view(-1)  # reshape alone may give a strided view, of a single row in a padded buffer
     if flat.numel() % 2 or flat.storage_offset() % 2:
         return _E4M3_SINGLE.index_select(0, flat.view(torch.uint8).to(torch.int32)).view(codes.shape)
     pairs = _E4M3_PAIR.index_select(0, flat.view(torch.uint16).to(torch.int32))
