@@ -19,11 +19,12 @@ from torch import nn
 
 from octavo import checkpoint, data, environment, fp8, models, parallel
 from octavo.config import Config
-from octavo.train import planning, rundir
+from octavo.train import planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, keep_towers_running, wants_bf16
 from octavo.train.optim import adamw
 from octavo.train.step import Stepper
+from octavo.train.tokens import Tokens
 
 
 @dataclass
@@ -64,13 +65,15 @@ def build(
     loader = data.train_loader(asked, processor, start_row=start.rows, **share)
     evalset = data.eval_set(asked, processor, **share)
 
-    plan, family, notes = planning.plan_for(cfg, world.size)
-    if world.is_main:
-        rundir.write_json(directory / "plan.json", {"family": family.name, **plan.to_json(), "notes": list(notes)})
-    if any(row.fp8 for row in plan.rows):
-        say("\n".join([plan.table(), *(f"note: {note}" for note in notes if note not in plan.notes)]))
-    else:
-        say("FP8 is off: every layer computes in high precision")
+    def count(family: models.Family, model: nn.Module) -> Tokens:
+        return tokens.count(asked, processor, family, model.config)
+
+    saved = None if start.checkpoint is None else start.checkpoint.resolve().parent.parent / rundir.PLAN
+    plan, family, notes, prediction = planning.plan_run(cfg, world, count, saved, say)
+    own = saved is not None and saved == (directory / rundir.PLAN).resolve() and saved.exists()
+    if world.is_main and not own:
+        rundir.write_plan(directory, family.name, plan, notes, prediction)
+    say(_told(plan, notes, prediction))
 
     model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
     models.freeze(model, family, cfg.model.freeze)
@@ -78,13 +81,22 @@ def build(
     if cfg.train.recompute == "full":
         recompute(model, family)
     model.train()
+    balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
     forward = Forward(model, world, wants_bf16(cfg, world.device))
     keep_towers_running(model, family, forward, world)
     parallel.shard(model, family, world)
     optimizer = adamw(model, cfg)
-    stepper = Stepper(cfg, model, family, optimizer, world, forward)
+    stepper = Stepper(cfg, model, family, optimizer, world, forward, balance, load if load.layers else None)
     progress = resume(stepper, start, say)
     return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data)
+
+
+def _told(plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None) -> str:
+    """The plan for people, before anything is loaded."""
+    if not any(row.fp8 or row.decided for row in plan.rows):
+        return "FP8 is off: every layer computes in high precision"
+    further = [f"note: {note}" for note in notes if note not in plan.notes]
+    return "\n".join([plan.table(), *further, *([] if prediction is None else prediction.sentences())])
 
 
 def data_settings(cfg: Config) -> Config:

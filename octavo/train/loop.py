@@ -12,7 +12,7 @@ from typing import Any
 from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.train import build as assembly
-from octavo.train import rundir
+from octavo.train import gain, rundir
 from octavo.train.build import Job
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
@@ -35,10 +35,11 @@ class RunResult:
     dir      the run directory
     status   "finished", or "stopped" (a signal; saved, continue with run.resume=auto)
     steps    optimizer steps done
-    final    the last row of metrics.jsonl without eval, health and memory
+    final    the last row of metrics.jsonl without eval, health, memory, gain and experts
     eval     the last evaluation, None where there was none
     health   the last FP8 health summary (worst and median figures)
     memory   bytes by kind, as last measured
+    gain     what FP8 gained over high precision, where run.gain_steps asked for it
     skipped  steps that were not applied because loss or gradient were not finite
     seconds  of training, all sessions of the run together
     signal   the signal that stopped it
@@ -51,6 +52,7 @@ class RunResult:
     eval: Mapping[str, Any] | None = None
     health: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
+    gain: Mapping[str, Any] | None = None
     skipped: int = 0
     seconds: float = 0.0
     signal: int | None = None
@@ -113,6 +115,8 @@ class _Loop:
         self.eval: Mapping[str, Any] | None = next((r["eval"] for r in reversed(rows) if "eval" in r), None)
         self.memory: Mapping[str, int] = next((r["memory"] for r in reversed(rows) if "memory" in r), {})
         self.health: Mapping[str, float] = self.job.progress.health
+        self.gain = rundir.read_json(start.directory / rundir.GAIN)
+        self.fp8 = any(row.fp8 for row in self.job.plan.rows)
 
     def run(self) -> RunResult:
         steps, progress = self.cfg.train.steps, self.job.progress
@@ -156,12 +160,18 @@ class _Loop:
             row["skipped"] = True
         if not result.loss_tokens:
             row["empty"] = True  # its loss of 0 is that of no token
+        if result.aux_loss is not None:
+            row["aux_loss"] = result.aux_loss
+        if result.experts is not None:
+            row |= result.experts
         if result.memory is not None:
             row["memory"] = self.memory = result.memory
         if result.health is not None:
             row["health"] = result.health.table()
             self.health = progress.health = result.health.summary()
         stop = self.world.any(self.wish.signal is not None)
+        if not stop and gain.due(cfg.run.gain_steps, step, self.first, settings.steps, self.gain, self.fp8):
+            row["gain"] = self.gain = self._measure_gain(batches, step)
         if self._eval_due(step) and not stop:
             row["eval"] = self._evaluate()
         self._write(row, step, stop)
@@ -176,14 +186,14 @@ class _Loop:
     def _look(self, step: int, batches: Batches) -> Look:
         every = self.cfg.run.health_every
         reached = {c for c, n in self.job.stepper.forwards(batches).items() if n}
-        asks = any(row.fp8 for row in self.job.plan.rows)
-        health = asks and every > 0 and (step % every == 0 or step == self.cfg.train.steps)
+        health = self.fp8 and every > 0 and (step % every == 0 or step == self.cfg.train.steps)
         memory = step == self.first or (every > 1 and step % every == 1)
         if health and memory:
             # Health keeps every x in high precision, which would count as activations. A run without a memory figure
             # takes that one first (with health_every: 1, at step 1), any other has time for it at a later step.
             health, memory = bool(self.memory), not self.memory
-        return Look(gemms=step == self.first or bool(self.proof.pending & reached), health=health, memory=memory)
+        gemms = step == self.first or bool(self.proof.pending & reached)
+        return Look(gemms=gemms, health=health, memory=memory, experts=self._logged(step))
 
     def _prove(self, result: StepResult, batches: Batches) -> None:
         """Check the counted GEMMs against the plan; a mismatch stops the run, and proof.json says which."""
@@ -235,6 +245,14 @@ class _Loop:
             "train.seq_length, lower data.max_pixels or data.min_pixels, or mend the rows"
         )
 
+    def _measure_gain(self, batches: Batches, step: int) -> Mapping[str, Any]:
+        """Time this step's batches in FP8 and in high precision; nothing of the run changes. gain.json keeps it."""
+        found = gain.measure(self.job.stepper, batches, self.cfg.run.gain_steps, step)
+        self.display.say(found.sentence())
+        if self.world.is_main:
+            rundir.write_json(self.job.directory / rundir.GAIN, finite(found.row()))
+        return found.row()
+
     def _eval_due(self, step: int) -> bool:
         every = self.cfg.run.eval_every
         return self.job.evalset is not None and (step == self.cfg.train.steps or (every > 0 and step % every == 0))
@@ -260,13 +278,17 @@ class _Loop:
 
     def _write(self, row: dict[str, Any], step: int, stop: bool) -> None:
         # The row of a step that the run stops at is one to continue from: its evaluation may be added later.
-        wanted = stop or step % self.cfg.run.log_every == 0 or step in (self.first, self.cfg.train.steps)
-        if self.log is not None and (wanted or {"eval", "health", "memory", "skipped"} & row.keys()):
+        wanted = stop or self._logged(step)
+        if self.log is not None and (wanted or {"eval", "health", "memory", "gain", "skipped"} & row.keys()):
             self.log.write(row, self.health if "health" in row else None)
             for hook in self.hooks:
                 hook(row)
         self.last = row
         self.display.step(row)
+
+    def _logged(self, step: int) -> bool:
+        """Whether the step's row is written in any case."""
+        return step % self.cfg.run.log_every == 0 or step in (self.first, self.cfg.train.steps)
 
     def _conclude(self, stopped: bool) -> RunResult:
         job, progress = self.job, self.job.progress
@@ -276,10 +298,11 @@ class _Loop:
             dir=job.directory,
             status="stopped" if stopped else "finished",
             steps=progress.step,
-            final={k: v for k, v in self.last.items() if k not in ("eval", "health", "memory")},
+            final={k: v for k, v in self.last.items() if k not in ("eval", "health", "memory", "gain", "experts")},
             eval=self.eval,
             health=self.health,
             memory=self.memory,
+            gain=self.gain,
             skipped=progress.skipped,
             seconds=progress.seconds,
             signal=self.wish.signal if stopped else None,
