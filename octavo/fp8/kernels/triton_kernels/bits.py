@@ -94,14 +94,25 @@ def scale_of(bits, POW2: tl.constexpr, E5M2: tl.constexpr):
 def encode(x, scale, bad, POW2: tl.constexpr, E5M2: tl.constexpr):
     """Codes (uint8) of fp32 x under scales and ``bad`` marks that broadcast to it; values beyond FMAX * scale saturate.
 
-    Powers of two have exact reciprocals, so the division becomes one multiplication a value.
+    Powers of two have exact reciprocals, so the division becomes one multiplication a value. Bad blocks cost nothing:
+    their marks make the scale NaN, and NaN is coded 0x7F.
     """
     if POW2:
-        v = x * tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        v = x * _reciprocal(scale, bad)
     else:
-        v = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    codes = encode_bits(v, E5M2)
-    return tl.where(bad, tl.full([], NAN_CODE, tl.uint8), codes)
+        v = tl.div_rn(x, tl.broadcast_to(tl.where(bad, float("nan"), scale), x.shape))
+    return encode_bits(v, E5M2)
+
+
+@triton.jit
+def _reciprocal(scale, bad):
+    """1 / scale for powers of two, exactly, with the subnormal ones at both ends; NaN where bad."""
+    bits = scale.to(tl.int32, bitcast=True)
+    inverse = 0x7F000000 - bits  # exponent fields that sum to 2 * 127
+    inverse = tl.where(bits == 0x7F000000, 0x00400000, inverse)  # 2^127 -> 2^-127
+    below = tl.where(bits == 0x00400000, 0x7F000000, INF_BITS)  # 2^-127 -> 2^127; what lies below overflows
+    inverse = tl.where(bits < 0x00800000, below, inverse)
+    return tl.where(bad, NAN_BITS, inverse).to(tl.float32, bitcast=True)
 
 
 @triton.jit

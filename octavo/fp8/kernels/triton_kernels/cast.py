@@ -67,11 +67,12 @@ class Laid(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows and columns of one program's tile, and its warps."""
+    """Rows and columns of one program's tile, its warps, and the most registers a thread may take (None: any)."""
 
     rows: int
     cols: int
     warps: int
+    registers: int | None = None
 
 
 def quantize(x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
@@ -163,8 +164,15 @@ def run(
         cast_tiles.cast_kernel,
         (ceil_div(down, tile.rows) * across, x.shape[0]),
         *(x, *x.stride(), rows, cols, across, *args[1], *args[0], *_pointers(x, groups)),
-        **{"CAST1": forms[1], "CAST0": forms[0], "GROUPED": groups is not None, "EVEN": even, "UNIT": unit},
-        **{"TR": tile.rows, "TC": tile.cols, "num_warps": tile.warps},
+        CAST1=forms[1],
+        CAST0=forms[0],
+        GROUPED=groups is not None,
+        EVEN=even,
+        UNIT=unit,
+        TR=tile.rows,
+        TC=tile.cols,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
     return laid
 
@@ -223,12 +231,14 @@ def _tile(jobs: Sequence[Job], rows: int, cols: int, amax_given: bool) -> Tile:
         height = max(1, 4096 // width)
         return Tile(height, width, min(16, max(4, height * width // 1024)))
     if len(jobs) == 2:
-        height, width = 128, 128
+        height, width = 64, 128
     else:
         height, width = (32, 128) if contract == 1 else (128, 64)
     height = max(height, *(s.block[0] for s, _ in jobs))
     width = max(width, *(s.block[1] for s, _ in jobs))
-    return Tile(height, width, 8 if height * width > 8192 else 4)
+    if height * width > 8192:
+        return Tile(height, width, 8, registers=128)  # two programs a multiprocessor; fits without spilling
+    return Tile(height, width, 4 if len(jobs) == 1 else 8)
 
 
 def _holds(block: tuple[int, int], tile: Tile, rows: int, cols: int, groups: Groups | None) -> bool:
@@ -278,8 +288,16 @@ def _maxima(x: Tensor, blocks: set[tuple[int, int]], groups: Groups | None) -> d
         cast_tiles.amax_kernel,
         (ceil_div(rows, high) * across, batch),
         *(x, *x.stride(), rows, cols, across, *(tops.get(b, held) for b in sizes), *_pointers(x, groups)),
-        **{"ROWS": by_row, "COLS": by_col, "ALL": (-1, -1) in blocks, "GROUPED": groups is not None},
-        **{"EVEN": even, "UNIT": unit, "TR": tile.rows, "TC": tile.cols, "STEPS": steps, "num_warps": tile.warps},
+        ROWS=by_row,
+        COLS=by_col,
+        ALL=(-1, -1) in blocks,
+        GROUPED=groups is not None,
+        EVEN=even,
+        UNIT=unit,
+        TR=tile.rows,
+        TC=tile.cols,
+        STEPS=steps,
+        num_warps=tile.warps,
     )
     return tops
 
@@ -306,8 +324,14 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         cast_tiles.dequantize_kernel,
         (ceil_div(rows, high) * across,),
         *(codes, *codes.stride(), scale, *scale.stride(), out, rows, cols, across),
-        **{"BR": q.spec.block[0], "BC": q.spec.block[1], "E5M2": q.spec.format == "e5m2"},
-        **{"E8M0": q.scale.dtype is E8M0, "EVEN": math.gcd(16, cols), "TR": high, "TC": 128, "num_warps": high // 8},
+        BR=q.spec.block[0],
+        BC=q.spec.block[1],
+        E5M2=q.spec.format == "e5m2",
+        E8M0=q.scale.dtype is E8M0,
+        EVEN=math.gcd(16, cols),
+        TR=high,
+        TC=128,
+        num_warps=high // 8,
     )
     return out
 
@@ -338,32 +362,75 @@ def relay(codes: Tensor, sizes: tuple[int, int]) -> Tensor:
         cast_tiles.relay_kernel,
         (ceil_div(sizes[0], 128) * across, batch),
         *(codes, *codes.stride(), out, free, contracted, sizes[1], across),
-        **{"EVEN_F": math.gcd(16, free), "EVEN_K": math.gcd(16, contracted), "TF": 128, "TK": 128, "num_warps": 8},
+        EVEN_F=math.gcd(16, free),
+        EVEN_K=math.gcd(16, contracted),
+        TF=128,
+        TK=128,
+        num_warps=8,
     )
     return out
 
 
-_CAST_INTS = ("stride_b", "stride_r", "stride_c", "M", "K", "across")
-
-
-def _cast_variant(name: str, jobs: Sequence[Job], shape: tuple[int, int], given: bool = False) -> Variant:
-    """The form of ``cast_kernel`` that bf16 of this shape takes, with the constants that :func:`run` would pass."""
+def cast_variant(name: str, jobs: Sequence[Job], shape: tuple[int, int], given: bool = False) -> Variant:
+    """The form of ``cast_kernel`` that a bf16 matrix of this shape takes, with :func:`run`'s constants; ``given``:
+    scales come from outside, and amax too."""
     x = torch.empty(1, *shape, dtype=torch.bfloat16, device="meta")
     tile = _tile(jobs, *shape, given)
-    signature = {"x_ptr": "*bf16", **dict.fromkeys(_CAST_INTS, "i32")}
-    forms: dict[int, tuple[object, ...] | None] = {0: None, 1: None}
-    for contract in (1, 0):
-        spec = next((s for s, c in jobs if c == contract), None)
-        scale = "*u8" if spec is not None and spec.scale == "e8m0" else "*fp32"
-        types = ("*u8", "i32", scale, "i32", "i32", "i32", "*i32", "*fp32")
-        names = ("codes", "pitch", "scale", "scale_b", "scale_r", "scale_c", "amax", "given")
-        for n, kind in zip(names, types, strict=True):
-            pointer = f"{n}{contract}_ptr" if kind.startswith("*") else n.replace("scale", f"scale{contract}")
-            signature[pointer if n != "pitch" else f"pitch{contract}"] = kind
-        if spec is not None:
-            held = _holds(spec.block, tile, *shape, None) and not given
-            forms[contract] = facts(spec, held, given, True, allocate(x, spec, contract).padding)
+    signature = {"x_ptr": "*bf16", **dict.fromkeys(("stride_b", "stride_r", "stride_c", "M", "K", "across"), "i32")}
     signature |= dict.fromkeys(("sizes_ptr", "starts_ptr", "tiles_ptr"), "*i32")
+    forms: list[tuple[object, ...] | None] = [None, None]
+    for c in (0, 1):
+        signature |= {
+            f"codes{c}_ptr": "*u8",
+            f"scale{c}_ptr": "*fp32",
+            f"amax{c}_ptr": "*i32",
+            f"given{c}_ptr": "*fp32",
+        }
+        signature |= dict.fromkeys((f"pitch{c}", f"scale{c}_b", f"scale{c}_r", f"scale{c}_c"), "i32")
+    for spec, c in jobs:
+        if spec.scale == "e8m0":
+            signature[f"scale{c}_ptr"] = "*u8"
+        from_tile = not given and _holds(spec.block, tile, *shape, None)
+        forms[c] = facts(spec, from_tile, given, True, allocate(x, spec, c).padding)
     constants = {"CAST1": forms[1], "CAST0": forms[0], "GROUPED": False, "EVEN": 16, "UNIT": True}
-    constants |= {"TR": tile.rows, "TC": tile.cols}
-    return Variant(name, cast_tiles.cast_kernel, signature, constants, tile.warps)
+    return Variant(name, cast_tiles.cast_kernel, signature, constants | {"TR": tile.rows, "TC": tile.cols}, tile.warps)
+
+
+def variants() -> list[Variant]:
+    """What the recipes use: every kernel of this file in its forms, for bf16."""
+    shape = (8192, 4096)
+    specs = {
+        "1x128": (CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 1))),
+        "1x32 e8m0": (CastSpec("e4m3", (1, 32), "e8m0"), CastSpec("e4m3", (32, 1), "e8m0")),
+        "row": (CastSpec("e4m3", (1, -1)), CastSpec("e4m3", (-1, 1))),
+        "tensor": (CastSpec("e4m3", (-1, -1), "fp32"), CastSpec("e4m3", (-1, -1), "fp32")),
+        "tensor e5m2": (CastSpec("e5m2", (-1, -1), "fp32"), CastSpec("e5m2", (-1, -1), "fp32")),
+    }
+    found = [cast_variant("cast 128x128 rows", [(CastSpec("e4m3", (128, 128)), 1)], shape)]
+    for name, (row, col) in specs.items():
+        found.append(cast_variant(f"cast {name} both", [(row, 1), (col, 0)], shape))
+        found.append(cast_variant(f"cast {name} rows", [(row, 1)], shape))
+        found.append(cast_variant(f"cast {name} columns", [(col, 0)], shape))
+    found.append(cast_variant("cast row rows, 18944 long", [(specs["row"][0], 1)], (8192, 18944)))
+    for name in ("tensor", "tensor e5m2"):
+        found.append(cast_variant(f"cast {name} rows, scale given", [(specs[name][0], 1)], shape, given=True))
+    ints = dict.fromkeys(("stride_b", "stride_r", "stride_c", "M", "K", "across"), "i32")
+    maxima = {"x_ptr": "*bf16", **ints}
+    maxima |= dict.fromkeys(("rows_ptr", "cols_ptr", "all_ptr", "sizes_ptr", "starts_ptr", "tiles_ptr"), "*i32")
+    for name, rows, cols, all_, tile in (
+        ("rows and columns", True, True, False, (128, 128)),
+        ("columns", False, True, False, (32, 128)),
+        ("tensor", False, False, True, (32, 128)),
+    ):
+        constants = {"ROWS": rows, "COLS": cols, "ALL": all_, "GROUPED": False, "EVEN": 16, "UNIT": True, "STEPS": 4}
+        constants |= {"TR": tile[0], "TC": tile[1]}
+        found.append(Variant(f"amax {name}", cast_tiles.amax_kernel, maxima, constants, 8 if rows else 4))
+    back = {"codes_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16"}
+    back |= dict.fromkeys(("stride_r", "stride_c", "scale_r", "scale_c", "M", "K", "across"), "i32")
+    constants = {"BR": 1, "BC": 128, "E5M2": False, "E8M0": False, "EVEN": 16, "TR": 32, "TC": 128}
+    found.append(Variant("dequantize 1x128", cast_tiles.dequantize_kernel, back, constants, 4))
+    relay_ = {"codes_ptr": "*u8", "out_ptr": "*u8"}
+    relay_ |= dict.fromkeys(("stride_b", "stride_f", "stride_k", "F", "K", "pitch", "across"), "i32")
+    constants = {"EVEN_F": 16, "EVEN_K": 16, "TF": 128, "TK": 128}
+    found.append(Variant("relay", cast_tiles.relay_kernel, relay_, constants, 8))
+    return found

@@ -85,6 +85,7 @@ def _block_max(values, NR: tl.constexpr, HR: tl.constexpr, NC: tl.constexpr, HC:
 def _emit(
     x,
     real,
+    ragged,
     batch,
     pid_r,
     pid_c,
@@ -133,7 +134,9 @@ def _emit(
         scale, bad = scale_of(top, POW2, E5M2)
     blocks = tl.reshape(x, [NR, HR, NC, HC])
     codes = encode(blocks, scale[:, None, :, None], bad[:, None, :, None], POW2, E5M2)
-    codes = tl.where(real, tl.reshape(codes, [TR, TC]), 0)  # a bad block's padding too is zero
+    codes = tl.reshape(codes, [TR, TC])
+    if ragged:  # a bad block's padding too is zero
+        codes = tl.where(real, codes, 0)
 
     r = tl.arange(0, TR)[:, None]
     c = tl.arange(0, TC)[None, :]
@@ -209,15 +212,16 @@ def cast_kernel(
     x, real = _load(
         x_ptr, batch, stride_b, stride_r, stride_c, pid_r * TR, pid_c * TC, end, K, EVEN, UNIT, TR, TC
     )  # fmt: skip
+    ragged = (pid_r * TR + TR > end) | (pid_c * TC + TC > K)
     if CAST1 is not None:
         _emit(
-            x, real, batch, pid_r, pid_c, group, M, K, codes1_ptr, pitch1, scale1_ptr, scale1_b, scale1_r, scale1_c,
-            amax1_ptr, given1_ptr, CAST1, 1, TR, TC,
+            x, real, ragged, batch, pid_r, pid_c, group, M, K, codes1_ptr, pitch1, scale1_ptr, scale1_b, scale1_r,
+            scale1_c, amax1_ptr, given1_ptr, CAST1, 1, TR, TC,
         )  # fmt: skip
     if CAST0 is not None:
         _emit(
-            x, real, batch, pid_r, pid_c, group, M, K, codes0_ptr, pitch0, scale0_ptr, scale0_b, scale0_r, scale0_c,
-            amax0_ptr, given0_ptr, CAST0, 0, TR, TC,
+            x, real, ragged, batch, pid_r, pid_c, group, M, K, codes0_ptr, pitch0, scale0_ptr, scale0_b, scale0_r,
+            scale0_c, amax0_ptr, given0_ptr, CAST0, 0, TR, TC,
         )  # fmt: skip
 
 

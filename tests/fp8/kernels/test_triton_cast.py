@@ -1,0 +1,290 @@
+"""Casts in Triton against the executable specification: every code, every scale, and where they lie."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from octavo.fp8 import cast as reference
+from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.kernels import layout
+from octavo.fp8.kernels.triton_kernels import cast
+from octavo.fp8.kernels.triton_kernels.launch import launches
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), (64, 32))
+KINDS = ("fp32", "pow2", "e8m0")
+
+
+def spread(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Normal values whose magnitudes differ by row and by column, so that blocks of another shape would show."""
+    gen = torch.Generator().manual_seed(seed + 1000 * rows + cols)
+    x = torch.randn(rows, cols, generator=gen)
+    x *= torch.exp2(torch.randint(-6, 4, (rows, 1), generator=gen).float())
+    x *= torch.exp2(torch.randint(-6, 4, (1, cols), generator=gen).float())
+    return x.to(dtype).to(DEVICE)
+
+
+def assert_same(got: Quantized, x: torch.Tensor, spec: CastSpec, want: Quantized | None = None) -> None:
+    """Codes as bytes and scales as patterns are the reference's."""
+    want = want or reference.quantize(x.cpu(), spec)
+    codes, expected = got.data.view(torch.uint8).cpu(), want.data.view(torch.uint8)
+    assert codes.shape == expected.shape and got.data.dtype == want.data.dtype and got.spec == spec
+    wrong = (codes != expected).nonzero()
+    at = tuple(wrong[0].tolist()) if len(wrong) else ()
+    assert not len(wrong), f"{len(wrong)} codes of {spec}: at {at} {codes[at]:#x}, not {expected[at]:#x}"
+    assert got.scale.shape == want.scale.shape and got.scale.dtype == want.scale.dtype
+    scale, expected = reference.scale_fp32(got).cpu(), reference.scale_fp32(want)
+    same = (scale.contiguous().view(torch.int32) == expected.view(torch.int32)) | (scale.isnan() & expected.isnan())
+    assert bool(same.all()), f"scales of {spec}: {scale[~same][:4]}, not {expected[~same][:4]}"
+
+
+def assert_laid(q: Quantized, contract: int) -> None:
+    """``k_major`` copies nothing, and all padding is zero."""
+    operand = layout.k_major(q, contract)
+    assert operand.codes.data_ptr() == q.data.data_ptr(), f"codes of {q.spec} are copied for contraction {contract}"
+    if q.scale.numel():
+        assert operand.scale.data_ptr() == q.scale.data_ptr(), f"scales of {q.spec} are copied for {contract}"
+    codes = operand.codes.view(torch.uint8).clone()
+    codes[: operand.free, : operand.contracted] = 0
+    assert not bool(codes.any()), f"padding of {q.spec} for contraction {contract} is not zero"
+
+
+@pytest.mark.parametrize("contract", [1, 0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_cast_is_the_references_and_lies_where_its_gemm_wants_it(block, kind, contract):
+    spec = CastSpec("e5m2" if kind == "pow2" else "e4m3", block, kind)
+    x = spread(133, 172)
+    q = cast.quantize(x, spec, contract)
+    assert_same(q, x, spec)
+    assert_laid(q, contract)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((1, -1), (-1, 1)), ((-1, -1), (-1, -1)), ((1, 128), (-1, 1))],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["fp32", "e8m0"])
+def test_both_layouts_at_once_are_the_two_casts(pair, kind):
+    row, col = CastSpec("e4m3", pair[0], kind), CastSpec("e5m2", pair[1], kind)
+    x = spread(70, 200)
+    with launches() as seen:
+        first, second = cast.quantize_both(x, row, col)
+    assert seen["cast_kernel"] == 1, seen
+    assert seen["amax_kernel"] == int(any(-1 in b for b in pair)), seen
+    for q, spec, contract in ((first, row, 1), (second, col, 0)):
+        assert_same(q, x, spec)
+        assert_laid(q, contract)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "make", ["plain", "transposed", "rows of a wider one", "every other column", "expanded", "3-D"]
+)
+def test_inputs_of_any_dtype_and_strides_are_read_in_place(dtype, make):
+    wide = spread(40, 260, dtype)
+    x = {
+        "plain": wide,
+        "transposed": wide.t(),
+        "rows of a wider one": wide[3:, 5:150],
+        "every other column": wide[:, ::2],
+        "expanded": wide[:1].expand(20, -1),
+        "3-D": wide.view(4, 10, 260),
+    }[make]
+    for block, contract in itertools.product(((1, 32), (-1, 1)), (1, 0)):
+        spec = CastSpec("e4m3", block, "pow2")
+        q = cast.quantize(x, spec, contract)
+        assert_same(q, x, spec)
+        if x.dim() == 2:
+            assert_laid(q, contract)
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (5, 0), (0, 0), (1, 1), (2, 0, 7)], ids=str)
+def test_empty_and_tiny_matrices(shape):
+    x = torch.full(shape, -3.0, dtype=torch.bfloat16, device=DEVICE)
+    for block, kind in itertools.product(((1, 128), (-1, 1), (-1, -1), (32, 1)), ("pow2", "e8m0")):
+        spec = CastSpec("e4m3", block, kind)
+        assert_same(cast.quantize(x, spec, 0), x, spec)
+    spec = CastSpec("e4m3", (-1, -1), "fp32")
+    scale = torch.tensor(0.37, device=DEVICE)
+    got = cast.quantize_with_scale(x, scale, spec)
+    assert_same(got, x, spec, reference.quantize_with_scale(x.cpu(), scale.cpu(), spec))
+
+
+def awkward() -> torch.Tensor:
+    """fp32 [12, 160], a kind of value a row: zeros, bad ones, subnormals, edges of the pow2 rule."""
+    x = spread(12, 160, torch.float32)
+    x[0] = 0
+    x[1, 7] = float("nan")
+    x[2, 130] = float("-inf")
+    x[3] = -0.0
+    x[4] = -1e-40
+    x[5] *= 1e-7
+    x[6] = torch.linspace(-1, 1, 160) * 1.75 * 2.0**-30
+    x[7, 3] = torch.tensor(1.75 * 2.0**9).nextafter(torch.tensor(torch.inf))
+    x[8] *= 2.0**-99
+    x[9] *= 2.0**-120
+    x[10] = 3e38
+    x[11, 0] = -float("nan")
+    return x
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_awkward_values(fmt, kind):
+    x = awkward()
+    for block in ((1, 32), (1, -1), (1, 128)):
+        spec = CastSpec(fmt, block, kind)
+        assert_same(cast.quantize(x, spec, 1), x, spec)
+    fine = x[[0, 3, 4, 5, 6, 7, 8, 9]]
+    for y in (x, fine):
+        for block in ((-1, 1), (-1, -1), (32, 1)):
+            spec = CastSpec(fmt, block, kind)
+            q = cast.quantize(y, spec, 0)
+            assert_same(q, y, spec)
+            assert_laid(q, 0)
+
+
+def test_the_padding_of_a_bad_block_is_zero():
+    x = spread(3, 20)
+    x[1, 1] = float("nan")
+    for block, contract in itertools.product(((1, 128), (128, 128), (-1, -1), (1, -1), (32, 1)), (1, 0)):
+        assert_laid(cast.quantize(x, CastSpec("e4m3", block, "pow2"), contract), contract)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128)], ids=str)
+def test_given_scales_saturate_and_bad_blocks_stay_bad(block, kind):
+    spec = CastSpec("e4m3", block, kind)
+    x = spread(40, 150)
+    for bad in (False, True):
+        if bad:
+            x[5, 100] = float("inf")
+        lay = reference.layout(40, 150, block)
+        grid = torch.full(lay.grid, 2.0**-9 if kind != "fp32" else 0.0021)
+        grid[0, 0] = 0.125
+        amax = reference.quantize(x.cpu(), CastSpec("e4m3", block, "fp32")).scale * 448
+        for contract, scale, top in ((1, grid, None), (0, grid[0, 0], amax)):
+            want = reference.quantize_with_scale(x.cpu(), scale, spec, top)
+            with launches() as seen:
+                got = cast.quantize_with_scale(
+                    x, scale.to(DEVICE), spec, top if top is None else top.to(DEVICE), contract
+                )
+            assert top is None or seen == {"cast_kernel": 1}, seen
+            assert_same(got, x, spec, want)
+            assert_laid(got, contract)
+
+
+@pytest.mark.parametrize("scale", [2.0**-127, 2.0**-126, 2.0**126, 2.0**127])
+def test_given_powers_of_two_reach_both_ends_of_e8m0(scale):
+    spec = CastSpec("e4m3", (-1, -1), "e8m0")
+    x = torch.tensor([[1e-38, -3e38, 0.0, 5e-39, 1.0, -2e-36, 3e38, 1e-45]]).to(DEVICE)
+    want = reference.quantize_with_scale(x.cpu(), torch.tensor(scale), spec)
+    assert_same(cast.quantize_with_scale(x, torch.tensor(scale, device=DEVICE), spec), x, spec, want)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    cols=st.integers(1, 140),
+    block=st.sampled_from(BLOCKS),
+    kind=st.sampled_from(KINDS),
+    fmt=st.sampled_from(["e4m3", "e5m2"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    contract=st.sampled_from([0, 1]),
+    power=st.integers(-40, 8),
+    turned=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_matrix(rows, cols, block, kind, fmt, dtype, contract, power, turned, seed):
+    x = (spread(rows, cols, torch.float32, seed) * 2.0**power).to(dtype)
+    x = x.t() if turned else x
+    spec = CastSpec(fmt, block, kind)
+    q = cast.quantize(x, spec, contract)
+    assert_same(q, x, spec)
+    assert_laid(q, contract)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_codes_of_one_contraction_are_laid_out_for_the_other(block):
+    spec = CastSpec("e4m3", block, "pow2")
+    x = spread(150, 43)
+    for q in (cast.quantize(x, spec, 1), cast.quantize(x, spec, 0), reference.quantize(x, spec)):
+        for contract in (1, 0):
+            with launches() as seen:
+                got, want = cast.relaid(q, contract), layout.k_major(q, contract)
+            assert seen == ({} if layout.lies(q, contract) else {"relay_kernel": 1}), seen
+            assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+            assert torch.equal(got.scale, want.scale) and got[2:] == want[2:]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_dequantize_is_the_references(block):
+    x = spread(40, 150)
+    x[3, 3] = float("nan")
+    for fmt, kind, dtype in (("e4m3", "e8m0", torch.bfloat16), ("e5m2", "fp32", torch.float16)):
+        for contract in (1, 0):
+            q = cast.quantize(x, CastSpec(fmt, block, kind), contract)
+            for to in (dtype, torch.float32):
+                got, want = cast.dequantize(q, to), reference.dequantize(q, to)
+                assert got.dtype == want.dtype and got.is_contiguous()
+                assert bool(((got == want) | (got.isnan() & want.isnan())).all())
+    lead = spread(6, 40).view(2, 3, 40)
+    q = cast.quantize(lead, CastSpec("e4m3", (1, 32), "pow2"), 0)
+    assert torch.equal(cast.dequantize(q, torch.float64), reference.dequantize(q, torch.float64))
+
+
+def test_what_cannot_be_cast_says_so():
+    spec = CastSpec("e4m3", (1, 128), "pow2")
+    with pytest.raises(CastError, match="x.float"):
+        cast.quantize(torch.ones(3, 3, dtype=torch.int32), spec)
+    with pytest.raises(CastError, match="reshape"):
+        cast.quantize(torch.tensor(1.0), spec)
+    with pytest.raises(CastError, match="use the reference"):
+        cast.quantize(torch.ones(3, 300), CastSpec("e4m3", (1, 100), "pow2"))
+    with pytest.raises(CastError, match="2 x 2 blocks"):
+        cast.quantize_with_scale(torch.ones(2, 256), torch.ones(3), spec)
+    q = cast.quantize(spread(4, 256), spec)
+    with pytest.raises(CastError, match="same cast"):
+        cast.dequantize(q._replace(scale=q.scale[:2]))
+
+
+COMPILED = """
+import re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from octavo.fp8.kernels.triton_kernels import cast
+
+for v in cast.variants():
+    if v.name not in ("cast 1x128 both", "cast 1x128 rows"):
+        continue
+    for sm in (89, 90):
+        aligned = [i for i, n in enumerate(v.kernel.arg_names) if n in v.signature and n not in ("M", "across")]
+        source = ASTSource(v.kernel, v.signature, v.constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+        options = {"num_warps": v.num_warps, "maxnreg": 128}
+        ptx = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options).asm["ptx"]
+        layouts = 2 if v.name.endswith("both") else 1
+        values = v.constants["TR"] * v.constants["TC"] // (32 * v.num_warps)
+        assert len(re.findall("cvt.rn.satfinite.e4m3x2.f32", ptx)) == values // 2 * layouts, (v.name, sm)
+        assert "f16" not in ptx and "ftz" not in ptx, (v.name, sm)
+        assert len(re.findall("ld.global.v4.b32", ptx)) == values // 8, (v.name, sm)
+        assert len(re.findall("st.global.v4.b32", ptx)) == values // 16 * layouts, (v.name, sm)
+"""
+
+
+def test_compiled_casts_round_once_and_move_sixteen_bytes_at_a_time():
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
