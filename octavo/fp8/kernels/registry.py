@@ -8,6 +8,7 @@ asked for by name is met or raises; nothing falls back in silence. The choice is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -183,7 +184,13 @@ class Borrower(Backend):
         return self._lender(spec, w, "grouped_fwd").quantize_experts(w, spec, contract)
 
     def _lender(self, spec: CastSpec, x: Tensor, op: str = "quantize") -> Backend:
-        return select(op, recipe_or_spec=spec, device=x.device, shape=x.shape).backend
+        return _lender(tuple(_backends), op, spec, x.device, x.shape)
+
+
+@lru_cache(maxsize=4096)
+def _lender(registered: tuple[str, ...], op: str, spec: CastSpec, device: torch.device, shape: torch.Size) -> Backend:
+    """Who casts, remembered, since every cast of every step asks. ``registered`` forgets it with a new backend."""
+    return select(op, recipe_or_spec=spec, device=device, shape=shape).backend
 
 
 class Selection(NamedTuple):
