@@ -2,13 +2,17 @@
 
 octavo plan run.yaml
 octavo plan run.yaml fp8.recipe=rowwise --all
+octavo plan run.yaml --why                                     backends, and what each one that was passed over lacks
+octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   FP8 only where it is measured to win; see docs/plan.md
 octavo plan --shape qwen3_vl_8b fp8.image_projector.recipe=rowwise
+octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from octavo.cli import arguments, terminal
@@ -19,52 +23,164 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser, file="?")
     parser.add_argument("--shape", metavar="NAME", help="instead of a file: a published model by its dimensions")
     parser.add_argument("--all", action="store_true", help="list repeated layers one by one")
+    parser.add_argument("--why", action="store_true", help="also list the backend of each GEMM and those passed over")
+    parser.add_argument(
+        "--measure", action="store_true", help="time every distinct layer on this GPU; FP8 only where it wins"
+    )
+    parser.add_argument(
+        "--tokens",
+        metavar="PART=N,...",
+        type=_tokens,
+        help="tokens of one forward through each part, e.g. image_encoder=4096,foundation=8192 (else: from the data)",
+    )
+    parser.add_argument("--cache", metavar="FILE", help="where measurements are kept (else: the user's cache folder)")
+    parser.add_argument("--save", metavar="FILE", help="write the plan to a file that can be edited and used: fp8.plan")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.shape is not None:
-        plan, family, notes = _of_shape(args)
-    elif args.file is None:
-        raise arguments.UsageError("name a configuration file, or a published model: octavo plan --shape qwen3_vl_8b")
-    else:
-        cfg = arguments.config(args)
+    if args.cache is not None and not args.measure:
+        raise arguments.UsageError("--cache holds measurements; add --measure, or leave it out")
+    cfg = _config(args)
+    if args.measure and cfg.fp8.plan is not None:
+        raise arguments.UsageError(
+            f"--measure makes a plan, and the configuration takes one from {cfg.fp8.plan}; leave one of them out "
+            "(fp8.plan=null)"
+        )
 
-        from octavo.train import planning
+    from octavo import fp8
+    from octavo.train import planning
 
-        plan, family, notes = planning.plan_for(cfg)
+    model, family, count = _model(args, cfg)
+    tokens = measurements = None
+    if args.measure:
+        _need_a_gpu()
+        tokens, measurements = _measured(args, cfg, model, family, count)
+    elif args.tokens is not None:
+        tokens = count()
+    plan, family, notes = planning.plan_model(cfg, model, family, 1, tokens, measurements)
+    prediction = None if tokens is None else planning.predict(plan, model, tokens)
+    if args.measure and not planning.leaves_open(cfg):
+        notes = (*notes, _HINT)
+    if args.save is not None:
+        fp8.save_plan(plan, args.save)
+        terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
     if args.json:
-        terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes)})
+        more = {} if prediction is None else {"prediction": prediction.to_json()}
+        terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
     else:
-        show(plan, notes, everything=args.all)
+        show(plan, notes, everything=args.all, why=args.why)
+        for sentence in [] if prediction is None else prediction.sentences():
+            print(sentence)
     return 0
 
 
-def _of_shape(args: argparse.Namespace) -> tuple[Any, Any, Sequence[str]]:
-    """The plan of a published model: `model.path`, data and steps do not matter, all other settings do."""
+_HINT = (
+    "octavo train runs the recipe as it is written; to run this plan, save it (--save FILE, then fp8.plan: FILE), or "
+    "set fp8.recipe: auto"
+)
+
+
+def _config(args: argparse.Namespace) -> Any:
+    """The configuration; with --shape `model.path`, data and steps do not matter, all other settings do."""
+    if args.shape is None:
+        if args.file is None:
+            raise arguments.UsageError(
+                "name a configuration file, or a published model: octavo plan --shape qwen3_vl_8b"
+            )
+        return arguments.config(args)
     if args.file is not None:  # without a file the first setting stands in its place
         if "=" not in args.file:
             raise arguments.UsageError(f"--shape takes the place of the file; leave out {args.file} or --shape")
         args.overrides.insert(0, args.file)
+    if args.measure and args.tokens is None:
+        raise arguments.UsageError(
+            "a published shape comes without data: say how many tokens one forward has, e.g. --tokens foundation=8192"
+        )
     settings = [f"model.path={args.shape}", "data.train=[{path: none}]", "train.steps=1"]
-    cfg = load_config(None, [*settings, *arguments.overrides(args)])
+    return load_config(None, [*settings, *arguments.overrides(args)])
 
+
+def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
+    """(model without weights, family, what counts its tokens)."""
     from octavo import models
     from octavo.models import shapes
+    from octavo.train import build, planning, tokens
+
+    if args.shape is not None:
+        model, family = shapes.shape_model(args.shape)
+        models.freeze(model, family, cfg.model.freeze)
+    else:
+        model, family = planning.model_of(cfg)
+
+    def count() -> Any:
+        if args.tokens is not None:
+            return tokens.given(cfg, family, args.tokens)
+        processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
+        return tokens.count(build.data_settings(cfg), processor, family, model.config)
+
+    return model, family, count
+
+
+def _need_a_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise arguments.UsageError(
+            "--measure needs a GPU: on a CPU FP8 is emulated, and its times say nothing about where it pays. Measure "
+            "on the machine that will train; without --measure, recipe auto goes by the table in docs/plan.md"
+        )
+
+
+def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count: Callable[[], Any]) -> tuple[Any, Any]:
+    import torch
+
     from octavo.train import planning
 
-    model, family = shapes.shape_model(args.shape)
-    models.freeze(model, family, cfg.model.freeze)
-    return planning.plan_model(cfg, model, family)
+    tokens = count()
+    with _progress() as tell:
+        found = planning.measured(cfg, model, family, torch.device("cuda"), tokens, tell, args.cache)
+    return tokens, found
 
 
-def show(plan: Any, notes: Sequence[str], everything: bool) -> None:
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on a terminal, a line for each case elsewhere; on stderr."""
+    console = terminal.console()
+    if not console.is_terminal:
+        yield lambda done, total, what: terminal.note(f"measured {done} of {total}{what and ': now ' + what}")
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _tokens(text: str) -> dict[str, int]:
+    """An argparse type: ``part=N,part=N``."""
+    out: dict[str, int] = {}
+    for pair in text.split(","):
+        name, _, number = (part.strip() for part in pair.partition("="))
+        if not name or not number.isdecimal() or name in out:
+            raise argparse.ArgumentTypeError(
+                f"expected each part once with a whole number, as in foundation=8192, found {pair!r}"
+            )
+        out[name] = int(number)
+    return out
+
+
+def show(plan: Any, notes: Sequence[str], everything: bool, why: bool = False) -> None:
     """The table, what it adds up to, and what else a reader should know."""
     from octavo.fp8 import plan_table
 
     rows = [_line(row) for row in plan.rows] if everything else plan_table.lines(plan)
     terminal.show_table(plan_table.HEAD, rows, right=(3,))
     print()
+    if why:
+        terminal.show_table(plan_table.WHY, [line.cells() for line in plan.backends()])
+        print()
     for sentence in [*plan_table.totals(plan), *(f"note: {note}" for note in notes)]:
         print(sentence)
 

@@ -93,6 +93,17 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["plan", "--shape", "qwen3_vl_8", "fp8.recipe=off"], 1, "did you mean 'qwen3_vl_8b'?"),
         (["plan", "--shape", "mpt_1b", "fp8.recpe=off"], 2, "fp8.recpe: unknown key; did you mean `recipe`?"),
         (["plan", "run.yaml", "model.path=nowhere"], 1, "nowhere"),
+        (["plan", "run.yaml", "--cache", "c.json"], 2, "--cache holds measurements; add --measure"),
+        (
+            ["plan", "run.yaml", "--measure", "fp8.plan=p.json"],
+            2,
+            "--measure makes a plan, and the configuration takes",
+        ),
+        (["plan", "run.yaml", "fp8.plan=p.json"], 1, "p.json cannot be read: No such file"),
+        (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published shape comes without data"),
+        (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each part once with a whole number"),
+        (["plan", "run.yaml", "--tokens", "fundation=8"], 1, "tokens were given for fundation, which qwen3_vl lacks"),
+        (["plan", "run.yaml", "--tokens", "image_encoder=8"], 1, "tokens are missing for foundation"),
         (
             ["plan", "run.yaml", "fp8.rules=[{match: '**.nothing', recipe: off}]"],
             1,
@@ -130,6 +141,63 @@ def test_plan_of_a_shape(capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["family"] and {row["component"] for row in plan["rows"]} >= {"foundation"}
     assert any(row["recipe"] is None and "rule" in row["reason"] for row in plan["rows"])
+
+
+def test_a_cpu_measures_nothing(here, capsys):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert main(["plan", "run.yaml", "--measure"]) == 2
+    assert "--measure needs a GPU: on a CPU FP8 is emulated" in capsys.readouterr().err
+    assert main(["plan", "run.yaml", "fp8.recipe=auto"]) == 0
+    assert "nothing was measured; recipes are those of the documented table" in capsys.readouterr().out
+
+
+def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys):
+    """On a machine whose times are known: FP8 wins for wide layers."""
+    from octavo import fp8
+    from octavo.cli import plan as command
+    from octavo.fp8.timing import Timed
+    from octavo.train import planning
+
+    def timer(case, calls, device):
+        return {n: Timed(1.0 if n == "high precision" else 0.5 if case.n > case.k else 2.0, 0, 0, 4) for n in calls}
+
+    def measured(cfg, model, family, device, tokens, progress, cache):
+        policy, machine = planning.policy_from(cfg), fp8.Machine("cpu2", "9.0")
+        return fp8.measure(
+            model, policy, family.components, tokens.counts,
+            device="cpu", cache=fp8.Cache(cache), progress=progress, timer=timer, machine=machine,
+        )  # fmt: skip
+
+    monkeypatch.setattr(command, "_need_a_gpu", lambda: None)
+    monkeypatch.setattr(planning, "measured", measured)
+    cache, file = tmp_path / "cache.json", tmp_path / "plan.json"
+    argv = ["plan", "run.yaml", "--measure", "--cache", str(cache), "--save", str(file)]
+    assert main(argv) == 0
+    got = capsys.readouterr()
+    assert "measured: BF16 1000.00 ms, best FP8 2000.00 ms (blockwise e4m3 on reference)" in got.out
+    assert "predicted step:" in got.out and "attention" in got.out and "not counted" in got.out
+    assert "octavo train runs the recipe as it is written" in got.out
+    assert "measured 0 of" in got.err and f"use it with fp8.plan: {file}" in got.err and cache.is_file()
+    assert main([*argv, "--json", "--why", "fp8.recipe=auto"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["prediction"]["gain"] != 0 and plan["backends"][0]["rejected"]
+    wide = {r["name"] for r in plan["rows"] if r["recipe"]}
+    assert wide and all(r["shape"][0] > r["shape"][1] for r in plan["rows"] if r["recipe"])
+    assert main(["plan", "run.yaml", f"fp8.plan={file}"]) == 1  # made for another GPU
+    assert "plan.json was made for cpu2 (compute capability 9.0), and this is a CPU" in capsys.readouterr().err
+    file.write_text(file.read_text().replace('"gpu": "cpu2", "capability": "9.0"', '"gpu": "cpu", "capability": null'))
+    assert main(["plan", "run.yaml", f"fp8.plan={file}", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert {r["name"] for r in again["rows"] if r["recipe"]} == wide
+
+
+def test_plan_says_why_a_backend_was_passed_over(here, capsys):
+    assert main(["plan", "run.yaml", "--why", "--tokens", "foundation=64,image_encoder=32"]) == 0
+    out = capsys.readouterr().out
+    assert "passed over" in out and "triton: " in out and "weigh every component by one token" not in out
 
 
 def test_plan_on_a_terminal_wraps_instead_of_cutting(here, monkeypatch, capsys):

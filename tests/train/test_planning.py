@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from octavo import fp8
+from octavo import data, fp8, models, parallel, train
+from octavo.fp8.timing import Timed
+from octavo.train import planning, tokens
 from octavo.train.planning import plan_for, policy_from
 
 
@@ -63,3 +67,142 @@ def test_delayed_on_ranks_says_that_histories_are_shared(make):
 def test_a_rule_that_matches_nothing_is_the_plan_error(make):
     with pytest.raises(fp8.PlanError, match="matches no linear layer"):
         plan_for(make('fp8.rules=[{match: "**.nowhere.**", recipe: off}]'))
+
+
+GPU = fp8.Machine("Fake H200", "9.0", "1", "2.11", "13.0", {})
+
+
+def known_times(case, calls, device):
+    """FP8 wins for the decoder's MLP alone, and tensorwise by most."""
+    out = {}
+    for name in calls:
+        seconds = 1.0
+        if name != "high precision":
+            wins = case.k >= 2 * case.n or case.n >= 2 * case.k
+            seconds = (0.5 if name.startswith("tensorwise") else 0.7) if wins else 1.3
+        out[name] = Timed(seconds, 0.0, 0.0, 4)
+    return out
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A machine with a GPU whose times are known, as far as planning sees; gives the cases that were measured."""
+    seen = []
+
+    def measured(cfg, model, family, device, counted, progress=None, cache=None):
+        def timer(case, calls, device):
+            seen.append(case)
+            return known_times(case, calls, device)
+
+        return fp8.measure(
+            model, policy_from(cfg), family.components, counted.counts, device="cpu", timer=timer, machine=GPU
+        )
+
+    monkeypatch.setattr(planning, "measured", measured)
+    return seen
+
+
+def plan_on_a_gpu(cfg, saved=None):
+    processor = models.load_processor(cfg.model.path)
+
+    def count(family, model):
+        return tokens.count(cfg, processor, family, model.config)
+
+    world = parallel.World(device=torch.device("cuda"))
+    return planning.plan_run(cfg, world, count, saved, lambda text: None)
+
+
+def test_auto_is_measured_with_the_tokens_of_the_data(make, fake_gpu):
+    cfg = make("fp8.recipe=auto")
+    plan, family, notes, prediction = plan_on_a_gpu(cfg)
+    counts = plan.tokens
+    assert set(counts) == set(family.components) and all(counts.values())
+    assert counts["image_projector"] * 4 == pytest.approx(counts["image_encoder"], abs=64)
+    assert {c.m for c in fake_gpu} <= set(counts.values()) and plan.micro_steps == 2
+    assert plan.rows and any(r.fp8 for r in plan.rows)
+    for row in plan.rows:
+        assert row.times is None or row.times.planned <= row.times.high
+        assert not row.fp8 or (row.recipe.name == "tensorwise" and row.times.planned < row.times.high)
+    assert prediction.gain > 0 and {"attention", "lm_head"} <= prediction.estimated.keys()
+    assert any("measured on Fake H200" in n for n in notes)
+
+
+def test_tokens_are_those_that_the_loader_gives(make):
+    cfg = make("data.workers=1")
+    processor = models.load_processor(cfg.model.path)
+    model, family = planning.model_of(cfg)
+    found = tokens.count(cfg, processor, family, model.config)
+    small = cfg.model_copy(update={"train": cfg.train.model_copy(update={"global_batch": cfg.train.micro_batch})})
+    loader = data.train_loader(small, processor)
+    batches = [batch for _ in range(tokens.MICRO_BATCHES) for batch in next(loader)]
+    loader.close()
+    mean = sum(b["input_ids"].numel() for b in batches) / len(batches)
+    patches = sum(len(b["pixel_values"]) for b in batches) / len(batches)
+    assert 0 <= found.counts["foundation"] - mean < 17 and 0 <= found.counts["image_encoder"] - patches < 17
+    assert found.counts["lm_head"] == found.counts["foundation"] and found.row == pytest.approx(mean / 2, abs=1)
+
+
+def test_tokens_of_a_model_without_images(make, place):
+    cfg = make(f"model.path={place / 'text'}")
+    model, family = planning.model_of(cfg)
+    given = tokens.given(cfg, family, {"foundation": 256})
+    assert given.counts == {"foundation": 256, "lm_head": 256} and given.row == 128
+    text = model.config
+    want = 3.5 * 2 * 256 * 128 * text.head_dim * text.num_attention_heads * text.num_hidden_layers
+    assert tokens.attention_flops(model.config, given) == want
+    with pytest.raises(train.TrainError, match="tokens were given for image_encoder, which qwen3 lacks"):
+        tokens.given(cfg, family, {"foundation": 1, "image_encoder": 1})
+    with pytest.raises(train.TrainError, match="tokens are missing for foundation"):
+        tokens.given(cfg, family, {})
+
+
+def test_auto_by_component_measures_that_component_alone(make, fake_gpu):
+    cfg = make("fp8.recipe=off", "fp8.foundation={recipe: auto}")
+    plan, _, _, _ = plan_on_a_gpu(cfg)
+    assert {r.component for r in plan.rows if r.fp8} == {"foundation"}
+    assert {c.m for c in fake_gpu} == {plan.tokens["foundation"]}
+
+
+def test_without_a_gpu_auto_says_that_nothing_was_measured(make, fake_gpu):
+    plan, _, notes = plan_for(make("fp8.recipe=auto"))
+    assert {r.recipe.name for r in plan.rows if r.fp8} == {"blockwise"} and not fake_gpu
+    assert any("nothing was measured" in n and "docs/plan.md" in n for n in notes)
+    named, _, _ = plan_for(make("fp8.recipe=auto", "fp8.candidates=[rowwise]"))
+    assert {r.recipe.name for r in named.rows if r.fp8} == {"rowwise"}
+
+
+def test_a_run_with_auto_goes_on_with_the_plan_it_began_with(make):
+    cfg = make("fp8.recipe=auto", "train.steps=3", "run.save_every=1", "data.eval=[]")
+    first = train.run(cfg)
+    kept = json.loads((first.dir / "plan.json").read_text())
+    assert kept["octavo_plan"] == 1 and any("nothing was measured" in n for n in kept["notes"])
+    assert {r["recipe"]["name"] for r in kept["rows"] if r["recipe"]} == {"blockwise"}
+    for line in kept["layers"]:  # as if it had been measured elsewhere
+        if line["recipe"] == "blockwise":
+            line["recipe"] = "rowwise"
+    kept["machine"] |= {"gpu": "NVIDIA L4", "capability": "8.9"}
+    (first.dir / "plan.json").write_text(json.dumps(kept))
+    model, _, _ = train.load_run(first.dir)
+    assert {m.recipe.name for m in model.modules() if isinstance(m, fp8.Linear)} == {"rowwise"}
+    plan, _, _, _ = plan_on_a_gpu(cfg, first.dir / "plan.json")
+    assert {r.recipe.name for r in plan.rows if r.fp8} == {"rowwise"}
+    assert any("made for NVIDIA L4" in n for n in plan.notes)
+
+
+def test_a_plan_file_decides_and_its_run_resumes(make, tmp_path):
+    plan, _, _ = plan_for(make("fp8.recipe=rowwise"))
+    file = fp8.save_plan(plan, tmp_path / "plan.json")
+    text = file.read_text()
+    at = text.index('"recipe": "rowwise"')
+    file.write_text(text[:at] + '"recipe": "tensorwise"' + text[at + len('"recipe": "rowwise"') :].replace(
+        '"format": "e4m3"', '"format": "hybrid"', 1))  # fmt: skip
+    cfg = make(f"fp8.plan={file}", "train.steps=2", "train.warmup=0", "run.save_every=1", "data.eval=[]")
+    first = train.run(cfg)
+    proof = json.loads((first.dir / "proof.json").read_text())
+    assert proof["fp8_gemms"] > 0
+    rows = json.loads((first.dir / "plan.json").read_text())["rows"]
+    assert {r["recipe"]["name"] for r in rows if r["recipe"]} == {"rowwise", "tensorwise"}
+    file.unlink()  # the run has its own
+    (first.dir / "result.json").unlink()
+    again = train.run(cfg.with_overrides([f"run.resume={first.dir}/checkpoints/step_1"]))
+    assert again.losses() == first.losses()
