@@ -4,7 +4,7 @@ torch multiplies and does not cast; the casts come from whichever backend :func:
 is to hand over what the operation asks for, and that differs by the kind of scaling. With a [m, k] times b [n, k].T::
 
     tensor   one scale each                                          sm 8.9 and later
-    row      scales [m, 1] and [1, n]                                sm 8.9 and later; on 9.0 with CUDA 12.9
+    row      scales [m, 1] and [1, n]                                sm 8.9 to 10.x; on 9.0 with CUDA 12.9
     block    1x128 by 128x128: scales [m, k/128] with stride (1, m),
              [k/128 rounded up to 4, n/128] with stride (1, that)    sm 9.x, CUDA 12.9
     line     1x128 by 1x128: as a's above, for both                  sm 9.x, CUDA 12.9
@@ -147,6 +147,8 @@ def lacks_on_gpu(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) 
     if kind == "row" and capability[0] == 9 and cuda < (12, 9):
         # Before cuBLAS had it, a CUTLASS kernel served, which reads scales out of bounds (pytorch#133334).
         return f"one scale a row needs CUDA 12.9 or later on compute capability 9.0, {built}"
+    if kind == "row" and capability >= (11, 0):
+        return f"one scale a row was refused by cuBLAS beyond compute capability 10.x (pytorch#192707), {here}"
     return None
 
 

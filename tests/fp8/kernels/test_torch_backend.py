@@ -184,7 +184,8 @@ ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
     [
         *((kind, AMPERE, (13, 0), "compute capability 8.9 or later, this GPU has 8.0") for kind in tb._SCALINGS),
         *((("tensor"), gpu, (12, 6), None) for gpu in (ADA, HOPPER, B200, CONSUMER)),
-        *(("row", gpu, (12, 8), None) for gpu in (ADA, B200, CONSUMER)),
+        *(("row", gpu, (12, 8), None) for gpu in (ADA, B200)),
+        ("row", CONSUMER, (13, 0), "refused by cuBLAS beyond compute capability 10.x"),
         ("row", HOPPER, (12, 9), None),
         ("row", HOPPER, (12, 8), "one scale a row needs CUDA 12.9 or later on compute capability 9.0"),
         ("block", HOPPER, (13, 0), None),
