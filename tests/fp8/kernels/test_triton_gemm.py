@@ -6,7 +6,11 @@ sums of |a| |b| may be off, no more: so a scale of the wrong row, column or bloc
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -161,6 +165,19 @@ def test_bad_values_reach_what_they_touch_and_no_more(title: str, bad: float) ->
         assert torch.equal(got.isnan(), (touched > 0).expand(20, 24))
 
 
+@pytest.mark.parametrize("kind", ["fp32", "e8m0"])
+@pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (1, 32)], ids=str)
+def test_a_bad_scale_alone_is_enough(block: tuple[int, int], kind: str) -> None:
+    """Codes that look sound under a scale of NaN, as a bad amax from elsewhere would leave them."""
+    x_q, w_q = (cast.quantize(torch.ones(rows, 140), CastSpec("e4m3", block, kind)) for rows in (130, 9))
+    scale = x_q.scale.view(torch.uint8) if kind == "e8m0" else x_q.scale
+    scale[1, -1] = 0xFF if kind == "e8m0" else math.nan
+    got = gemm(x_q, 1, w_q, 1, torch.float32).isnan()
+    first = 1 if block[0] == 1 else 128
+    touched = torch.arange(130) // first == 1
+    assert torch.equal(got, touched[:, None].expand(130, 9))
+
+
 def test_small_gradients_survive() -> None:
     """1e-7 and below: scales of 2^-30 and their product are in no danger."""
     casts = recipe("blockwise").wgrad
@@ -241,6 +258,35 @@ def test_small_products_take_small_tiles_and_each_form_its_own() -> None:
     assert tiles.choose(8192, 8192, slow, hopper)[:2] == (128, 128)
     assert tiles.choose(64, 1152, slow, hopper)[:2] == (64, 64)
     assert tiles.choose(512, 1152, slow, hopper)[:2] == (64, 128)
+
+
+COUNT = """
+import json, re
+from octavo.fp8.kernels import aot
+from octavo.fp8.kernels.triton_kernels import gemm
+found = {}
+for variant in gemm.variants():
+    arch, which = variant.architectures[0], variant.name.split()[2]
+    if variant.name.startswith("gemm tensorwise fwd") or variant.name.startswith("gemm tensorwise dgrad"):
+        text = aot._compile(variant, arch).asm["ptx"]
+        found[f"{arch} {which}"] = [len(re.findall(p, text)) for p in (r"\\badd\\.(rn\\.)?f32", r"mma")]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.long
+def test_gradients_are_promoted_in_the_compiled_code() -> None:
+    """Where tensor cores sum coarsely, each step's product of dgrad goes through one fp32 addition a value (64 a
+    thread); forward GEMMs have none, and neither has SM100, whose sums are fp32."""
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COUNT], env=environ, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert {key: adds for key, (adds, _) in found.items()} == {
+        f"{arch} {which}": 64 if which == "dgrad" and arch != 100 else 0
+        for arch in (89, 90, 100, 120)
+        for which in ("fwd", "dgrad")
+    }
+    assert all(products for _, products in found.values())
 
 
 def test_forms_have_names_of_their_own() -> None:

@@ -29,7 +29,21 @@ from octavo.fp8.kernels.layout import ceil_div
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, Variant
 from octavo.fp8.recipe import recipe
 
-__all__ = ["Form", "Gpu", "Grain", "Tile", "choose", "constants", "form", "forms", "gpu_of", "grain", "plain", "source"]
+__all__ = [
+    "Form",
+    "Gpu",
+    "Grain",
+    "Tile",
+    "candidates",
+    "choose",
+    "constants",
+    "form",
+    "forms",
+    "gpu_of",
+    "grain",
+    "plain",
+    "source",
+]
 
 GROUP = 8  # row tiles that go down together: see contraction.place
 STEP = 128
@@ -146,10 +160,10 @@ def choose(rows: int, cols: int, what: Form, gpu: Gpu, batch: int = 1) -> Tile:
         programs = batch * ceil_div(rows, m) * ceil_div(cols, n)
         return ceil_div(programs, gpu.processors) * m * n / rate
 
-    return min(_candidates(what, gpu), key=cost)[0]
+    return min(candidates(what, gpu), key=cost)[0]
 
 
-def _candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:
+def candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:
     """The tiles of a form, each with its rate."""
     k = 32 if what.fine else STEP
     table = (_TWICE if what.twice else _WIDE)[family(gpu.sm)]
@@ -204,7 +218,7 @@ def forms(
         gpu = Gpu(arch, 132)
         what = form(grain(casts.a, dims[0]), grain(casts.b, dims[1]), fast=which == "fwd", gpu=gpu)
         large = choose(8192, 8192, what, gpu)
-        chosen = [t for t, _ in _candidates(what, gpu)] if every_tile and title == "blockwise" else [large]
+        chosen = [t for t, _ in candidates(what, gpu)] if every_tile and title == "blockwise" else [large]
         for tile in chosen:
             if (arch, what, tile) in seen:
                 continue
