@@ -199,6 +199,12 @@ class TrainSection(Section):
     recompute: Literal["none", "full"] = Field(
         default="none", description="full: keep only block inputs and run the forward again in backward."
     )
+    compile: bool = Field(
+        default=False,
+        description="Run every block of the vision tower and the language model under torch.compile. The first step of "
+        "each component and the steps with health figures run eagerly, because they are counted by layer. Compiling "
+        "takes minutes at the start and pays in long runs; needs a C++ compiler on a CPU, Triton on a GPU.",
+    )
 
 
 class OptimizerSection(Section):

@@ -19,7 +19,7 @@ from torch import nn
 
 from octavo import checkpoint, data, environment, fp8, models, parallel
 from octavo.config import Config
-from octavo.train import planning, routing, rundir, tokens
+from octavo.train import compiled, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, keep_towers_running, wants_bf16
 from octavo.train.optim import adamw
@@ -85,6 +85,8 @@ def build(
     forward = Forward(model, world, wants_bf16(cfg, world.device))
     keep_towers_running(model, family, forward, world)
     parallel.shard(model, family, world)
+    if cfg.train.compile:
+        compiled.compile_blocks(model, family)
     optimizer = adamw(model, cfg)
     stepper = Stepper(cfg, model, family, optimizer, world, forward, balance, load if load.layers else None)
     progress = resume(stepper, start, say)

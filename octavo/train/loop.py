@@ -12,7 +12,7 @@ from typing import Any
 from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.train import build as assembly
-from octavo.train import gain, rundir
+from octavo.train import compiled, gain, rundir
 from octavo.train.build import Job
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
@@ -223,7 +223,8 @@ class _Loop:
         progress, stepper = self.job.progress, self.job.stepper
         if progress.in_a_row < PATIENCE:
             return
-        where = first_source(self.job.model, lambda: [stepper.backward(batch, 1.0) for batch in batches])
+        with compiled.step(self.cfg.train.compile, eager=True):  # its hooks look inside blocks
+            where = first_source(self.job.model, lambda: [stepper.backward(batch, 1.0) for batch in batches])
         raise TrainError(
             f"{PATIENCE} steps in a row, up to step {progress.step}, had a loss or a gradient that is not finite: "
             f"{where}. Lower train.lr, look at the data of these steps, or keep that layer out of FP8 with a rule "

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.parallel import World
-from octavo.train import losses
+from octavo.train import compiled, losses
 from octavo.train.forward import Forward
 from octavo.train.memory import Kept
 from octavo.train.optim import set_lr, trained
@@ -75,7 +75,8 @@ class Stepper:
             load.begin(self.world.device)
         histories = fp8.scaling_state(self.model)  # empty unless a recipe is delayed
         set_lr(self.optimizer, lr)
-        with _maybe(fp8.count_gemms, look.gemms) as counts, _maybe(fp8.health, look.health) as health:
+        counted = compiled.step(self.cfg.train.compile, eager=look.gemms or look.health)
+        with counted, _maybe(fp8.count_gemms, look.gemms) as counts, _maybe(fp8.health, look.health) as health:
             totals = self._totals(batches)
             both = torch.zeros(2, dtype=torch.float32, device=self.world.device)
             for batch in batches:

@@ -1,0 +1,65 @@
+"""`train.compile`: the same training, its blocks compiled."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from octavo import train
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Compile without generating code, and count the graphs."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    made = []
+
+    def count(graph, inputs, **options):
+        made.append(graph)
+        return aot_eager(graph, inputs, **options)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    return made
+
+
+COMMON = ("train.steps=4", "train.warmup=0", "data.eval=[]")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_losses_and_the_proof_are_those_of_eager_training(make, graphs, recompute: str):
+    common = (*COMMON, f"train.recompute={recompute}", "run.health_every=3")
+    plain = train.run(make(*common, dir="plain"))
+    assert not graphs
+    compiled = train.run(make(*common, "train.compile=true", dir="compiled"))
+    assert compiled.losses() == plain.losses()
+    proofs = [json.loads((r.dir / "proof.json").read_text()) for r in (plain, compiled)]
+    assert proofs[0] == proofs[1] and proofs[1]["shares"]["foundation"] == 1.0
+    assert compiled.health == plain.health and compiled.health
+    parts = [part for graph in graphs for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    used = {str(node.target) for part in parts for node in part.graph.nodes}
+    assert any("octavo.linear" in name for name in used)
+
+
+def test_a_compiler_that_fails_is_a_sentence_with_the_cure(make, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    with pytest.raises(train.TrainError, match=r"(?s)cannot be compiled: .*no compiler here.*use compile: false"):
+        train.run(make(*COMMON, "train.compile=true"))
+
+
+@pytest.mark.long
+def test_inductor_trains_as_eager_does(make):
+    plain = train.run(make(*COMMON, dir="plain")).losses()
+    compiled = train.run(make(*COMMON, "train.compile=true", dir="compiled")).losses()
+    assert compiled == pytest.approx(plain, rel=1e-3)
