@@ -119,8 +119,12 @@ class Experts(HoldsCodes):
         scaling.follow(self)
         return out
 
+    @torch._disable_dynamo
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [M, H], top_k_index and top_k_weights [M, k] -> [M, H]."""
+        """hidden_states [M, H], top_k_index and top_k_weights [M, k] -> [M, H].
+
+        ``torch.compile`` leaves it out in one piece, as it does the linear layers that look at caches and counters.
+        """
         return _mixture(self, hidden_states, top_k_index, top_k_weights, self._project)
 
     def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:

@@ -55,11 +55,10 @@ class GroupedCall(NamedTuple):
     grad: bool  # gradients are enabled
 
 
-@torch._disable_dynamo  # caches, counters and casts that look at values cannot be traced
 def grouped_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, call: GroupedCall) -> Tensor:
     """x [R, K] -> [R, N] in x's dtype (autocast's under autocast); padding rows hold anything.
 
-    ``weight`` is the parameter itself, [E, N, K] or transposed; ``bias`` [E, N].
+    ``weight`` is the parameter itself, [E, N, K] or transposed; ``bias`` [E, N]. Not for ``torch.compile`` to trace.
     """
     if is_dtensor(weight):
         raise RuntimeError(
@@ -206,7 +205,7 @@ def _cast_dy(
 def _codes(site: Site, gemm: str, weight: Tensor, part: Part, spec: CastSpec) -> Quantized:
     """The codes of the whole parameter, from the cache while they are valid."""
     backend, codes = site.selections[gemm].backend, site.codes
-    cast = partial(backend.quantize_experts, contract=1 if gemm == "fwd" else 0)
+    cast = partial(backend.quantize_experts, contract=1 if gemm == "fwd" or site.shares_weight else 0)
     if codes is None:
         return cast(part.of(weight), spec)
     return codes.get(weight, part, spec, backend, forward=gemm == "fwd", cast=cast)

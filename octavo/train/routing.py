@@ -91,6 +91,7 @@ class ExpertLoad:
             empty = not batch["meta"].tokens  # a row that keeps a rank company is attended, and no sample
             self._real = None if mask is None else (mask * (not empty)).to(device, torch.float32).reshape(-1)
 
+    @torch._disable_dynamo  # what is counted when is no part of a compiled block
     def _count(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._counts is None or not module.training:
             return

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo import models, train
+from octavo import fp8, models, train
 from octavo.models import tiny
+from octavo.parallel import World
 from octavo.train import losses, routing
 from octavo.train.rundir import read_rows
 from octavo.train.step import Stepper
@@ -145,3 +146,27 @@ def test_two_ranks_balance_and_count_as_one(moe):
         assert [b["aux_loss"], b["loss"]] == pytest.approx([a["aux_loss"], a["loss"]], rel=1e-3)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-2)
     assert two[0]["experts"] == one[0]["experts"]
+
+
+def test_compiled_blocks_balance_and_count_as_eager_ones(folder):
+    model = models.load(folder, dtype=torch.float32)
+    fp8.apply(model, fp8.plan(model))
+    model.train()
+    load = routing.ExpertLoad(model)
+    ids = torch.arange(40).view(2, 20)
+
+    def step() -> tuple:
+        model.zero_grad()
+        load.begin(ids.device)
+        out = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
+        out.loss.backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return out.loss.item(), out.aux_loss.item(), grads, load.end(World(device=ids.device))
+
+    eager = step()
+    for layer in model.model.language_model.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager")
+    for _ in range(2):
+        compiled = step()
+        assert compiled[:2] == eager[:2] and compiled[3] == eager[3]
+        assert all(map(torch.equal, compiled[2], eager[2]))
