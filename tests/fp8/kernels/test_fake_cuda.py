@@ -79,7 +79,11 @@ def test_torch_accepts_every_gemm_of_every_recipe(name: str, op: str) -> None:
             assert out.device.type == "cuda" and out.shape[0] >= rows and out.shape[1] >= cols
 
 
-@pytest.mark.parametrize("m", range(1, 301, 23))
+FEW = (*range(1, 34), 63, 64, 65, 127, 128, 129, 255, 257, 300)
+MORE = tuple(m for m in range(1, 301) if m not in FEW)
+
+
+@pytest.mark.parametrize("m", [*FEW, *(pytest.param(m, marks=pytest.mark.long) for m in MORE)])
 def test_any_number_of_tokens(m: int) -> None:
     """M is a free dimension in forward and dgrad, and the contraction of wgrad."""
     for name in RECIPES:
