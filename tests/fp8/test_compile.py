@@ -328,6 +328,16 @@ def test_counting_sees_eager_steps():
     assert counts.total("fwd") == 6
 
 
+def test_a_moment_of_high_precision_is_compiled_too():
+    model, x = block(), torch.randn(4, 32)
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    low = compiled(x)
+    with fp8.high_precision(model):
+        high = compiled(x)
+        assert torch.equal(high, model(x)) and not torch.equal(high, low)
+    assert torch.equal(compiled(x), low)
+
+
 # --- Inductor ---------------------------------------------------------------------------------------------------------
 
 
