@@ -47,7 +47,7 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
     for name in names:
         if name == "off":
             raise arguments.UsageError("--recipes: off is the twin that every recipe stands beside; leave it out")
-        if name not in RECIPES:
+        if name not in (*RECIPES, "auto"):
             close = nearest(name, RECIPES[1:])
             hint = f"did you mean {close}? " if close else ""
             raise arguments.UsageError(f"--recipes: unknown {name!r}; {hint}there are {', '.join(RECIPES[1:])}")

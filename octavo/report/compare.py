@@ -88,7 +88,7 @@ def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path) -> list
                 f"Set fp8.recipe, or name recipes to try: {', '.join(r for r in RECIPES if r != 'off')}"
             )
         recipes = [own]
-    wrong = [r for r in recipes if (r not in RECIPES or r == "off") and not (r == own == "by-component")]
+    wrong = [r for r in recipes if r == "off" or (r not in (*RECIPES, "auto") and r != own)]
     if wrong or not recipes:
         known = ", ".join(r for r in RECIPES if r != "off")
         asked = f"{', '.join(map(repr, wrong))} asked for" if wrong else "no recipe given"
@@ -100,14 +100,17 @@ def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path) -> list
         _arm(plain, directory, f"high-precision-seed-{other}", f"high precision, seed {other}", "noise", other),
     ]
     for name in dict.fromkeys(recipes):
-        chosen = cfg if name == own else cfg.with_overrides([f"fp8.recipe={name}"])
+        chosen = cfg if name == own else cfg.with_overrides([f"fp8.recipe={name}", "fp8.plan=null"])
         arms.append(_arm(chosen, directory, f"fp8-{name}", f"FP8 {name}", "fp8", seed))
     return arms
 
 
 def own_recipe(cfg: Config) -> str:
-    """What a configuration asks for: its recipe; "by-component" where only components or rules ask for one; or off."""
+    """What a configuration asks for: its recipe; "by-plan" where a plan file decides; "by-component" where only
+    components or rules ask for one; or off."""
     fp8 = cfg.fp8
+    if fp8.plan is not None:
+        return "by-plan"
     if fp8.recipe != "off":
         return fp8.recipe
     parts = [fp8.image_encoder, fp8.image_projector, fp8.foundation, *fp8.rules]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+from pathlib import Path
 
 import numpy
 import pytest
@@ -16,6 +17,7 @@ from octavo.checkpoint.files import read_state
 from octavo.train import gain
 from octavo.train.rundir import read_rows
 
+from .test_ranks import torchrun
 from .test_resume import at
 
 
@@ -93,3 +95,16 @@ def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
 def test_it_is_off_unless_asked_for_and_where_nothing_is_fp8(make, over):
     result = train.run(make(*over, "train.steps=1", "train.warmup=0", "data.eval=[]"))
     assert result.gain is None and not (result.dir / "gain.json").exists()
+
+
+@pytest.mark.long
+def test_two_ranks_measure_together_and_train_on_as_before(make):
+    """Sharded weights, gathered in both precisions; a rank without an image runs its dummy in both."""
+    over = ("train.steps=4", "data.eval=[]", "train.micro_batch=1")
+    plain, asked = make(*over, dir="plain"), make(*over, "run.gain_steps=2", dir="asked")
+    for cfg in (plain, asked):
+        done = torchrun(cfg)
+        assert done.returncode == 0, done.stderr
+    rows, theirs = (read_rows(Path(cfg.run.dir) / "metrics.jsonl") for cfg in (asked, plain))
+    assert [r["loss"] for r in rows] == [r["loss"] for r in theirs]
+    assert [r["step"] for r in rows if "gain" in r] == [3] and rows[2]["gain"]["gain"] < 0  # a CPU emulates FP8
