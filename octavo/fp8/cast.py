@@ -169,11 +169,11 @@ def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
     return Layout((grid_rows, grid_cols), tuple(parts))
 
 
-def flat(x: Tensor) -> Tensor:
-    """x as a matrix [product of leading dimensions, last], off the graph; a view wherever its strides allow.
+def castable(x: Tensor) -> None:
+    """Check that a cast can start from x.
 
     Raises:
-        CastError: for a dtype that no cast starts from, or a tensor without dimensions.
+        CastError: for a dtype that none starts from, or a tensor without dimensions.
     """
     if x.dtype not in _INPUTS:
         raise CastError(
@@ -182,6 +182,15 @@ def flat(x: Tensor) -> Tensor:
         )
     if x.dim() == 0:
         raise CastError("Cannot quantize a tensor without dimensions: a block needs one at least; use x.reshape(1).")
+
+
+def flat(x: Tensor) -> Tensor:
+    """x as a matrix [product of leading dimensions, last], off the graph; a view wherever its strides allow.
+
+    Raises:
+        CastError: if x is not :func:`castable`.
+    """
+    castable(x)
     x = x.detach()
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 

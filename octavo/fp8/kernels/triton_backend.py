@@ -95,14 +95,14 @@ class TritonBackend(Backend):
         return gemm.gemm(dy_q, 0, x_q, 0, out_dtype)
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
-        from octavo.fp8.kernels.triton_kernels import grouped
+        from octavo.fp8.kernels.triton_kernels import grouped_cast
 
-        return grouped.quantize_rows(x, spec, groups, contract)
+        return grouped_cast.quantize_rows(x, spec, groups, contract)
 
     def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        from octavo.fp8.kernels.triton_kernels import grouped
+        from octavo.fp8.kernels.triton_kernels import grouped_cast
 
-        return grouped.quantize_experts(w, spec, contract)
+        return grouped_cast.quantize_experts(w, spec, contract)
 
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None

@@ -1,0 +1,104 @@
+"""Casts for experts in Triton: their rows, and their weights. The kernels are those of ``cast``.
+
+Rows [R, K] of all experts (:mod:`octavo.fp8.kernels.groups`): a tile of rows belongs to one expert, which the kernel
+looks up on the device in ``groups.tiles``; rows past the expert's last one are taken for zeros, whatever they hold. In
+memory the result lies as a matrix of R rows under :mod:`octavo.fp8.kernels.layout`. Scales of finite blocks and of rows
+do too; those of whole columns, [E, K], and of whole experts, [E, 1], are contiguous.
+
+Weights [E, N, K]: a batch of matrices, each of them laid out as that page has it, one behind the other::
+
+    codes    [E, free padded, contracted padded], contiguous
+    scales   [E, free blocks, contracted blocks]: of each expert in the order of a matrix, its padding included, so that
+             the distance between two experts is that of their padded scales: read the strides
+
+where contract 1 has N free and K contracted, contract 0 the reverse. ``data`` [E, N, K] and ``scale`` [E, N / r, K / c]
+are views of the real ones, transposed for contract 0. ``layout.experts_k_major`` takes the codes as they are;
+:func:`relaid` lays them out for the other contraction where a block serves both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.fp8 import cast as reference
+from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.kernels import layout
+from octavo.fp8.kernels.groups import Groups
+from octavo.fp8.kernels.layout import Operand
+from octavo.fp8.kernels.triton_kernels import cast, cast_tiles
+from octavo.fp8.kernels.triton_kernels.launch import Variant
+
+__all__ = ["quantize_experts", "quantize_rows", "relaid", "variants"]
+
+
+def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
+    """See ``Backend.quantize_rows``. One launch for finite blocks and rows, four where all rows share a scale.
+
+    Raises:
+        CastError: if x is no matrix of ``groups.rows`` rows, or cannot be cast at all.
+    """
+    reference.castable(x)
+    if x.dim() != 2 or x.shape[0] != groups.rows:
+        raise CastError(
+            f"quantize_rows: x has shape {list(x.shape)}, but its groups hold {groups.rows} rows; "
+            "give the matrix whose rows they describe."
+        )
+    out = cast.run(x.detach().unsqueeze(0), [(spec, contract)], groups=groups)[0]
+    return Quantized(out.data[0], out.scale[0], spec)
+
+
+def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+    """See ``Backend.quantize_experts``: all experts in one launch, three where rows, columns or all share a scale and
+    no tile holds them.
+
+    Raises:
+        CastError: if w is not [E, N, K], or cannot be cast at all.
+    """
+    reference.castable(w)
+    if w.dim() != 3:
+        raise CastError(f"quantize_experts: weights have shape {list(w.shape)}; give [experts, outputs, inputs].")
+    out = cast.run(w.detach(), [(spec, contract)])[0]
+    return Quantized(out.data, out.scale, spec)
+
+
+def relaid(q: Quantized, contract: int) -> Operand:
+    """``layout.experts_k_major`` whose copy of codes, where one is needed, is made by a kernel."""
+    sizes = layout.padded_sizes(q.data.shape[1], q.data.shape[2], q.spec, contract)
+    data = q.data if contract == 1 else q.data.transpose(1, 2)
+    if data.stride() != (sizes[0] * sizes[1], sizes[1], 1):
+        _, free, contracted = data.shape
+        real = cast.relay(data.view(torch.uint8), sizes).view(data.dtype)[:, :free, :contracted]
+        q = q._replace(data=real if contract == 1 else real.transpose(1, 2))
+    return layout.experts_k_major(q, contract)
+
+
+def variants() -> list[Variant]:
+    """What differs from the casts of single matrices: rows of experts, for bf16."""
+    shape = (8192, 4096)
+    found = []
+    for name, block, contract in (
+        ("1x128", (1, 128), 1),
+        ("128x1", (128, 1), 0),
+        ("row", (1, -1), 1),
+        ("column", (-1, 1), 0),
+        ("tensor", (-1, -1), 1),
+    ):
+        spec = CastSpec("e4m3", block, "fp32" if name == "tensor" else "pow2")
+        v = cast.cast_variant(f"cast of experts' rows, {name}", [(spec, contract)], shape)
+        forms = {}
+        for key in ("CAST1", "CAST0"):
+            form = v.constants[key]
+            # The scales of whole columns and experts are written before: cast_tiles, constant 5.
+            forms[key] = form if form is None or block[0] != -1 else (*form[:5], False, *form[6:])
+        found.append(v._replace(constants={**v.constants, **forms, "GROUPED": True}))
+    ints = ("stride_b", "stride_r", "stride_c", "M", "K", "across")
+    pointers = ("rows_ptr", "cols_ptr", "all_ptr", "sizes_ptr", "starts_ptr", "tiles_ptr")
+    signature = {"x_ptr": "*bf16", **dict.fromkeys(ints, "i32"), **dict.fromkeys(pointers, "*i32")}
+    constants = {"ROWS": False, "COLS": True, "ALL": False, "GROUPED": True, "EVEN": 16, "UNIT": True}
+    constants |= {"TR": 32, "TC": 128, "STEPS": 4}
+    found.append(Variant("amax of experts' columns", cast_tiles.amax_kernel, signature, constants, 4))
+    scales = {"amax_ptr": "*i32", "scale_ptr": "*fp32", "n": "i32"}
+    constants = {"POW2": True, "E5M2": False, "E8M0": False, "BLOCK": 1024}
+    found.append(Variant("scales of experts", cast_tiles.scales_kernel, scales, constants, 4))
+    return found
