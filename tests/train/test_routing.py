@@ -14,6 +14,7 @@ from octavo import fp8, models, train
 from octavo.models import tiny
 from octavo.parallel import World
 from octavo.train import losses, routing
+from octavo.train.build import recompute
 from octavo.train.rundir import read_rows
 from octavo.train.step import Stepper
 from tests.train.test_ranks import torchrun
@@ -146,6 +147,19 @@ def test_two_ranks_balance_and_count_as_one(moe):
         assert [b["aux_loss"], b["loss"]] == pytest.approx([a["aux_loss"], a["loss"]], rel=1e-3)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-2)
     assert two[0]["experts"] == one[0]["experts"]
+
+
+def test_only_training_forwards_are_counted_and_each_once(folder):
+    model = models.load(folder, dtype=torch.float32)
+    recompute(model, models.describe(model))
+    load, ids = routing.ExpertLoad(model), torch.arange(40).view(2, 20)
+    load.begin(ids.device)
+    model.train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model.eval()(input_ids=ids, use_cache=False)
+    with fp8.uncounted():
+        model.train()(input_ids=ids, use_cache=False)
+    assert load.layers == 2 and [float(count.sum()) for count in load._counts] == [80, 80]
 
 
 def test_compiled_blocks_balance_and_count_as_eager_ones(folder):
