@@ -41,6 +41,8 @@ def conclude(result: Any) -> None:
     if result.eval:
         pairs["held-out loss"] = terminal.number(result.eval["loss"])
         pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"
+    if result.gain:
+        pairs["FP8 gain"] = f"{100 * result.gain['gain']:+.1f} % in forward and backward, measured over high precision"
     if result.skipped:
         pairs["skipped steps"] = str(result.skipped)
     terminal.show_pairs(pairs, title=f"{result.status} after step {result.steps}: {result.dir}")

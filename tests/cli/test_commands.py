@@ -136,6 +136,11 @@ def test_plan_of_a_file(here, capsys):
     assert {row["recipe"]["format"] for row in plan["rows"] if row["recipe"]} == {"e4m3"}
 
 
+def test_train_says_what_fp8_gained(here, capsys):
+    assert main(["train", "run.yaml", "run.gain_steps=1", "run.dir=gains", "data.eval=[]"]) == 0
+    assert re.search(r"FP8 gain +-\d+\.\d % in forward and backward", capsys.readouterr().out)  # a CPU emulates it
+
+
 def test_plan_of_a_shape(capsys):
     assert main(["plan", "--shape", "mpt_1b", "fp8.rules=[{match: '**.blocks.0.**', recipe: off}]", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -9,6 +9,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8 import choose, measurements
+from octavo.fp8.kernels import registry
 from octavo.fp8.measure import HIGH, Case, Entry, Measured
 from octavo.fp8.predict import predict
 from octavo.fp8.timing import Timed, time_calls
@@ -172,9 +173,31 @@ def test_near_ties_go_to_the_finest_scales():
     assert choose.by_measurement(edge, allowed).entry.recipe == "tensorwise hybrid"  # the finer one does not win
 
 
-class Sick(nn.Module):
-    def forward(self, x):
-        return x
+def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
+    """A backend with a fast forward alone is measured together with one that can do the rest."""
+
+    class Half(type(registry.get("reference"))):
+        name = "half"
+
+        def supports(self, op, what, device, shape):
+            return None if op == "fwd" and shape == (64, 32, 32) else "it has a forward of 64 tokens alone"
+
+    monkeypatch.setattr(registry, "_backends", {"reference": registry.get("reference"), "half": Half()})
+    cases = [Case("linear", 64, 32, 32), Case("linear", 64, 16, 32)]
+    found = [[n for n, _, _ in measure.candidates(c, [fp8.recipe("rowwise")], torch.device("cpu"))] for c in cases]
+    assert found == [["rowwise e4m3 on half + reference"], ["rowwise e4m3 on reference"]]
+    model = Net()
+    plan = fp8.plan(
+        model, "rowwise", tokens=TOKENS, measurements=measured(model, seconds=lambda c, n: 1.0 if n == HIGH else 0.1)
+    )
+    row = next(r for r in plan.rows if r.name == "layers.0.q")
+    assert {g: s.backend.name for g, s in row.selections.items()} == {
+        "fwd": "half",
+        "dgrad": "reference",
+        "wgrad": "reference",
+    }
+    assert row.selections["fwd"].reason == "the fastest as measured"
+    assert row.selections["dgrad"].rejected == (("half", "it has a forward of 64 tokens alone"),)
 
 
 @pytest.mark.parametrize(
