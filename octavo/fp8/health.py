@@ -18,7 +18,6 @@ from torch import Tensor
 
 from octavo.fp8 import metrics
 from octavo.fp8.cast import Quantized
-from octavo.fp8.formats import decode
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
 FIGURES = ("sqnr", "underflow", "saturation")
@@ -78,12 +77,11 @@ class Health:
         out["nan_codes"] = float(sum(self._nan.values()))
         return out
 
-    def _operand(self, layer: str, role: str, x: Tensor, q: Quantized) -> None:
-        self._nan[layer] += int(decode(q.data).isnan().sum())
-        self._figures[layer][role].append((metrics.sqnr(x, q), metrics.underflow(x, q), metrics.saturation(x, q)))
+    def _operand(self, layer: str, role: str, found: metrics.Figures) -> None:
+        self._nan[layer] += found.nan_codes
+        self._figures[layer][role].append(found[: len(FIGURES)])
 
-    def _gradient(self, layer: str, dw: Tensor, exact: Tensor) -> None:
-        value = metrics.cosine(dw, exact)
+    def _gradient(self, layer: str, value: float) -> None:
         if math.isfinite(value):
             self._cosines[layer].append(value)
 
@@ -107,17 +105,18 @@ def watching() -> bool:
 
 def operand(layer: str, role: str, x: Tensor, q: Quantized) -> None:
     """Report an operand and its codes; an empty one has no figures."""
-    if x.numel():
+    if x.numel() and _collectors:
+        found = metrics.figures(x, q)
         for collector in _collectors:
-            collector._operand(layer, role, x, q)
+            collector._operand(layer, role, found)
 
 
 def gradient(layer: str, dw: Tensor, dy: Tensor, x: Tensor) -> None:
     """Report a weight gradient dw [N, K] beside dyT x in fp32, from dy [M, N] and x [M, K] in high precision."""
     if x.numel() and _collectors:
-        exact = dy.float().t() @ x.float()
+        value = metrics.cosine(dw, dy.float().t() @ x.float())
         for collector in _collectors:
-            collector._gradient(layer, dw, exact)
+            collector._gradient(layer, value)
 
 
 def _mean(values: Iterator[float]) -> float:

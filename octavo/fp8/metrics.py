@@ -7,6 +7,7 @@ results are Python floats; each call waits for the device. ``approx`` is a tenso
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,16 @@ from torch import Tensor
 from octavo.fp8.cast import CastError, Quantized, dequantize, layout, scale_fp32
 from octavo.fp8.formats import decode
 
-__all__ = ["calc_diff", "cosine", "saturation", "sqnr", "underflow"]
+__all__ = ["Figures", "calc_diff", "cosine", "figures", "saturation", "sqnr", "underflow"]
+
+
+class Figures(NamedTuple):
+    """What :func:`sqnr`, :func:`underflow` and :func:`saturation` say of an operand, and how many codes are NaN."""
+
+    sqnr: float
+    underflow: float
+    saturation: float
+    nan_codes: int
 
 
 def _block_sums(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -47,6 +57,11 @@ def sqnr(x: Tensor, approx: Tensor | Quantized, block: tuple[int, int] | None = 
     signal = x.detach().double()
     power = _block_sums(signal.square(), block or (-1, -1))
     noise = _block_sums((signal - approx.detach().double()).square(), block or (-1, -1))
+    return _mean_decibels(power, noise)
+
+
+def _mean_decibels(power: Tensor, noise: Tensor) -> float:
+    """The mean that :func:`sqnr` describes, from each block's sums of squares."""
     finite = power.isfinite() & noise.isfinite()
     counted = finite & (power > 0) & (noise > 0)
     if not bool(counted.any()):
@@ -73,21 +88,58 @@ def saturation(x: Tensor, q: Quantized) -> float:
     _same_shape("saturation", x, q.data)
     if not x.numel():
         return 0.0
-    fmt = q.spec.fmt
-    half_step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     limit = torch.ones_like(q.data, dtype=torch.float32)
-    limit = dequantize(Quantized(limit.to(fmt.dtype), scale_fp32(q), q.spec)).double() * (fmt.max + half_step)
+    limit = dequantize(Quantized(limit.to(q.spec.fmt.dtype), scale_fp32(q), q.spec)).double() * _edge(q)
     return int((x.detach().double().abs() > limit).sum()) / x.numel()
+
+
+def _edge(q: Quantized) -> float:
+    """Half a step above FMAX."""
+    fmt = q.spec.fmt
+    return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
+
+
+def figures(x: Tensor, q: Quantized) -> Figures:
+    """All figures of an operand x and its codes: the very numbers of the three functions, the codes decoded once."""
+    _same_shape("figures", x, q.data)
+    if not x.numel():
+        return Figures(math.inf, 0.0, 0.0, 0)
+    rows, cols = x.shape[:-1].numel(), x.shape[-1]
+    x = x.detach().reshape(rows, cols).contiguous()
+    lay, scale = layout(rows, cols, q.spec.block), scale_fp32(q).contiguous()
+    values = decode(q.data).view(rows, cols)
+    # A sum is NaN where an element is, and one reduction tells that there is none.
+    nan_codes = int(values.isnan().sum()) if bool(values.sum().isnan()) else 0
+    alive = int(torch.count_nonzero(x))
+    if nan_codes:
+        lost = int(((values == 0) & (x != 0)).sum())
+    else:  # then the code of a zero is a zero
+        lost = alive - int(torch.count_nonzero(values))
+    for codes, factor in zip(lay.split(values), lay.split(scale, grid=True), strict=True):
+        codes.mul_(factor)
+    signal = x.double()
+    squares = signal * signal
+    power = _block_sums(squares, q.spec.block)
+    squares.copy_(values).sub_(signal)
+    noise = _block_sums(squares.mul_(squares), q.spec.block)
+    # Saturation is rare, and told by the largest magnitude of each block.
+    saturated = 0.0
+    for p, blocks, factor in zip(lay.parts, lay.split(x), lay.split(scale, grid=True), strict=True):
+        largest = torch.maximum(blocks.amax(p.dims, keepdim=True), -blocks.amin(p.dims, keepdim=True))
+        if bool((largest.double() > factor.double() * _edge(q)).any()):
+            saturated = saturation(x, Quantized(q.data.reshape(rows, cols), q.scale, q.spec))
+            break
+    return Figures(_mean_decibels(power, noise), lost / alive if alive else 0.0, saturated, nan_codes)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
     """Cosine of the angle between two tensors taken as vectors; 1 if both are zero, 0 if one is."""
     _same_shape("cosine", a, b)
-    a, b = a.detach().double().flatten(), b.detach().double().flatten()
+    a, b = (t.detach().to(torch.float64, copy=True).flatten() for t in (a, b))  # copies of our own to write into
     norm_a, norm_b = float(a.norm()), float(b.norm())
     if norm_a == 0 or norm_b == 0:
         return 1.0 if norm_a == norm_b else 0.0
-    return float((a / norm_a) @ (b / norm_b))
+    return float(a.div_(norm_a) @ b.div_(norm_b))
 
 
 def calc_diff(a: Tensor, b: Tensor) -> float:

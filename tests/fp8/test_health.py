@@ -1,0 +1,75 @@
+"""Health figures in one pass: the same numbers as the figures of trust give one by one."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import fp8
+from octavo.fp8 import cast, metrics
+from octavo.fp8.formats import decode
+
+BLOCKS = ((1, 128), (128, 1), (128, 128), (-1, -1), (1, -1), (-1, 1), (32, 1))
+SHAPES = ((1, 1), (5, 130), (130, 300), (2, 3, 64), (128, 128))
+
+
+def inputs(shape, g):
+    """Plain, half zeros, with a NaN and an infinity, all zeros."""
+    x = torch.randn(shape, generator=g) * 2.0 ** torch.randint(-18, 10, (shape[-1],), generator=g)
+    bad = x.clone()
+    bad.view(-1)[0], bad.view(-1)[-1] = math.nan, math.inf
+    bad.view(-1)[bad.numel() // 2] = 0
+    return x, x * (torch.rand(shape, generator=g) > 0.5), bad, torch.zeros(shape)
+
+
+def one_by_one(x, q):
+    return metrics.Figures(fp8.sqnr(x, q), fp8.underflow(x, q), fp8.saturation(x, q), int(decode(q.data).isnan().sum()))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_figures_are_bit_for_bit_those_of_the_functions(fmt, kind):
+    g = torch.Generator().manual_seed(0)
+    saturated = 0
+    for shape in SHAPES:
+        for block in BLOCKS:
+            spec = cast.CastSpec(fmt, block, kind)
+            for i, x in enumerate(inputs(shape, g)):
+                x = x.to((torch.float32, torch.bfloat16, torch.float16)[i % 3])
+                for q in (cast.quantize(x, spec), cast.quantize_with_scale(x, torch.tensor(2.0**-9), spec)):
+                    found, want = metrics.figures(x, q), one_by_one(x, q)
+                    assert all(a == b or (a != a and b != b) for a, b in zip(found, want, strict=True)), (found, want)
+                    saturated += found.saturation > 0
+    assert saturated or fmt == "e5m2"
+    empty = torch.zeros(0, 4)
+    assert metrics.figures(empty, cast.quantize(empty, cast.CastSpec())) == (math.inf, 0.0, 0.0, 0)
+
+
+def test_figures_take_codes_that_lie_transposed():
+    x = torch.randn(40, 130)
+    q = cast.quantize(x, cast.CastSpec("e4m3", (128, 1)))
+    turned = fp8.Quantized(q.data.t().contiguous().t(), q.scale.t().contiguous().t(), q.spec)
+    assert metrics.figures(x, turned) == metrics.figures(x, q)
+    assert metrics.figures(x.t().contiguous().t(), q) == metrics.figures(x, q)
+    with pytest.raises(fp8.CastError, match="figures compares tensors of one shape"):
+        metrics.figures(x[:1], q)
+
+
+def test_an_operand_is_decoded_once_for_all_collectors(monkeypatch):
+    m = nn.Sequential(nn.Linear(64, 32))
+    fp8.apply(m, fp8.plan(m, "blockwise"))
+    calls, own = [], metrics.decode
+    monkeypatch.setattr(metrics, "decode", lambda codes: calls.append(codes.shape) or own(codes))
+    with fp8.health() as outer, fp8.health() as inner:
+        m(torch.randn(8, 64, requires_grad=True)).square().sum().backward()
+    assert len(calls) == 5  # x, w, dy, and both operands of wgrad
+    assert outer.table() == inner.table()
+
+
+def test_cosine_leaves_its_arguments_alone():
+    a, b = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+    kept = a.clone(), b.clone()
+    found = fp8.cosine(a, b)
+    assert torch.equal(a, kept[0]) and torch.equal(b, kept[1])
+    assert found == float((a / float(a.norm())) @ (b / float(b.norm())))
