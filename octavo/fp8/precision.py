@@ -30,10 +30,10 @@ def high_precision(model: nn.Module) -> Iterator[None]:
             kind: Any = type(module)
             if kind is Linear:
                 classes.append((module, kind))
-                object.__setattr__(module, "__class__", nn.Linear)
+                _become(module, nn.Linear)
             elif isinstance(module, Experts) and "_stock" in kind.__dict__:
                 classes.append((module, kind))
-                object.__setattr__(module, "__class__", kind._stock)
+                _become(module, kind._stock)
             elif isinstance(module, Linear | Experts):
                 # Somebody (fully_shard on the layer itself) put a class of its own on top, which must stay.
                 held: dict[str, Any] = {
@@ -44,9 +44,17 @@ def high_precision(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, kind in classes:
-            object.__setattr__(module, "__class__", kind)
+            _become(module, kind)
         for module, held in changed:
             module.__dict__.update(held)
+
+
+def _become(module: nn.Module, kind: Any) -> None:
+    """Change the class, and the dictionary for a moment: compiled code of torch 2.11 looks at a module's class again
+    only when its dictionary has changed, and would go on with the graph of the class before."""
+    object.__setattr__(module, "__class__", kind)
+    module.__dict__["_changed"] = True
+    del module.__dict__["_changed"]
 
 
 def _high(value: Any) -> Any:
