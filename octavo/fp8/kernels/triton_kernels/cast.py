@@ -279,7 +279,7 @@ def _maxima(x: Tensor, blocks: set[tuple[int, int]], groups: Groups | None) -> d
     held = torch.zeros(sum(sizes[b] for b in blocks), dtype=torch.int32, device=x.device)
     tops = dict(zip(blocks, held.split([sizes[b] for b in blocks]), strict=True))
     by_row, by_col = (1, -1) in blocks, (-1, 1) in blocks
-    tile = Tile(128, 128, 8) if by_row and by_col else Tile(32, 128, 4)
+    tile = Tile(64, 128, 8) if by_row and by_col else Tile(32, 128, 4)
     steps = 4
     high, wide = (tile.rows, tile.cols * steps) if by_row else (tile.rows * steps, tile.cols)
     across = ceil_div(cols, wide)
@@ -418,7 +418,7 @@ def variants() -> list[Variant]:
     maxima = {"x_ptr": "*bf16", **ints}
     maxima |= dict.fromkeys(("rows_ptr", "cols_ptr", "all_ptr", "sizes_ptr", "starts_ptr", "tiles_ptr"), "*i32")
     for name, rows, cols, all_, tile in (
-        ("rows and columns", True, True, False, (128, 128)),
+        ("rows and columns", True, True, False, (64, 128)),
         ("columns", False, True, False, (32, 128)),
         ("tensor", False, False, True, (32, 128)),
     ):
@@ -426,11 +426,21 @@ def variants() -> list[Variant]:
         constants |= {"TR": tile[0], "TC": tile[1]}
         found.append(Variant(f"amax {name}", cast_tiles.amax_kernel, maxima, constants, 8 if rows else 4))
     back = {"codes_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16"}
-    back |= dict.fromkeys(("stride_r", "stride_c", "scale_r", "scale_c", "M", "K", "across"), "i32")
-    constants = {"BR": 1, "BC": 128, "E5M2": False, "E8M0": False, "EVEN": 16, "TR": 32, "TC": 128}
+    back |= dict.fromkeys(("stride_r", "scale_c", "M", "K", "across"), "i32")
+    constants = {
+        "stride_c": 1,
+        "scale_r": 1,
+        "BR": 1,
+        "BC": 128,
+        "E5M2": False,
+        "E8M0": False,
+        "EVEN": 16,
+        "TR": 32,
+        "TC": 128,
+    }
     found.append(Variant("dequantize 1x128", cast_tiles.dequantize_kernel, back, constants, 4))
     relay_ = {"codes_ptr": "*u8", "out_ptr": "*u8"}
-    relay_ |= dict.fromkeys(("stride_b", "stride_f", "stride_k", "F", "K", "pitch", "across"), "i32")
-    constants = {"EVEN_F": 16, "EVEN_K": 16, "TF": 128, "TK": 128}
+    relay_ |= dict.fromkeys(("stride_b", "stride_k", "F", "K", "pitch", "across"), "i32")
+    constants = {"stride_f": 1, "EVEN_F": 16, "EVEN_K": 16, "TF": 128, "TK": 128}
     found.append(Variant("relay", cast_tiles.relay_kernel, relay_, constants, 8))
     return found
