@@ -97,16 +97,16 @@ def test_a_block_of_rows_that_would_span_two_experts_is_refused():
 class Block(nn.Module):
     """Experts as transformers writes them, in all their forms."""
 
-    def __init__(self, transposed=False, bias=False):
+    def __init__(self, transposed=False, bias=False, experts=E, inner=I):
         super().__init__()
         g = torch.Generator().manual_seed(3)
-        up, down = spread(E, 2 * I, H, generator=g) / 64, spread(E, H, I, generator=g) / 64
+        up, down = spread(experts, 2 * inner, H, generator=g) / 64, spread(experts, H, inner, generator=g) / 64
         self.is_transposed = transposed
         self.gate_up_proj = nn.Parameter((up.mT if transposed else up).contiguous())
         self.down_proj = nn.Parameter((down.mT if transposed else down).contiguous())
         if bias:
-            self.gate_up_proj_bias = nn.Parameter(torch.randn(E, 2 * I, generator=g))
-            self.down_proj_bias = nn.Parameter(torch.randn(E, H, generator=g))
+            self.gate_up_proj_bias = nn.Parameter(torch.randn(experts, 2 * inner, generator=g))
+            self.down_proj_bias = nn.Parameter(torch.randn(experts, H, generator=g))
         self.act_fn = nn.functional.silu
 
     def matrix(self, name, expert):
@@ -321,6 +321,29 @@ def test_what_padding_rows_hold_reaches_nothing(backend, chosen, name, norm):
         block.has_post_expert_norm, block.post_expert_norm = norm, nn.LayerNorm(H)
         found.append([t for t in results(block, block, given, dy) if t is not None])
     assert all(map(torch.equal, *found)) and all(t.isfinite().all() for t in found[0])
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [pytest.param(r, marks=[] if r == fp8.recipe("tensorwise") else pytest.mark.long) for r in RECIPES],
+    ids=str,
+)
+def test_triton_runs_the_whole_module_as_the_reference_does(chosen):
+    """In its interpreter: an expert without rows, one pair that has no expert, ragged sizes, biases, transposed."""
+    launch = pytest.importorskip("octavo.fp8.kernels.triton_kernels.launch")
+    if not launch.INTERPRETED:
+        pytest.skip("Triton is compiled here: tests/gpu/test_moe.py")
+    g = torch.Generator().manual_seed(5)
+    x, index, share = spread(4, H, generator=g), torch.tensor([[2], [0], [3], [2]]), torch.rand(4, 1, generator=g)
+    found = []
+    for name in ("reference", "triton"):
+        block = converted(Block(True, True, experts=3, inner=24), chosen, name)
+        given = (x.clone().requires_grad_(), index, share.clone().requires_grad_())
+        with launch.launches() as seen:
+            found.append(results(block, block, given, torch.ones_like(x)))
+        assert bool(seen) == (name == "triton")
+    for want, got in zip(*found, strict=True):
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
 
 class Ungrouped(ReferenceBackend):
