@@ -120,6 +120,13 @@ def test_a_model_on_which_fp8_always_loses_is_planned_without_it():
     assert not any(r.fp8 for r in asked.rows)  # a tie buys nothing
 
 
+@pytest.mark.parametrize("ratio", [0.3, 0.9, 0.975, 0.985, 1.0, 1.01, 1.04, 1.5])
+def test_fp8_runs_where_it_wins_by_more_than_the_margin(ratio):
+    found = Measured({HIGH: Entry("", {}, 1.0), "a": Entry("rowwise e4m3", {}, ratio)})
+    choice = choose.by_measurement(found, [fp8.recipe("rowwise")])
+    assert (choice.entry is not None) == (ratio < 0.98) and choice.best[1].seconds == ratio
+
+
 def test_the_cast_of_weights_is_shared_by_micro_steps():
     model = Net()
     found = measured(model, seconds=lambda c, n: 1.0 if n == HIGH else 0.9)  # and 0.45 for the weights
