@@ -78,7 +78,7 @@ class FusedGemms(torch.autograd.Function):
         call, count = ctx.call, len(ctx.sizes)
         pending = call.marks.pending()
         if pending is not None:
-            pending.drop(missed=True)
+            pending.drop()
         rows = ctx.x_shape[:-1].numel()
         parts = [None if dy is None else dy.reshape(rows, n) for dy, n in zip(dys, ctx.sizes, strict=True)]
         given = [(i, dy) for i, dy in enumerate(parts) if dy is not None]

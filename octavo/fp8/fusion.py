@@ -15,6 +15,10 @@ or a whole tensor would be another one for the joined matrix. :func:`fuse` says 
 A sister that is not called, or called with something else, costs the GEMM that was made for her, and everything stays
 right: counters see a layer's GEMMs only when it is called, and a backward that some outputs did not reach runs one
 GEMM a layer. A group that misses twice in a row goes back to single GEMMs for good.
+
+Activation checkpointing counts what a region saves, so a recomputation must fuse what its forward fused. Therefore
+nothing is carried into a region or out of it, and a group that gives up does so for calls that build a graph when the
+next optimizer step has been taken.
 """
 
 from __future__ import annotations
@@ -151,6 +155,7 @@ class Group:
     def __init__(self, members: tuple[Linear, ...]) -> None:
         self.members = members
         self.off: str | None = None
+        self.since = -1  # the epoch in which it gave up
         self.misses = 0
         self._joined: Joined | None = None
 
@@ -158,7 +163,7 @@ class Group:
         return {"members": self.members, "off": self.off}  # codes are derived data
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, misses=0, _joined=None)
+        self.__dict__.update(state, since=-1, misses=0, _joined=None)
 
     @property
     def joined(self) -> Joined:
@@ -176,25 +181,26 @@ class Group:
     @torch._disable_dynamo
     def output(self, member: Linear, x: Tensor) -> Tensor | None:
         """What ``member`` gives for x, if the group can tell; None sends the layer to its own GEMMs."""
-        if self.off is not None:
+        if self.off is not None and (weights.epoch() != self.since or not torch.is_grad_enabled()):
+            self.forget()
             return None
         pending = _pending()
         if pending is not None:
-            y = pending.take(member, x) if pending.group is self else None
+            here = pending.group is self and pending.context == _context()
+            y = pending.take(member, x) if here else None
             if y is not None:
                 return y
-            alone = pending.group is self and pending.waits_for(member)  # called with something else than her sisters
-            pending.drop(missed=True)
+            alone = here and pending.waits_for(member)  # called with something else than her sisters
+            pending.drop()
+            _local.pending = None
             if alone:
                 return None
-        # Dropping may have been the miss that ends the group.
-        return self._compute(member, x) if self.off is None and self._can(x) else None
+        return self._compute(member, x) if self._can(x) else None
 
     def miss(self) -> None:
         self.misses += 1
         if self.misses >= _MISSES and self.off is None:
-            self.off = "its layers were not called with the same input"
-            self.forget()
+            self.off, self.since = "its layers were not called with the same input", weights.epoch()
 
     def _can(self, x: Tensor) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layer to say."""
@@ -219,7 +225,13 @@ class Group:
         marks = Marks(torch.is_grad_enabled(), len(self.members))
         sites = tuple(m._site for m in self.members)
         owners, biases = tuple(m.weight for m in self.members), tuple(m.bias for m in self.members)
-        ys = FusedGemms.apply(x, Call(self, sites, self.joined, marks), *owners, *biases)
+        try:
+            ys = FusedGemms.apply(x, Call(self, sites, self.joined, marks), *owners, *biases)
+        except Exception:
+            # A recomputation ends by an exception at the last tensor that is needed: the GEMM has run by then.
+            for at, layer in enumerate(self.members if now.recompute else ()):
+                _report(at, layer, x, marks)
+            raise
         pending = _Pending(self, x, ys, marks, now.recompute)
         marks.pending = weakref.ref(pending)
         _local.pending = pending
@@ -229,12 +241,16 @@ class Group:
 
 
 class _Pending:
-    """Outputs that were computed and not handed out yet. One a thread: the next group's take its place."""
+    """Outputs that were computed and not handed out yet. One a thread: the next group's take its place.
+
+    What is dropped still says who was called, so that whether a call is fused does not hang on when an input died.
+    """
 
     def __init__(self, group: Group, x: Tensor, ys: tuple[Tensor, ...], marks: Marks, recompute: bool) -> None:
         self.group, self.marks, self.recompute = group, marks, recompute
         self.ys: list[Tensor | None] = list(ys)
-        self.features = x.shape[-1]
+        self.called = [False] * len(ys)
+        self.context = _context()
         self.stamp = _stamp(x)
         self.holds = [_held(m) for m in group.members]
         mine = weakref.ref(self)
@@ -242,7 +258,7 @@ class _Pending:
         def freed(_: object) -> None:
             pending = mine()
             if pending is not None:
-                pending.drop(missed=True)
+                pending.drop()
 
         self.x = weakref.ref(x, freed)
 
@@ -252,40 +268,39 @@ class _Pending:
         y = self.ys[at]
         if y is None or self.x() is not x or self.stamp != _stamp(x) or self.holds[at] != _held(member):
             return None
-        self.ys[at] = None
-        self._count(at, member, y)
-        if all(left is None for left in self.ys):
+        self.ys[at], self.called[at] = None, True
+        _report(at, member, x, self.marks)
+        if all(self.called):
             self.group.misses = 0
-            self.drop(missed=False)
+            _local.pending = None
         return y
 
     def waits_for(self, member: Linear) -> bool:
-        return self.ys[self._place(member)] is not None
+        return not self.called[self._place(member)]
 
     def _place(self, member: Linear) -> int:
         return next(i for i, m in enumerate(self.group.members) if m is member)
 
-    def drop(self, missed: bool) -> None:
+    def drop(self) -> None:
         """Let go of what nobody took. A recomputation may stop before it has called everybody."""
         left = any(y is not None for y in self.ys)
         self.ys = [None] * len(self.ys)
-        if _pending() is self:
-            _local.pending = None
-        if missed and left and not self.recompute:
+        if left and not self.recompute:
             self.group.miss()
 
-    def _count(self, at: int, member: Linear, y: Tensor) -> None:
-        """The layer was called: what its own forward would have reported."""
-        now, marks, site = observe.phase(), self.marks, member._site
-        marks.counted[at], marks.born[at] = now.counted, now.gemm
-        if not now.counted or not observe.counting():
-            return
-        observe.record(site.name, now.gemm, site.selections["fwd"].backend.name, 2 * y.numel() * self.features)
-        for gemm, needed in (("dgrad", marks.needs_x), ("wgrad", marks.needs_w)):
-            if needed:
-                observe.promise(site.name, gemm, now)
-        if not marks.grad and not now.recompute:
-            observe.gradless(site.name)
+
+def _report(at: int, member: Linear, x: Tensor, marks: Marks) -> None:
+    """The layer was called: what its own forward would have reported."""
+    now, site = observe.phase(), member._site
+    marks.counted[at], marks.born[at] = now.counted, now.gemm
+    if not now.counted or not observe.counting():
+        return
+    observe.record(site.name, now.gemm, site.selections["fwd"].backend.name, 2 * x.numel() * member.weight.shape[0])
+    for gemm, needed in (("dgrad", marks.needs_x), ("wgrad", marks.needs_w)):
+        if needed:
+            observe.promise(site.name, gemm, now)
+    if not marks.grad and not now.recompute:
+        observe.gradless(site.name)
 
 
 _local = threading.local()
@@ -306,9 +321,28 @@ def _stamp(x: Tensor) -> tuple[Any, ...]:
         _autocast_enabled(x),
         weights.capturing(x),
         weights.epoch(),
-        torch._C._current_graph_task_id(),
-        id(_get_current_dispatch_mode()),
     )
+
+
+def _context() -> tuple[Any, ...]:
+    """Where a call happens: inside which region that saves tensors its own way (activation checkpointing), in the
+    recomputation of which backward, under which dispatch mode (selective checkpointing)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = None if hooks is None else _Same(hooks[0])
+    return pack, torch._C._current_graph_task_id(), id(_get_current_dispatch_mode())
+
+
+class _Same:
+    """An object by identity, held weakly; equal to nothing once it is gone."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = weakref.ref(held)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._held()
+        return isinstance(other, _Same) and mine is not None and mine is other._held()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _held(member: Linear) -> tuple[Any, ...]:
