@@ -1,7 +1,7 @@
 """The three GEMMs of every recipe in one kernel: out [M, N] = a contracted with b.
 
 fwd contracts dimension 1 of both (x [M, K], w [N, K]), dgrad dimension 1 of dy [M, N] and 0 of w [N, K], wgrad
-dimension 0 of both (dy [M, N], x [M, K]). ``layout.k_major`` brings each operand into one form, rows of codes with the
+dimension 0 of both (dy [M, N], x [M, K]). ``cast.relaid`` brings each operand into one form, rows of codes with the
 contraction contiguous, so that the kernel knows a single case; ``contraction`` is its arithmetic.
 :mod:`tiles` says which form of it runs.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.fp8.cast import CastError, Quantized
 from octavo.fp8.kernels import layout
-from octavo.fp8.kernels.triton_kernels import tiles
+from octavo.fp8.kernels.triton_kernels import cast, tiles
 from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
@@ -132,7 +132,7 @@ def gemm(
     gpu = gpu or tiles.gpu_of(a_q.data.device)
     grains = tiles.grain(a_q.spec, a_contract), tiles.grain(b_q.spec, b_contract)
     form = tiles.form(*grains, fast=a_contract == b_contract == 1, gpu=gpu)
-    a, b = layout.k_major(a_q, a_contract), layout.k_major(b_q, b_contract)
+    a, b = cast.relaid(a_q, a_contract), cast.relaid(b_q, b_contract)
     out = torch.empty(a.free, b.free, dtype=out_dtype, device=a.codes.device)
     if out.numel() == 0:
         return out

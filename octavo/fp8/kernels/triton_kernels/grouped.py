@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.fp8.cast import CastError, Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import TILE, Groups
-from octavo.fp8.kernels.triton_kernels import tiles
+from octavo.fp8.kernels.triton_kernels import cast, grouped_cast, tiles
 from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu
@@ -348,7 +348,7 @@ def wgrad(dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtyp
 def _of_rows(q: Quantized, contract: int) -> _Held:
     """Codes [R, columns] of all experts' rows, contracted along ``contract``; scales as ``Backend.quantize_rows``."""
     whole = q.spec.block[contract] == -1  # one scale a row, a column of an expert, or an expert
-    held = layout.k_major(Quantized(q.data, q.scale[:1], q.spec) if whole else q, contract)
+    held = cast.relaid(q._replace(scale=q.scale[:1]) if whole else q, contract)
     if not whole:
         scale = tiles.plain(held.scale)
         return _Held(held.codes, scale, (0, *scale.stride()), held.codes.shape[0], held.free, held.contracted)
@@ -362,7 +362,7 @@ def _of_rows(q: Quantized, contract: int) -> _Held:
 
 def _of_experts(q: Quantized, contract: int) -> _Held:
     """Codes [E, N, K], contracted along ``contract`` of each [N, K], as rows of codes."""
-    held = layout.experts_k_major(q, contract)
+    held = grouped_cast.relaid(q, contract)
     experts, rows, width = held.codes.shape
     scale = tiles.plain(held.scale)
     if q.spec.block[1 - contract] == 1 and q.spec.block[contract] != -1 and q.spec.scale != "e8m0":
