@@ -92,7 +92,7 @@ def test_every_recipe_and_gemm(title: str, which: str) -> None:
 @pytest.mark.parametrize("which", DIMS)
 @pytest.mark.parametrize("title", TITLES)
 def test_equals_one_product_an_expert(title: str, which: str, gpu: Gpu) -> None:
-    """Bit for bit ``gemm`` of the expert's own rows: the same steps in the same order."""
+    """What ``gemm`` makes of the expert's own rows, up to the order of sums."""
     for sizes in ((1,), (0, 17), (129, 127, 0, 1), (0, 0), (300, 3)):
         groups = routed(*sizes, strangers=0)
         a, b = operands(title, which, groups, 92, 80)
