@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
 from octavo.fp8.linear import Site, select_backends
+from tests import ranks
 
 CPU = torch.device("cpu")
 RECIPES = ("blockwise", "rowwise", "tensorwise", "mxfp8")
@@ -300,6 +301,41 @@ def test_a_write_that_nobody_sees_needs_invalidate_here_too():
     model[0].weight.data.mul_(2)
     fp8.invalidate(model)
     assert torch.equal(compiled(x), model(x)) and not torch.equal(before, model(x))
+
+
+def sharded(world: object, recipe: str, recompute: bool) -> list[list[float]]:
+    """Losses of three steps of two micro-batches under FSDP2, eager and compiled."""
+    from torch.distributed.fsdp import fully_shard
+
+    losses: list[list[float]] = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[convert(Block(i), recipe) for i in range(2)])
+        for part in (*model, model):
+            fully_shard(part)
+        run = []
+        for part in model:
+            if compiled:
+                part.forward = torch.compile(part.forward, backend="aot_eager", fullgraph=True)  # hooks stay outside
+            run.append(lambda x, part=part: checkpoint(part, x, use_reentrant=False) if recompute else part(x))
+        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), []
+        for _ in range(6):
+            x = torch.randn(4, 32)[world.rank :: 2]  # type: ignore[attr-defined]
+            loss = run[1](run[0](x)).square().mean()
+            loss.backward()
+            seen.append(loss.item())
+            if len(seen) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(seen)
+    return losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", [False, True])
+def test_sharded_blocks_compile(recompute):
+    for eager, compiled in ranks.run(sharded, 2, "rowwise", recompute):
+        assert eager == compiled and len(set(eager)) == 6
 
 
 # --- what stays outside -----------------------------------------------------------------------------------------------
