@@ -2,7 +2,7 @@
 
 The loss is transformers' own for the family (Switch Transformer, equations 4 to 6), over all layers of one micro-batch
 and its tokens without padding: E * sum over experts of (choices a token) * (mean routing probability). It is k where
-the k choices of all tokens are spread evenly, and larger where they are not. A step minimises
+the k choices of all tokens and their probabilities are spread evenly. A step minimises
 
     cross-entropy + router_aux_loss_coef * sum over micro-batches and ranks of (its tokens / the step's tokens) * loss
 
