@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.fp8 import cast
+from octavo.fp8 import cast, weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.recipe import Delayed
 from octavo.fp8.shared_input import Want
@@ -112,7 +112,23 @@ def _fingerprint(x: Tensor) -> Tensor:
         words = (x if x.storage_offset() % packed == 0 else x.clone()).view(torch.int64)
     else:
         words = x.view(_BITS[x.element_size()])
-    return (words.sum(1) * torch.arange(1, 2 * x.shape[0], 2, device=x.device)).sum().bitwise_or(1)
+    return (words.sum(1) * _odd(x)).sum().bitwise_or(1)
+
+
+_odd_numbers: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, which orders making and reading
+
+
+def _odd(x: Tensor) -> Tensor:
+    """1, 3, 5, ... for each row of x, int64; made once for the longest, but for what a mode or a capture would own."""
+    rows, device = x.shape[0], x.device
+    if x.is_meta or weights.capturing(x) or torch._C._len_torch_dispatch_stack():
+        return torch.arange(1, 2 * rows, 2, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    held = _odd_numbers.get((device, stream))
+    if held is None or held.shape[0] < rows:
+        with torch.inference_mode(False):
+            held = _odd_numbers[device, stream] = torch.arange(1, 2 * rows, 2, device=device)
+    return held[:rows]
 
 
 def _recomputing() -> tuple[int, bool]:

@@ -267,3 +267,18 @@ def test_a_foreign_state_is_refused():
     state["0.fp8_amax_x"] = torch.zeros(1, 3)
     with pytest.raises(ValueError, match=r"has shape \[1, 3\], the model's has \[1, 16\]"):
         fp8.load_scaling_state(m, state)
+
+
+def test_fingerprints_weigh_each_row_and_reuse_their_weights():
+    from octavo.fp8 import scaling
+
+    scaling._odd_numbers.clear()
+    found = {}
+    for rows in (4, 9, 3):
+        x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+        bits = x.view(torch.int64)
+        want = (bits.sum(1) * torch.arange(1, 2 * rows, 2)).sum() | 1
+        assert int(scaling._fingerprint(x)) == int(want)
+        assert int(scaling._fingerprint(x.flip(0))) != int(want)
+        (found[rows],) = scaling._odd_numbers.values()
+    assert found[3] is found[9] and found[9].shape == (9,)
