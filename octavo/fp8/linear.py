@@ -106,7 +106,8 @@ class Call(NamedTuple):
 def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype (autocast's under autocast).
 
-    ``torch.compile`` leaves it out in one piece: caches, counters and casts that look at values cannot be traced.
+    ``torch.compile`` leaves it out in one piece: caches, counters and casts that look at values cannot be traced. What
+    it does trace is :mod:`octavo.fp8.traced`; only layers with delayed scaling come here from compiled code.
     """
     _check(x, weight, call.site.name)
     return _ThreeGemms.apply(x, weight, bias, call)
