@@ -62,6 +62,8 @@ def _store_row(
     out = tl.reshape(_codes(blocks, scale, bad, POW2, E5M2), [BM, BK])
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
+    if (row + BM > M) | (col + BK > K):  # the NaN of a bad block at the edge goes no further than the edge
+        out = tl.where((rows[:, None] < M) & (cols[None, :] < K), out, tl.zeros_like(out))
     PAD: tl.constexpr = 16 if G == 0 else G
     width = (K + PAD - 1) // PAD * PAD
     at = codes + rows[:, None].to(tl.int64) * width + cols[None, :]
@@ -100,6 +102,8 @@ def _store_col(
     out = tl.reshape(_codes(blocks, scale, bad, POW2, E5M2), [BM, BK])
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
+    if (row + BM > M) | (col + BK > K):
+        out = tl.where((rows[:, None] < M) & (cols[None, :] < K), out, tl.zeros_like(out))
     height = (M + G - 1) // G * G
     at = codes + cols[:, None].to(tl.int64) * height + rows[None, :]
     tl.store(at, tl.trans(out), mask=(cols[:, None] < (K + 15) // 16 * 16) & (rows[None, :] < height))

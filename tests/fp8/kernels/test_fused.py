@@ -1,0 +1,336 @@
+"""RMSNorm and SwiGLU that emit FP8: the reference against float64, the Triton kernels against the reference.
+
+Codes and scales are judged against the cast of the very values the kernel computed, bit for bit; the values against the
+reference's, element by element, in units in the last place. Memory is poisoned first, so that an element that no
+program wrote, padding included, shows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from octavo.fp8 import cast
+from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.kernels import layout, registry
+from octavo.fp8.kernels import reference_fused as reference
+from octavo.fp8.kernels.triton_kernels import fused
+from octavo.fp8.kernels.triton_kernels.launch import launches
+from octavo.fp8.recipe import recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter: NaN and inf are meant
+
+ROW, COL = CastSpec(block=(1, 128)), CastSpec(block=(128, 1))
+PAIRS = {
+    "blockwise": (ROW, COL),
+    "row": (ROW, None),
+    "column": (None, COL),
+    "neither": (None, None),
+    "mxfp8": (CastSpec(block=(1, 32), scale="e8m0"), CastSpec(block=(32, 1), scale="e8m0")),
+    "hybrid": (CastSpec("e5m2", (1, 128), "fp32"), CastSpec("e5m2", (128, 1), "fp32")),
+    "rowwise": (CastSpec(block=(1, -1)), None),
+    "rows and columns": (CastSpec(block=(1, -1)), CastSpec(block=(-1, 1))),
+    "tensorwise": (CastSpec(block=(-1, -1), scale="fp32"), CastSpec(block=(-1, -1), scale="fp32")),
+    "half in the tile": (CastSpec(block=(1, -1)), COL),
+}
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """New memory is full of 0xA5 (no NaN, no zero in any format); the dtypes that were asked for."""
+    empty, asked = torch.empty, []
+
+    def make(*size, **options):
+        out = empty(*size, **options)
+        asked.append(out.dtype)
+        out.view(torch.uint8).fill_(0xA5) if out.numel() else None
+        return out
+
+    monkeypatch.setattr(torch, "empty", make)
+    return asked
+
+
+def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The largest distance between two tensors in representable values; NaN is equal to NaN."""
+    assert a.dtype == b.dtype and a.shape == b.shape
+    kind = torch.int32 if a.dtype is torch.float32 else torch.int16
+    places = []
+    for t in (a, b):
+        bits = t.contiguous().view(kind).long()
+        places.append(torch.where(bits < 0, torch.iinfo(kind).min - bits, bits))
+    gap = (places[0] - places[1]).abs()
+    assert torch.equal(a.isnan(), b.isnan())
+    return int(gap.masked_fill(a.isnan(), 0).max()) if gap.numel() else 0
+
+
+def assert_cast(q: Quantized | None, y: torch.Tensor, spec: CastSpec | None, contract: int) -> None:
+    """q is the cast of y, bit for bit, and lies in memory as a GEMM wants it, padding included."""
+    if spec is None:
+        assert q is None
+        return
+    assert q is not None and q.spec == spec
+    expected = cast.quantize(y, spec)
+    assert torch.equal(q.data.contiguous().view(torch.uint8), expected.data.view(torch.uint8))
+    assert q.scale.dtype == expected.scale.dtype and q.scale.shape == expected.scale.shape
+    assert torch.equal(q.scale.float().nan_to_num(7e37), expected.scale.float().nan_to_num(7e37))
+    found, wanted = layout.k_major(q, contract), layout.k_major(expected, contract)
+    assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8)), "padding"
+    assert found.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr(), "codes were copied"
+    assert found.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr(), "scales were copied"
+    held = [o.scale.untyped_storage().tolist() for o in (found, wanted)] if contract in spec_sides(spec) else [0, 0]
+    assert held[0] == held[1], "scales in padding"
+
+
+def spec_sides(spec: CastSpec) -> list[int]:
+    """The dimensions along which a scale's order has padding."""
+    return [c for c in (0, 1) if spec.scale != "e8m0" and spec.block[c] > 1 and spec.block[1 - c] == 1]
+
+
+def numbers(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Normal values whose magnitude changes from row to row and column to column by powers of two; none so negative
+    that its exp(-x) overflows."""
+    make = torch.Generator().manual_seed(seed + 1000 * rows + cols)
+    spread = torch.randint(-4, 5, (rows, 1), generator=make) + torch.randint(-3, 4, (1, cols), generator=make)
+    return (torch.randn(rows, cols, generator=make) * torch.exp2(spread.float())).clamp(-80, 80).to(dtype)
+
+
+def record_plain(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Have the backward write its gradients beside their codes, as it does where a cast must read them."""
+    original, kept = fused._plain, []
+
+    def plain(like, emit, *outs):
+        kept.append(original(like, True, *outs))
+        return kept[-1]
+
+    monkeypatch.setattr(fused, "_plain", plain)
+    return kept
+
+
+# --- the reference --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_reference_is_the_plain_layer_rounded_once(dtype: torch.dtype) -> None:
+    x, w = numbers(20, 300, dtype), numbers(1, 300, dtype)[0]
+    y, rstd, row, col = reference.rmsnorm_quantize(x, w, 1e-6, ROW, COL)
+    exact = F.rms_norm(x.double(), (300,), w.double(), 1e-6)
+    assert ulps(y, exact.to(dtype)) <= 1 and (y != exact.to(dtype)).float().mean() < 0.01
+    assert ulps(rstd, (x.double().pow(2).mean(1) + 1e-6).rsqrt().float()) <= 2
+    assert_same(row, cast.quantize(y, ROW))
+    assert_same(col, cast.quantize(y, COL))
+
+    gate, up, dh = (numbers(20, 300, dtype, s).double().requires_grad_() for s in range(3))
+    (F.silu(gate) * up).backward(dh.detach())
+    h, row, col = reference.swiglu_quantize(gate.to(dtype), up.to(dtype), ROW, None)
+    assert ulps(h, (F.silu(gate) * up).detach().to(dtype)) <= 1 and col is None
+    assert_same(row, cast.quantize(h, ROW))
+    found = reference.swiglu_backward_quantize(dh.to(dtype), gate.to(dtype), up.to(dtype), ROW, COL)
+    for pair, grad in ((found[:2], gate.grad), (found[2:], up.grad)):
+        for q, spec in zip(pair, (ROW, COL), strict=True):
+            expected = cast.quantize(grad.to(dtype), spec)
+            wrong = q.data.view(torch.uint8) != expected.data.view(torch.uint8)
+            assert wrong.float().mean() < 0.002, "more than a rare gradient that rounds the other way"
+
+
+def assert_same(a: Quantized, b: Quantized) -> None:
+    assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scale, b.scale)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_inputs_that_do_not_fit_are_refused_with_the_cure(name: str) -> None:
+    backend = registry.get(name)
+    with pytest.raises(CastError, match=r"x has shape \[2, 3, 4\] and weight \[4\]; it takes x \[M, K\].*Flatten"):
+        backend.rmsnorm_quantize(torch.ones(2, 3, 4), torch.ones(4), 1e-6, ROW, None)
+    with pytest.raises(CastError, match=r"weight \[5\]"):
+        backend.rmsnorm_quantize(torch.ones(3, 4), torch.ones(5), 1e-6, ROW, None)
+    with pytest.raises(CastError, match=r"shapes \[3, 4\], \[4, 3\]; they must be matrices"):
+        backend.swiglu_quantize(torch.ones(3, 4), torch.ones(4, 3), ROW, None)
+    with pytest.raises(CastError, match=r"swiglu_backward_quantize: found inputs of torch.float64"):
+        backend.swiglu_backward_quantize(torch.ones(3, 4), torch.ones(3, 4).double(), torch.ones(3, 4), ROW, COL)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_backends_say_that_they_can(name: str) -> None:
+    for op in ("rmsnorm", "swiglu", "swiglu_backward"):
+        assert registry.get(name).supports(op, recipe("blockwise"), torch.device("cpu"), None) is None
+
+
+# --- the kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_rmsnorm_casts(pair: str, poisoned: list[torch.dtype]) -> None:
+    row, col = PAIRS[pair]
+    x, w = numbers(130, 300, torch.bfloat16), numbers(1, 300, torch.bfloat16)[0]
+    y, rstd, row_q, col_q = fused.rmsnorm_quantize(x, w, 1e-6, row, col)
+    exact = reference.rmsnorm_quantize(x, w, 1e-6, None, None)
+    assert ulps(y, exact[0]) <= 1 and ulps(rstd, exact[1]) <= 2
+    assert_cast(row_q, y, row, 1)
+    assert_cast(col_q, y, col, 0)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_swiglu_casts(pair: str, poisoned: list[torch.dtype]) -> None:
+    row, col = PAIRS[pair]
+    gate, up = numbers(130, 300, torch.bfloat16), numbers(130, 300, torch.bfloat16, 1)
+    h, row_q, col_q = fused.swiglu_quantize(gate, up, row, col)
+    assert ulps(h, reference.swiglu_quantize(gate, up, None, None)[0]) <= 1
+    assert_cast(row_q, h, row, 1)
+    assert_cast(col_q, h, col, 0)
+
+
+@pytest.mark.parametrize("pair", ["blockwise", "mxfp8", "hybrid", "half in the tile", "tensorwise"])
+def test_swiglu_backward_casts(pair: str, poisoned: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    row, col = PAIRS[pair]
+    dh, gate, up = (numbers(130, 300, torch.bfloat16, s) for s in range(3))
+    plain = record_plain(monkeypatch)
+    found = fused.swiglu_backward_quantize(dh, gate, up, row, col)
+    g, u = gate.double().requires_grad_(), up.double().requires_grad_()
+    (F.silu(g) * u).backward(dh.double())
+    for values, exact, pair_q in zip(plain, (g.grad, u.grad), (found[:2], found[2:]), strict=True):
+        assert ulps(values, exact.bfloat16()) <= 1
+        assert_cast(pair_q[0], values, row, 1)
+        assert_cast(pair_q[1], values, col, 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ((1, 48), torch.float16),
+        ((1, 48), torch.float32),
+        ((130, 300), torch.float16),
+        ((3, 1176), torch.float32),
+        ((2, 3420), torch.float16),
+    ],
+    ids=str,
+)
+def test_sizes_and_dtypes(size: tuple[int, int], dtype: torch.dtype, poisoned: list[torch.dtype]) -> None:
+    near = 1 if dtype is torch.float16 else 8  # an fp32 result shows the rounding of every step, not of the last alone
+    x, w = numbers(*size, dtype), numbers(1, size[1], torch.float32)[0]
+    y, rstd, row, col = fused.rmsnorm_quantize(x, w, 1e-6, ROW, COL)
+    exact = reference.rmsnorm_quantize(x, w, 1e-6, None, None)
+    assert ulps(y, exact[0]) <= near and ulps(rstd, exact[1]) <= 2
+    assert_cast(row, y, ROW, 1)
+    assert_cast(col, y, COL, 0)
+    up = numbers(*size, dtype, 1)
+    h, row, col = fused.swiglu_quantize(x, up, ROW, COL)
+    assert ulps(h, reference.swiglu_quantize(x, up, None, None)[0]) <= near
+    assert_cast(row, h, ROW, 1)
+    assert_cast(col, h, COL, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [2, 16, 127, 128, 129, 256, 300])
+@pytest.mark.parametrize("cols", [48, 1176, 3420])
+def test_more_sizes(rows: int, cols: int, poisoned: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    dh, gate, up = (numbers(rows, cols, torch.bfloat16, s) for s in range(3))
+    y, _, row, col = fused.rmsnorm_quantize(gate, up[0], 1e-6, ROW, COL)
+    assert ulps(y, reference.rmsnorm_quantize(gate, up[0], 1e-6, None, None)[0]) <= 1
+    assert_cast(row, y, ROW, 1)
+    assert_cast(col, y, COL, 0)
+    y, _, row, _ = fused.rmsnorm_quantize(gate, up[0], 1e-6, PAIRS["rowwise"][0], None)
+    assert_cast(row, y, PAIRS["rowwise"][0], 1)
+    h, row, col = fused.swiglu_quantize(gate, up, ROW, COL)
+    assert_cast(row, h, ROW, 1)
+    assert_cast(col, h, COL, 0)
+    plain = record_plain(monkeypatch)
+    found = fused.swiglu_backward_quantize(dh, gate, up, ROW, COL)
+    for values, pair in zip(plain, (found[:2], found[2:]), strict=True):
+        assert_cast(pair[0], values, ROW, 1)
+        assert_cast(pair[1], values, COL, 0)
+
+
+def hard(seed: int) -> torch.Tensor:
+    """[140, 160] with a zero row, tiny rows, a row below the floor, and NaN and infinity in a corner of their own."""
+    x = numbers(140, 160, torch.bfloat16, seed)
+    x[3] = 0.0
+    x[4] *= 1e-7
+    x[5] *= 2.0**-110
+    x[6, ::2] = -0.0
+    x[7, 40] = float("nan")
+    x[8, 150] = float("inf")
+    x[9, 2] = -float("inf")
+    x[10] *= 2.0**70
+    return x
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+def test_bad_tiny_and_zero_rows_of_rmsnorm(eps: float, poisoned: list[torch.dtype]) -> None:
+    x, w = hard(0), numbers(1, 160, torch.bfloat16)[0]
+    exact = reference.rmsnorm_quantize(x, w, eps, None, None)
+    for row, col in (PAIRS["blockwise"], PAIRS["mxfp8"], PAIRS["rowwise"]):
+        y, rstd, row_q, col_q = fused.rmsnorm_quantize(x, w, eps, row, col)
+        assert ulps(y, exact[0]) <= 1 and ulps(rstd, exact[1]) <= 2
+        assert y[7].isnan().all() and y[8, 150].isnan() and y[8, 0] == 0
+        assert_cast(row_q, y, row, 1)
+        assert_cast(col_q, y, col, 0)
+
+
+def test_bad_tiny_and_zero_rows_of_swiglu(poisoned: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    dh, gate, up = hard(0), hard(1).roll(1, 0), hard(2).roll(2, 0)
+    gate[20, :8] = torch.tensor([-200.0, -88.0, -87.0, -1.2785, 0.0, 87.0, 200.0, 1e30])
+    for row, col in (PAIRS["blockwise"], PAIRS["hybrid"]):
+        h, row_q, col_q = fused.swiglu_quantize(gate, up, row, col)
+        assert ulps(h, reference.swiglu_quantize(gate, up, None, None)[0]) <= 1
+        assert_cast(row_q, h, row, 1)
+        assert_cast(col_q, h, col, 0)
+    plain = record_plain(monkeypatch)
+    found = fused.swiglu_backward_quantize(dh, gate, up, ROW, COL)
+    monkeypatch.undo()
+    for values, pair in zip(plain, (found[:2], found[2:]), strict=True):
+        assert_cast(pair[0], values, ROW, 1)
+        assert_cast(pair[1], values, COL, 0)
+    for q, exact in zip(found, reference.swiglu_backward_quantize(dh, gate, up, ROW, COL), strict=True):
+        assert (q.data.contiguous().view(torch.uint8) != exact.data.view(torch.uint8)).float().mean() < 0.002
+        assert torch.equal(q.scale.isnan(), exact.scale.isnan())
+
+
+def test_inputs_may_be_halves_or_transposed(poisoned: list[torch.dtype]) -> None:
+    both = numbers(40, 2 * 152, torch.bfloat16)
+    gate, up = both.chunk(2, dim=1)
+    h, row, _ = fused.swiglu_quantize(gate, up, ROW, None)
+    assert torch.equal(h, reference.swiglu_quantize(gate.contiguous(), up.contiguous(), None, None)[0])
+    assert_cast(row, h, ROW, 1)
+    odd = numbers(160, 41, torch.bfloat16).t()
+    y, *_ = fused.rmsnorm_quantize(odd, both[0, :160], 1e-6, None, None)
+    assert ulps(y, reference.rmsnorm_quantize(odd, both[0, :160], 1e-6, None, None)[0]) <= 1
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_no_rows_and_only_codes(rows: int, poisoned: list[torch.dtype]) -> None:
+    gate, up = numbers(rows, 144, torch.bfloat16), numbers(rows, 144, torch.bfloat16, 1)
+    del poisoned[:]
+    rstd, row, col = fused.rmsnorm_codes(gate, up.new_ones(144), 1e-6, ROW, COL)
+    pair = fused.swiglu_codes(gate, up, ROW, COL)
+    fused.swiglu_backward_quantize(up, gate, up, ROW, COL)
+    assert not {torch.bfloat16, torch.float16} & set(poisoned), "something was written in 16 bits"
+    y, exact, *_ = fused.rmsnorm_quantize(gate, up.new_ones(144), 1e-6, ROW, None)
+    assert torch.equal(rstd, exact)
+    h = fused.swiglu_quantize(gate, up, None, None)[0]
+    for values, found in ((y, (row, col)), (h, pair)):
+        assert_cast(found[0], values, ROW, 1)
+        assert_cast(found[1], values, COL, 0)
+
+
+def test_one_launch_does_it() -> None:
+    x = numbers(5, 144, torch.bfloat16)
+    with launches() as seen:
+        fused.rmsnorm_quantize(x, x[0], 1e-6, ROW, None)
+        fused.swiglu_quantize(x, x, ROW, COL)
+        fused.swiglu_backward_quantize(x, x, x, ROW, COL)
+    assert seen == {"rmsnorm_rows": 1, "swiglu": 1, "swiglu_backward": 1}
+    with launches() as seen:
+        fused.rmsnorm_quantize(x, x[0], 1e-6, ROW, COL)
+    assert seen == {"rstd_of_rows": 1, "rmsnorm_tile": 1}
+
+
+def test_rows_that_no_program_can_hold(monkeypatch: pytest.MonkeyPatch, poisoned: list[torch.dtype]) -> None:
+    monkeypatch.setattr(fused, "WIDEST", 256)
+    x = numbers(6, 1100, torch.bfloat16)
+    y, rstd, row, _ = fused.rmsnorm_quantize(x, x[0], 1e-6, ROW, None)
+    exact = reference.rmsnorm_quantize(x, x[0], 1e-6, None, None)
+    assert ulps(y, exact[0]) <= 1 and ulps(rstd, exact[1]) <= 2
+    assert_cast(row, y, ROW, 1)

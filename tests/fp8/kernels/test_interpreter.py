@@ -1,0 +1,183 @@
+"""That the interpreter is a witness: it ran the kernel it vouches for, and a fault in that kernel shows.
+
+Three ways in which a comparison with the reference could pass for nothing: no kernel was started, the output held the
+right values before, or the comparison looks away. Each is tried here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.fp8 import cast
+from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.kernels import layout, registry
+from octavo.fp8.kernels.triton_kernels import fused, fused_kernels, launch
+
+pytestmark = [
+    pytest.mark.skipif(not launch.INTERPRETED, reason="on a GPU the kernels are compiled, not interpreted"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's: NaN and infinity are meant
+]
+
+ROW, COL = CastSpec(block=(1, 128)), CastSpec(block=(128, 1))
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds what no result is."""
+    empty = torch.empty
+
+    def make(*size, **options):
+        out = empty(*size, **options)
+        out.view(torch.uint8).fill_(0xA5)
+        return out
+
+    monkeypatch.setattr(torch, "empty", make)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    make = torch.Generator().manual_seed(1)
+    x = torch.randn(20, 200, generator=make) * torch.exp2(torch.arange(20).float() - 10).view(-1, 1)
+    x[3] = 0.0
+    x[4, 7] = float("nan")
+    return x.bfloat16(), torch.randn(200, generator=make).bfloat16()
+
+
+def differs(q: Quantized, y: torch.Tensor, contract: int) -> bool:
+    """Whether q is not the cast of y, bit for bit and padding included."""
+    expected = cast.quantize(y, q.spec)
+    found, wanted = layout.k_major(q, contract), layout.k_major(expected, contract)
+    same_codes = torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+    return not (same_codes and torch.equal(q.scale.view(torch.int32), expected.scale.view(torch.int32)))
+
+
+def swiglu_differs() -> bool:
+    x, _ = inputs()
+    h, row, col = fused.swiglu_quantize(x, x.flip(0), ROW, COL)
+    exact = registry.get("reference").swiglu_quantize(x, x.flip(0), None, None)[0]
+    values = (h.float() - exact.float()).abs() > 2**-7 * exact.float().abs()  # false for NaN
+    return bool(values.any()) or not torch.equal(h.isnan(), exact.isnan()) or differs(row, h, 1) or differs(col, h, 0)
+
+
+def rmsnorm_differs(col: CastSpec | None) -> bool:
+    x, w = inputs()
+    y, rstd, row_q, col_q = fused.rmsnorm_quantize(x, w, 1e-3, ROW, col)
+    exact, exact_rstd, *_ = registry.get("reference").rmsnorm_quantize(x, w, 1e-3, None, None)
+    values = (y.float() - exact.float()).abs() > 2**-7 * exact.float().abs()
+    wrong = bool(values.any()) or not torch.equal(y.isnan(), exact.isnan()) or differs(row_q, y, 1)
+    return wrong or (col_q is not None and differs(col_q, y, 0)) or not torch.allclose(rstd, exact_rstd, equal_nan=True)
+
+
+LAYERS: dict[str, Callable[[], bool]] = {
+    "swiglu": swiglu_differs,
+    "rmsnorm_rows": lambda: rmsnorm_differs(None),
+    "rmsnorm_tile": lambda: rmsnorm_differs(COL),
+}
+
+
+def operations() -> dict[str, Callable[[], object]]:
+    """One call of every kind of operation that the Triton backend has; each must start a kernel."""
+    backend = registry.get("triton")
+    x, w = inputs()
+    one = x[:16, :128].contiguous().nan_to_num()
+    q = cast.quantize(one, CastSpec(block=(1, -1)))
+    return {
+        "quantize": lambda: backend.quantize(one, ROW),
+        "quantize_both": lambda: backend.quantize_both(one, ROW, COL),
+        "dequantize": lambda: backend.dequantize(q),
+        "gemm_fwd": lambda: backend.gemm_fwd(q, q, torch.float32),
+        "rmsnorm": lambda: backend.rmsnorm_quantize(x, w, 1e-6, ROW, None),
+        "swiglu": lambda: backend.swiglu_quantize(x, x, ROW, COL),
+        "swiglu_backward": lambda: backend.swiglu_backward_quantize(x, x, x, ROW, COL),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["quantize", "quantize_both", "dequantize", "gemm_fwd", "rmsnorm", "swiglu", "swiglu_backward"]
+)
+def test_every_operation_starts_kernels(name: str) -> None:
+    with launch.launches() as seen:
+        operations()[name]()
+    assert sum(seen.values()) >= 1, f"{name} ran no kernel"
+    with launch.launches() as none:
+        pass
+    assert not none, "launches outside are not counted"
+
+
+def test_the_kernels_are_the_interpreters() -> None:
+    for name in fused_kernels.__all__:
+        kernel = getattr(fused_kernels, name)
+        assert type(kernel).__name__ == "InterpretedFunction", f"{name} is a {type(kernel).__name__}"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_right_kernels_pass(layer: str, poisoned: None) -> None:
+    with launch.launches() as seen:
+        assert not LAYERS[layer]()
+    assert seen[layer] == 1
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_kernel_that_did_not_run_does_not_pass(layer: str, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "launch", lambda kernel, grid, *args, **options: None)
+    assert LAYERS[layer]()
+
+
+FAULTS = {
+    "a scale twice too large": ("scale, bad = scale_of(tl.max(amax_bits(blocks), axis=2", "x2"),
+    "the reciprocal off by one exponent": ("0x7F000000 - scale", "0x7E800000 - scale"),
+    "codes of the unrounded result": ("g * sigmoid(g) * u, gate.dtype.element_ty", "g * sigmoid(g) * u, tl.float32"),
+    "no sign": ("encode_bits(x * inverse, E5M2)", "encode_bits(tl.abs(x) * inverse, E5M2)"),
+    "padding not written": ("(rows[None, :] < height)", "(rows[None, :] < M)"),
+    "padding of a bad block": ("if (row + BM > M) | (col + BK > K):", "if row + BM < 0:"),
+    "the last column left out": ("(cols[None, :] < K)\n    wide", "(cols[None, :] < K - 1)\n    wide"),
+}
+
+
+def with_fault(tmp_path: Path, good: str, bad: str) -> ModuleType:
+    """The kernels with one piece of their source exchanged, as a module of their own."""
+    source = Path(fused_kernels.__file__).read_text(encoding="utf-8")
+    assert good in source, "the planted fault has nothing to replace"
+    if bad == "x2":
+        bad, good = "scale, bad = scale_of(0x800000 + tl.max(amax_bits(blocks), axis=2", good
+    file = tmp_path / "faulty_kernels.py"
+    file.write_text(source.replace(good, bad), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("faulty_kernels", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["faulty_kernels"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault: str, tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "kernels", with_fault(tmp_path, *FAULTS[fault]))
+    with launch.launches() as seen:
+        assert swiglu_differs(), f"nobody noticed: {fault}"
+    assert seen["swiglu"] == 1
+    sys.modules.pop("faulty_kernels")
+
+
+def test_a_copy_without_a_fault_passes(tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "kernels", with_fault(tmp_path, "import triton", "import triton"))
+    assert not swiglu_differs()
+    sys.modules.pop("faulty_kernels")
+
+
+def test_a_faulty_helper_shows(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fused_kernels.widen
+
+    def halves(x):
+        return right(x) * 0.5
+
+    monkeypatch.setattr(fused_kernels, "widen", halves)
+    assert swiglu_differs()
