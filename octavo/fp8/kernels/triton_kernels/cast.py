@@ -7,9 +7,9 @@ by shapes, strides and specs alone::
     every block lies within a tile, or amax is given    one launch
     rows, columns or tensors longer than a tile         a pass for their amax (2 launches: zeros, maxima), then one
 
-Tiles: 128 x 128 for two layouts at once (the smallest that holds blocks of both directions), 32 x 128 for rows alone
-and 128 x 64 for columns alone, so that stores fill lines of 128 bytes and a multiprocessor has several programs whose
-loads, arithmetic and stores overlap; for whole rows, as many rows as make up 4096 values.
+Tiles, so that stores fill lines of 128 bytes, or half of one, and a multiprocessor has several programs whose loads,
+arithmetic and stores overlap: 64 x 128 for two layouts at once, 128 x 128 where blocks of 128 both ways need it; 32 x
+128 for rows alone, 128 x 64 for columns alone; for whole rows, as many rows as make up 4096 values.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def _maxima(x: Tensor, blocks: set[tuple[int, int]], groups: Groups | None) -> d
     tops = dict(zip(blocks, held.split([sizes[b] for b in blocks]), strict=True))
     by_row, by_col = (1, -1) in blocks, (-1, 1) in blocks
     tile = Tile(64, 128, 8) if by_row and by_col else Tile(32, 128, 4)
-    steps = 4
+    steps = 2 if by_row and by_col else 4  # as many loads in flight as leave registers for a second program
     high, wide = (tile.rows, tile.cols * steps) if by_row else (tile.rows * steps, tile.cols)
     across = ceil_div(cols, wide)
     unit, even = _access(x)
@@ -418,12 +418,12 @@ def variants() -> list[Variant]:
     maxima = {"x_ptr": "*bf16", **ints}
     maxima |= dict.fromkeys(("rows_ptr", "cols_ptr", "all_ptr", "sizes_ptr", "starts_ptr", "tiles_ptr"), "*i32")
     for name, rows, cols, all_, tile in (
-        ("rows and columns", True, True, False, (64, 128)),
-        ("columns", False, True, False, (32, 128)),
-        ("tensor", False, False, True, (32, 128)),
+        ("rows and columns", True, True, False, (64, 128, 2)),
+        ("columns", False, True, False, (32, 128, 4)),
+        ("tensor", False, False, True, (32, 128, 4)),
     ):
-        constants = {"ROWS": rows, "COLS": cols, "ALL": all_, "GROUPED": False, "EVEN": 16, "UNIT": True, "STEPS": 4}
-        constants |= {"TR": tile[0], "TC": tile[1]}
+        constants = {"ROWS": rows, "COLS": cols, "ALL": all_, "GROUPED": False, "EVEN": 16, "UNIT": True}
+        constants |= {"TR": tile[0], "TC": tile[1], "STEPS": tile[2]}
         found.append(Variant(f"amax {name}", cast_tiles.amax_kernel, maxima, constants, 8 if rows else 4))
     back = {"codes_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16"}
     back |= dict.fromkeys(("stride_r", "scale_c", "M", "K", "across"), "i32")

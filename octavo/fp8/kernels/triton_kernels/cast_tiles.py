@@ -7,13 +7,19 @@ A cast moves bytes: it reads 2 a value (bf16) and writes 1 for each layout. What
 * Accesses are 16 bytes a thread and whole lines of 128 bytes a warp wherever strides allow. Codes always allow: their
   buffers are padded to 16, and the kernel writes the padding itself, so no fill comes before it. For the input the host
   passes UNIT (the last stride is 1) and EVEN, the largest power of two up to 16 that divides row stride and row length;
-  ``n // EVEN * EVEN`` tells the compiler. 3420 columns still load 8 bytes at a time that way, not 2.
+  ``n // EVEN * EVEN`` tells the compiler. 3420 columns still load 8 bytes at a time (``ld.global.v2.b32``), not 2.
 * Blocks that a tile holds whole take their amax from it: finite blocks always, rows up to 32768 long by tiles as long
   as the row, small tensors. Other whole rows, columns and tensors cost a pass before, :func:`amax_kernel`, 2 bytes a
   value more; its maxima meet in ``atomic_max`` on int32 patterns, whose order does not matter, so it is deterministic.
 
-Compiled for compute capability 9.0 (8 warps, bf16, both layouts of 1x128 and 128x1) loads are ``ld.global.v4.b32`` and
-both stores ``st.global.v4.b32``; nothing is spilled. ``tests/fp8/kernels/test_triton_cast.py`` looks again.
+* 128 x 128 values in two layouts are 64 for each thread of 8 warps, and a second program on the multiprocessor, to load
+  while the first computes, needs them to fit 128 registers: hence no select a code for what is bad (NaN divides it) or
+  padding (a branch that only ragged tiles take), and one reciprocal a block by integers.
+
+What the compiler makes of it (capability 9.0, bf16, lengths that are multiples of 8): ``ld.global.v4.b32`` for every
+load and ``st.global.v4.b32`` for both stores of codes, one ``cvt.rn.satfinite`` for two codes, one ``st.shared.b8`` a
+value for the transposition; 127 registers and nothing spilled (32 bytes of them on 8.9, and 16 to 48 where rows are no
+multiple of 16 long); 40 registers for rows alone. ``tests/fp8/kernels/test_triton_cast.py`` looks again.
 
 A cast is described to the kernel by a tuple of constants, ``CAST`` (built by ``cast.facts``)::
 
