@@ -22,8 +22,8 @@ from octavo.fp8 import experts as moe
 from octavo.fp8 import observe
 from octavo.fp8.choose import backends_for, by_measurement, by_table
 from octavo.fp8.experts import Experts
-from octavo.fp8.grouped_linear import alone
 from octavo.fp8.fusion import fuse
+from octavo.fp8.grouped_linear import alone
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.machine import Machine
