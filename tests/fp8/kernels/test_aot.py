@@ -1,0 +1,128 @@
+"""Every Triton kernel compiles for every architecture, here, without a GPU; and what does not is found and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from octavo.fp8.kernels import aot
+
+KERNELS = {"rmsnorm_rows", "rmsnorm_tile", "rstd_of_rows", "swiglu", "swiglu_backward", "gemm_kernel"}
+MODULES = {"cast", "gemm", "grouped", "fused"}
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    wrong = aot.faults(rows)
+    assert not wrong, "\n".join(wrong)
+    assert {row["arch"] for row in rows} == set(aot.ARCHS)
+    assert {row["module"] for row in rows} >= MODULES and {row["kernel"] for row in rows} >= KERNELS
+    for row in rows:
+        assert 16 <= row["registers"] <= 255 and row["loads"] and row["stores"], row["name"]
+        if row["module"] in ("gemm", "grouped") and row["tensor_core"] is not None:
+            assert (
+                row["tensor_core"]
+                in {89: ("mma",), 90: ("wgmma", "mma"), 100: ("tcgen05", "mma"), 120: ("mma",)}[row["arch"]]
+            )
+    found = {(row["arch"], row["tensor_core"]) for row in rows}
+    assert {(90, "wgmma"), (89, "mma"), (120, "mma")} <= found, "GEMMs that leave the tensor cores alone"
+
+
+def test_one_form_of_each_kernel_compiles_for_every_architecture() -> None:
+    rows = aot.report(first=True)
+    check(rows)
+    names = [(row["kernel"], row["arch"]) for row in rows]
+    assert len(names) == len(set(names)), "a kernel twice"
+    fused = [row for row in rows if row["module"] == "fused" and "tile" in row["kernel"]]
+    assert fused and all(row["loads"][16] >= 4 and row["stores"][16] >= 4 for row in fused), "narrow accesses"
+
+
+@pytest.mark.long
+def test_every_form_compiles_for_every_architecture() -> None:
+    check(aot.report(jobs=2))
+
+
+BROKEN = """
+import triton
+import triton.language as tl
+from octavo.fp8.kernels.triton_kernels.launch import Variant
+
+@triton.jit
+def no_such(x, N: tl.constexpr):
+    tl.store(x, tl.nothing(x))
+
+@triton.jit
+def greedy(x, y, N: tl.constexpr):
+    a = tl.load(x + tl.arange(0, N))
+    b = tl.load(y + tl.arange(0, N))
+    tl.store(x + tl.arange(0, N), a * tl.sum(b) + b * tl.sum(a * b))
+
+@triton.jit
+def fine(x, n, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x + at, tl.load(x + at, mask=at < n), mask=at < n)
+
+def variants():
+    types = {"x": "*fp32", "y": "*fp32"}
+    return [
+        Variant("fine", fine, {"x": "*fp32", "n": "i32:16"}, {"N": 1024}),
+        Variant("old only", fine, {"x": "*fp32", "n": "i32"}, {"N": 1024}, architectures=(89,)),
+        Variant("no such", no_such, {"x": "*fp32"}, {"N": 16}),
+        Variant("greedy", greedy, types, {"N": 8192}, num_warps=1),
+        Variant("unsaid", fine, {"x": "*fp32"}, {"N": 1024}),
+        Variant("stray", fine, {"x": "*fp32", "n": "i32", "m": "i32"}, {"N": 1024}),
+    ]
+"""
+
+
+def test_what_fails_is_listed_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN, encoding="utf-8")
+    code = (
+        "import sys; from octavo.fp8.kernels import aot; aot._modules = lambda: ['broken']; "
+        "sys.exit(aot.main(['--arch', '90', '--arch', 'sm_89', '--json', sys.argv[1]]))"
+    )
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    file = tmp_path / "report.json"
+    done = subprocess.run([sys.executable, "-c", code, file], env=environ, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    rows = {(row["name"], row["arch"]): row for row in json.loads(file.read_text(encoding="utf-8"))}
+    assert rows["fine", 90]["error"] is None and rows["fine", 90]["spill"] == 0
+    assert rows["fine", 90]["loads"] == {"16": 2} and rows["old only", 89]["loads"] == {"4": 8}, "alignment is not used"
+    assert ("old only", 90) not in rows
+    assert rows["greedy", 90]["spill"] > aot.SPILL_BOUND
+    for text in (
+        "broken: no such for sm_90 does not compile: ",
+        f"broken: greedy for sm_90 spills {rows['greedy', 90]['spill']} bytes a thread, more than {aot.SPILL_BOUND}",
+        "broken: unsaid for sm_89 does not compile: ValueError: variant 'unsaid' says nothing of the argument 'n'",
+        "broken: stray for sm_89 does not compile: ValueError: variant 'stray' describes 'm', which is no argument",
+        "11 compiled, 8 at fault",
+    ):
+        assert text in done.stdout, done.stdout
+    assert "nothing" in rows["no such", 90]["error"]
+
+
+def test_too_much_shared_memory_is_a_fault() -> None:
+    row = {"name": "big", "kernel": "k", "module": "m", "arch": 90, "error": None, "registers": 64, "spill": 0}
+    row |= {"shared": 200 * 1024, "tensor_core": None, "loads": {16: 2}, "stores": {}}
+    assert aot.faults([row]) == []
+    assert aot.faults([{**row, "arch": 120}]) == [
+        "m: big for sm_120 needs 204800 bytes of shared memory, there are 101376"
+    ]
+    assert "2x16B" in aot.table([row]) and "FAILED" in aot.table([{**row, "error": "no"}])
+
+
+def test_words_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="no architecture 75 to compile for; use 89, 90, 100, 120"):
+        aot.report([75])
+    assert aot.main(["--frist"]) == 2 and aot.main(["--json"]) == 2 and aot.main(["--arch", "70"]) == 2
+    assert "does not know '--frist'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="No kernel has a form whose name contains 'nonsense'"):
+        aot.report([90], only="nonsense")
