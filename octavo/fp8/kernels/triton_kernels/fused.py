@@ -12,7 +12,7 @@ one cast into both layouts, "eager" is what PyTorch runs op by op before that ca
     rmsnorm -> row, col, no y       x 2 + 2*     row 1, col 1                4-6      8        40
     swiglu -> row, col              gate, up 4   h 2, row 1, col 1           8       10        14
     swiglu -> row, col, no h        gate, up 4   row 1, col 1                6       10        14
-    swiglu backward                 3 x 2        2 x (row 1, col 1)         10       18        38+
+    swiglu backward                 3 x 2        2 x (row 1, col 1)         10       18        30
 
     * the second look at x, from the L2 cache where it still lies there
 
