@@ -25,7 +25,7 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert {row["arch"] for row in rows} == set(aot.ARCHS)
     assert {row["module"] for row in rows} >= MODULES and {row["kernel"] for row in rows} >= KERNELS
     for row in rows:
-        assert 16 <= row["registers"] <= 255 and row["loads"] and row["stores"], row["name"]
+        assert 16 <= row["registers"] <= 255 and row["loads"], row["name"]  # stores may all be atomic
         if row["module"] in ("gemm", "grouped") and row["tensor_core"] is not None:
             assert (
                 row["tensor_core"]
