@@ -30,10 +30,10 @@ types: install    ## the type checker on fp8/ and config/
 	$(BIN)/mypy
 
 test: lint types  ## what every change must pass, in under 10 minutes on 2 cores
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long"
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long and not gpu"
 
 test-long: install ## the long tests: kill and resume at random moments, two ranks, example files
-	$(BIN)/python -m pytest -q -n $(JOBS) -m long
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu"
 
 gpu:              ## on a machine with an NVIDIA GPU: its tests and all benchmarks, in under 9 minutes
 	$(GPU_PYTHON) benchmarks/gpu.py
