@@ -126,7 +126,7 @@ def _plan(fp8: Fp8Section) -> Iterator[Finding]:
         yield Finding(
             ("fp8", "plan"), "a plan file is given, and the recipe is off", "remove one of them", (("fp8", "recipe"),)
         )
-    for key in ("format", *GEMMS, *COMPONENTS, "rules", "backend", "candidates"):
+    for key in ("format", *GEMMS, *COMPONENTS, "rules", "backend", "candidates", "fuse"):
         if getattr(fp8, key) != Fp8Section.model_fields[key].get_default():
             yield Finding(
                 ("fp8", key),
@@ -223,6 +223,13 @@ def _train(config: Config) -> Iterator[Finding]:
             "has no effect on a constant schedule",
             "remove it, or use cosine or linear",
             (("train", "schedule"),),
+        )
+    if train.compile and config.fp8.fuse == "on":
+        yield Finding(
+            ("fp8", "fuse"),
+            "compiled blocks run each layer's own GEMMs, so nothing would be fused",
+            "use `fuse: off` (their input is cast once all the same), or `train.compile: false`",
+            (("train", "compile"),),
         )
 
 

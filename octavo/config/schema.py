@@ -119,6 +119,11 @@ class Fp8Section(Section):
         min_length=1,
         description="The recipes that auto chooses among.",
     )
+    fuse: Literal["off", "on", "auto"] = Field(
+        default="auto",
+        description="Whether q, k and v, and gate and up, run as one GEMM where their recipe allows it (names and "
+        "checkpoints stay): off, on, or auto: where it was measured to pay, so nowhere unless the plan is measured.",
+    )
     plan: str | None = Field(
         default=None,
         min_length=1,

@@ -6,11 +6,17 @@ w = [w_1; w_2; ...] their weights one below the other, and dy = [dy_1, dy_2, ...
     fwd    [y_1, y_2, ...] = x @ w.T      dgrad  dx = dy @ w      wgrad  [dw_1; dw_2; ...] = dy.T @ x
 
 The first sister that is called with an x computes all outputs; the others hand out theirs when they are called with the
-very same tensor. The outputs are columns of one buffer, so their rows are not contiguous. Codes, outputs and dw are bit
-for bit those of single GEMMs; dx is better by the roundings between the sisters' sums, and not equal.
+very same tensor. Codes, outputs and dw are bit for bit those of single GEMMs; dx is better by the roundings between the
+sisters' sums, and not equal.
 
 Which is why only recipes whose blocks end where a layer ends can fuse: a scale that spans a whole row of dy (rowwise)
 or a whole tensor would be another one for the joined matrix. :func:`fuse` says so, layer by layer.
+
+The outputs are columns of one buffer: ``y.stride(-2)`` is the sum of the outputs, and the buffer lives as long as any
+of them. What splits features (``y.view(*lead, heads, head_dim)``, ``chunk``, attention, SwiGLU) works as ever. A
+``view`` that merges rows with features, such as ``y.view(-1)``, raises, where a stock layer's output is contiguous.
+Copies would make it safe, and cost a write and a read of all outputs, more than fusing saves: use ``reshape``, or let
+such a module run apart.
 
 A sister that is not called, or called with something else, costs the GEMM that was made for her, and everything stays
 right: counters see a layer's GEMMs only when it is called, and a backward that some outputs did not reach runs one
@@ -25,6 +31,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,15 +44,17 @@ from octavo.fp8.fused_linear import Call, FusedGemms, Marks
 from octavo.fp8.health import watching
 from octavo.fp8.joined import Joined
 from octavo.fp8.kernels.layout import ALIGN
+from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.linear import Linear, _autocast_enabled, compute_dtype
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.weights import is_dtensor
 
-__all__ = ["SISTERS", "Fusion", "Group", "fuse", "fused", "unfuse"]
+__all__ = ["SISTERS", "Fusion", "Group", "Sister", "families", "fuse", "fused", "obstacle", "unfuse", "unite"]
 
 SISTERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Children of one module that are known to multiply the same input."""
 
+NOT_ALL = "not all of them run in FP8"
 _MISSES = 2  # in a row, after which a group runs as single layers
 
 
@@ -62,20 +71,35 @@ def fuse(model: nn.Module) -> tuple[Fusion, ...]:
     Returns one :class:`Fusion` for each family of sisters of which at least one is an FP8 layer. Parameters, names and
     state dicts stay; :func:`unfuse` takes it back.
     """
-    out = []
+    return tuple(
+        Fusion(names, unite(layers))
+        for names, layers in families(model)
+        if any(isinstance(layer, Linear) for layer in layers)
+    )
+
+
+def families(model: nn.Module) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
+    """(names, linear layers) of the sisters of each module that has all of a family."""
     for path, parent in model.named_modules():
         for family in SISTERS:
-            found = [(name, parent._modules[name]) for name in family if parent._modules.get(name) is not None]
-            if len(found) < len(family) or not any(isinstance(_layer(m), Linear) for _, m in found):
-                continue
-            layers = [_layer(m) for _, m in found]
-            reason = obstacle(layers)
-            if reason is None:
-                group = Group(tuple(m for m in layers if isinstance(m, Linear)))
-                for layer in group.members:
-                    layer.__dict__["_group"] = group
-            out.append(Fusion(tuple(f"{path}.{name}" if path else name for name, _ in found), reason))
-    return tuple(out)
+            found = [layer for name in family if (layer := _layer(parent._modules.get(name))) is not None]
+            if len(found) == len(family):
+                yield tuple(f"{path}.{name}" if path else name for name in family), found
+
+
+def unite(layers: Sequence[nn.Module]) -> str | None:
+    """Let these layers run as one GEMM from now on; returns what stands against it instead, if anything does."""
+    linears = [m for m in layers if isinstance(m, Linear)]
+    if len(linears) < len(layers):
+        return NOT_ALL
+    if any("_group" in m.__dict__ for m in linears):
+        return "fused before"
+    reason = obstacle([sister(m, m.recipe, m._site.selections) for m in linears])
+    if reason is None:
+        group = Group(tuple(linears))
+        for layer in linears:
+            layer.__dict__["_group"] = group
+    return reason
 
 
 def unfuse(model: nn.Module) -> None:
@@ -102,30 +126,48 @@ def _layer(module: nn.Module | None) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else module
 
 
-def obstacle(layers: list[nn.Module | None]) -> str | None:
+class Sister(NamedTuple):
+    """What decides whether a layer can run as one with others; known before its weights are."""
+
+    recipe: Recipe | None
+    backends: Mapping[str, str]
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    trained: bool
+    weight: int  # the parameter's identity
+
+
+def sister(layer: nn.Module, recipe: Recipe | None, selections: Mapping[str, Selection]) -> Sister:
+    """A linear layer, also one without weights, as it runs or will run."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    backends = {gemm: s.backend.name for gemm, s in selections.items()}
+    n, k = weight.shape
+    return Sister(recipe, backends, (n, k), weight.dtype, weight.device, weight.requires_grad, id(weight))
+
+
+def obstacle(sisters: Sequence[Sister]) -> str | None:
     """Why these layers cannot run as one GEMM, None if they can."""
-    if not all(isinstance(m, Linear) for m in layers):
-        return "not all of them run in FP8"
-    linears = [m for m in layers if isinstance(m, Linear)]
-    first = linears[0]
-    if any("_group" in m.__dict__ for m in linears):
-        return "fused before"
+    first = sisters[0]
+    if first.recipe is None or any(s.recipe is None for s in sisters):
+        return NOT_ALL
     for what, of in (
-        ("recipes", lambda m: m.recipe),
-        ("backends", lambda m: {g: s.backend.name for g, s in m._site.selections.items()}),
-        ("numbers of inputs", lambda m: m.weight.shape[1]),
-        ("dtypes", lambda m: m.weight.dtype),
-        ("devices", lambda m: m.weight.device),
-        ("frozen and trained weights", lambda m: m.weight.requires_grad),
+        ("different recipes", lambda s: s.recipe),
+        ("different backends", lambda s: s.backends),
+        ("different numbers of inputs", lambda s: s.shape[1]),
+        ("different dtypes", lambda s: s.dtype),
+        ("different devices", lambda s: s.device),
+        ("frozen and trained weights", lambda s: s.trained),
     ):
-        if any(of(m) != of(first) for m in linears):
-            return f"different {what}" if "and" not in what else what
-    if len({id(m.weight) for m in linears}) < len(linears):
+        if any(of(s) != of(first) for s in sisters):
+            return what
+    if len({s.weight for s in sisters}) < len(sisters):
         return "tied weights"
-    return _recipe_obstacle(first.recipe, [m.weight.shape[0] for m in linears])
+    return recipe_obstacle(first.recipe, [s.shape[0] for s in sisters])
 
 
-def _recipe_obstacle(recipe: Recipe, outputs: list[int]) -> str | None:
+def recipe_obstacle(recipe: Recipe, outputs: Sequence[int]) -> str | None:
     """Blocks must end where a layer ends: then joining matrices joins their codes."""
     if recipe.delayed is not None:
         return "delayed scaling keeps an amax history of each layer"

@@ -5,6 +5,9 @@ forward really sends through it. All candidates of a case (BF16, and every allow
 it) are called in one run by :func:`octavo.fp8.timing.time_calls`, through the same modules, autograd and autocast as in
 training. A candidate that fails, or whose outputs are not finite or far from BF16's, is out, with the reason.
 
+Sisters (q, k and v; gate and up) are measured together as well, as they run: on one input, cast once. Twice where that
+may be: each by its own GEMMs ("apart"), and as one ("joined").
+
 Codes of weights are cast once an optimizer step and serve all its micro-steps. So every FP8 candidate is timed twice:
 with valid codes, and with codes dropped before the call. The difference is the price of the cast; a plan divides it by
 the micro-steps (:meth:`Entry.cost`). BF16 pays its own cast of fp32 weights in every micro-step, as autocast does.
@@ -15,14 +18,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.fp8.choose import backends_for
 from octavo.fp8.experts import Experts
+from octavo.fp8.fusion import families, recipe_obstacle, unite
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.linear import Linear, Site
@@ -32,12 +36,12 @@ from octavo.fp8.timing import Timed, time_calls
 from octavo.fp8.topology import Row
 from octavo.fp8.weights import invalidate
 
-__all__ = ["Case", "Entry", "MeasureError", "Measured", "Measurements", "cases_of", "measure_case"]
+__all__ = ["Case", "Entry", "MeasureError", "Measured", "Measurements", "cases_of", "cases_of_sisters", "measure_case"]
 
 #: calc_diff to BF16 of a sound y, dx and dw, the doctor's bound: E4M3 leaves about 1e-3, E5M2 gradients 5e-3, a wrong
 #: scale or layout 1
 SOUND = 0.02
-HIGH = "high precision"
+HIGH, SISTERS = "high precision", "sisters"
 _ROWS = 1 << 24  # elements compared at once: float64 copies of a large output would not fit beside it
 _PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -52,7 +56,7 @@ class Case:
     ``dgrad`` False no dgrad; ``weights`` is the dtype they are kept in.
 
     Experts are measured as the whole module (class ``type``): ``experts`` of them, ``top_k`` a token, (n, k) being
-    the shape of gate and up.
+    the shape of gate and up. Sisters have the ``outputs`` of each, n in all, and those numbered by ``biases`` have one.
     """
 
     kind: str
@@ -66,19 +70,26 @@ class Case:
     experts: int | None = None
     top_k: int | None = None
     type: str = ""
+    outputs: tuple[int, ...] = ()
+    biases: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("outputs", "biases"):  # JSON has no tuples
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def __str__(self) -> str:
         more = [w for w, on in (("bias", self.bias), ("frozen", self.frozen), ("no dgrad", not self.dgrad)) if on]
         if self.experts is not None:
             more.append(f"{self.experts} experts, {self.top_k} a token, {self.type}")
-        return " ".join([f"{self.kind} M={self.m} N={self.n} K={self.k} {self.weights}", *more])
+        n = "+".join(map(str, self.outputs)) or str(self.n)
+        return " ".join([f"{self.kind} M={self.m} N={n} K={self.k} {self.weights}", *more])
 
 
 @dataclass(frozen=True)
 class Entry:
     """One candidate's figures. ``seconds`` of the device and ``host`` seconds of one micro-step with valid codes,
-    ``weights`` more where the weights are cast anew; ``spread`` as in :class:`~octavo.fp8.timing.Timed`.
-    ``rejected``: why it is out, and then nothing else counts."""
+    ``weights`` more where the weights are cast anew; ``spread`` as in :class:`~octavo.fp8.timing.Timed`. ``layout``:
+    how sisters ran, "apart" or "joined". ``rejected``: why it is out, and then nothing else counts."""
 
     recipe: str
     backends: Mapping[str, str]
@@ -87,6 +98,7 @@ class Entry:
     weights: float = 0.0
     spread: float = 0.0
     rejected: str | None = None
+    layout: str = ""
 
     def cost(self, micro_steps: int = 1) -> float:
         """Seconds a micro-step: what device and host need, whichever is more, and its part of the weights' cast."""
@@ -102,6 +114,14 @@ class Measured:
     @property
     def high(self) -> Entry:
         return self.entries[HIGH]
+
+    def to_json(self) -> dict[str, Any]:
+        """The candidates for people, in milliseconds, or why they are out."""
+        return {
+            name: e.rejected
+            or {"ms": 1e3 * e.seconds, "host_ms": 1e3 * e.host, "weights_ms": 1e3 * e.weights, "spread": e.spread}
+            for name, e in self.entries.items()
+        }
 
 
 @dataclass
@@ -159,12 +179,32 @@ def cases_of(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -
     return out
 
 
+def cases_of_sisters(model: nn.Module, cases: Mapping[str, Case]) -> dict[tuple[str, ...], Case]:
+    """Names of sisters -> their case together, where each has one of ``cases`` and they differ in outputs alone."""
+    names = {id(module): name for name, module in model.named_modules()}
+    out: dict[tuple[str, ...], Case] = {}
+    for _, layers in families(model):
+        found = {names[id(layer)]: cases.get(names[id(layer)]) for layer in layers}
+        each = [case for case in found.values() if case is not None and case.kind == "linear"]
+        if len(each) < len(layers):
+            continue
+        first = each[0]  # whether x asks for a gradient is known of the first: what comes before the others is a sister
+        if any(replace(c, n=first.n, bias=first.bias, dgrad=first.dgrad) != first for c in each):
+            continue
+        outputs, biases = tuple(c.n for c in each), tuple(i for i, c in enumerate(each) if c.bias)
+        out[tuple(found)] = replace(
+            first, kind=SISTERS, n=sum(outputs), bias=bool(biases), outputs=outputs, biases=biases
+        )
+    return out
+
+
 def candidates(
     case: Case, recipes: Sequence[Recipe], device: torch.device, requested: str = "auto"
 ) -> Iterator[tuple[str, Recipe, dict[str, Selection]]]:
     """(name, recipe, backend of each GEMM): every allowed recipe on every backend that can do all of it, and on the mix
     that the registry would choose. The reference counts only where nothing faster is able."""
-    shape = (case.m, case.n, case.k)
+    shapes = dict.fromkeys((case.m, n, case.k) for n in case.outputs or (case.n,))
+    kind = "linear" if case.kind == SISTERS else case.kind
     names = [requested]
     if requested == "auto":
         names = [n for n in registry.names() if registry.get(n).volunteers(device) is None] + ["auto"]
@@ -172,13 +212,39 @@ def candidates(
         able: dict[str, dict[str, Selection]] = {}
         for name in names:
             try:
-                chosen = backends_for(recipe, device, shape, name, case.kind)
+                each = [backends_for(recipe, device, shape, name, kind) for shape in shapes]
             except BackendError:
+                continue
+            chosen = each[0]
+            if any(s.backend is not chosen[gemm].backend for other in each for gemm, s in other.items()):
                 continue
             able.setdefault(" + ".join(dict.fromkeys(s.backend.name for s in chosen.values())), chosen)
         faster = {name: chosen for name, chosen in able.items() if name != "reference"}
         for name, chosen in (faster or able).items():
             yield f"{recipe.short()} on {name}", recipe, chosen
+
+
+class Trial(NamedTuple):
+    """A candidate to be measured; ``obstacle`` says why it cannot be."""
+
+    name: str
+    recipe: Recipe
+    chosen: dict[str, Selection]
+    layout: str = ""
+    obstacle: str | None = None
+
+
+def trials(
+    case: Case, recipes: Sequence[Recipe], device: torch.device, requested: str = "auto", join: bool = False
+) -> Iterator[Trial]:
+    """Every candidate; of sisters each one apart, and as one GEMM if ``join``."""
+    for name, recipe, chosen in candidates(case, recipes, device, requested):
+        if case.kind != SISTERS:
+            yield Trial(name, recipe, chosen)
+            continue
+        yield Trial(f"{name}, apart", recipe, chosen, "apart")
+        if join:
+            yield Trial(f"{name}, joined", recipe, chosen, "joined", recipe_obstacle(recipe, case.outputs))
 
 
 Timer = Callable[[Case, Mapping[str, Callable[[], Any]], torch.device], Mapping[str, Timed]]
@@ -196,6 +262,7 @@ def measure_case(
     requested: str = "auto",
     experts: nn.Module | None = None,
     timer: Timer = by_the_clock,
+    join: bool = False,
 ) -> Measured:
     """Measure one case: BF16 and every candidate, side by side.
 
@@ -203,6 +270,7 @@ def measure_case(
         recipes: the recipes that are allowed.
         requested: "auto", or the one backend that may be used.
         experts: the stock module of a case of experts, whose structure is copied (its weights are not).
+        join: measure sisters as one GEMM as well.
 
     Raises:
         MeasureError: the case does not fit into memory, or high precision itself fails.
@@ -216,16 +284,17 @@ def measure_case(
         raise MeasureError(
             f"{case} cannot be measured on {device}: {_first(error)}. Give fewer tokens (--tokens), or free the device."
         ) from error
-    for name, recipe, chosen in candidates(case, recipes, device, requested):
-        entry = Entry(recipe.short(), {g: s.backend.name for g, s in chosen.items()})
-        try:
-            module = bench.converted(recipe, chosen)
-            call = bench.call(module)
-            why = _unhealthy(call(), truth)
-        except Exception as error:  # whatever a kernel raises is this candidate's answer, and is shown
-            why = _first(error)
+    for name, recipe, chosen, layout, why in trials(case, recipes, device, requested, join):
+        entry = Entry(recipe.short(), {g: s.backend.name for g, s in chosen.items()}, layout=layout)
+        if why is None:
+            try:
+                module = bench.converted(recipe, chosen, layout)
+                call = bench.call(module)
+                why = _unhealthy(call(), truth, len(case.outputs) or 1) or bench.gave_up(module)
+            except Exception as error:  # whatever a kernel raises is this candidate's answer, and is shown
+                why = _first(error)
         if why is not None:
-            entries[name] = Entry(entry.recipe, entry.backends, rejected=why)
+            entries[name] = replace(entry, rejected=why)
             continue
         entries[name] = entry
         calls[name], calls[f"{name}, cold"] = call, _cold(module, call)
@@ -247,6 +316,11 @@ class _Bench:
             if experts is None:
                 raise MeasureError(f"{case} needs the module of experts that it stands for.")
             self.stock = _empty_copy(experts, device, dtype)
+        elif case.kind == SISTERS:
+            self.stock = _Sisters(
+                nn.Linear(case.k, n, bias=i in case.biases, device=device, dtype=dtype)
+                for i, n in enumerate(case.outputs)
+            )
         else:
             self.stock = nn.Linear(case.k, case.n, bias=case.bias, device=device, dtype=dtype)
         with torch.no_grad():
@@ -255,26 +329,37 @@ class _Bench:
         self.stock.requires_grad_(not case.frozen).train()
         self.inputs = [self._input() for _ in range(2)]
 
-    def _input(self) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _input(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(what the module is called with, the gradients of what it gives)."""
         case = self.case
         x = torch.randn(case.m, case.k, device=self.device).to(self.low).requires_grad_(case.dgrad)
         if case.kind != "experts":
-            return (x,), torch.randn(case.m, case.n, device=self.device).to(self.low)
+            dys = (torch.randn(case.m, n, device=self.device).to(self.low) for n in case.outputs or (case.n,))
+            return (x,), tuple(dys)
         assert case.experts is not None and case.top_k is not None
         index = torch.rand(case.m, case.experts, device=self.device).topk(case.top_k, dim=1).indices
         share = torch.full(index.shape, 1 / case.top_k, device=self.device, dtype=self.low)
-        return (x, index, share), torch.randn(case.m, case.k, device=self.device).to(self.low)
+        return (x, index, share), (torch.randn(case.m, case.k, device=self.device).to(self.low),)
 
-    def converted(self, recipe: Recipe, chosen: Mapping[str, Selection]) -> nn.Module:
+    def converted(self, recipe: Recipe, chosen: Mapping[str, Selection], layout: str = "") -> nn.Module:
         """An FP8 layer over the same weights."""
+        if isinstance(self.stock, _Sisters):
+            each = [_over(layer, Site(f"{self.case} {i}", recipe, chosen)) for i, layer in enumerate(self.stock)]
+            why = unite(each) if layout == "joined" else None
+            if why is not None:
+                raise MeasureError(f"they cannot run as one: {why}")
+            return _Sisters(each).train()
         if self.case.kind != "experts":
-            twin = nn.Linear(self.case.k, self.case.n, bias=self.case.bias, device="meta")
-            twin._parameters.update(self.stock._parameters)
-            return Linear.convert(twin, Site(str(self.case), recipe, chosen)).train()
+            return _over(self.stock, Site(str(self.case), recipe, chosen)).train()
         memo = {id(p): p for p in self.stock.parameters()}
         module = copy.deepcopy(self.stock, memo)
         sites = {name: Site(name, recipe, chosen) for name in ("gate_up_proj", "down_proj")}
         return Experts.convert(module, sites).train()
+
+    def gave_up(self, module: nn.Module) -> str | None:
+        """Why sisters that were to run as one did not."""
+        group = next(iter(module.children())).__dict__.get("_group") if isinstance(module, _Sisters) else None
+        return None if group is None or len(group.joined) else "its layers did not run as one"
 
     def call(self, module: nn.Module) -> Callable[[], tuple[Tensor, ...]]:
         """() -> (y, gradients) of one forward and backward, on the inputs by turns."""
@@ -282,19 +367,36 @@ class _Bench:
 
         def run() -> tuple[Tensor, ...]:
             nonlocal turn
-            given, dy = self.inputs[turn % 2]
+            given, dys = self.inputs[turn % 2]
             turn += 1
             with self._autocast():
-                y = module(*given)
+                out = module(*given)
+            ys = out if isinstance(out, tuple) else (out,)
             wanted = [t for t in (given[0], *module.parameters()) if t.requires_grad]
             if not wanted:
-                return (y,)
-            return (y, *torch.autograd.grad(y, wanted, dy.to(y.dtype)))
+                return ys
+            dy = [dy.to(y.dtype) for y, dy in zip(ys, dys, strict=True)]
+            return (*ys, *torch.autograd.grad(ys, wanted, dy))
 
         return run
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", dtype=self.low) if self.device.type == "cuda" else nullcontext()
+
+
+class _Sisters(nn.ModuleList):
+    """Layers that multiply one input: x -> the output of each."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(x) for layer in self)
+
+
+def _over(stock: nn.Module, site: Site) -> Linear:
+    """An FP8 layer over the weights of a stock one."""
+    assert isinstance(stock, nn.Linear)
+    twin = nn.Linear(stock.in_features, stock.out_features, bias=stock.bias is not None, device="meta")
+    twin._parameters.update(stock._parameters)
+    return Linear.convert(twin, site)
 
 
 def _cold(module: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -307,7 +409,7 @@ def _cold(module: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
 
 def _timed(entry: Entry, warm: Timed, cold: Timed | None) -> Entry:
     more = 0.0 if cold is None else max(0.0, cold.device - warm.device)
-    return Entry(entry.recipe, entry.backends, warm.device, warm.host, more, warm.spread)
+    return replace(entry, seconds=warm.device, host=warm.host, weights=more, spread=warm.spread)
 
 
 def _empty_copy(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -319,11 +421,11 @@ def _empty_copy(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     return copy.deepcopy(module, memo).to_empty(device=device)
 
 
-def _unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor]) -> str | None:
-    """Why results cannot be trusted, None if they are finite and near BF16's."""
-    words = ("y", "the first gradient", "the second gradient", "the third gradient", "a gradient")
+def _unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor], outputs: int) -> str | None:
+    """Why results (outputs first) cannot be trusted, None if they are finite and near BF16's."""
+    words = ("the first gradient", "the second gradient", "the third gradient", "a gradient")
     for i, (a, b) in enumerate(zip(ours, truth, strict=True)):
-        what = words[min(i, 4)]
+        what = "y" if i < outputs else words[min(i - outputs, 3)]
         if not bool(a.isfinite().all()):
             return f"{what} is not finite"
         far = _far(a.detach(), b.detach())

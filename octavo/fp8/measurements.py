@@ -26,12 +26,13 @@ from octavo.fp8.measure import (
     Measurements,
     Timer,
     by_the_clock,
-    candidates,
     cases_of,
+    cases_of_sisters,
     measure_case,
+    trials,
 )  # fmt: skip
 from octavo.fp8.plan import decisions, device_of
-from octavo.fp8.policy import Policy
+from octavo.fp8.policy import OFF, Policy
 from octavo.fp8.recipe import Recipe
 
 __all__ = ["Cache", "default_cache", "measure"]
@@ -101,7 +102,8 @@ def measure(
     timer: Timer = by_the_clock,
     machine: Machine | None = None,
 ) -> Measurements:
-    """Measure every distinct layer of a model in high precision and in the recipes that a policy allows it.
+    """Measure every distinct layer of a model, and every group of sisters, in high precision and in the recipes that a
+    policy allows.
 
     Args:
         model: real or on the meta device; its weights are neither read nor copied.
@@ -130,22 +132,30 @@ def measure(
     modules = dict(model.named_modules())
     todo: dict[Case, dict[Recipe, None]] = {}
     stock: dict[Case, nn.Module] = {}
+    admitted: dict[str, list[Recipe]] = {}
     for row, decision, obstacle in asked:
         allowed = decision.allowed(policy.candidates) if obstacle is None and row.name in cases else {}
         if allowed:
             todo.setdefault(cases[row.name], {}).update(dict.fromkeys(allowed.values()))
+            admitted[row.name] = list(allowed.values())
             stock.setdefault(cases[row.name], modules[row.module])
+    for sisters, case in cases_of_sisters(model, cases).items():
+        if all(name in admitted for name in sisters):
+            shared = [r for r in admitted[sisters[0]] if all(r in admitted[name] for name in sisters)]
+            if shared:
+                todo.setdefault(case, {}).update(dict.fromkeys(shared))
+    join = policy.fuse != OFF
     known = {} if cache is None else cache.load(machine)
     found = Measurements(machine)
     for number, (case, recipes) in enumerate(todo.items()):
         progress(number, len(todo), str(case))
         wanted = sorted(recipes, key=lambda r: FINEST.index(r.name))
-        names = {HIGH, *(name for name, _, _ in candidates(case, wanted, where, policy.backend))}
+        names = {HIGH, *(trial.name for trial in trials(case, wanted, where, policy.backend, join))}
         if case in known and names <= known[case].entries.keys():
             found.cases[case] = _only(known[case], names)
             continue
         experts = stock[case] if case.kind == "experts" else None
-        found.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
+        found.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer, join)
         if where.type == "cuda":
             torch.cuda.empty_cache()
         if cache is not None:

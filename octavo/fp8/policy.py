@@ -16,6 +16,7 @@ from octavo.fp8.kernels import registry
 from octavo.fp8.recipe import GEMMS, RECIPES, Recipe, RecipeError, recipe
 
 OFF, AUTO = "off", "auto"
+FUSE = (OFF, "on", AUTO)
 CANDIDATES = ("blockwise", "mxfp8", "rowwise", "tensorwise")
 """What auto chooses among. ``delayed`` is not in it: its histories are state, and values that outgrow them saturate."""
 _SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
@@ -78,8 +79,9 @@ class Policy:
         activations: "bf16"; what blocks keep for backward besides the linears.
         backend: "auto", or the backend that must run every FP8 GEMM.
         candidates: the recipes that "auto" chooses among.
-        fuse: "on" lets q, k and v, and gate and up, run as one GEMM where their recipe allows it
-            (:mod:`octavo.fp8.fusion`); "off" runs each layer's own.
+        fuse: whether q, k and v, and gate and up, run as one GEMM (:mod:`octavo.fp8.fusion`): "on" wherever their
+            recipe allows it and no measurement says that high precision is faster; "auto" where it was measured to
+            pay; "off" nowhere.
 
     Raises:
         PlanError: for names that do not exist and pairs that cannot be.
@@ -96,7 +98,7 @@ class Policy:
     activations: str = "bf16"
     backend: str = "auto"
     candidates: tuple[str, ...] = CANDIDATES
-    fuse: str = "off"
+    fuse: str = AUTO
 
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
@@ -113,8 +115,8 @@ class Policy:
                 "for backward in "
                 "high precision. Use activations='bf16'."
             )
-        if self.fuse not in ("off", "on"):
-            raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off' or 'on'.")
+        if self.fuse not in FUSE:
+            raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off', 'on' or 'auto'.")
         if self.backend != "auto":
             registry.get(self.backend)  # off or not: a name that does not exist is an error here
         self._check_words("the whole model", self)
@@ -169,9 +171,8 @@ class Policy:
             **{
                 f.name: getattr(self, f.name)
                 for f in fields(self)
-                if f.name not in ("components", "rules", "candidates", "fuse")
+                if f.name not in ("components", "rules", "candidates")
             },
-            **({"fuse": self.fuse} if self.fuse != "off" else {}),
             **({"candidates": list(self.candidates)} if self.asks_auto else {}),
             "components": {k: _given(c) for k, c in self.components.items()},
             "rules": [_given(r) for r in self.rules],

@@ -171,6 +171,8 @@ def test_a_wrong_override_names_itself(override, message):
             "fp8.plan: a plan file is given, and the recipe is off; remove one of them",
         ),
         ("fp8: {plan: p.json, rules: [{match: a, recipe: off}]}", "fp8.rules: has no effect beside fp8.plan"),
+        ("fp8: {plan: p.json, fuse: on}", "fp8.fuse: has no effect beside fp8.plan"),
+        ("fp8: {fuse: maybe}", "x.yaml:4: fp8.fuse: found 'maybe'; one of off, on, auto"),
         ("fp8: {plan: p.json, foundation: {recipe: auto}}", "fp8.foundation: has no effect beside fp8.plan"),
         ("fp8: {recipe: auto, candidates: [off]}", "fp8.candidates.0: found 'off'; one of tensorwise"),
         ("fp8: {recipe: auto, candidates: []}", "fp8.candidates: "),
@@ -221,6 +223,7 @@ def test_pixels_that_cannot_be():
     "train, message",
     [
         ("{steps: 10, global_batch: 7, micro_batch: 2}", "a multiple of micro_batch 2; use e.g. micro_batch 1 or"),
+        ("{steps: 10, compile: true}\nfp8: {fuse: on}", "fp8.fuse: compiled blocks run each layer's own GEMMs"),
         ("{steps: 10, warmup: 10}", "train.warmup: warmup 10 leaves nothing of 10 steps; use at most 9"),
         ("{steps: 10, lr: 1e-5, min_lr: 1e-4}", "train.min_lr: min_lr 0.0001 is above lr 1e-05"),
         ("{steps: 10, schedule: constant, min_lr: 1e-6}", "train.min_lr: has no effect on a constant schedule"),

@@ -400,7 +400,7 @@ def test_gate_and_up_and_the_policy():
     assert fusion.fused(plain) == ()
     assert fusion.fused(twin) == (("a.gate_proj", "a.up_proj"), ("b.q_proj", "b.k_proj", "b.v_proj"))
     assert_same(plain["a"], twin["a"], torch.randn(5, 96))
-    with pytest.raises(fp8.PlanError, match="fuse='maybe'.*use 'off' or 'on'"):
+    with pytest.raises(fp8.PlanError, match="fuse='maybe'.*use 'off', 'on' or 'auto'"):
         fp8.Policy(fuse="maybe")
 
 

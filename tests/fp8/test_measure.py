@@ -218,8 +218,8 @@ def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
 def test_a_candidate_that_is_not_healthy_is_out_with_the_reason(monkeypatch, spoil, why):
     real = measure._Bench.converted
 
-    def converted(self, recipe, chosen):
-        module = real(self, recipe, chosen)
+    def converted(self, recipe, chosen, layout):
+        module = real(self, recipe, chosen, layout)
         if recipe.name == "rowwise":
             module.register_forward_hook(lambda m, a, y: spoil(y))
         return module
@@ -247,9 +247,14 @@ def test_a_real_measurement_of_experts_and_linears_on_the_cpu():
         model = Qwen3MoeForCausalLM(config)
     quick = lambda case, calls, device: time_calls(calls, device, warmup=0, rounds=2, budget=0)  # noqa: E731
     found = fp8.measure(model, "auto", None, {"foundation": 24}, device="cpu", timer=quick)
-    kinds = {c.kind: m for c, m in found.cases.items()}
-    assert set(kinds) == {"linear", "experts"} and found.machine.emulated
-    for m in found.cases.values():
+    assert {c.kind for c in found.cases} == {"linear", "experts", "sisters"} and found.machine.emulated
+    for case, m in found.cases.items():
+        joined = [e for e in m.entries.values() if e.layout == "joined"]
+        if case.kind == "sisters":
+            assert str(case) == "sisters M=24 N=32+16+16 K=32 fp32" and len(joined) == 4
+            for e in joined:  # blocks of 128 outputs reach from q into k
+                assert "no multiple of" in e.rejected or "spans all outputs" in e.rejected
+            m = Measured({name: e for name, e in m.entries.items() if e not in joined})
         assert len(m.entries) == 5 and not [e.rejected for e in m.entries.values() if e.rejected]
         assert all(e.seconds > 0 for e in m.entries.values())
     plan = fp8.plan(model, "auto", tokens={"foundation": 24}, measurements=found)
