@@ -237,6 +237,33 @@ def test_an_unknown_weight_is_cast_inside_the_call():
     assert torch.equal(y, fp8.linear(x, stranger))
 
 
+@pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
+def test_weights_that_are_cast_twice_lie_for_the_gemm_that_reads_them(name, monkeypatch):
+    """Codes for dgrad that lay as those of the forward would be laid out anew at every call."""
+    asked = []
+    real = type(registry.get("reference")).quantize
+
+    def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
+        asked.append((spec, contract))
+        return real(self, x, spec, contract)
+
+    monkeypatch.setattr(type(registry.get("reference")), "quantize", quantize)
+    w, x, recipe = torch.randn(24, 40), torch.randn(4, 40, requires_grad=True), named(name)
+    key = key_of(recipe)
+    codes = torch.ops.octavo.cast(x, ops.gemms(key).operand("fwd", 0), "")
+    torch.ops.octavo.linear(x, w, None, *codes, key).sum().backward()
+    assert (recipe.fwd.b, 1) in asked and (recipe.dgrad.b, 0) in asked and (recipe.dgrad.b, 1) not in asked
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.scale != "e8m0"], ids=str)
+def test_the_sizes_that_a_compiler_is_told_are_those_of_the_buffer_of_scales(spec, contract):
+    for rows, cols in ((1, 1), (130, 257), (0, 24)):
+        held = layout.scale_buffer(rows, cols, spec, contract, CPU)
+        sizes = layout.scale_sizes(rows, cols, spec, contract)
+        assert held.untyped_storage().nbytes() == 4 * sizes[0] * sizes[1]
+
+
 def test_a_cuda_graph_capture_casts_inside_and_keeps_nothing(monkeypatch):
     module, x = layer(), torch.randn(4, 40)
     forward(module, module.weight, x)

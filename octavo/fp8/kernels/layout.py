@@ -43,6 +43,8 @@ __all__ = [
     "padded_sizes",
     "round_up",
     "scale_buffer",
+    "scale_sizes",
+    "scales_by_contraction",
 ]
 
 CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
@@ -98,18 +100,29 @@ def codes_buffer(
     return buffer, view
 
 
+def scales_by_contraction(spec: CastSpec, contract: int) -> bool:
+    """Whether the buffer of scales begins with the contracted dimension: fp32 scales of blocks (1, g) along it."""
+    return spec.scale != "e8m0" and spec.block[contract] != -1 and spec.block[1 - contract] == 1
+
+
+def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[int, int]:
+    """Sizes of the contiguous buffer that holds the scales of a [rows, cols] matrix in the order above, padding
+    included: [contracted, free] where :func:`scales_by_contraction`, else [free, contracted]."""
+    grid = grid_of(rows, cols, spec)
+    free, contracted = grid[1 - contract], grid[contract]
+    if spec.scale == "e8m0" or spec.block[contract] == -1:  # one byte each, or one for the whole contraction
+        return free, contracted
+    if scales_by_contraction(spec, contract):
+        return contracted, round_up(free, ALIGN)
+    return free, round_up(contracted, SCALE_ALIGN)
+
+
 def scale_buffer(rows: int, cols: int, spec: CastSpec, contract: int, device: torch.device) -> Tensor:
     """A view [row blocks, column blocks] of fp32 scales in the order above; padding holds 1."""
+    held = torch.ones(scale_sizes(rows, cols, spec, contract), dtype=torch.float32, device=device)
+    held = held.t() if scales_by_contraction(spec, contract) else held
     grid = grid_of(rows, cols, spec)
-    free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
-    along, across = spec.block[contract], spec.block[1 - contract]
-    if along == -1:  # one scale for the whole contraction: nothing to order
-        held = torch.ones(free, 1, dtype=torch.float32, device=device)
-    elif across == 1:
-        held = torch.ones(contracted, round_up(free, ALIGN), dtype=torch.float32, device=device).t()
-    else:
-        held = torch.ones(free, round_up(contracted, SCALE_ALIGN), dtype=torch.float32, device=device)
-    held = held[:free, :contracted]
+    held = held[: grid[1 - contract], : grid[contract]]
     return held if contract == 1 else held.t()
 
 
@@ -174,19 +187,15 @@ def _holds(data: Tensor, sizes: tuple[int, int]) -> bool:
 
 def _ordered(scale: Tensor, q: Quantized, contract: int) -> Tensor:
     """Scales [free blocks, contracted blocks] in the order above, copied where they lie otherwise."""
-    along, across = q.spec.block[contract], q.spec.block[1 - contract]
-    if along == -1:
+    if q.spec.block[contract] == -1:
         return scale.reshape(-1).unsqueeze(1)  # strides of 1, also where a transposed row counts as contiguous
     if scale.dtype is not torch.float32:
         return scale.contiguous()
-    free, contracted = scale.shape
-    strides = (1, round_up(free, ALIGN)) if across == 1 else (round_up(contracted, SCALE_ALIGN), 1)
-    padded = strides[1] * contracted if across == 1 else strides[0] * free
+    sizes = scale_sizes(*q.data.shape, q.spec, contract)
+    turned = scales_by_contraction(q.spec, contract)
+    strides = (1, sizes[1]) if turned else (sizes[1], 1)
     room = scale.untyped_storage().nbytes() // 4 - scale.storage_offset()
-    if scale.stride() == strides and room >= padded:
+    if scale.stride() == strides and room >= sizes[0] * sizes[1]:
         return scale
-    if across == 1:
-        held = scale.new_ones(contracted, strides[1]).t()[:free]
-    else:
-        held = scale.new_ones(free, strides[0])[:, :contracted]
-    return held.copy_(scale)
+    held = scale.new_ones(sizes)
+    return (held.t() if turned else held)[: scale.shape[0], : scale.shape[1]].copy_(scale)

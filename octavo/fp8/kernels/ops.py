@@ -129,22 +129,6 @@ def _gemm(text: str) -> tuple[Backend, CastSpec, CastSpec]:
 # --- codes as plain buffers -------------------------------------------------------------------------------------------
 
 
-def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[int, int]:
-    """Sizes of the contiguous buffer that holds the scales of a [rows, cols] matrix, in the order of ``layout``."""
-    grid = layout.grid_of(rows, cols, spec)
-    free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
-    if spec.scale == "e8m0" or spec.block[contract] == -1:
-        return free, contracted
-    if spec.block[1 - contract] == 1:
-        return contracted, layout.round_up(free, layout.ALIGN)
-    return free, layout.round_up(contracted, layout.SCALE_ALIGN)
-
-
-def _by_contraction(spec: CastSpec, contract: int) -> bool:
-    """Whether the buffer of scales begins with the contracted dimension."""
-    return spec.scale != "e8m0" and spec.block[contract] != -1 and spec.block[1 - contract] == 1
-
-
 def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
     """(codes, scales) of ``q`` as contiguous buffers of their own, uint8 and fp32 (uint8 for e8m0), in the layout for a
     GEMM that contracts dimension ``contract``. Copies only what does not lie so already.
@@ -155,9 +139,9 @@ def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
     rows, cols = q.data.shape
     operand = layout.k_major(q, contract)
     scale = operand.scale.view(torch.uint8) if operand.scale.dtype is E8M0 else operand.scale
-    if _by_contraction(q.spec, contract):
+    if layout.scales_by_contraction(q.spec, contract):
         scale = scale.t()
-    sizes = scale_sizes(rows, cols, q.spec, contract)
+    sizes = layout.scale_sizes(rows, cols, q.spec, contract)
     whole = scale.storage_offset() == 0 and scale.untyped_storage().nbytes() == sizes[0] * sizes[1] * scale.itemsize
     if whole and scale.stride() == (sizes[1], 1):
         flat = scale.as_strided((sizes[0] * sizes[1],), (1,))
@@ -171,8 +155,8 @@ def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, c
     """The [rows, cols] matrix that :func:`pack` took apart, as views."""
     grid = layout.grid_of(rows, cols, spec)
     free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
-    data, scale = codes.view(spec.fmt.dtype), scale.view(scale_sizes(rows, cols, spec, contract))
-    if _by_contraction(spec, contract):
+    data, scale = codes.view(spec.fmt.dtype), scale.view(layout.scale_sizes(rows, cols, spec, contract))
+    if layout.scales_by_contraction(spec, contract):
         scale = scale.t()
     scale = scale[:free, :contracted]
     if spec.scale == "e8m0":
@@ -187,7 +171,7 @@ def _packed_fake(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
     spec = _operand(text)[1]
     rows, cols = x.shape
-    a, b = scale_sizes(rows, cols, spec, contract)
+    a, b = layout.scale_sizes(rows, cols, spec, contract)
     kind = torch.uint8 if spec.scale == "e8m0" else torch.float32
     return (
         x.new_empty(layout.padded_sizes(rows, cols, spec, contract), dtype=torch.uint8),
