@@ -11,8 +11,6 @@ from __future__ import annotations
 from octavo.doctor.machine import first_line
 from octavo.doctor.report import ABSENT, FAIL, OK, Check
 
-#: calc_diff of a sound result: E4M3 leaves about 1e-3, E5M2 gradients about 5e-3; a wrong scale or layout leaves 1
-SOUND = 0.02
 TOKENS, INPUTS, OUTPUTS = 33, 144, 80
 MORE = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "swiglu_backward")
 
@@ -79,6 +77,8 @@ def _more(backend: str, device: str) -> str:
 
 
 def _try(backend: str, recipe_name: str, device: str) -> Check:
+    from octavo.fp8.metrics import SOUND
+
     name = f"{backend} {recipe_name} on {device}"
     means = f"fp8.recipe: {recipe_name} cannot be trusted here"
     cure = "use another recipe or fp8.backend, and report this with `octavo doctor --json`"

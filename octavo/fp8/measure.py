@@ -31,6 +31,7 @@ from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.machine import Machine
+from octavo.fp8.metrics import SOUND
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.timing import Timed, time_calls
 from octavo.fp8.topology import Row
@@ -38,9 +39,6 @@ from octavo.fp8.weights import invalidate
 
 __all__ = ["Case", "Entry", "MeasureError", "Measured", "Measurements", "cases_of", "cases_of_sisters", "measure_case"]
 
-#: calc_diff to BF16 of a sound y, dx and dw, the doctor's bound: E4M3 leaves about 1e-3, E5M2 gradients 5e-3, a wrong
-#: scale or layout 1
-SOUND = 0.02
 HIGH, SISTERS = "high precision", "sisters"
 _ROWS = 1 << 24  # elements compared at once: float64 copies of a large output would not fit beside it
 _PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

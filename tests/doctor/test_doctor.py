@@ -11,6 +11,7 @@ import torch
 from octavo import doctor, environment, fp8
 from octavo.doctor import arithmetic, machine, packages
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
+from octavo.fp8 import measure, metrics
 from octavo.fp8.kernels import registry
 
 GIB = 2**30
@@ -86,6 +87,14 @@ def test_a_backend_that_computes_nonsense_fails(fake):
     check = fake(gemm_wgrad=wrong)
     assert check.status == FAIL and "far from high precision: calc_diff of dw 0.2" in check.found
     assert check.means == "fp8.recipe: blockwise cannot be trusted here" and check.cure
+
+
+def test_what_is_sound_is_said_in_one_place(monkeypatch):
+    """By the doctor and by measured plans."""
+    assert measure.SOUND is metrics.SOUND
+    monkeypatch.setattr(metrics, "SOUND", 0.0)
+    checks = [c for c in arithmetic.backends(("cpu",)) if c.name.startswith("reference ") and " on " in c.name]
+    assert {c.status for c in checks if c.name != "reference on cpu"} == {FAIL}
 
 
 def test_a_backend_that_gives_nan_fails(fake):
