@@ -106,10 +106,17 @@ class ReferenceBackend(Backend):
         return grouped.wgrad(_gemm, dy_q, x_q, groups, out_dtype)
 
     def rmsnorm_quantize(
-        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        row: CastSpec | None,
+        col: CastSpec | None,
+        out: torch.dtype | None = None,
+        low: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
         """See :mod:`octavo.fp8.kernels.reference_fused`."""
-        return fused.rmsnorm_quantize(x, weight, eps, row, col)
+        return fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
 
     def swiglu_quantize(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
@@ -118,8 +125,8 @@ class ReferenceBackend(Backend):
         return fused.swiglu_quantize(gate, up, row, col)
 
     def swiglu_backward_quantize(
-        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
-    ) -> tuple[Quantized, Quantized, Quantized, Quantized]:
+        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
         """See :mod:`octavo.fp8.kernels.reference_fused`."""
         return fused.swiglu_backward_quantize(dh, gate, up, row, col)
 

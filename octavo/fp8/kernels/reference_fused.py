@@ -52,9 +52,15 @@ def _check_dtypes(name: str, *tensors: Tensor) -> None:
 
 
 def rmsnorm_quantize(
-    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    row: CastSpec | None,
+    col: CastSpec | None,
+    out: torch.dtype | None = None,
+    low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
-    """(y [M, K] in x's dtype, rstd [M] fp32, y under ``row``, y under ``col``).
+    """(y [M, K] in ``out``, or x's dtype, rstd [M] fp32, y.to(``low``) under ``row`` and under ``col``).
 
     Raises:
         CastError: shapes or dtypes that do not fit.
@@ -62,8 +68,9 @@ def rmsnorm_quantize(
     check_rmsnorm(x, weight)
     x_MK = x.detach().float()
     rstd_M = 1.0 / torch.sqrt((x_MK * x_MK).mean(1) + eps)
-    y_MK = (x_MK * rstd_M.view(-1, 1) * weight.detach().float()).to(x.dtype)
-    return y_MK, rstd_M, _cast(y_MK, row), _cast(y_MK, col)
+    y_MK = (x_MK * rstd_M.view(-1, 1) * weight.detach().float()).to(out or x.dtype)
+    given = y_MK.to(low or y_MK.dtype)
+    return y_MK, rstd_M, _cast(given, row), _cast(given, col)
 
 
 def swiglu_quantize(
@@ -81,8 +88,8 @@ def swiglu_quantize(
 
 
 def swiglu_backward_quantize(
-    dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
-) -> tuple[Quantized, Quantized, Quantized, Quantized]:
+    dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
     """(dgate under ``row``, dgate under ``col``, dup under ``row``, dup under ``col``) of dh, gate and up [M, I].
 
     Raises:
@@ -94,12 +101,7 @@ def swiglu_backward_quantize(
     silu = g * s
     dgate_MI = (d * u * (s + silu * (1.0 - s))).to(gate.dtype)
     dup_MI = (d * silu).to(gate.dtype)
-    return (
-        cast.quantize(dgate_MI, row),
-        cast.quantize(dgate_MI, col),
-        cast.quantize(dup_MI, row),
-        cast.quantize(dup_MI, col),
-    )
+    return _cast(dgate_MI, row), _cast(dgate_MI, col), _cast(dup_MI, row), _cast(dup_MI, col)
 
 
 def _cast(y: Tensor, spec: CastSpec | None) -> Quantized | None:

@@ -130,12 +130,19 @@ class Backend:
         raise self._missing("grouped_wgrad")
 
     def rmsnorm_quantize(
-        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        row: CastSpec | None,
+        col: CastSpec | None,
+        out: torch.dtype | None = None,
+        low: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
         """(y, rstd [M] fp32, y under ``row`` for contraction 1, y under ``col`` for contraction 0), x [M, K].
 
-        y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), in fp32, rounded once to x's dtype; the codes are
-        those of the rounded y.
+        y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), in fp32, rounded once to ``out`` (None: x's dtype);
+        the codes are those of y.to(``low``), which autocast hands to the next layer (None: those of y).
         """
         raise self._missing("rmsnorm")
 
@@ -146,11 +153,17 @@ class Backend:
         the codes are those of the rounded h."""
         raise self._missing("swiglu")
 
+    def swiglu_codes(
+        self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Quantized | None, Quantized | None]:
+        """The codes of :meth:`swiglu_quantize` where nobody reads h itself, which need not be written then."""
+        return self.swiglu_quantize(gate, up, row, col)[1:]
+
     def swiglu_backward_quantize(
-        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
-    ) -> tuple[Quantized, Quantized, Quantized, Quantized]:
+        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
         """(dgate under row, dgate under col, dup under row, dup under col): the gradients of h = silu(gate) * up,
-        computed in fp32, rounded to gate's dtype, cast; never written in 16 bits."""
+        computed in fp32, rounded to gate's dtype, cast; never written in 16 bits. None for None."""
         raise self._missing("swiglu_backward")
 
     def _missing(self, op: str) -> BackendError:

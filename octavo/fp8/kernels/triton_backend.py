@@ -122,11 +122,18 @@ class TritonBackend(Backend):
         return grouped.wgrad(dy_q, x_q, groups, out_dtype)
 
     def rmsnorm_quantize(
-        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        row: CastSpec | None,
+        col: CastSpec | None,
+        out: torch.dtype | None = None,
+        low: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
         from octavo.fp8.kernels.triton_kernels import fused
 
-        return fused.rmsnorm_quantize(x, weight, eps, row, col)
+        return fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
 
     def swiglu_quantize(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
@@ -135,9 +142,16 @@ class TritonBackend(Backend):
 
         return fused.swiglu_quantize(gate, up, row, col)
 
+    def swiglu_codes(
+        self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Quantized | None, Quantized | None]:
+        from octavo.fp8.kernels.triton_kernels import fused
+
+        return fused.swiglu_codes(gate, up, row, col)
+
     def swiglu_backward_quantize(
-        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
-    ) -> tuple[Quantized, Quantized, Quantized, Quantized]:
+        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+    ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
         from octavo.fp8.kernels.triton_kernels import fused
 
         return fused.swiglu_backward_quantize(dh, gate, up, row, col)

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from octavo.fp8.cast import CastSpec, Quantized
@@ -54,6 +55,7 @@ __all__ = [
     "variants",
 ]
 
+_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WIDEST = 16384  # columns that one program holds as a whole
 TILE = 128
 
@@ -137,32 +139,38 @@ def _pair(out: _Out | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _result(out: _Out | None, y: Tensor | None, spec: CastSpec | None, contract: int) -> Quantized | None:
-    return None if spec is None else _cast(out, y, spec, contract)
-
-
-def _cast(out: _Out | None, y: Tensor | None, spec: CastSpec, contract: int) -> Quantized:
-    """What the kernel quantized, or else the cast of what it wrote."""
+    """What the kernel quantized, or else the cast of what it wrote; None for None."""
+    if spec is None:
+        return None
     if out is not None:
         return out.quantized
     assert y is not None
     return cast.quantize(y, spec, contract)
 
 
-def _plain(like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
+def _plain(
+    like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None], dtype: torch.dtype | None = None
+) -> Tensor | None:
     """Room for the result in 16 bits: if it is asked for, or if a cast has to read it."""
     wanted = emit or any(out is None and spec is not None for out, spec in outs)
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else None
+    return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device) if wanted else None
 
 
 def rmsnorm_quantize(
-    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    row: CastSpec | None,
+    col: CastSpec | None,
+    out: torch.dtype | None = None,
+    low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
     """See ``Backend.rmsnorm_quantize``.
 
     Raises:
         CastError: shapes or dtypes that do not fit.
     """
-    y, rstd, row_q, col_q = _rmsnorm(x, weight, eps, row, col, emit=True)
+    y, rstd, row_q, col_q = _rmsnorm(x, weight, eps, row, col, True, out, low)
     assert y is not None
     return y, rstd, row_q, col_q
 
@@ -171,11 +179,18 @@ def rmsnorm_codes(
     x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:
     """:func:`rmsnorm_quantize` without y, where nobody reads it: (rstd, y under ``row``, y under ``col``)."""
-    return _rmsnorm(x, weight, eps, row, col, emit=False)[1:]
+    return _rmsnorm(x, weight, eps, row, col, False)[1:]
 
 
 def _rmsnorm(
-    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None, emit: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    row: CastSpec | None,
+    col: CastSpec | None,
+    emit: bool,
+    out: torch.dtype | None = None,
+    low: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor, Quantized | None, Quantized | None]:
     check_rmsnorm(x, weight)
     x, weight = _rows_of(x), weight.detach().contiguous()
@@ -184,7 +199,8 @@ def _rmsnorm(
     by_rows = col_out is None and cols <= WIDEST
     if by_rows and row is not None and row.block == (1, -1):
         row_out = _Out(x, row, 1)
-    y = _plain(x, emit, (row_out, row), (col_out, col))
+    y = _plain(x, emit, (row_out, row), (col_out, col), dtype=out)
+    dtypes = {"OUT": _TL[out or x.dtype], "LOW": _TL[low or out or x.dtype]}
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     unit = _unit(x)
     size = (rows, x.stride(0) // unit, cols // unit)
@@ -192,15 +208,16 @@ def _rmsnorm(
         wide = max(TILE, triton.next_power_of_2(cols))
         high = max(1, 4096 // wide)
         constants = {name.removeprefix("ROW_"): value for name, value in _constants("ROW", row, 1).items()}
-        constants |= {"UNIT": unit, "BM": high, "BK": wide, "num_warps": max(4, wide // 1024)}
+        constants |= {"UNIT": unit, "BM": high, "BK": wide, "num_warps": max(4, wide // 1024)} | dtypes
         programs = ceil_div(round_up(rows, ALIGN), high)
         launch(kernels.rmsnorm_rows, (programs,), x, weight, rstd, y, *_pair(row_out), *size, eps, **constants)
     else:
         launch(kernels.rstd_of_rows, (ceil_div(rows, 4),), x, rstd, *size, eps, UNIT=unit, BM=4, BK=1024, num_warps=4)
         grid, constants = _tiles(x, row, row_out, col, col_out)
         outs = (*_pair(row_out), *_pair(col_out))
-        launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, *size, UNIT=unit, **constants)
-    return y if emit else None, rstd, _result(row_out, y, row, 1), _result(col_out, y, col, 0)
+        launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, *size, UNIT=unit, **dtypes, **constants)
+    given = y if y is None or low is None else y.to(low)
+    return y if emit else None, rstd, _result(row_out, given, row, 1), _result(col_out, given, col, 0)
 
 
 def swiglu_quantize(
@@ -239,8 +256,8 @@ def _swiglu(
 
 
 def swiglu_backward_quantize(
-    dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec, col: CastSpec
-) -> tuple[Quantized, Quantized, Quantized, Quantized]:
+    dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
+) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
     """See ``Backend.swiglu_backward_quantize``.
 
     Raises:
@@ -256,10 +273,10 @@ def swiglu_backward_quantize(
     outs = (*_pair(gate_row), *_pair(gate_col), *_pair(up_row), *_pair(up_col))
     launch(kernels.swiglu_backward, (2 * across, down), dh, gate, up, dgate, dup, *outs, *size, UNIT=unit, **constants)
     return (
-        _cast(gate_row, dgate, row, 1),
-        _cast(gate_col, dgate, col, 0),
-        _cast(up_row, dup, row, 1),
-        _cast(up_col, dup, col, 0),
+        _result(gate_row, dgate, row, 1),
+        _result(gate_col, dgate, col, 0),
+        _result(up_row, dup, row, 1),
+        _result(up_col, dup, col, 0),
     )
 
 
@@ -280,6 +297,11 @@ def _signature(
     outputs = ("y", "h", "dgate", "dup", "codes", "scales")
     absent = [n for n in kernel.arg_names if n not in types and (n.endswith(outputs) or n.endswith(("_row", "_col")))]
     return {n: types[n] for n in kernel.arg_names if n in types}, dict.fromkeys(absent)
+
+
+def _dtypes(out: str, low: str) -> dict[str, Any]:
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return {"OUT": _TL[names[out]], "LOW": _TL[names[low]]}
 
 
 def variants() -> list[Variant]:
@@ -310,11 +332,15 @@ def variants() -> list[Variant]:
                 wanted = [*inputs, *(plain if emit else ())]
                 signature, absent = _signature(kernel, wanted, row, col, dtype)
                 title = f"{kernel.__name__} {name}{'' if emit else ' codes only'}"
-                found.append(Variant(title, kernel, signature, tile | absent, warps, maxnreg=most))
+                fixed = tile | absent | (_dtypes(dtype, dtype) if kernel is kernels.rmsnorm_tile else {})
+                found.append(Variant(title, kernel, signature, fixed, warps, maxnreg=most))
+                if kernel is kernels.rmsnorm_tile and name == "fp32":  # as under autocast
+                    lowered = fixed | _dtypes("fp32", "bf16")
+                    found.append(Variant(f"{title} codes of bf16", kernel, signature, lowered, warps, maxnreg=most))
     kernel = kernels.rmsnorm_rows
     for wide, spec in ((128, blockwise[0]), (4096, blockwise[0]), (16384, CastSpec(block=(1, -1))), (4096, None)):
         constants = {k.removeprefix("ROW_"): v for k, v in _constants("ROW", spec, 1).items()}
-        constants |= {"UNIT": 4, "BM": max(1, 4096 // wide), "BK": wide}
+        constants |= {"UNIT": 4, "BM": max(1, 4096 // wide), "BK": wide} | _dtypes("bf16", "bf16")
         signature, absent = _signature(kernel, ["x", "weight", "y"], spec, None)
         title = f"{kernel.__name__} {wide} {spec or 'plain'}"
         found.append(Variant(title, kernel, signature, constants | absent, max(4, wide // 1024)))

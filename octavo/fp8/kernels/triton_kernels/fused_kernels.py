@@ -127,6 +127,14 @@ def _rstd_of(total, K, eps):
 
 
 @triton.jit
+def _lowered(out, LOW: tl.constexpr):
+    """fp32 of what a cast reads: the result, or the copy that autocast would make of it."""
+    if LOW == out.dtype:  # noqa: SIM300 (a constexpr on the left, or == is not Triton's)
+        return widen(out)
+    return widen(round_to(widen(out), LOW))
+
+
+@triton.jit
 def rmsnorm_rows(
     x,
     weight,
@@ -144,6 +152,8 @@ def rmsnorm_rows(
     G: tl.constexpr,
     POW2: tl.constexpr,
     E5M2: tl.constexpr,
+    OUT: tl.constexpr,
+    LOW: tl.constexpr,
 ):
     """BM whole rows: x -> rstd, y, and row codes if there are any; one read."""
     K = K * UNIT
@@ -156,11 +166,11 @@ def rmsnorm_rows(
     r = _rstd_of(tl.sum(v * v, axis=1), K, eps)
     tl.store(rstd + rows, r, mask=rows < M)
     # Where rstd is NaN or infinite, so would be 0 * rstd in the padding.
-    out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), x.dtype.element_ty)
+    out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), OUT)
     if y is not None:
         tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     if codes is not None:
-        _store_row(widen(out), codes, scales, row, 0, M, K, BM, BK, G, POW2, E5M2)
+        _store_row(_lowered(out, LOW), codes, scales, row, 0, M, K, BM, BK, G, POW2, E5M2)
 
 
 @triton.jit
@@ -199,8 +209,11 @@ def rmsnorm_tile(
     COL_G: tl.constexpr,
     COL_POW2: tl.constexpr,
     COL_E5M2: tl.constexpr,
+    OUT: tl.constexpr,
+    LOW: tl.constexpr,
 ):
-    """A tile of y and its codes in one or two layouts, from x and rstd; the last rows come first."""
+    """A tile of y in OUT, and in one or two layouts the codes of y in LOW, from x and rstd; the last rows come
+    first."""
     K = K * UNIT
     row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
     col = tl.program_id(0) * BK
@@ -210,13 +223,13 @@ def rmsnorm_tile(
     v = widen(tl.load(x + rows[:, None].to(tl.int64) * (x_stride * UNIT) + cols[None, :], mask=inside, other=0.0))
     r = tl.load(rstd + rows, mask=rows < M, other=0.0)
     w = widen(tl.load(weight + cols, mask=cols < K, other=0.0))
-    out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), x.dtype.element_ty)
+    out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), OUT)
     if y is not None:
         tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     if row_codes is not None:
-        _store_row(widen(out), row_codes, row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
+        _store_row(_lowered(out, LOW), row_codes, row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
     if col_codes is not None:
-        _store_col(widen(_again(out)), col_codes, col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
+        _store_col(_lowered(_again(out), LOW), col_codes, col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
 
 
 @triton.jit
