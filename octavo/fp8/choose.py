@@ -55,16 +55,106 @@ def by_measurement(found: Measured, allowed: Sequence[Recipe], micro_steps: int 
         why = "; ".join(f"{name}: {e.rejected}" for name, e in asked.items()) or "no backend can do any allowed recipe"
         return Choice(None, f"measured: no FP8 candidate is able ({why})", None)
     high = found.high.cost(micro_steps)
-    fastest = min(e.cost(micro_steps) for e in healthy.values())
-    close = {name: e for name, e in healthy.items() if e.cost(micro_steps) <= fastest * (1 + TIE)}
-    if fastest < high * (1 - MARGIN):  # never take a finer one that does not win itself
-        close = {name: e for name, e in close.items() if e.cost(micro_steps) < high * (1 - MARGIN)}
-    name, best = min(close.items(), key=lambda item: (_rank(item[1].recipe), item[1].cost(micro_steps)))
+    name, best = _finest(healthy, high, micro_steps)
     cost = best.cost(micro_steps)
     told = f"measured: BF16 {_ms(high)}, FP8 {_ms(cost)} ({name}), {high / cost:.2f}x" if cost else f"measured: {name}"
     if cost < high * (1 - MARGIN):
         return Choice(best, told, (name, best))
     return Choice(None, f"measured: BF16 {_ms(high)}, best FP8 {_ms(cost)} ({name})", (name, best))
+
+
+def _finest(healthy: Mapping[str, Entry], high: float, micro_steps: int) -> tuple[str, Entry]:
+    """Among those that tie with the fastest, the one with the finest scales."""
+    fastest = min(e.cost(micro_steps) for e in healthy.values())
+    close = {name: e for name, e in healthy.items() if e.cost(micro_steps) <= fastest * (1 + TIE)}
+    if fastest < high * (1 - MARGIN):  # never take a finer one that does not win itself
+        close = {name: e for name, e in close.items() if e.cost(micro_steps) < high * (1 - MARGIN)}
+    return min(close.items(), key=lambda item: (_rank(item[1].recipe), item[1].cost(micro_steps)))
+
+
+class Single(NamedTuple):
+    """One of several sisters as it was measured and chosen for itself."""
+
+    measured: Measured
+    entry: Entry | None
+    planned: float  # seconds a micro-step
+
+
+class SistersChoice(NamedTuple):
+    """How sisters run. ``layout``: "alone" (each as it was chosen for itself), "apart" or "joined" (both all in FP8, by
+    ``entry``); ``planned`` seconds a micro-step, beside high precision, alone, and the best apart and joined."""
+
+    layout: str
+    entry: Entry | None
+    name: str
+    planned: float
+    high: float
+    alone: float
+    apart: float | None
+    joined: float | None
+    reason: str
+
+
+def for_sisters(
+    found: Measured, singles: Sequence[Single], allowed: Sequence[Recipe], micro_steps: int = 1, fuse: str = "auto"
+) -> SistersChoice:
+    """Choose for layers that multiply the same input, measured together (``found``) and each for itself.
+
+    What one more step of sharing must win is the margin: "apart" over what each would choose for itself, "joined" over
+    the better of both, and either over high precision. ``fuse`` "on" asks of "joined" that it beats high precision.
+    """
+    names = {r.short() for r in allowed}
+    asked = {name: e for name, e in found.entries.items() if e.recipe in names}
+    high = found.high.cost(micro_steps)
+    alone = _alone(found, singles, micro_steps)
+    best: dict[str, tuple[str, Entry]] = {}
+    for layout in ("apart", "joined"):
+        healthy = {name: e for name, e in asked.items() if e.layout == layout and e.rejected is None}
+        if healthy and (layout == "apart" or fuse != "off"):
+            best[layout] = _finest(healthy, high, micro_steps)
+    costs = {layout: entry.cost(micro_steps) for layout, (_, entry) in best.items()}
+    layout, planned = "alone", alone
+    for more in ("apart", "joined"):
+        least = high if more == "joined" and fuse == "on" else min(high, planned)
+        if more in costs and costs[more] < least * (1 - MARGIN):
+            layout, planned = more, costs[more]
+    told = [f"BF16 {_ms(high)}", f"each for itself {_ms(alone)}"]
+    told += [f"{word} {_ms(costs[word])} ({name})" for word, (name, _) in best.items()]
+    reason = f"measured with its sisters: {', '.join(told)}"
+    if "joined" not in best:
+        why = next((e.rejected for e in asked.values() if e.layout == "joined" and e.rejected), None)
+        reason += f"; not as one: {'fuse is off' if fuse == 'off' else why or 'not measured'}"
+    name, entry = best.get(layout, ("", None))
+    return SistersChoice(
+        layout, entry, name, planned, high, alone, costs.get("apart"), costs.get("joined"), reason
+    )  # fmt: skip
+
+
+def _alone(found: Measured, singles: Sequence[Single], micro_steps: int) -> float:
+    """Seconds of all sisters, each as it was chosen for itself, at the scale of the measurement together.
+
+    Each was measured with a cast of x of its own; those that run alike share it. What a cast saves is what all of them
+    apart took less than the sum of each.
+    """
+    high = sum(s.measured.high.cost(micro_steps) for s in singles)
+    scale = found.high.cost(micro_steps) / high if high else 1.0
+    cost = scale * sum(s.planned for s in singles)
+    chosen = [(s.entry.recipe, tuple(sorted(s.entry.backends.items()))) for s in singles if s.entry is not None]
+    for kind in dict.fromkeys(chosen):
+        sharing = chosen.count(kind) - 1
+
+        def same(m: Measured, kind: tuple[object, ...] = kind) -> list[float]:
+            return [
+                e.cost(micro_steps)
+                for e in m.entries.values()
+                if e.rejected is None and e.layout != "joined" and (e.recipe, tuple(sorted(e.backends.items()))) == kind
+            ]
+
+        together, each = same(found), [same(s.measured) for s in singles]
+        if sharing and together and all(each):
+            saved = scale * sum(e[0] for e in each) - together[0]
+            cost -= sharing * max(0.0, saved) / (len(singles) - 1)
+    return cost
 
 
 def _rank(short: str) -> int:

@@ -22,13 +22,14 @@ from octavo.fp8 import experts as moe
 from octavo.fp8 import observe
 from octavo.fp8.choose import backends_for, by_measurement, by_table
 from octavo.fp8.experts import Experts
-from octavo.fp8.fusion import fuse
+from octavo.fp8.fusion import unite
 from octavo.fp8.grouped_linear import alone
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.machine import Machine
-from octavo.fp8.measure import Case, Entry, Measured, Measurements, cases_of
+from octavo.fp8.measure import Case, Entry, Measured, Measurements, cases_of, cases_of_sisters
 from octavo.fp8.plan_checks import OUTSIDE, STAYS, applies, check_met, check_names, check_same_model
+from octavo.fp8.plan_sisters import PlanGroup, notes, settle
 from octavo.fp8.policy import AUTO, OFF, Decision, PlanError, Policy, decide
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.topology import Row, topology
@@ -54,15 +55,10 @@ class Times(NamedTuple):
     planned: float
 
     def to_json(self) -> dict[str, Any]:
-        candidates = {
-            name: e.rejected
-            or {"ms": 1e3 * e.seconds, "host_ms": 1e3 * e.host, "weights_ms": 1e3 * e.weights} | {"spread": e.spread}
-            for name, e in self.measured.entries.items()
-        }
         fp8 = None if self.fp8 is None else 1e3 * self.fp8
         return {
             "case": str(self.case), "best": self.best, "bf16_ms": 1e3 * self.high, "fp8_ms": fp8,
-            "planned_ms": 1e3 * self.planned, "candidates": candidates,
+            "planned_ms": 1e3 * self.planned, "candidates": self.measured.to_json(),
         }  # fmt: skip
 
 
@@ -130,7 +126,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows in the order of the model, and what else a reader should know (``notes``)."""
+    """Rows in the order of the model, ``groups`` of sisters among them, and ``notes`` on what else matters."""
 
     rows: tuple[PlanRow, ...]
     policy: Policy
@@ -140,6 +136,7 @@ class Plan:
     notes: tuple[str, ...]
     machine: Machine
     micro_steps: int = 1
+    groups: tuple[PlanGroup, ...] = ()
 
     @cached_property
     def share(self) -> float:
@@ -179,6 +176,7 @@ class Plan:
             "shares": {c: self.share_of(c) for c in self.parts if c != "lm_head"},
             "backends": [line.to_json() for line in self.backends()],
             "rows": [r.to_json() for r in self.rows],
+            "groups": [g.to_json() for g in self.groups],
             "notes": list(self.notes),
         }
 
@@ -223,12 +221,16 @@ def plan(
             out.append(PlanRow(row, None, obstacle, {}, flops))
         else:
             out.append(chooser.choose(row, decision, cases.get(row.name), flops))
+    allowed = {row.name: chooser.allowed(decision) for row, decision, obstacle in asked if obstacle is None}
+    together = cases_of_sisters(model, cases)
+    out, groups = settle(model, out, allowed, policy.fuse, used, together, micro_steps, chooser.as_measured)
     check_met(policy, out)
     total = sum(r.flops for r in out if r.kind not in OUTSIDE) or 1.0
     done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in out)
-    notes = (*_notes(done, tokens), *_experts_notes(done, device), *_measured_notes(policy, measurements, done))
+    said = (*_notes(done, tokens), *_experts_notes(done, device), *_measured_notes(policy, measurements, done))
+    said = (*said, *notes(groups, policy.fuse))
     machine = Machine.here(device) if measurements is None else measurements.machine
-    return Plan(done, policy, components, tokens, str(device), notes, machine, micro_steps)
+    return Plan(done, policy, components, tokens, str(device), said, machine, micro_steps, groups)
 
 
 Asked = tuple[Row, Decision, "str | None"]
@@ -264,10 +266,13 @@ class _Chooser:
         self._allowed: dict[Decision, dict[str, Recipe]] = {}
         self._selections: dict[tuple[Any, ...], dict[str, Selection]] = {}
 
-    def choose(self, row: Row, decision: Decision, case: Case | None, flops: float) -> PlanRow:
+    def allowed(self, decision: Decision) -> dict[str, Recipe]:
         if decision not in self._allowed:
             self._allowed[decision] = decision.allowed(self.policy.candidates)
-        allowed = self._allowed[decision]
+        return self._allowed[decision]
+
+    def choose(self, row: Row, decision: Decision, case: Case | None, flops: float) -> PlanRow:
+        allowed = self.allowed(decision)
         if not allowed:
             stays = decision.recipe == OFF and "stays" not in decision.source
             return PlanRow(row, None, decision.source + (": off" if stays else ""), {}, flops)
@@ -287,7 +292,7 @@ class _Chooser:
         if choice.entry is None:
             return PlanRow(row, None, choice.reason, {}, flops, times=times, decided=True)
         recipe = next(r for r in allowed.values() if r.short() == choice.entry.recipe)
-        picked = self._as_measured(row, recipe, choice.entry, case.m)
+        picked = self.as_measured(row, recipe, choice.entry, case.m)
         return PlanRow(row, recipe, choice.reason, picked, flops, times=times, decided=True)
 
     def _by_table(self, row: Row, allowed: Mapping[str, Recipe], flops: float) -> PlanRow:
@@ -308,7 +313,7 @@ class _Chooser:
             self._selections[key] = backends_for(recipe, self.device, shape, self.policy.backend, row.kind)
         return self._selections[key]
 
-    def _as_measured(self, row: Row, recipe: Recipe, entry: Entry, m: int) -> dict[str, Selection]:
+    def as_measured(self, row: Row, recipe: Recipe, entry: Entry, m: int) -> dict[str, Selection]:
         """The backends that were timed. The registry's own choice says what was passed over, and why."""
         key = (recipe, m, row.shape, row.kind, tuple(entry.backends.items()))
         if key not in self._selections:
@@ -364,8 +369,13 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         else:
             assert isinstance(module, nn.Linear)
             Linear.convert(module, _site(rows[0]))
-    if plan.policy.fuse == "on":
-        fuse(model)
+    for group in plan.groups:
+        why = unite([modules[name] for name in group.names]) if group.fused else None
+        if why is not None:
+            raise PlanError(
+                f"{' and '.join(group.names)} were planned to run as one GEMM and cannot: {why}. Plan again on the "
+                "loaded model, or use fuse='off'."
+            )
     return model
 
 

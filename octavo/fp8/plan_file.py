@@ -7,15 +7,20 @@ these layers run in; a later line wins over an earlier one, and what no line nam
     {"match": "model.layers.0.**", "recipe": "off"}
 
 ``recipe`` is a recipe's name or "off"; ``format``, ``fwd``, ``dgrad``, ``wgrad`` are those of a rule; ``backend`` is a
-name, or one for each GEMM, or absent for the registry's choice; ``why`` and ``ms`` are remarks. ``model`` and
-``machine`` say what the plan was made for; :func:`load_plan` refuses another model and another GPU.
+name, or one for each GEMM, or absent for the registry's choice; ``why`` and ``ms`` are remarks.
+
+``sisters`` says which of q, k and v, and of gate and up, run as one GEMM; what no line names runs apart::
+
+    {"match": "model.layers.*.self_attn", "names": "q_proj k_proj v_proj", "fuse": "on", "why": "..."}
+
+``match`` is a glob over the modules that hold them; without ``names`` it means all of them. ``model`` and ``machine``
+say what the plan was made for; :func:`load_plan` refuses another model and another GPU.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +35,9 @@ from octavo.fp8.kernels.registry import BackendError
 from octavo.fp8.machine import Machine
 from octavo.fp8.plan import Plan, PlanRow, decisions, device_of, plan
 from octavo.fp8.plan_checks import applies
+from octavo.fp8.plan_file_sisters import asked_of, check_sisters, read_sisters, sister_lines, with_places
+from octavo.fp8.plan_sisters import groups_of
+from octavo.fp8.plan_sisters import notes as sister_notes
 from octavo.fp8.policy import AUTO, OFF, PlanError, Policy, Rule
 from octavo.fp8.recipe import GEMMS, recipe
 from octavo.fp8.topology import Row
@@ -39,9 +47,11 @@ __all__ = ["document", "load_plan", "save_plan"]
 _FORMAT = 1
 _FIELDS = ("match", "recipe", "format", *GEMMS, "backend", "why", "ms")
 HELP = (
-    "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
+    "Edit layers and sisters alone. A line of layers says what the layers whose names match run in; a later line wins "
+    "over an earlier one.",
     "recipe: off, tensorwise, rowwise, blockwise, mxfp8 or delayed. format: e4m3 or hybrid. fwd, dgrad, wgrad: fp8 or "
     "bf16. backend: a name that octavo doctor lists, or leave it out. why and ms are remarks.",
+    "sisters: which layers of one input run as one GEMM; match names the module that holds them. fuse: on or off.",
     "match: a glob over dotted names; * stays within a segment, ** spans any number of them.",
     "Use it with fp8.plan: FILE in a configuration, or fp8.load_plan(FILE, model).",
 )
@@ -57,6 +67,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "components": None if plan.components is None else {k: list(v) for k, v in plan.components.items()},
         "tokens": None if plan.tokens is None else dict(plan.tokens),
         "micro_steps": plan.micro_steps,
+        "sisters": sister_lines(plan.groups),
         "layers": _lines(plan),
     }
 
@@ -64,17 +75,19 @@ def document(plan: Plan) -> dict[str, Any]:
 def save_plan(plan: Plan, path: str | Path) -> Path:
     """Write a plan to a file, one line for each line of layers; written aside and renamed."""
     path, found = Path(path), document(plan)
-    layers, model = found.pop("layers"), found.pop("model")
+    layers, sisters, model = found.pop("layers"), found.pop("sisters"), found.pop("model")
     head = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in found.items() if key != "help"]
     helps = ",\n".join(f"    {json.dumps(line)}" for line in found["help"])
     shapes = ",\n".join(f"    {json.dumps(line)}" for line in model)
     lines = ",\n".join(f"    {json.dumps(line)}" for line in layers)
+    groups = ",\n".join(f"    {json.dumps(line)}" for line in sisters)
     text = "\n".join(
         [
             "{",
             f'  "help": [\n{helps}\n  ],',
             *head,
             f'  "model": [\n{shapes}\n  ],',
+            *([f'  "sisters": [\n{groups}\n  ],'] if groups else []),
             f'  "layers": [\n{lines}\n  ]',
             "}",
         ]
@@ -121,17 +134,22 @@ def load_plan(
     lines = _parsed(found["layers"], path, text)
     off = Policy(recipe=OFF)
     _check_model(path, found["model"], [row for row, _, _ in decisions(model, off, components)])
-    policy = Policy(recipe=OFF, rules=tuple(line.rule for line in lines))
+    policy = Policy(recipe=OFF, rules=tuple(line.rule for line in lines), fuse=OFF)
     _check_lines(lines, model, components)
     made_plan = plan(model, policy, components, found.get("tokens"), micro_steps=found.get("micro_steps", 1))
     rows = tuple(_with_backend(row, lines, model, other_machine) for row in made_plan.rows)
-    notes = list(made_plan.notes)
+    asked = read_sisters(found.get("sisters", []), path, text, model)
+    groups = groups_of(model, rows, lambda names: asked_of(asked, names))
+    elsewhere = (made.gpu, made.capability) != (here.gpu, here.capability)
+    if not elsewhere:
+        check_sisters(asked, groups)
+    notes = [*made_plan.notes, *sister_notes(groups, OFF)]
     changed = [d for d in made.differences(here) if not d.startswith(("gpu", "capability"))]
-    if other_machine and (made.gpu, made.capability) != (here.gpu, here.capability):
+    if elsewhere:
         notes.append(f"{path.name} was made for {_gpu(made)}: its recipes are kept, backends are chosen anew")
     elif changed and not here.emulated:
         notes.append(f"{path.name} was made with other versions, measure again to be sure: {'; '.join(changed)}")
-    return replace(made_plan, rows=rows, notes=tuple(notes))
+    return replace(made_plan, rows=rows, notes=tuple(notes), groups=groups)
 
 
 @dataclass(frozen=True)
@@ -166,26 +184,18 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         )
     for key, kind in (("machine", dict), ("model", list), ("layers", list)):
         if not isinstance(found.get(key), kind):
-            raise PlanError(f"{path} has no usable {key!r}. Edit layers alone, or save the plan again.")
+            raise PlanError(f"{path} has no usable {key!r}. Edit layers and sisters alone, or save the plan again.")
     unknown = set(found["machine"]) - {"gpu", "capability", "driver", "torch", "cuda", "backends"}
     if unknown or "gpu" not in found["machine"]:
-        raise PlanError(f"{path}: 'machine' does not say which GPU. Edit layers alone, or save the plan again.")
+        raise PlanError(
+            f"{path}: 'machine' does not say which GPU. Edit layers and sisters alone, or save the plan again."
+        )
     return found, text
 
 
 def _parsed(given: Sequence[Any], path: Path, text: str) -> list[_Line]:
-    """The lines with their places; the k-th "match" of the list stands in the k-th line that has one."""
-    start = text.find('"layers"')
-    places = [text.count("\n", 0, m.start()) + 1 for m in re.finditer(r'"match"\s*:', text) if m.start() > start]
-    lines, with_match = [], 0
-    for number, item in enumerate(given, 1):
-        place = f"{path}, entry {number} of layers"
-        if isinstance(item, dict) and "match" in item:
-            if with_match < len(places):
-                place = f"{path}, line {places[with_match]}"
-            with_match += 1
-        lines.append(_line(item, place))
-    return lines
+    """The lines with their places."""
+    return [_line(item, place) for item, place in with_places(given, path, text, "layers")]
 
 
 def _line(item: Any, place: str) -> _Line:
@@ -301,7 +311,7 @@ def _check_model(path: Path, saved: Sequence[Any], rows: Sequence[Row]) -> None:
         out: dict[str, list[str]] = {}
         for line in lines:
             if not isinstance(line, dict) or not {"name", "kind", "shape", "layers"} <= line.keys():
-                raise PlanError(f"{path} has no usable 'model'. Edit layers alone, or save the plan again.")
+                raise PlanError(f"{path} has no usable 'model'. Edit layers and sisters alone, or save the plan again.")
             experts = f" ({line['experts']} experts)" if line.get("experts") else ""
             shape = " x ".join(map(str, line["shape"]))
             out.setdefault(line["name"], []).append(f"{line['layers']} {line['kind']} of {shape}{experts}")

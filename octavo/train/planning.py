@@ -36,6 +36,7 @@ def policy_from(cfg: Config) -> fp8.Policy:
         activations=section.activations,
         backend=section.backend,
         candidates=section.candidates,
+        fuse="off" if cfg.train.compile else section.fuse,  # compiled blocks run each layer's own GEMMs
     )
 
 
@@ -62,7 +63,7 @@ def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp
     model, family = model_of(cfg)
     if saved is not None and leaves_open(cfg):
         plan = fp8.load_plan(saved, model, family.components, other_machine=True)
-        return plan, family, _notes(plan, model, ranks)
+        return plan, family, _notes(plan, model, ranks, cfg.train.compile)
     return plan_model(cfg, model, family, ranks)
 
 
@@ -81,7 +82,17 @@ def plan_model(
         counts = None if tokens is None else tokens.counts
         micro_steps = micro_steps_of(cfg, ranks)
         plan = fp8.plan(model, policy_from(cfg), family.components, counts, measurements, micro_steps)
-    return plan, family, _notes(plan, model, ranks)
+    _check_compile(cfg, plan)
+    return plan, family, _notes(plan, model, ranks, cfg.train.compile)
+
+
+def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
+    fused = [group for group in plan.groups if group.fused]
+    if cfg.train.compile and fused:
+        raise fp8.PlanError(
+            f"{cfg.fp8.plan} lets {len(fused)} groups of layers run as one GEMM (such as {', '.join(fused[0].names)}), "
+            "and compiled blocks run each layer's own GEMMs. Use train.compile: false, or set fuse to off in the plan."
+        )
 
 
 def micro_steps_of(cfg: Config, ranks: int = 1) -> int:
@@ -149,8 +160,10 @@ def _telling(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
     return tell
 
 
-def _notes(plan: fp8.Plan, model: nn.Module, ranks: int) -> tuple[str, ...]:
+def _notes(plan: fp8.Plan, model: nn.Module, ranks: int, compiled: bool) -> tuple[str, ...]:
     notes = list(plan.notes)
+    if compiled and plan.groups:
+        notes.append("train.compile: compiled blocks run each layer's own GEMMs, so q, k, v and gate, up are not fused")
     notes += [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
     recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
     if ranks > 1 and "delayed" in recipes:
