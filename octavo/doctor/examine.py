@@ -13,22 +13,24 @@ def examine(say: Callable[[str], None] = lambda text: None) -> Report:
     """Tries everything; ``say`` is told what is being tried. Takes some seconds, for the imports are real."""
     checks: list[Check] = machine.versions()
     say("importing packages")
-    checks += packages.imports(packages.REQUIRED)
-    broken = {check.name for check in checks if check.area == "imports" and check.status == FAIL}
-    say("looking at devices")
-    record = environment.describe()
-    checks += machine.devices(record)
-    if "torch" in broken:
-        cause = next(check.found for check in checks if check.area == "imports" and check.name == "torch")
-        checks.append(
-            Check("fp8", "all backends", FAIL, f"not tried: torch does not import ({cause})", cure="mend torch")
-        )
-    else:
-        say("trying FP8 backends")
-        checks += arithmetic.backends()
-        say("trying process groups")
-        checks += machine.process_groups()
-    checks += machine.storage()
-    say("importing optional packages")
-    checks += packages.imports(packages.OPTIONAL)
+    # Its imports go on while the rest is tried here.
+    with packages.Together(packages.REQUIRED + packages.OPTIONAL) as together:
+        torch = together.check(next(package for package in packages.REQUIRED if package.distribution == "torch"))
+        say("looking at devices")
+        record = environment.describe()
+        found = machine.devices(record)
+        if torch.status == FAIL:
+            found.append(
+                Check(
+                    "fp8", "all backends", FAIL, f"not tried: torch does not import ({torch.found})", cure="mend torch"
+                )
+            )
+        else:
+            say("trying FP8 backends")
+            found += arithmetic.backends()
+            say("trying process groups")
+            found += machine.process_groups()
+        found += machine.storage()
+        say("waiting for the imports")
+        checks += [*together.checks(packages.REQUIRED), *found, *together.checks(packages.OPTIONAL)]
     return Report(tuple(checks), record)

@@ -1,9 +1,15 @@
-"""Packages tried by really importing them, each in a process of its own: one that crashes takes nothing along."""
+"""Packages tried by really importing them, in another process: one that crashes takes nothing along.
+
+They share one process, for most of them import torch, which takes longer than all the rest. What does not import there,
+or comes after one that ended the process, is asked again in a process of its own, which tells the cause.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,6 +17,7 @@ from octavo import environment
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
 
 SECONDS = 180
+_MARK = "octavo imported"
 _MEND = "mend what the cause names, or install again: "
 
 
@@ -79,10 +86,77 @@ OPTIONAL = (
 )
 
 
-def imports(packages: tuple[Package, ...] = REQUIRED + OPTIONAL) -> list[Check]:
-    """One check for each package, two imports at a time."""
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return list(pool.map(try_import, packages))
+_SCRIPT = f"""
+import os, sys
+for number, statement in enumerate(sys.argv[1:]):
+    try:
+        exec(statement, {{}})
+    except BaseException:
+        continue
+    os.write(1, b"\\n{_MARK} %d\\n" % number)
+os._exit(0)
+"""
+
+
+class Together:
+    """One process that imports packages one after the other, begun at once; whoever asks waits for its answer.
+
+    A context: the process ends with it, or after ``SECONDS``. For one thread.
+    """
+
+    def __init__(self, which: Sequence[Package]) -> None:
+        here = [package for package in which if environment.version(package.distribution) is not None]
+        self._numbers = {package: number for number, package in enumerate(here)}
+        self._good: set[int] = set()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SCRIPT, *(package.statement for package in here)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace",
+        )  # fmt: skip
+        self._timer = threading.Timer(SECONDS, self._process.kill)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+        self._process.kill()
+        self._process.communicate()
+
+    def check(self, package: Package) -> Check:
+        """As :func:`try_import`, in the shared process where it imports there."""
+        if self._imported(package):
+            found = environment.version(package.distribution) or ""
+            return Check("imports" if package.required else "optional", package.distribution, OK, found)
+        return try_import(package)
+
+    def checks(self, which: Sequence[Package]) -> list[Check]:
+        """One check for each package, in this order; those asked alone run two at a time."""
+        for package in which:
+            self._imported(package)
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            return list(pool.map(self.check, which))
+
+    def _imported(self, package: Package) -> bool:
+        """Whether the shared process imported it; reads on until it says so or has ended."""
+        number = self._numbers.get(package)
+        if number is None:
+            return False
+        assert self._process.stdout is not None
+        while number not in self._good and (line := self._process.stdout.readline()):
+            words = line.rsplit(maxsplit=1)
+            if len(words) == 2 and words[0] == _MARK:
+                self._good.add(int(words[1]))
+                if max(self._good) > number:  # they come in order: this one was passed over
+                    break
+        return number in self._good
+
+
+def imports(packages: Sequence[Package] = REQUIRED + OPTIONAL) -> list[Check]:
+    """One check for each package."""
+    with Together(packages) as together:
+        return together.checks(packages)
 
 
 def try_import(package: Package) -> Check:

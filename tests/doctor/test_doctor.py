@@ -11,8 +11,9 @@ import torch
 from octavo import doctor, environment, fp8
 from octavo.doctor import arithmetic, machine, packages
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
-from octavo.fp8 import measure, metrics
+from octavo.fp8 import metrics
 from octavo.fp8.kernels import registry
+from octavo.fp8.measure import SOUND
 
 GIB = 2**30
 
@@ -91,7 +92,7 @@ def test_a_backend_that_computes_nonsense_fails(fake):
 
 def test_what_is_sound_is_said_in_one_place(monkeypatch):
     """By the doctor and by measured plans."""
-    assert measure.SOUND is metrics.SOUND
+    assert SOUND is metrics.SOUND
     monkeypatch.setattr(metrics, "SOUND", 0.0)
     checks = [c for c in arithmetic.backends(("cpu",)) if c.name.startswith("reference ") and " on " in c.name]
     assert {c.status for c in checks if c.name != "reference on cpu"} == {FAIL}
@@ -143,6 +144,28 @@ def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):
     monkeypatch.setattr(packages, "SECONDS", 0.2)
     slow = packages.Package("pytest", "import time; time.sleep(9)", "m", "c")
     assert "did not end in 0.2 s" in packages.try_import(slow).found
+
+
+def test_packages_are_imported_together_and_alone_only_where_that_fails(monkeypatch):
+    """One process, so that torch is not loaded anew for each; what does not confirm itself there is asked alone."""
+    alone = []
+    real = packages.try_import
+    monkeypatch.setattr(packages, "try_import", lambda package: alone.append(package.statement) or real(package))
+    ok = packages.Package("pytest", "import pytest; print('noise')", "m", "c")
+    bad = packages.Package("pytest", "raise ImportError('libfoo.so')", "m", "c")
+    lacking = packages.Package("no-such-package", "import nothing", "m", "c")
+    crash = packages.Package("pytest", "import os; os.kill(os.getpid(), 11)", "m", "c", required=True)
+    after, last = (packages.Package("pytest", f"import {name}", "m", "c") for name in ("json", "math"))
+    checks = packages.imports((ok, bad, lacking, after, crash, last))
+    assert [c.status for c in checks] == [OK, WARN, ABSENT, OK, FAIL, OK]
+    assert "ImportError: libfoo.so" in checks[1].found and "signal 11" in checks[4].found
+    assert sorted(alone) == sorted([bad.statement, lacking.statement, crash.statement, last.statement])
+
+
+def test_a_package_that_hangs_does_not_hold_up_the_others_for_ever(monkeypatch):
+    monkeypatch.setattr(packages, "SECONDS", 0.5)
+    slow = packages.Package("pytest", "import time; time.sleep(60)", "m", "c")
+    assert "did not end in 0.5 s" in one(packages.imports((slow,))).found
 
 
 def test_the_cause_is_the_exception_and_not_its_neighbours():
@@ -208,25 +231,44 @@ def test_process_groups(monkeypatch):
     assert one(machine.process_groups()).found == "not built in"
 
 
-def test_the_round_goes_on_when_torch_is_broken(monkeypatch):
-    def imports(which):
-        return [Check("imports", "torch", FAIL, "OSError: libcudart")] if which is packages.REQUIRED else []
+class Imported:
+    """What :class:`packages.Together` says, without importing anything."""
 
-    monkeypatch.setattr(packages, "imports", imports)
+    def __init__(self, which, broken=""):
+        self.broken = broken
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def check(self, package):
+        if package.distribution == self.broken:
+            return Check("imports", package.distribution, FAIL, "OSError: libcudart")
+        return Check("imports" if package.required else "optional", package.distribution, OK, "1.0")
+
+    def checks(self, which):
+        return [self.check(package) for package in which]
+
+
+def test_the_round_goes_on_when_torch_is_broken(monkeypatch):
+    monkeypatch.setattr(packages, "Together", lambda which: Imported(which, "torch"))
     said = []
     report = doctor.examine(said.append)
     assert not report.healthy
     skipped = one([c for c in report.checks if c.area == "fp8"])
     assert skipped.found == "not tried: torch does not import (OSError: libcudart)"
-    assert any(c.area == "storage" for c in report.checks) and "importing optional packages" in said
+    assert any(c.area == "storage" for c in report.checks) and "importing packages" in said
 
 
 def test_the_round(monkeypatch):
     """All but the imports, which the next test tries and which take their time."""
-    monkeypatch.setattr(packages, "imports", lambda which: [])
+    monkeypatch.setattr(packages, "Together", Imported)
     report = doctor.examine()
     assert report.healthy, report.of(FAIL)
-    assert {check.area for check in report.checks} == {"versions", "devices", "fp8", "distributed", "storage"}
+    areas = list(dict.fromkeys(check.area for check in report.checks))
+    assert areas == ["versions", "imports", "devices", "fp8", "distributed", "storage", "optional"]
     assert json.loads(json.dumps(report.to_json()))["healthy"] is True
     assert report.environment["torch"]["version"] == torch.__version__
 
