@@ -10,6 +10,8 @@ its static output, a collective, a kernel of your own) is met by a second rule: 
 that asks again, as in the next micro-batch or in a recomputation, gets a new cast.
 
 An entry dies with the storage of its input, or when the thread casts another one: at most one input's codes are held.
+A layer that quantizes what it computes (:mod:`octavo.fp8.norms`) leaves its codes here for the layers that it feeds
+(:func:`offer`), under the same rules.
 Delayed scaling has a history for each layer and shares nothing.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +30,7 @@ from octavo.fp8 import weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Backend
 
-__all__ = ["Input", "Want", "cast_both", "forget", "held_bytes"]
+__all__ = ["Input", "Want", "cast_both", "forget", "held_bytes", "offer"]
 
 
 class Want(NamedTuple):
@@ -120,6 +123,21 @@ def cast_both(x: Tensor, row: Want, col: Want) -> tuple[Quantized, Quantized]:
     return first.quantize(x, row.spec, 1), col.backend.quantize(x, col.spec, 0)
 
 
+def offer(y: Tensor, dtype: torch.dtype, codes: Mapping[Want, Quantized]) -> Container[int]:
+    """Leave the codes of ``y`` in ``dtype`` for the layers that will be called with y itself.
+
+    They must be those that each :class:`Want` would get of ``y.to(dtype)`` [product of leading dimensions, last]. What
+    comes back is empty until a layer found them; it never is where y cannot be recognised again.
+    """
+    if not _recognisable(y):
+        return (0,)
+    memo = _memo()
+    memo.entry = entry = _Entry(_stamp(Input(y, dtype, None)))
+    entry.storage = weakref.ref(y.untyped_storage(), _Forget(memo, entry))
+    entry.codes.update(codes)
+    return entry.served
+
+
 def held_bytes() -> int:
     """Bytes that the threads of this process remember for the next layer, whether saved for a backward as well or
     not."""
@@ -141,9 +159,7 @@ def _entry(x: Input) -> _Entry:
     given = x.given
     if x.user is None:
         return _Entry()
-    if type(given) not in (Tensor, nn.Parameter) or given.is_meta or given.is_inference() or not given.numel():
-        return _Entry()
-    if torch.is_inference_mode_enabled():  # codes made here could not be saved for a backward later
+    if not _recognisable(given):
         return _Entry()
     memo = _memo()
     storage, stamp, entry = given.untyped_storage(), _stamp(x), memo.entry
@@ -153,6 +169,12 @@ def _entry(x: Input) -> _Entry:
         entry.storage = weakref.ref(storage, _Forget(memo, entry))
     entry.served.add(id(x.user))
     return entry
+
+
+def _recognisable(given: Tensor) -> bool:
+    if type(given) not in (Tensor, nn.Parameter) or given.is_meta or given.is_inference() or not given.numel():
+        return False
+    return not torch.is_inference_mode_enabled()  # codes made there could not be saved for a backward later
 
 
 def _memo() -> _Memo:

@@ -1,0 +1,412 @@
+"""A gated MLP in FP8 as one autograd function: y = down(silu(gate(x)) * up(x)), quantized where it is computed.
+
+With x [M, K], the weights of gate and up [I, K] and of down [K, I], h = silu(gate) * up [M, I]::
+
+    forward    gate, up = x @ w_gate.T, x @ w_up.T        one cast of x, as for any two layers of one input
+               h        -> its codes for down's fwd and wgrad, in one kernel; h itself is never written
+               y        = h @ w_down.T
+    backward   dh       = dy @ w_down
+               dgate, dup -> their codes for dgrad and wgrad, in one kernel; never written in 16 bits
+               dx       = dgate @ w_gate + dup @ w_up,    dw of each layer from the codes
+
+What a forward keeps: the codes of x in wgrad layout (once), gate and up in the dtype of the GEMMs, the codes of h in
+wgrad layout, and references to the weights. The stock module keeps gate, silu(gate), up and h besides.
+
+Casts, weight codes, GEMMs, counts and backends are those that the three layers have alone. Values differ by rounding:
+the stock module rounds silu(gate) and then the product, this one h alone; backward likewise rounds once. Of a layer
+whose bias is trained, the gradients are written in the dtype of the GEMMs after all, since their sums must be exact.
+
+A module is recognised by its children gate_proj, up_proj, down_proj and act_fn, and must first give the stock forward's
+output on random input (:func:`agrees`). It takes the stock forward, layer by layer, whenever somebody looks inside:
+hooks on its children, an adapter around one of them, a step that takes health figures; under ``torch.compile``; and
+where a weight is not whole (a DTensor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8 import observe, weights
+from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.health import watching
+from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype
+from octavo.fp8.recipe import GEMMS
+from octavo.fp8.shared_input import Input, Want, cast_both
+from octavo.fp8.swapped import Swapped, fused_backend, hooked, probe, swap
+from octavo.fp8.weights import Part, is_dtensor
+
+__all__ = ["CHILDREN", "GatedMlp", "agrees", "convert", "obstacle"]
+
+CHILDREN = ("gate_proj", "up_proj", "down_proj")
+_KNOWN = {*CHILDREN, "act_fn"}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
+    """Let gated MLPs of a model with FP8 layers run as one; returns (name, what stands against it or None) of each."""
+    out = []
+    for name, module in list(model.named_modules()):
+        if is_gated_mlp(module) and any(isinstance(module._modules[c], Linear) for c in CHILDREN):
+            reason = obstacle(module)
+            if reason is None:
+                swap(module, GatedMlp)
+            out.append((name, reason))
+    return tuple(out)
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """True for a module with the children of a gated MLP, whatever else it holds."""
+    return all(module._modules.get(name) is not None for name in _KNOWN)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why this gated MLP cannot run as one, None if it can."""
+    if isinstance(module, GatedMlp):
+        return "fused before"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (an accelerate hook?)"
+    more = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
+    if more:
+        return f"it holds {', '.join(more)} besides a gated MLP's layers"
+    layers = [module._modules[name] for name in CHILDREN]
+    if not all(type(m) is Linear for m in layers):
+        return "not all of its layers are plain FP8 layers"
+    linears = [m for m in layers if isinstance(m, Linear)]
+    reason = _recipe_obstacle(linears)
+    if reason is not None:
+        return reason
+    (intermediate, hidden), up, down = (m.weight.shape for m in linears)
+    if up != (intermediate, hidden) or down[1] != intermediate:
+        return f"weights of {', '.join(str(list(m.weight.shape)) for m in linears)} do not follow each other"
+    return agrees(module)
+
+
+def _recipe_obstacle(linears: list[Linear]) -> str | None:
+    gate, up, _ = linears
+    if gate.recipe != up.recipe or _backends(gate) != _backends(up):
+        return "gate_proj and up_proj have different recipes or backends"
+    for m in linears:
+        if m.recipe.delayed is not None:
+            return "delayed scaling keeps an amax history of each layer"
+        high = [gemm for gemm in GEMMS if m.recipe.gemm(gemm) is None]
+        if high:
+            return f"{high[0]} of {m.name} stays in high precision"
+    return None
+
+
+def _backends(layer: Linear) -> dict[str, str]:
+    return {gemm: s.backend.name for gemm, s in layer._site.selections.items()}
+
+
+def agrees(module: nn.Module) -> str | None:
+    """Run the stock forward on small random layers of the weights' dtype: None if it is that of a gated SiLU MLP, else
+    why not.
+
+    Tolerance, element by element: four epsilons of the dtype of sum |h w_down| + |bias|, for h that is rounded twice
+    there and once here, the outputs' own rounding, and sums in another order.
+    """
+    layers: dict[str, nn.Linear] = {}
+    x = torch.empty(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, (k, n) in zip(CHILDREN, ((24, 40), (24, 40), (40, 24)), strict=True):
+            own = module._modules[name]
+            assert isinstance(own, nn.Linear)
+            layers[name] = nn.Linear(k, n, bias=own.bias is not None, dtype=own.weight.dtype)
+            for parameter in layers[name].parameters():
+                nn.init.normal_(parameter, std=0.5)
+            x = 2 * torch.randn(16, 24, dtype=own.weight.dtype)
+    gate, up, down = (layers[name] for name in CHILDREN)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            stock = type(module).forward(probe(module, {}, {**layers, "act_fn": module._modules["act_fn"]}), x)
+        except Exception as error:  # a forward that is not known may fail in any way
+            return f"its forward fails on three small layers ({type(error).__name__}: {error})"
+        h = (F.silu(gate(x).float()) * up(x).float()).to(x.dtype)
+        ours, bias = down(h), down.bias
+    if not isinstance(stock, Tensor) or stock.shape != ours.shape or stock.dtype != ours.dtype:
+        return "its forward does not return one tensor of the shape and dtype of its input"
+    size = h.float().abs() @ down.weight.detach().float().abs().t()
+    size = size if bias is None else size + bias.detach().float().abs()
+    gap = (stock.float() - ours.float()).abs()
+    if not bool((gap <= 4 * torch.finfo(x.dtype).eps * size).all()):
+        return f"its output is not down(silu(gate(x)) * up(x)): off by up to {float(gap.max()):.3g} on random input"
+    return None
+
+
+class GatedMlp(Swapped):
+    """The forward of a gated MLP in FP8; see the module's docstring."""
+
+    def other(self, x: Tensor) -> Tensor | None:
+        layers = [self._modules.get(name) for name in CHILDREN]
+        if not self._can(x, layers):
+            return None
+        gate, up, down = (m for m in layers if isinstance(m, Linear))
+        call = _Call((gate._site, up._site, down._site), torch.is_grad_enabled())
+        return _Mlp.apply(x, call, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
+
+    def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
+        """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
+        act = self._modules.get("act_fn")
+        if watching() or _seen_from_outside() or act is None or hooked(act) or len(self._modules) != len(_KNOWN):
+            return False
+        if type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.dim() == 0 or not x.numel():
+            return False
+        linears = [m for m in layers if type(m) is Linear and not hooked(m) and "_group" not in m.__dict__]
+        if len(linears) < len(CHILDREN) or compute_dtype(x) not in _DTYPES or x.shape[-1] != linears[0].weight.shape[1]:
+            return False
+        if any(is_dtensor(m.weight) or m.weight.device != x.device for m in linears):
+            return False
+        return _recipe_obstacle(linears) is None
+
+
+def _seen_from_outside() -> bool:
+    """Whether hooks on all modules of the process wait for calls of the children; the counter of GEMMs does not."""
+    module = nn.modules.module
+    others = (h for h in module._global_forward_hooks.values() if h is not observe._observe_module)
+    return bool(
+        module._global_forward_pre_hooks
+        or module._global_backward_hooks
+        or module._global_backward_pre_hooks
+        or next(others, None) is not None
+    )
+
+
+class _Call(NamedTuple):
+    sites: tuple[Site, Site, Site]  # gate, up, down
+    grad: bool
+
+
+class _Needs(NamedTuple):
+    """Who asks for a gradient."""
+
+    x: bool
+    weights: tuple[bool, ...]  # gate, up, down
+    biases: tuple[bool, ...]
+
+    @property
+    def h(self) -> bool:
+        return self.x or any(self.weights[:2]) or any(self.biases[:2])
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
+        owners, biases = parameters[:3], parameters[3:]
+        asked = [call.grad and n for n in ctx.needs_input_grad]
+        needs = _Needs(asked[0], tuple(asked[2:5]), tuple(asked[5:]))
+        gate, _, down = call.sites
+        now, given = observe.phase(), Input(x, compute_dtype(x), gate)
+        with _no_autocast(x):
+            x_row, x_col = _of(given.codes, *_wants(gate, "fwd", "wgrad", True, any(needs.weights[:2])))
+            g, u = (_forward(call, i, x_row, owners, biases, given.dtype, now) for i in (0, 1))
+            # Weights cast inside a graph capture are in no cache, but they are this backward's.
+            backend = fused_backend("swiglu", down, x.device)
+
+            def codes_of_h(row: Want | None, col: Want | None) -> tuple[Quantized | None, Quantized | None]:
+                return backend.swiglu_codes(g[0], u[0], _spec(row), _spec(col))
+
+            h_row, h_col = _of(codes_of_h, *_wants(down, "fwd", "wgrad", True, needs.weights[2]))
+            y = _forward(call, 2, h_row, owners, biases, given.dtype, now)
+        _promise(call, needs, now)
+        inside = weights.capturing(x)
+        w_codes = [q if inside and call.sites[i].shares_weight else None for i, (_, q) in enumerate((g, u, y))]
+        _keep(
+            ctx,
+            x_col=x_col,
+            h_col=h_col,
+            gate=g[0] if needs.h else None,
+            up=u[0] if needs.h else None,
+            w0=owners[0] if needs.x else None,
+            w1=owners[1] if needs.x else None,
+            w2=owners[2] if needs.h else None,
+            q0=w_codes[0] if needs.x else None,
+            q1=w_codes[1] if needs.x else None,
+            q2=w_codes[2] if needs.h else None,
+        )
+        ctx.call, ctx.needs, ctx.counted, ctx.born = call, needs, now.counted, now.gemm
+        ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
+        ctx.dtypes = [None if p is None else p.dtype for p in parameters]
+        # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it.
+        return torch.ops.aten._unsafe_view(y[0], [*x.shape[:-1], y[0].shape[1]])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        kept, needs = _kept(ctx), ctx.needs
+        gate, _, down = ctx.call.sites
+        dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
+        dx: Tensor | None = None
+        dws: list[Tensor | None] = [None] * 3
+        dbs: list[Tensor | None] = [None] * 3
+        with _no_autocast(dy):
+            row, col = _of(_casts_of(dy_MK), *_wants(down, "dgrad", "wgrad", needs.h, needs.weights[2]))
+            if needs.biases[2]:
+                dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
+            if needs.weights[2]:
+                dws[2] = _wgrad(ctx, 2, col, kept["h_col"])
+            if needs.h:
+                dh = _dgrad(ctx, 2, row, kept)
+                parts = _gradients(ctx, dh, kept["gate"], kept["up"], dbs)
+                for i, (row, col) in enumerate(parts):
+                    if needs.x:
+                        part = _dgrad(ctx, i, row, kept).view(ctx.x_shape).to(ctx.x_dtype)
+                        dx = part if dx is None else dx + part
+                    if needs.weights[i]:
+                        dws[i] = _wgrad(ctx, i, col, kept["x_col"])
+        return dx, None, *dws, *dbs
+
+
+Casts = tuple["Quantized | None", "Quantized | None"]
+
+
+def _spec(want: Want | None) -> CastSpec | None:
+    return None if want is None else want.spec
+
+
+def _wants(site: Site, first: str, second: str, row: bool, col: bool) -> tuple[Want | None, Want | None]:
+    """The casts that two GEMMs of a layer ask of the operand they share: x of fwd and wgrad, dy of dgrad and wgrad."""
+    one, two = site.recipe.gemm(first), site.recipe.gemm(second)
+    assert one is not None and two is not None
+    spec = two.b if first == "fwd" else two.a
+    return site.want(first, one.a) if row else None, site.want(second, spec) if col else None
+
+
+def _of(cast: Any, row: Want | None, col: Want | None) -> Casts:
+    """(codes under row, under col) by ``cast``, made once where both are the same."""
+    if row is not None and col is not None and row.spec == col.spec:
+        q = cast(row, None)[0]
+        return q, q
+    return cast(row, col)
+
+
+def _casts_of(x: Tensor) -> Any:
+    def cast(row: Want | None, col: Want | None) -> Casts:
+        if row is not None and col is not None:
+            return cast_both(x, row, col)
+        return (
+            None if row is None else row.backend.quantize(x, row.spec, 1),
+            None if col is None else col.backend.quantize(x, col.spec, 0),
+        )
+
+    return cast
+
+
+def _forward(
+    call: _Call,
+    at: int,
+    x_q: Quantized | None,
+    owners: tuple[Tensor | None, ...],
+    biases: tuple[Tensor | None, ...],
+    dtype: torch.dtype,
+    now: observe.Phase,
+) -> tuple[Tensor, Quantized]:
+    """The output of one layer, and the codes of its weight."""
+    site, owner = call.sites[at], owners[at]
+    assert owner is not None and x_q is not None and site.recipe.fwd is not None
+    backend = site.selections["fwd"].backend
+    w_q = site.weight("fwd", owner, Part(), site.recipe.fwd.b)
+    if now.counted and observe.counting():
+        observe.record(site.name, now.gemm, backend.name, 2 * x_q.data.shape[0] * owner.numel())
+    return backend.gemm_fwd(x_q, w_q, dtype, biases[at]), w_q
+
+
+def _promise(call: _Call, needs: _Needs, now: observe.Phase) -> None:
+    """What each layer's own forward would have reported of its backward."""
+    if not now.counted or not observe.counting():
+        return
+    for site, dgrad, wgrad in zip(call.sites, (needs.x, needs.x, needs.h), needs.weights, strict=True):
+        for gemm, needed in (("dgrad", dgrad), ("wgrad", wgrad)):
+            if needed:
+                observe.promise(site.name, gemm, now)
+        if not call.grad and not now.recompute:
+            observe.gradless(site.name)
+
+
+def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor | None]) -> tuple[Casts, Casts]:
+    """The codes of dgate and of dup; their sums too where a bias asks for them."""
+    site, needs = ctx.call.sites[0], ctx.needs
+    row, col = _wants(site, "dgrad", "wgrad", needs.x, any(needs.weights[:2]))
+    if any(needs.biases[:2]):
+        pair = _swiglu_backward(dh, gate, up)
+        for i, d in enumerate(pair):
+            if needs.biases[i]:
+                dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
+        return _of(_casts_of(pair[0]), row, col), _of(_casts_of(pair[1]), row, col)
+    backend = fused_backend("swiglu_backward", site, dh.device)
+    made: list[Quantized | None] = []
+
+    def cast(row: Want | None, col: Want | None) -> Casts:
+        made[:] = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
+        return made[0], made[1]
+
+    of_gate = _of(cast, row, col)
+    shared = row is not None and col is not None and row.spec == col.spec
+    return of_gate, (made[2], made[2] if shared else made[3])
+
+
+def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """dgate and dup [M, I] of h = silu(gate) * up, computed in fp32, rounded once: what the fused kernel casts."""
+    d, g = dh.float(), gate.float()
+    s = torch.sigmoid(g)
+    silu = g * s
+    return (d * up.float() * (s + silu * (1.0 - s))).to(gate.dtype), (d * silu).to(gate.dtype)
+
+
+def _dgrad(ctx: Any, at: int, dy_q: Quantized | None, kept: dict[str, Any]) -> Tensor:
+    site: Site = ctx.call.sites[at]
+    w_q = kept[f"q{at}"]
+    assert dy_q is not None and site.recipe.dgrad is not None
+    if w_q is None:
+        w_q = site.weight("dgrad", kept[f"w{at}"], Part(), site.recipe.dgrad.b)
+    _count(ctx, site, "dgrad", 2 * dy_q.data.numel() * w_q.data.shape[1])
+    return site.selections["dgrad"].backend.gemm_dgrad(dy_q, w_q, ctx.compute_dtype)
+
+
+def _wgrad(ctx: Any, at: int, dy_q: Quantized | None, x_q: Quantized | None) -> Tensor:
+    site: Site = ctx.call.sites[at]
+    assert dy_q is not None and x_q is not None
+    _count(ctx, site, "wgrad", 2 * dy_q.data.numel() * x_q.data.shape[1])
+    return site.selections["wgrad"].backend.gemm_wgrad(dy_q, x_q, ctx.dtypes[at])
+
+
+def _count(ctx: Any, site: Site, gemm: str, flops: int) -> None:
+    if ctx.counted and observe.counting():
+        observe.record(site.name, gemm, site.selections[gemm].backend.name, flops)
+        observe.came(site.name, gemm, ctx.born)
+
+
+def _keep(ctx: Any, **named: Quantized | Tensor | None) -> None:
+    """Save what the backward asks for by name: the one place that says what a forward keeps."""
+    tensors: list[Tensor] = []
+    ctx.layout = {}
+    for name, value in named.items():
+        spec = value.spec if isinstance(value, Quantized) else None
+        ctx.layout[name] = None if value is None else (len(tensors), spec)
+        tensors += _flat(value)
+    ctx.save_for_backward(*tensors)
+
+
+def _flat(value: Quantized | Tensor | None) -> Iterator[Tensor]:
+    if isinstance(value, Quantized):
+        yield from (value.data, value.scale)
+    elif value is not None:
+        yield value
+
+
+def _kept(ctx: Any) -> dict[str, Any]:
+    saved = ctx.saved_tensors
+    out: dict[str, Any] = {}
+    for name, found in ctx.layout.items():
+        if found is None:
+            out[name] = None
+        else:
+            at, spec = found
+            out[name] = saved[at] if spec is None else Quantized(saved[at], saved[at + 1], spec)
+    return out

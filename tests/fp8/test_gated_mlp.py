@@ -1,0 +1,403 @@
+"""Gated MLPs as one function: the codes and GEMMs of three layers, values within rounding, nothing else kept, and the
+stock forward whenever somebody looks inside."""
+
+import copy
+import pickle
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from octavo import fp8
+from octavo.fp8 import gated_mlp
+from octavo.fp8.cast import quantize
+from octavo.fp8.kernels import registry
+from octavo.fp8.swapped import unswap
+
+CHILDREN = gated_mlp.CHILDREN
+
+
+class Mlp(nn.Module):
+    """As Hugging Face writes it."""
+
+    def __init__(self, k=72, n=136, bias=False, act=None, **kwargs):
+        super().__init__()
+        self.gate_proj = nn.Linear(k, n, bias=bias, **kwargs)
+        self.up_proj = nn.Linear(k, n, bias=bias, **kwargs)
+        self.down_proj = nn.Linear(n, k, bias=bias, **kwargs)
+        self.act_fn = act or nn.SiLU()
+
+    def forward(self, hidden_state):
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_state)) * self.up_proj(hidden_state))
+
+
+def pair(recipe="blockwise", seed=0, module=None, policy=None, **kwargs):
+    """A stock MLP with FP8 layers, and its fused twin."""
+    torch.manual_seed(seed)
+    module = module or Mlp(**kwargs)
+    policy = {"recipe": recipe, **(policy or {})}
+    plain = fp8.apply(module, fp8.plan(module, fp8.Policy(**policy)))
+    twin = copy.deepcopy(plain)
+    assert [reason for _, reason in gated_mlp.convert(twin)] == [None]
+    return plain, twin
+
+
+def run(module, x, inner=lambda m, x: m(x), needs_x=True):
+    """(output, gradient of x, gradients of the parameters, counts)."""
+    x = x.detach().clone().requires_grad_(needs_x)
+    module.zero_grad(set_to_none=True)
+    with fp8.count_gemms() as counts:
+        y = inner(module, x)
+        if y.requires_grad:
+            (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
+    return y.detach(), x.grad, {n: p.grad for n, p in module.named_parameters()}, counts
+
+
+def report(counts):
+    return {n: dict(getattr(counts, n)) for n in ("calls", "flops", "due", "came", "gradless")}
+
+
+def near(found, exact, dtype):
+    """Element by element: h rounded otherwise, and so a few codes, beside the largest value (codes have 3 bits)."""
+    tolerance = {torch.float32: 2**-12, torch.bfloat16: 2**-3}[dtype]
+    gap = (found.float() - exact.float()).abs().max()
+    assert gap <= tolerance * exact.float().abs().max(), (float(gap), float(exact.float().abs().max()))
+    assert fp8.calc_diff(found, exact) < (1e-6 if dtype == torch.float32 else 5e-3)
+
+
+def assert_near(plain, twin, x, inner=lambda m, x: m(x), needs_x=True, dtype=None):
+    y, dx, grads, counts = run(plain, x, inner, needs_x)
+    y2, dx2, grads2, counts2 = run(twin, x, inner, needs_x)
+    assert report(counts) == report(counts2)
+    pairs = [(y2, y), (dx2, dx), *((grads2[n], g) for n, g in grads.items())]
+    for found, exact in pairs:
+        assert (found is None) == (exact is None)
+        if exact is not None:
+            assert found.dtype == exact.dtype and found.shape == exact.shape
+            near(found, exact, dtype or x.dtype)
+
+
+def calls(monkeypatch):
+    """How often the fused function ran."""
+    ran, own = Counter(), gated_mlp._Mlp.apply
+    monkeypatch.setattr(gated_mlp._Mlp, "apply", lambda *a: ran.update(["fused"]) or own(*a))
+    return ran
+
+
+def casts(monkeypatch):
+    """(rows, columns) of what is cast by itself, weights left out, and fused operations."""
+    backend, seen = registry.get("reference"), Counter()
+    for name in ("quantize", "quantize_both", "swiglu_quantize", "swiglu_backward_quantize"):
+        own = getattr(backend, name)
+
+        def spy(x, *args, own=own, name=name, **kwargs):
+            seen[name, tuple(x.shape)] += 1
+            return own(x, *args, **kwargs)
+
+        monkeypatch.setattr(backend, name, spy)
+    return seen
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_gradients_and_counts_are_those_of_three_layers(recipe, dtype, monkeypatch):
+    plain, twin = pair(recipe, dtype=dtype, policy={"format": "e4m3"})
+    ran = calls(monkeypatch)
+    for shape in ((150, 72), (2, 3, 72), (72,)):
+        assert_near(plain, twin, torch.randn(shape).to(dtype))
+    assert ran["fused"] == 3
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
+def test_each_cast_and_each_gemm_by_hand(recipe):
+    """Against the equations of the module's docstring, bit for bit."""
+    plain, twin = pair(recipe, dtype=torch.bfloat16)
+    x, r, ref = torch.randn(140, 72).bfloat16(), plain.gate_proj.recipe, registry.get("reference")
+    y, dx, grads, _ = run(twin, x)
+    w_g, w_u, w_d = (quantize(getattr(plain, c).weight, r.fwd.b) for c in CHILDREN)
+    x_row, x_col = quantize(x, r.fwd.a), quantize(x, r.wgrad.b)
+    gate, up = (ref.gemm_fwd(x_row, w, torch.bfloat16) for w in (w_g, w_u))
+    h = (gate.float() * torch.sigmoid(gate.float()) * up.float()).bfloat16()
+    assert torch.equal(y, ref.gemm_fwd(quantize(h, r.fwd.a), w_d, torch.bfloat16))
+    dy = torch.linspace(-1, 2, y.numel()).view(y.shape).bfloat16()
+    w_g, w_u, w_d = (quantize(getattr(plain, c).weight, r.dgrad.b) for c in CHILDREN)
+    dh = ref.gemm_dgrad(quantize(dy, r.dgrad.a), w_d, torch.bfloat16)
+    dgate, dup = gated_mlp._swiglu_backward(dh, gate, up)
+    exact = [t.float().requires_grad_() for t in (gate, up)]
+    (nn.functional.silu(exact[0]) * exact[1]).backward(dh.float())
+    for d, e in zip((dgate, dup), exact, strict=True):
+        assert ((d.float() - e.grad).abs() <= 2**-7 * e.grad.abs() + 1e-30).all()
+    parts = [ref.gemm_dgrad(quantize(d, r.dgrad.a), w, torch.bfloat16) for d, w in ((dgate, w_g), (dup, w_u))]
+    assert torch.equal(dx, parts[0] + parts[1])
+    for name, d, operand in (("gate", dgate, x_col), ("up", dup, x_col), ("down", dy, quantize(h, r.wgrad.b))):
+        dw = ref.gemm_wgrad(quantize(d, r.wgrad.a), operand, torch.bfloat16)
+        assert torch.equal(grads[f"{name}_proj.weight"], dw), name
+
+
+def test_x_is_cast_once_and_h_and_the_gradients_never_by_themselves(monkeypatch):
+    _, twin = pair()
+    run(twin, torch.randn(9, 72))  # weights
+    seen = casts(monkeypatch)
+    run(twin, torch.randn(9, 72))
+    both = {k: n for k, n in seen.items() if k[0] != "quantize"}
+    assert both == {
+        ("quantize_both", (9, 72)): 2,  # x and dy
+        ("swiglu_quantize", (9, 136)): 1,
+        ("swiglu_backward_quantize", (9, 136)): 1,
+    }
+    assert seen["quantize", (9, 72)] == 4 and ("quantize", (9, 136)) not in seen  # the halves of the two above
+
+
+def saved(module, x):
+    """Bytes of what a forward keeps, by (shape, dtype), parameters left out."""
+    weights = {p.data_ptr() for p in module.parameters()}
+    found = {}
+
+    def pack(t):
+        if t.data_ptr() not in weights:
+            found[t.untyped_storage().data_ptr()] = (tuple(t.shape), t.dtype)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(x)
+    return Counter(found.values())
+
+
+def test_what_a_forward_keeps():
+    plain, twin = pair(dtype=torch.bfloat16)
+    x = torch.randn(256, 72).bfloat16().requires_grad_()
+    codes = torch.float8_e4m3fn
+    assert saved(twin, x) == {
+        ((256, 72), codes): 1,
+        ((2, 72), torch.float32): 1,
+        ((256, 136), codes): 1,
+        ((2, 136), torch.float32): 1,
+        ((256, 136), torch.bfloat16): 2,
+    }
+    assert saved(plain, x)[(256, 136), torch.bfloat16] > 2
+    for layer in (twin.gate_proj, twin.up_proj, twin.down_proj):
+        layer.weight.requires_grad_(False)
+    assert saved(twin, x) == {((256, 136), torch.bfloat16): 2}
+    assert saved(twin, x.detach()) == {}
+
+
+def test_frozen_weights_inputs_without_gradient_and_no_grad(monkeypatch):
+    ran = calls(monkeypatch)
+    for frozen in ((), ("gate_proj",), ("down_proj",), ("gate_proj", "up_proj"), CHILDREN):
+        for needs_x in (True, False):
+            plain, twin = pair(bias=True)
+            for m in (plain, twin):
+                for name in frozen:
+                    getattr(m, name).requires_grad_(False)
+            assert_near(plain, twin, torch.randn(20, 72), needs_x=needs_x)
+    with torch.no_grad():
+        assert_near(plain, twin, torch.randn(20, 72))
+    with torch.inference_mode():
+        near(twin(torch.ones(3, 72)), plain(torch.ones(3, 72)), torch.float32)
+    assert ran["fused"] == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_get_exact_sums(dtype):
+    plain, twin = pair(bias=True, dtype=dtype)
+    assert_near(plain, twin, torch.randn(150, 72).to(dtype))
+    for m in (plain, twin):
+        m.gate_proj.bias.requires_grad_(False)
+        m.up_proj.bias.requires_grad_(False)
+    assert_near(plain, twin, torch.randn(150, 72).to(dtype))
+
+
+def test_autocast():
+    plain, twin = pair()
+
+    def lowered(m, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return m(x)
+
+    assert_near(plain, twin, torch.randn(40, 72), lowered, dtype=torch.bfloat16)
+    assert twin.gate_proj.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant, monkeypatch):
+    plain, twin = pair()
+    ran = calls(monkeypatch)
+    assert_near(plain, twin, torch.randn(9, 72), lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
+    inside = lambda m, x: checkpoint(lambda x: m(x) * 1, x * 1, use_reentrant=reentrant)  # noqa: E731
+    assert_near(plain, twin, torch.randn(9, 72), inside)
+    with fp8.uncounted():
+        assert_near(plain, twin, torch.randn(9, 72))
+    assert ran["fused"] == 5
+
+
+def test_codes_of_weights_are_cast_once_a_step_and_never_stale():
+    plain, twin = pair()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (plain, twin)]
+    for _ in range(2):
+        for seed in range(2):
+            x = torch.randn(5, 72, generator=torch.Generator().manual_seed(seed))
+            assert_near(plain, twin, x)
+        for optimizer in optimizers:
+            optimizer.step()
+        twin.load_state_dict(plain.state_dict())
+    assert all(getattr(twin, c)._site.codes.casts == 2 for c in CHILDREN)
+    twin(x), plain(x)
+    assert fp8.code_bytes(twin) == fp8.code_bytes(plain) > 0
+
+
+def wrap_in_adapter(m):
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer = base
+
+        def forward(self, x):
+            return 2 * self.base_layer(x)
+
+    m.up_proj = Adapter(m.up_proj)
+
+
+LOOKS = {
+    "forward hook": lambda m: m.gate_proj.register_forward_hook(lambda mod, args, y: y * 2),
+    "pre-hook": lambda m: m.down_proj.register_forward_pre_hook(lambda mod, args: (args[0] + 1,)),
+    "backward hook": lambda m: m.up_proj.register_full_backward_hook(lambda mod, gx, gy: (gx[0] * 2,)),
+    "hook on the activation": lambda m: m.act_fn.register_forward_hook(lambda mod, args, y: y + 1),
+    "forward on the instance": lambda m: m.up_proj.__dict__.update(forward=lambda x, own=m.up_proj.forward: own(x) * 3),
+    "adapter": wrap_in_adapter,
+    "another child": lambda m: m.add_module("drop", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_inside_sees_three_layers(look, monkeypatch):
+    plain, twin = pair()
+    for m in (plain, twin):
+        LOOKS[look](m)
+    ran = calls(monkeypatch)
+    x = torch.randn(6, 72)
+    results = [run(m, x) for m in (plain, twin)]
+    assert ran["fused"] == 0
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_hooks_on_all_modules_and_health_and_high_precision(monkeypatch):
+    plain, twin = pair()
+    ran, x, seen = calls(monkeypatch), torch.randn(40, 72), Counter()
+    handle = nn.modules.module.register_module_forward_hook(lambda m, a, y: seen.update([type(m).__name__]))
+    twin(x)
+    handle.remove()
+    assert seen["Linear"] == 3
+    tables = []
+    for m in (plain, twin):
+        with fp8.health() as h:
+            run(m, x)
+        tables.append(h.table())
+    assert tables[0] == tables[1] and len(tables[0]) == 3
+    stock = Mlp()
+    stock.load_state_dict(twin.state_dict())
+    with fp8.high_precision(twin):
+        assert torch.equal(twin(x), stock(x))
+    assert ran["fused"] == 0
+    hooks = []
+    twin.register_forward_hook(lambda m, a, y: hooks.append(y.shape))  # a hook on the MLP itself sees what it should
+    twin(hidden_state=x)
+    assert hooks == [x.shape] and ran["fused"] == 1
+
+
+def test_what_it_cannot_do_goes_to_the_layers():
+    _, twin = pair()
+    with pytest.raises(RuntimeError, match="multiplies inputs of 72 features"):
+        twin(torch.randn(3, 71))
+    assert twin(torch.randn(0, 72)).shape == (0, 72)
+    with pytest.raises(fp8.CastError, match="float64"):
+        twin(torch.randn(2, 72, dtype=torch.float64))
+
+
+def test_copies_pickles_and_back(monkeypatch):
+    plain, twin = pair()
+    ran = calls(monkeypatch)
+    assert isinstance(twin, Mlp) and list(twin.state_dict()) == list(plain.state_dict())
+    for made in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        assert_near(plain, made, torch.randn(5, 72))
+        assert type(made) is type(twin) and made.gate_proj is not twin.gate_proj
+    assert ran["fused"] == 2
+    unswap(twin)
+    assert type(twin) is Mlp and torch.equal(twin(torch.ones(1, 72)), plain(torch.ones(1, 72)))
+    assert ran["fused"] == 2
+
+
+def test_compiled_code_takes_the_layers(monkeypatch):
+    plain, twin = pair()
+    x = torch.randn(4, 72)
+    ran = calls(monkeypatch)
+    ys = [torch.compile(m, backend="eager", fullgraph=True)(x) for m in (plain, twin)]
+    assert ran["fused"] == 0 and torch.equal(*ys)
+
+
+class Gelu(Mlp):
+    def forward(self, x):
+        return self.down_proj(nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Swapped(Mlp):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class Fails(Mlp):
+    def forward(self, x):
+        return self.nothing(x)
+
+
+class Scaled(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(72))
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "reason"),
+    [
+        (Gelu, {}, r"not down\(silu"),
+        (Swapped, {}, r"not down\(silu"),
+        (Fails, {}, "fails on three small layers"),
+        (Scaled, {}, "holds scale besides"),
+        (Mlp, {"recipe": "delayed"}, "amax history"),
+        (Mlp, {"wgrad": "bf16"}, "wgrad of .* stays in high precision"),
+        (Mlp, {"rules": [fp8.Rule("up_proj", recipe="off")]}, "not all of its layers"),
+        (Mlp, {"rules": [fp8.Rule("up_proj", recipe="rowwise")]}, "different recipes"),
+        (lambda: Mlp(act=nn.GELU()), {}, r"not down\(silu"),
+    ],
+)
+def test_what_stays_and_why(make, policy, reason):
+    module = make()
+    fp8.apply(module, fp8.plan(module, fp8.Policy(**{"recipe": "blockwise", **policy})))
+    before = torch.random.get_rng_state()
+    ((name, why),) = gated_mlp.convert(module)
+    assert name == "" and re.search(reason, why), why
+    assert not isinstance(module, gated_mlp.GatedMlp) and torch.equal(before, torch.random.get_rng_state())
+
+
+def test_other_modules_are_no_candidates():
+    model = nn.ModuleDict({"a": Mlp(), "b": nn.ModuleDict({"gate_proj": nn.Linear(72, 72), "act_fn": nn.SiLU()})})
+    assert gated_mlp.convert(model) == ()  # nothing in FP8
+    fp8.apply(model, fp8.plan(model, "blockwise"))
+    assert gated_mlp.convert(model) == (("a", None),) and gated_mlp.convert(model) == (("a", "fused before"),)
+
+
+def test_triton_in_the_interpreter(monkeypatch):
+    pytest.importorskip("triton")
+    _, twin = pair(k=32, n=48, dtype=torch.bfloat16, policy={"backend": "triton"})
+    _, reference = pair(k=32, n=48, dtype=torch.bfloat16)
+    from octavo.fp8.kernels.triton_kernels.launch import launches
+
+    x = torch.randn(20, 32).bfloat16()
+    with launches() as seen:
+        y, dx, grads, _ = run(twin, x)
+    assert seen["swiglu"] == 1 and seen["swiglu_backward"] == 1
+    y2, dx2, grads2, _ = run(reference, x)
+    for found, exact in ((y, y2), (dx, dx2), *((grads[n], g) for n, g in grads2.items())):
+        near(found, exact, torch.bfloat16)
