@@ -41,7 +41,9 @@ def conclude(result: Any) -> None:
     if result.eval:
         pairs["held-out loss"] = terminal.number(result.eval["loss"])
         pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"
-    if result.gain:
+    if result.gain and "failed" in result.gain:
+        pairs["FP8 gain"] = f"not measured: {result.gain['failed']}"
+    elif result.gain:
         pairs["FP8 gain"] = f"{100 * result.gain['gain']:+.1f} % in forward and backward, measured over high precision"
     if result.skipped:
         pairs["skipped steps"] = str(result.skipped)

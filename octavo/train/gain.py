@@ -6,7 +6,7 @@ made: weights, optimizer state, data position, amax histories and random generat
 of the run are the same bits with the window and without. Codes of weights are cast anew in each pass, as in each step.
 
 Not in it: the optimizer's step, clipping and data, which are the same in both. It needs the memory of a step in high
-precision.
+precision; a run of one process that has not got it goes on without the figure.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from octavo import checkpoint, fp8
+from octavo.train.errors import TrainError
 from octavo.train.step import Batches, Stepper
 
 WARM = 2  # steps of a session before the window
@@ -57,27 +58,44 @@ class Gain:
         )
 
 
+class NoRoom(Exception):
+    """The window ran out of memory; says where."""
+
+
 def measure(stepper: Stepper, batches: Batches, steps: int, step: int, clock: Clock = time.perf_counter) -> Gain:
     """Time `steps` steps each on `batches` of this rank. A collective; nothing of the run is changed.
 
     `clock` is a stand-in for tests.
+
+    Raises NoRoom where memory runs out in a run of one process. TrainError among several, since a rank cannot leave
+    the collectives of a backward alone.
     """
     world = stepper.world
     generators = checkpoint.rng.collect(world.rank)
     histories = fp8.scaling_state(stepper.model)
     times: dict[str, list[float]] = {"fp8": [], "high": []}
+    full = ""
     try:
         for turn in range(-1, steps):  # the first turn warms both up
             for kind in ("fp8", "high") if turn % 2 else ("high", "fp8"):
                 spent = _once(stepper, batches, kind == "high", clock)
                 if turn >= 0:
                     times[kind].append(spent)
+    except torch.OutOfMemoryError as error:
+        named = {"fp8": "FP8", "high": "high precision"}[kind]
+        full = f"the gain window ran out of memory in {named} ({str(error).strip().splitlines()[0]})"
+        if world.size > 1:
+            raise TrainError(f"{full}. Continue with run.resume=auto run.gain_steps=0, or lower micro_batch") from error
     finally:
         stepper.optimizer.zero_grad(set_to_none=True)
         if histories:
             fp8.load_scaling_state(stepper.model, histories)
         fp8.invalidate(stepper.model)
         checkpoint.rng.restore(generators, world.rank)
+    if full:  # raised here, where the error and with it the frames that hold a half-done graph are gone
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise NoRoom(full)
     mine = torch.tensor([statistics.median(times["fp8"]), statistics.median(times["high"])], dtype=torch.float64)
     low, high = world.all_reduce_max(mine).tolist()
     tokens = sum(batch["meta"].tokens for batch in batches)
@@ -103,8 +121,9 @@ def _once(stepper: Stepper, batches: Batches, high: bool, clock: Clock) -> float
 
 
 def _run(stepper: Stepper, batches: Batches) -> None:
+    tokens = max(sum(batch["meta"].tokens for batch in batches), 1)
     for batch in batches:
-        stepper.backward(batch, 1.0)
+        stepper.backward(batch, 1.0, batch["meta"].tokens / tokens)
 
 
 def _wait(device: torch.device) -> None:

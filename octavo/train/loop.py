@@ -39,7 +39,8 @@ class RunResult:
     eval     the last evaluation, None where there was none
     health   the last FP8 health summary (worst and median figures)
     memory   bytes by kind, as last measured
-    gain     what FP8 gained over high precision, where run.gain_steps asked for it
+    gain     what FP8 gained over high precision, where run.gain_steps asked for it; {"failed": why, "step"} without
+             the memory for it
     skipped  steps that were not applied because loss or gradient were not finite
     seconds  of training, all sessions of the run together
     signal   the signal that stopped it
@@ -171,7 +172,9 @@ class _Loop:
             self.health = progress.health = result.health.summary()
         stop = self.world.any(self.wish.signal is not None)
         if not stop and gain.due(cfg.run.gain_steps, step, self.first, settings.steps, self.gain, self.fp8):
-            row["gain"] = self.gain = self._measure_gain(batches, step)
+            self.gain = self._measure_gain(batches, step)
+            if "failed" not in self.gain:
+                row["gain"] = self.gain
         if self._eval_due(step) and not stop:
             row["eval"] = self._evaluate()
         self._write(row, step, stop)
@@ -247,12 +250,17 @@ class _Loop:
         )
 
     def _measure_gain(self, batches: Batches, step: int) -> Mapping[str, Any]:
-        """Time this step's batches in FP8 and in high precision; nothing of the run changes. gain.json keeps it."""
-        found = gain.measure(self.job.stepper, batches, self.cfg.run.gain_steps, step)
-        self.display.say(found.sentence())
+        """Time this step's batches in FP8 and in high precision; nothing of the run changes. gain.json keeps it, or
+        why there is nothing to keep."""
+        try:
+            found = gain.measure(self.job.stepper, batches, self.cfg.run.gain_steps, step)
+            row, told = found.row(), found.sentence()
+        except gain.NoRoom as error:
+            row, told = {"failed": str(error), "step": step}, f"warning: {error}; the run goes on without the figure"
+        self.display.say(told)
         if self.world.is_main:
-            rundir.write_json(self.job.directory / rundir.GAIN, finite(found.row()))
-        return found.row()
+            rundir.write_json(self.job.directory / rundir.GAIN, finite(row))
+        return row
 
     def _eval_due(self, step: int) -> bool:
         every = self.cfg.run.eval_every

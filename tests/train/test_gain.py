@@ -14,8 +14,10 @@ from rich.console import Console
 
 from octavo import fp8, train
 from octavo.checkpoint.files import read_state
+from octavo.cli.train import conclude
 from octavo.train import gain
 from octavo.train.rundir import read_rows
+from octavo.train.step import Stepper
 
 from .test_ranks import torchrun
 from .test_resume import at
@@ -89,6 +91,53 @@ def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
     result = train.run(make("run.gain_steps=3", "train.steps=1", "train.warmup=0", "data.eval=[]"))
     assert "".join(seen) == "8h" + "h8" + "8h" + "h8"
     assert result.gain["gain"] == 0.0
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypatch, recipe):
+    real, passes = gain._run, []
+
+    def run(stepper, batches):
+        passes.append(len(batches))
+        if len(passes) > 1:
+            stepper.backward(batches[0], 1.0)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+        real(stepper, batches)
+
+    over = (f"fp8.recipe={recipe}", "train.steps=4", "data.eval=[]")
+    plain = train.run(make(*over, dir="plain"))
+    monkeypatch.setattr(gain, "_run", run)
+    console = Console(record=True, width=300, force_terminal=False)
+    cfg = make(*over, "run.gain_steps=2", "run.tensorboard=true")
+    result = train.run(cfg, console=console, hooks=[at(3, signal.SIGTERM)])
+    result = train.run(cfg.with_overrides(["run.resume=auto"]), console=console)
+    assert result.losses() == plain.losses() and len(passes) == 2
+    why = "the gain window ran out of memory in high precision (CUDA out of memory. Tried to allocate 2 GiB)"
+    assert json.loads((result.dir / "gain.json").read_text()) == {"failed": why, "step": 3} == dict(result.gain)
+    assert why in console.export_text() and not any("gain" in r for r in read_rows(result.dir / "metrics.jsonl"))
+    conclude(result)  # as octavo train says it
+
+
+def test_another_error_in_the_window_is_not_hidden(make, monkeypatch):
+    def run(stepper, batches):
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(gain, "_run", run)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        train.run(make("run.gain_steps=1", "train.steps=1", "train.warmup=0", "data.eval=[]"))
+
+
+def test_micro_batches_have_the_shares_of_the_step(make, monkeypatch):
+    """The load-balancing loss is added once, not once a micro-batch."""
+    shares, real, inside = [], Stepper.backward, []
+
+    def backward(self, batch, denominator, share=1.0, kept=None):
+        (inside if kept is None and denominator == 1.0 else shares).append(share)
+        return real(self, batch, denominator, share, kept)
+
+    monkeypatch.setattr(Stepper, "backward", backward)
+    train.run(make("run.gain_steps=1", "train.steps=1", "train.warmup=0", "train.micro_batch=1", "data.eval=[]"))
+    assert len(shares) == 4 and inside == shares * 4
 
 
 @pytest.mark.parametrize("over", [("run.gain_steps=0",), ("run.gain_steps=2", "fp8.recipe=off")])
