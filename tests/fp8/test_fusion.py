@@ -466,3 +466,31 @@ def test_a_graph_capture_keeps_no_codes(monkeypatch):
             twin.k_proj.weight.data.mul_(2)
         assert_same(plain, twin, x)
     assert group_of(twin).joined.casts == casts + 2
+
+
+def test_high_precision_for_a_moment_also_under_a_class_on_top():
+    torch.manual_seed(0)
+    stock = Attention()
+    x = torch.randn(4, 96)
+    y = stock(x)
+    _, twin = pair(copy.deepcopy(stock))
+    quantized = twin(x)
+    assert not torch.equal(quantized, y)
+    for _ in range(2):
+        with fp8.high_precision(twin):
+            assert torch.equal(twin(x), y)
+        assert torch.equal(twin(x), quantized)
+        for layer in group_of(twin).members:  # as fully_shard on a layer makes it
+            layer.__class__ = type("Wrapped", (type(layer),), {})
+
+
+def test_an_output_is_a_column_of_one_buffer():
+    plain, twin = attention()
+    x = torch.randn(2, 3, 96)
+    y = twin.k_proj(x)
+    assert y.stride() == (3 * 512, 512, 1) and not y.is_contiguous()
+    assert torch.equal(y.view(2, 3, 4, 32), plain.k_proj(x).view(2, 3, 4, 32))  # heads
+    assert torch.equal(y.view(6, 128), plain.k_proj(x).view(6, 128))
+    assert torch.equal(y.reshape(-1), plain.k_proj(x).view(-1))
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        y.view(-1)

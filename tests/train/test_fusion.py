@@ -1,0 +1,116 @@
+"""`fp8.fuse: on` in training: the same run, with q, k and v, and gate and up, as one GEMM each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo import fp8, train
+from octavo.fp8 import fusion
+from octavo.train import planning
+
+from .test_ranks import losses, torchrun
+
+COMMON = ("train.steps=4", "train.warmup=0", "data.eval=[]", "run.save_every=2")
+QKV = "q_proj + k_proj + v_proj, 2 groups"
+MLP = "gate_proj + up_proj, 2 groups"
+
+
+def kept(run):
+    """(what fused by the run's plan.json, its proof)."""
+    plan = json.loads((run.dir / "plan.json").read_text())
+    return [tuple(g["names"]) for g in plan["groups"] if g["fused"]], json.loads((run.dir / "proof.json").read_text())
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the layers of each GEMM that ran for several."""
+    seen = []
+    real = fusion.Group._compute
+
+    def compute(self, member, x):
+        seen.append(tuple(m.name for m in self.members))
+        return real(self, member, x)
+
+    monkeypatch.setattr(fusion.Group, "_compute", compute)
+    return seen
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_losses_are_close_and_the_proof_passes(make, calls, recipe: str):
+    apart = train.run(make(*COMMON, f"fp8.recipe={recipe}", dir="apart"))
+    assert not calls and kept(apart)[0] == []
+    joined = train.run(make(*COMMON, f"fp8.recipe={recipe}", "fp8.fuse=on", "run.gain_steps=1", dir="joined"))
+    groups, proof = kept(joined)
+    assert len(groups) == (2 if recipe == "blockwise" else 4) and set(calls) == set(groups)
+    assert joined.losses()[1] == apart.losses()[1]  # codes and outputs are the same bits, dx is not
+    assert joined.losses() == pytest.approx(apart.losses(), rel=2e-3)
+    assert proof == kept(apart)[1] and proof["fp8_gemms"] > 0
+    assert json.loads((joined.dir / "gain.json").read_text())["steps"] == 1
+
+
+def test_a_run_goes_on_fused_and_is_evaluated_fused(make, calls):
+    cfg = make(*COMMON, "fp8.fuse=on", dir="whole")
+    whole = train.run(cfg)
+    model, _, _ = train.load_run(whole.dir)
+    assert fusion.fused(model) == tuple(kept(whole)[0]) != ()
+    (whole.dir / "result.json").unlink()
+    calls.clear()
+    again = train.run(cfg.with_overrides([f"run.resume={whole.dir}/checkpoints/step_2"]))
+    assert again.losses() == whole.losses() and calls
+    high, _, _ = train.load_run(whole.dir, recipe="off")
+    other, _, _ = train.load_run(whole.dir, recipe="rowwise")  # which cannot fuse
+    assert fusion.fused(high) == fusion.fused(other) == ()
+
+
+def test_a_measured_plan_is_the_runs_own(make, calls):
+    """`auto` goes on with what its plan.json says, also of sisters."""
+    cfg = make(*COMMON, "fp8.recipe=auto")
+    first = train.run(cfg)
+    assert not calls and kept(first)[0] == []
+    found = json.loads((first.dir / "plan.json").read_text())
+    for line in found["sisters"]:
+        line["fuse"] = "on" if line["names"] == "gate_proj up_proj" else "off"
+    (first.dir / "plan.json").write_text(json.dumps(found))
+    (first.dir / "result.json").unlink()
+    train.run(cfg.with_overrides([f"run.resume={first.dir}/checkpoints/step_2"]))
+    assert calls and {name.rpartition(".")[2] for names in calls for name in names} == {"gate_proj", "up_proj"}
+
+
+def test_recomputation_changes_no_loss(make, calls):
+    common = (*COMMON, "fp8.fuse=on")
+    assert (
+        train.run(make(*common, dir="a")).losses() == train.run(make(*common, "train.recompute=full", dir="b")).losses()
+    )
+    assert calls
+
+
+@pytest.mark.long
+def test_two_ranks_fuse_as_one_does(make, calls):
+    over = (*COMMON, "fp8.fuse=on", "fp8.recipe=mxfp8", "train.lr=5e-4")
+    one, two = make(*over, dir="one"), make(*over, dir="two")
+    alone = train.run(one)
+    done = torchrun(two)
+    assert done.returncode == 0, done.stderr
+    assert losses(two) == pytest.approx(list(alone.losses().values()), rel=1e-3) and calls
+    proofs = [json.loads((Path(cfg.run.dir) / "proof.json").read_text()) for cfg in (one, two)]
+    assert proofs[0]["shares"] == proofs[1]["shares"]
+
+
+def test_compiled_blocks_are_not_fused_and_the_plan_says_so(make, tmp_path):
+    plan, _, notes = planning.plan_for(make("train.compile=true"))
+    assert plan.groups and not any(g.fused for g in plan.groups)
+    assert any("compiled blocks run each layer's own GEMMs" in note for note in notes)
+    fused, _, _ = planning.plan_for(make("fp8.fuse=on"))
+    file = fp8.save_plan(fused, tmp_path / "plan.json")
+    with pytest.raises(fp8.PlanError, match=r"2 groups of layers run as one GEMM.*Use train.compile: false"):
+        planning.plan_for(make(f"fp8.plan={file}", "train.compile=true"))
+
+
+def test_the_plan_of_a_run_says_which_groups_are_one(make):
+    plan, _, _ = planning.plan_for(make("fp8.fuse=on"))
+    text = plan.table()
+    assert f"one GEMM: model.language_model.layers.{{0,1}}.mlp.{MLP} (fuse: on)" in text
+    assert f"{QKV} (64 outputs are no multiple of 128, so that blocks of w would mix)" in text
