@@ -24,7 +24,7 @@ where a weight is not whole (a DTensor).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +36,12 @@ from octavo.fp8 import observe, weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.health import watching
 from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype
-from octavo.fp8.recipe import GEMMS
+from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.shared_input import Input, Want, cast_both
-from octavo.fp8.swapped import Swapped, fused_backend, hooked, probe, swap
+from octavo.fp8.swapped import Planned, Swapped, fused_backend, hooked, planned, probe, swap
 from octavo.fp8.weights import Part, is_dtensor
 
-__all__ = ["CHILDREN", "GatedMlp", "agrees", "convert", "obstacle"]
+__all__ = ["CHILDREN", "GatedMlp", "agrees", "convert", "is_gated_mlp", "obstacle", "unite"]
 
 CHILDREN = ("gate_proj", "up_proj", "down_proj")
 _KNOWN = {*CHILDREN, "act_fn"}
@@ -50,14 +50,17 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
     """Let gated MLPs of a model with FP8 layers run as one; returns (name, what stands against it or None) of each."""
-    out = []
-    for name, module in list(model.named_modules()):
-        if is_gated_mlp(module) and any(isinstance(module._modules[c], Linear) for c in CHILDREN):
-            reason = obstacle(module)
-            if reason is None:
-                swap(module, GatedMlp)
-            out.append((name, reason))
-    return tuple(out)
+    found = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
+    fp8 = [(n, m) for n, m in found if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
+    return tuple((name, unite(module)) for name, module in fp8)
+
+
+def unite(module: nn.Module) -> str | None:
+    """Let this gated MLP of FP8 layers run as one; returns what stands against it instead, if anything does."""
+    reason = obstacle(module, [planned(module._modules[name]) for name in CHILDREN])
+    if reason is None:
+        swap(module, GatedMlp)
+    return reason
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -65,8 +68,8 @@ def is_gated_mlp(module: nn.Module) -> bool:
     return all(module._modules.get(name) is not None for name in _KNOWN)
 
 
-def obstacle(module: nn.Module) -> str | None:
-    """Why this gated MLP cannot run as one, None if it can."""
+def obstacle(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
+    """Why this gated MLP cannot run as one, None if it can. ``layers``: gate, up and down, None if not in FP8."""
     if isinstance(module, GatedMlp):
         return "fused before"
     if "forward" in module.__dict__:
@@ -74,34 +77,30 @@ def obstacle(module: nn.Module) -> str | None:
     more = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
     if more:
         return f"it holds {', '.join(more)} besides a gated MLP's layers"
-    layers = [module._modules[name] for name in CHILDREN]
-    if not all(type(m) is Linear for m in layers):
-        return "not all of its layers are plain FP8 layers"
-    linears = [m for m in layers if isinstance(m, Linear)]
-    reason = _recipe_obstacle(linears)
+    found = [
+        p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and not is_dtensor(p.layer.weight)
+    ]
+    if len(found) < len(CHILDREN):
+        return "not all of its layers are whole FP8 layers"
+    gate, up, _ = found
+    if gate.recipe != up.recipe or gate.backends != up.backends:
+        return "gate_proj and up_proj have different recipes or backends"
+    reason = next((r for p in found if (r := _recipe_obstacle(p.recipe)) is not None), None)
     if reason is not None:
         return reason
-    (intermediate, hidden), up, down = (m.weight.shape for m in linears)
-    if up != (intermediate, hidden) or down[1] != intermediate:
-        return f"weights of {', '.join(str(list(m.weight.shape)) for m in linears)} do not follow each other"
+    shapes = [tuple(p.layer.weight.shape) for p in found]
+    if shapes[1] != shapes[0] or shapes[2][1] != shapes[0][0]:
+        return f"weights of {', '.join(map(str, shapes))} do not follow each other"
     return agrees(module)
 
 
-def _recipe_obstacle(linears: list[Linear]) -> str | None:
-    gate, up, _ = linears
-    if gate.recipe != up.recipe or _backends(gate) != _backends(up):
-        return "gate_proj and up_proj have different recipes or backends"
-    for m in linears:
-        if m.recipe.delayed is not None:
-            return "delayed scaling keeps an amax history of each layer"
-        high = [gemm for gemm in GEMMS if m.recipe.gemm(gemm) is None]
-        if high:
-            return f"{high[0]} of {m.name} stays in high precision"
-    return None
-
-
-def _backends(layer: Linear) -> dict[str, str]:
-    return {gemm: s.backend.name for gemm, s in layer._site.selections.items()}
+def _recipe_obstacle(recipe: Recipe | None) -> str | None:
+    if recipe is None:
+        return "not all of its layers are whole FP8 layers"
+    if recipe.delayed is not None:
+        return "delayed scaling keeps an amax history of each layer"
+    high = [gemm for gemm in GEMMS if recipe.gemm(gemm) is None]
+    return f"{high[0]} stays in high precision" if high else None
 
 
 def agrees(module: nn.Module) -> str | None:
@@ -163,7 +162,7 @@ class GatedMlp(Swapped):
             return False
         if any(is_dtensor(m.weight) or m.weight.device != x.device for m in linears):
             return False
-        return _recipe_obstacle(linears) is None
+        return all(_recipe_obstacle(m.recipe) is None for m in linears)
 
 
 def _seen_from_outside() -> bool:

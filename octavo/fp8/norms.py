@@ -18,7 +18,7 @@ norms that subtract a mean stay as they are. A norm whose codes nobody takes twi
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8 import shared_input
-from octavo.fp8.cast import Quantized
+from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype
+from octavo.fp8.recipe import Recipe
 from octavo.fp8.shared_input import Want
-from octavo.fp8.swapped import Swapped, fused_backend, probe, swap
+from octavo.fp8.swapped import Planned, Swapped, fused_backend, planned, probe, swap
 from octavo.fp8.weights import is_dtensor
 
-__all__ = ["FEEDS", "RmsNorm", "agrees", "convert", "obstacle"]
+__all__ = ["FEEDS", "RmsNorm", "agrees", "convert", "fed", "obstacle", "unite"]
 
 FEEDS = (
     ("input_layernorm", "self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -53,26 +54,30 @@ _MISSES = 2  # in a row, after which a norm makes no more codes
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
     """Let the norms before FP8 layers make their codes; returns (name, what stands against it or None) of each."""
+    fp8 = [(n, norm, tuple(m for m in layers if isinstance(m, Linear))) for n, norm, layers in fed(model)]
+    return tuple((name, unite(norm, layers)) for name, norm, layers in fp8 if layers)
+
+
+def unite(norm: nn.Module, layers: tuple[Linear, ...]) -> str | None:
+    """Let a norm make the codes of the FP8 layers that it feeds; returns what stands against it, if anything does."""
+    reason = obstacle(norm, [p for m in layers if (p := planned(m)) is not None])
+    if reason is None:
+        swap(norm, RmsNorm, _feeds=layers, _eps=_eps(norm), _promotes=_promotes(norm), _misses=0)
+    return reason
+
+
+def fed(model: nn.Module) -> list[tuple[str, nn.Module, tuple[nn.Linear, ...]]]:
+    """(name, norm, the linear layers that it feeds) of every known block that has any."""
     out = []
-    for name, norm, layers in list(_found(model)):
-        reason = obstacle(norm, layers)
-        if reason is None:
-            eps = _eps(norm)
-            swap(norm, RmsNorm, _feeds=layers, _eps=eps, _promotes=_promotes(norm), _misses=0)
-        out.append((name, reason))
-    return tuple(out)
-
-
-def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Linear, ...]]]:
-    """(name, norm, the FP8 layers that it feeds) of every known block that has any."""
     for path, parent in model.named_modules():
         for name, neighbour, children in FEEDS:
             norm, holder = parent._modules.get(name), parent._modules.get(neighbour)
             if norm is None or holder is None or (name == "post_attention_layernorm" and _POST & set(parent._modules)):
                 continue
-            layers = tuple(m for child in children if isinstance(m := _layer(holder._modules.get(child)), Linear))
+            layers = tuple(m for child in children if isinstance(m := _layer(holder._modules.get(child)), nn.Linear))
             if layers:
-                yield f"{path}.{name}" if path else name, norm, layers
+                out.append((f"{path}.{name}" if path else name, norm, layers))
+    return out
 
 
 def _layer(module: nn.Module | None) -> nn.Module | None:
@@ -81,8 +86,8 @@ def _layer(module: nn.Module | None) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else module
 
 
-def obstacle(norm: nn.Module, layers: tuple[Linear, ...]) -> str | None:
-    """Why this norm cannot make the codes of these layers, None if it can."""
+def obstacle(norm: nn.Module, layers: Sequence[Planned]) -> str | None:
+    """Why this norm cannot make the codes of these FP8 layers, None if it can."""
     if isinstance(norm, RmsNorm):
         return "fused before"
     if "forward" in norm.__dict__:
@@ -95,12 +100,13 @@ def obstacle(norm: nn.Module, layers: tuple[Linear, ...]) -> str | None:
         return "its weight is sharded already (apply the plan before fully_shard)"
     if _eps(norm) is None:
         return f"{type(norm).__name__} has no number named {' or '.join(_EPS)}"
-    first = layers[0]
-    if any(m.recipe.delayed is not None for m in layers):
+    recipes = [p.recipe for p in layers if p.recipe is not None]
+    if any(r.delayed is not None for r in recipes):
         return "delayed scaling casts by a history of each layer"
-    if any(_casts(m._site) != _casts(first._site) for m in layers):
+    wanted = [(_specs(r), [p.backends.get(g) for g in ("fwd", "wgrad")]) for p, r in zip(layers, recipes, strict=True)]
+    if any(w != wanted[0] for w in wanted):
         return "the layers behind it want different casts"
-    if _casts(first._site) == (None, None):
+    if wanted[0][0] == (None, None):
         return "the layers behind it cast nothing"
     return agrees(norm)
 
@@ -110,11 +116,15 @@ def _eps(norm: nn.Module) -> float | None:
 
 
 def _casts(site: Site) -> tuple[Want | None, Want | None]:
+    row, col = _specs(site.recipe)
+    return None if row is None else site.want("fwd", row), None if col is None else site.want("wgrad", col)
+
+
+def _specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
     """The casts of x that a layer asks for: that of fwd, and that of wgrad unless it is the same."""
-    fwd, wgrad = site.recipe.fwd, site.recipe.wgrad
-    row = None if fwd is None else site.want("fwd", fwd.a)
-    col = None if wgrad is None or (fwd is not None and wgrad.b == fwd.a) else site.want("wgrad", wgrad.b)
-    return row, col
+    fwd, wgrad = recipe.fwd, recipe.wgrad
+    row, col = None if fwd is None else fwd.a, None if wgrad is None else wgrad.b
+    return row, None if col == row else col
 
 
 def agrees(norm: nn.Module) -> str | None:
@@ -153,7 +163,7 @@ def agrees(norm: nn.Module) -> str | None:
 
 def _stock(norm: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return type(norm).forward(probe(norm, {"weight": nn.Parameter(weight)}, {}), x)
+        return type(norm).forward(probe(norm, {**norm._parameters, "weight": nn.Parameter(weight)}, {}), x)
 
 
 def _promotes(norm: nn.Module) -> bool:

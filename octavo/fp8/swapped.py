@@ -6,18 +6,34 @@ the stock forward is one call away, and is taken whenever the other way cannot b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import Backend, select
-from octavo.fp8.linear import Site
+from octavo.fp8.linear import Linear, Site
 from octavo.fp8.recipe import Recipe
 
-__all__ = ["Swapped", "fused_backend", "hooked", "probe", "swap", "unswap"]
+__all__ = ["Planned", "Swapped", "fused_backend", "hooked", "planned", "probe", "swap", "unswap"]
+
+
+class Planned(NamedTuple):
+    """A linear layer as it runs or will run: what decides whether others can work for it, known before its weights."""
+
+    layer: nn.Linear
+    recipe: Recipe | None
+    backends: Mapping[str, str]
+
+
+def planned(layer: nn.Module | None) -> Planned | None:
+    """An FP8 layer as it is; None for any other module."""
+    if not isinstance(layer, Linear):
+        return None
+    return Planned(layer, layer.recipe, {gemm: s.backend.name for gemm, s in layer._site.selections.items()})
 
 
 class Swapped(nn.Module):

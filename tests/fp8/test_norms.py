@@ -1,0 +1,330 @@
+"""Norms that hand their codes on: the codes that their layers would have cast, found by each of them, and a backward
+that is RMSNorm's; whatever is not known to be an RMSNorm stays."""
+
+import copy
+import pickle
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from octavo import fp8
+from octavo.fp8 import gated_mlp, norms, shared_input
+from octavo.fp8.cast import quantize
+from octavo.fp8.kernels import registry
+from octavo.fp8.swapped import unswap
+from octavo.models.tiny_configs import tiny_config
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class Attention(nn.Module):
+    def __init__(self, k, **kwargs):
+        super().__init__()
+        for name in QKV:
+            setattr(self, name, nn.Linear(k, 128, **kwargs))
+
+    def forward(self, x):
+        return self.q_proj(x).sin() + self.k_proj(x) * self.v_proj(x)
+
+
+class Block(nn.Module):
+    """A norm before attention, as in a decoder."""
+
+    def __init__(self, k=96, norm=Qwen3RMSNorm, **kwargs):
+        super().__init__()
+        self.input_layernorm = norm(k).to(**kwargs)
+        self.self_attn = Attention(k, **kwargs)
+        with torch.no_grad():
+            for p in self.input_layernorm.parameters():
+                p.copy_(torch.randn(p.shape) + 1)
+
+    def forward(self, x):
+        return self.self_attn(self.input_layernorm(x))
+
+
+def pair(recipe="blockwise", seed=0, policy=None, **kwargs):
+    """A block with FP8 layers, and its twin whose norm hands codes on."""
+    torch.manual_seed(seed)
+    block = Block(**kwargs)
+    plain = fp8.apply(block, fp8.plan(block, fp8.Policy(recipe=recipe, **(policy or {}))))
+    twin = copy.deepcopy(plain)
+    assert norms.convert(twin) == (("input_layernorm", None),)
+    return plain, twin
+
+
+def casts(monkeypatch, rows):
+    """What of that many rows is cast by itself."""
+    backend, seen = registry.get("reference"), []
+    for name in ("quantize", "quantize_both"):
+        own = getattr(backend, name)
+
+        def spy(x, *args, own=own, name=name):
+            if x.shape[0] == rows:
+                seen.append(name)
+            return own(x, *args)
+
+        monkeypatch.setattr(backend, name, spy)
+    return seen
+
+
+def run(module, x, inner=lambda m, x: m(x)):
+    x = x.detach().clone().requires_grad_()
+    module.zero_grad(set_to_none=True)
+    with fp8.count_gemms() as counts:
+        y = inner(module, x)
+        (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
+    return y.detach(), x.grad, {n: p.grad for n, p in module.named_parameters()}, dict(counts.calls), dict(counts.due)
+
+
+def lowered(m, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m(x)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast", "autocast of bf16"])
+def test_the_layers_find_the_codes_of_y_and_cast_nothing(recipe, dtype, monkeypatch):
+    """Bit for bit those that they would have cast of the same y."""
+    inner = lowered if isinstance(dtype, str) else lambda m, x: m(x)
+    _, twin = pair(recipe, dtype=torch.float32 if isinstance(dtype, str) else dtype)
+    given = {"autocast of bf16": torch.bfloat16, "autocast": torch.float32}.get(dtype, dtype)
+    x = torch.randn(2, 7, 96).to(given)
+    inner(twin, x)  # weights
+    seen, found = casts(monkeypatch, 14), []
+    own = shared_input.Input.codes
+
+    def spy(self, row, col):
+        codes = own(self, row, col)
+        found.append((self.given, self.matrix(), row, col, codes))
+        return codes
+
+    monkeypatch.setattr(shared_input.Input, "codes", spy)
+    y = inner(twin, x.requires_grad_())
+    assert seen == [] and len(found) == 3
+    for given_, matrix, row, col, codes in found:
+        assert given_ is found[0][0]
+        for want, q in zip((row, col), codes, strict=True):
+            assert (want is None) == (q is None)
+            if want is not None:
+                exact = quantize(matrix, want.spec)
+                assert torch.equal(exact.data.view(torch.uint8), q.data.view(torch.uint8))
+                assert torch.equal(exact.scale.float(), q.scale.float())
+    assert found[0][2] is not None and (found[0][3] is not None or recipe == "tensorwise")
+    assert y.dtype == (torch.bfloat16 if isinstance(dtype, str) else dtype)
+    norm_y = twin.input_layernorm(x)
+    assert norm_y.dtype == (torch.float32 if isinstance(dtype, str) else dtype)  # as Hugging Face's: fp32 weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_alone_against_float64(dtype):
+    _, twin = pair(dtype=dtype)
+    norm, x = twin.input_layernorm, (torch.randn(3, 5, 96) * 10.0 ** torch.arange(-3.0, 2.0).unsqueeze(1)).to(dtype)
+    dy, exact_x = torch.randn(3, 5, 96).to(dtype), x.double().requires_grad_()
+    w = norm.weight.detach().double().requires_grad_()
+    exact = exact_x * torch.rsqrt(exact_x.square().mean(-1, keepdim=True) + norm.variance_epsilon) * w
+    exact.backward(dy.double())
+    x = x.requires_grad_()
+    y = norm(x)
+    y.backward(dy)
+    eps = torch.finfo(dtype).eps
+    assert ((y.double() - exact).abs() <= (eps / 2 + 1e-6) * exact.abs() + 1e-30).all()
+    # Terms may cancel: the error is that of the largest term of a row, rounded to the dtype once.
+    row = exact_x.grad.abs().amax(-1, keepdim=True)
+    assert ((x.grad.double() - exact_x.grad).abs() <= eps / 2 * exact_x.grad.abs() + 4e-6 * row).all()
+    assert ((norm.weight.grad.double() - w.grad).abs() <= eps / 2 * w.grad.abs() + 4e-6 * w.grad.abs().max()).all()
+    assert x.grad.dtype == norm.weight.grad.dtype == dtype
+    first = norm.weight.grad.clone()
+    norm.weight.grad = None
+    norm(x).backward(dy)
+    assert torch.equal(first, norm.weight.grad)
+
+
+def assert_near(plain, twin, x, inner=lambda m, x: m(x), tolerance=None):
+    """Of fp32 blocks: y of the norm differs in its last bits alone."""
+    a, b = run(plain, x, inner), run(twin, x, inner)
+    assert a[3:] == b[3:]
+    for exact, found in ((a[0], b[0]), (a[1], b[1]), *((a[2][n], b[2][n]) for n in a[2])):
+        assert (exact is None) == (found is None)
+        if exact is not None:
+            assert found.dtype == exact.dtype
+            gap = (found.float() - exact.float()).abs().max()
+            assert gap <= (tolerance or 2**-8) * exact.float().abs().max()
+            assert fp8.calc_diff(found, exact) < (tolerance or 1e-6)
+
+
+def test_values_gradients_and_counts_are_those_of_the_stock_norm():
+    for recipe in ("blockwise", "rowwise"):
+        plain, twin = pair(recipe)
+        assert_near(plain, twin, torch.randn(2, 70, 96))
+        assert_near(plain, twin, torch.randn(5, 96), lowered, tolerance=0.1)
+    for m in (plain, twin):
+        m.input_layernorm.weight.requires_grad_(False)
+    assert_near(plain, twin, torch.randn(5, 96))
+    for m in (plain, twin):
+        m.self_attn.requires_grad_(False)
+    assert_near(plain, twin, torch.randn(5, 96))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant, monkeypatch):
+    plain, twin = pair()
+    assert_near(plain, twin, torch.randn(5, 96), lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
+    part = lambda m, x: checkpoint(m.self_attn, m.input_layernorm(x), use_reentrant=reentrant)  # noqa: E731
+    assert_near(plain, twin, torch.randn(5, 96), part)
+    seen = casts(monkeypatch, 5)
+    run(twin, torch.randn(5, 96), lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
+    assert Counter(seen)["quantize_both"] == 3  # dy of each layer
+
+
+def test_only_what_is_needed_is_cast_and_kept(monkeypatch):
+    _, twin = pair()
+    wanted, backend = [], registry.get("reference")
+    own = backend.rmsnorm_quantize
+    monkeypatch.setattr(backend, "rmsnorm_quantize", lambda *a: wanted.append(a[3:5]) or own(*a))
+    x, r = torch.randn(5, 96), fp8.recipe("blockwise")
+    twin(x)
+    with torch.no_grad():
+        twin(x)
+    with torch.inference_mode():
+        twin(x)
+    twin.self_attn.requires_grad_(False)
+    twin(x)
+    assert wanted == [(r.fwd.a, r.wgrad.b), (r.fwd.a, None), (None, None), (r.fwd.a, None)]
+    x = x.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = twin.input_layernorm(x)
+    assert [tuple(t.shape) for t in kept] == [(5, 96), (96,), (5,)]
+    assert shared_input.held_bytes() > 0
+    del y
+    assert shared_input.held_bytes() == 0
+
+
+def test_another_input_is_cast_as_ever(monkeypatch):
+    plain, twin = pair()
+
+    def edited(m, x):
+        y = m.input_layernorm(x)
+        with torch.no_grad():
+            y.mul_(2)
+        return m.self_attn(y)
+
+    for inner in (
+        edited,
+        lambda m, x: m.self_attn(m.input_layernorm(x) * 2),
+        lambda m, x: m.self_attn(m.input_layernorm(x)) + m.self_attn(x),
+        lambda m, x: torch.cat([m.self_attn(y := m.input_layernorm(x)), m.self_attn(y)]),
+    ):
+        with torch.no_grad():
+            a, b = inner(plain, x := torch.randn(5, 96)), inner(twin, x)
+        assert (a - b).abs().max() <= 2**-8 * a.abs().max()
+
+
+def test_codes_that_nobody_takes_are_made_no_more(monkeypatch):
+    _, twin = pair()
+    wanted, backend = [], registry.get("reference")
+    own = backend.rmsnorm_quantize
+    monkeypatch.setattr(backend, "rmsnorm_quantize", lambda *a: wanted.append(a[3]) or own(*a))
+    x = torch.randn(5, 96)
+    for _ in range(2):
+        twin(x)
+        twin.input_layernorm(x)
+    twin(x)
+    for _ in range(3):
+        twin.input_layernorm(x)
+    twin(x)
+    assert [w is not None for w in wanted] == [True] * 7 + [False] * 2
+
+
+def test_copies_pickles_back_high_precision_and_compiled():
+    plain, twin = pair()
+    x = torch.randn(5, 96)
+    assert isinstance(twin.input_layernorm, Qwen3RMSNorm) and list(twin.state_dict()) == list(plain.state_dict())
+    for made in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        assert_near(plain, made, x)
+        assert made.input_layernorm._feeds[0] is made.self_attn.q_proj is not twin.self_attn.q_proj
+    with fp8.high_precision(plain), fp8.high_precision(twin):
+        assert torch.equal(plain(x), twin(x))
+    assert torch.equal(
+        torch.compile(twin.input_layernorm, backend="eager", fullgraph=True)(x), plain.input_layernorm(x)
+    )
+    assert torch.equal(twin.input_layernorm(x.double()), plain.input_layernorm(x.double()))
+    assert twin.input_layernorm(x[:0]).shape == (0, 96)
+    unswap(twin.input_layernorm)
+    assert type(twin.input_layernorm) is Qwen3RMSNorm and torch.equal(twin(x), plain(x))
+
+
+class Biased(Qwen3RMSNorm):
+    def __init__(self, k):
+        super().__init__(k)
+        self.bias = nn.Parameter(torch.zeros(k))
+
+
+class Outside(Qwen3RMSNorm):
+    """eps outside of the root."""
+
+    def forward(self, x):
+        return self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+@pytest.mark.parametrize(
+    ("norm", "policy", "reason"),
+    [
+        (Gemma2RMSNorm, {}, r"off by .*1 \+ weight"),
+        (lambda k: nn.LayerNorm(k, bias=False), {}, "is not x / rms"),
+        (nn.LayerNorm, {}, "LayerNorm holds weight, bias, an RMSNorm one weight"),
+        (Biased, {}, "holds weight, bias"),
+        (Outside, {}, "is not x / rms"),
+        (lambda k: nn.RMSNorm(k), {}, "no number named"),
+        (Qwen3RMSNorm, {"recipe": "delayed"}, "history"),
+        (Qwen3RMSNorm, {"rules": [fp8.Rule("**.k_proj", recipe="rowwise")]}, "different casts"),
+        (Qwen3RMSNorm, {"fwd": "bf16", "wgrad": "bf16"}, "cast nothing"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_stays_and_why(norm, policy, reason, dtype):
+    block = Block(norm=norm, dtype=dtype)
+    fp8.apply(block, fp8.plan(block, fp8.Policy(**{"recipe": "blockwise", **policy})))
+    kind = type(block.input_layernorm)
+    ((_, why),) = norms.convert(block)
+    assert why is not None and re.search(reason, why), why
+    assert type(block.input_layernorm) is kind
+
+
+def test_other_norms():
+    block = Block(norm=lambda k: nn.RMSNorm(k, eps=1e-5))
+    block.input_layernorm.register_forward_hook(lambda *_: pytest.fail("a trial is no call"))
+    fp8.apply(block, fp8.plan(block, "blockwise"))
+    assert norms.convert(block) == (("input_layernorm", None),) and norms.convert(block)[0][1] == "fused before"
+    post = nn.ModuleDict({"post_attention_layernorm": Qwen3RMSNorm(96), "post_feedforward_layernorm": Qwen3RMSNorm(96)})
+    post["mlp"] = nn.ModuleDict({"gate_proj": nn.Linear(96, 96), "up_proj": nn.Linear(96, 96)})
+    assert norms.convert(fp8.apply(post, fp8.plan(post, "blockwise"))) == ()
+
+
+def test_a_model_without_weights():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    fp8.apply(model, fp8.plan(model, "blockwise"))
+    assert {why for _, why in (*norms.convert(model), *gated_mlp.convert(model))} == {None}
+
+
+def test_triton_in_the_interpreter():
+    pytest.importorskip("triton")
+    from octavo.fp8.kernels.triton_kernels.launch import launches
+
+    x = torch.randn(6, 32)
+    _, twin = pair(k=32, policy={"backend": "triton"})
+    _, reference = pair(k=32)
+    with launches() as seen:
+        a = run(twin, x, lowered)
+    assert seen["rmsnorm_tile"] == 1
+    b = run(reference, x, lowered)
+    for found, exact in ((a[0], b[0]), (a[1], b[1]), *((a[2][n], b[2][n]) for n in a[2])):
+        assert (found - exact).abs().max() <= 2**-5 * exact.abs().max()
