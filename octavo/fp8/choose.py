@@ -120,7 +120,7 @@ def for_sisters(
             layout, planned = more, costs[more]
     told = [f"BF16 {_ms(high)}", f"each for itself {_ms(alone)}"]
     told += [f"{word} {_ms(costs[word])} ({name})" for word, (name, _) in best.items()]
-    reason = f"measured with its sisters: {', '.join(told)}"
+    reason = f"measured together: {', '.join(told)}"
     if "joined" not in best:
         why = next((e.rejected for e in asked.values() if e.layout == "joined" and e.rejected), None)
         reason += f"; not as one: {'fuse is off' if fuse == 'off' else why or 'not measured'}"

@@ -86,12 +86,13 @@ def settle(
             shared = [r for r in allowed[names[0]].values() if all(r in allowed[n].values() for n in names)]
             if shared:
                 singles = [_single(by_name[n]) for n in names]
-                choice = for_sisters(measured, singles, shared, micro_steps, fuse)
+                tied = len({id(model.get_submodule(by_name[n].row.module).weight) for n in names}) < len(names)
+                choice = for_sisters(measured, singles, shared, micro_steps, OFF if tied else fuse)
                 if choice.entry is not None:
                     recipe = next(r for r in shared if r.short() == choice.entry.recipe)
                     for name in names:
                         by_name[name] = _as_chosen(by_name[name], recipe, choice, case.m, select)
-        if any(by_name[n].fp8 for n in names):
+        if choice is not None or any(by_name[n].fp8 for n in names):
             out.append(_group(model, [by_name[n] for n in names], fuse, case, measured, choice))
     return [by_name[row.name] for row in rows], tuple(out)
 
@@ -166,11 +167,11 @@ def _group(
     choice: SistersChoice | None,
 ) -> PlanGroup:
     names, why = tuple(r.name for r in rows), obstacle(model, rows)
-    if fuse == OFF:
-        return PlanGroup(names, False, "fuse: off", case, measured, choice)
     if choice is not None:
-        fused = choice.layout == "joined" and why is None
-        return PlanGroup(names, fused, choice.reason if fused or why is None else why, case, measured, choice)
+        told = choice.reason if why is None or not any(r.fp8 for r in rows) else f"{why}; {choice.reason}"
+        return PlanGroup(names, choice.layout == "joined" and why is None, told, case, measured, choice)
+    if fuse == OFF:
+        return PlanGroup(names, False, "fuse: off")
     if why is not None or fuse == AUTO:
         return PlanGroup(names, False, why or "fuse: auto, and nothing was measured")
     return PlanGroup(names, True, "fuse: on")

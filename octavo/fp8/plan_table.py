@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.fp8.fusion import NOT_ALL
 from octavo.fp8.globs import template
 
 if TYPE_CHECKING:
@@ -136,9 +135,7 @@ def sisters(plan: Plan) -> list[str]:
     for found in kinds.values():
         parents, lasts = zip(*(_split(g.names) for g in found), strict=True)
         where = f"{fold(parents)}.{lasts[0]}" if parents[0] else lasts[0]
-        how = "one GEMM" if found[0].fused else "GEMMs of their own, input cast once"
-        if not found[0].fused and found[0].reason == NOT_ALL:
-            how = "GEMMs of their own"
+        how = "one GEMM" if found[0].fused else "GEMMs of their own"
         said.append(f"{how}: {where}, {len(found)} {'group' if len(found) == 1 else 'groups'} ({found[0].reason})")
     return said
 

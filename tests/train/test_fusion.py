@@ -13,9 +13,9 @@ from octavo.train import planning
 
 from .test_ranks import losses, torchrun
 
-COMMON = ("train.steps=4", "train.warmup=0", "data.eval=[]", "run.save_every=2")
-QKV = "q_proj + k_proj + v_proj, 2 groups"
-MLP = "gate_proj + up_proj, 2 groups"
+# Under mxfp8, whose blocks of 32 outputs end where k and v of 64 do; under blockwise's 128 those of this model do not.
+COMMON = ("fp8.recipe=mxfp8", "train.steps=4", "train.warmup=0", "data.eval=[]", "run.save_every=2")
+QKV = {tuple(f"model.language_model.layers.{i}.self_attn.{name}_proj" for name in "qkv") for i in (0, 1)}
 
 
 def kept(run):
@@ -38,13 +38,12 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_losses_are_close_and_the_proof_passes(make, calls, recipe: str):
-    apart = train.run(make(*COMMON, f"fp8.recipe={recipe}", dir="apart"))
+def test_losses_are_close_and_the_proof_passes(make, calls):
+    apart = train.run(make(*COMMON, dir="apart"))
     assert not calls and kept(apart)[0] == []
-    joined = train.run(make(*COMMON, f"fp8.recipe={recipe}", "fp8.fuse=on", "run.gain_steps=1", dir="joined"))
+    joined = train.run(make(*COMMON, "fp8.fuse=on", "run.gain_steps=1", dir="joined"))
     groups, proof = kept(joined)
-    assert len(groups) == (2 if recipe == "blockwise" else 4) and set(calls) == set(groups)
+    assert set(groups) >= QKV and set(calls) == set(groups)
     assert joined.losses()[1] == apart.losses()[1]  # codes and outputs are the same bits, dx is not
     assert joined.losses() == pytest.approx(apart.losses(), rel=2e-3)
     assert proof == kept(apart)[1] and proof["fp8_gemms"] > 0
@@ -67,16 +66,16 @@ def test_a_run_goes_on_fused_and_is_evaluated_fused(make, calls):
 
 def test_a_measured_plan_is_the_runs_own(make, calls):
     """`auto` goes on with what its plan.json says, also of sisters."""
-    cfg = make(*COMMON, "fp8.recipe=auto")
+    cfg = make(*COMMON, "fp8.recipe=auto", "fp8.candidates=[mxfp8]")
     first = train.run(cfg)
     assert not calls and kept(first)[0] == []
     found = json.loads((first.dir / "plan.json").read_text())
     for line in found["sisters"]:
-        line["fuse"] = "on" if line["names"] == "gate_proj up_proj" else "off"
+        line["fuse"] = "on" if line["names"] == "q_proj k_proj v_proj" else "off"
     (first.dir / "plan.json").write_text(json.dumps(found))
     (first.dir / "result.json").unlink()
     train.run(cfg.with_overrides([f"run.resume={first.dir}/checkpoints/step_2"]))
-    assert calls and {name.rpartition(".")[2] for names in calls for name in names} == {"gate_proj", "up_proj"}
+    assert set(calls) == QKV
 
 
 def test_recomputation_changes_no_loss(make, calls):
@@ -89,7 +88,7 @@ def test_recomputation_changes_no_loss(make, calls):
 
 @pytest.mark.long
 def test_two_ranks_fuse_as_one_does(make, calls):
-    over = (*COMMON, "fp8.fuse=on", "fp8.recipe=mxfp8", "train.lr=5e-4")
+    over = (*COMMON, "fp8.fuse=on", "train.lr=5e-4")
     one, two = make(*over, dir="one"), make(*over, dir="two")
     alone = train.run(one)
     done = torchrun(two)
@@ -100,17 +99,18 @@ def test_two_ranks_fuse_as_one_does(make, calls):
 
 
 def test_compiled_blocks_are_not_fused_and_the_plan_says_so(make, tmp_path):
-    plan, _, notes = planning.plan_for(make("train.compile=true"))
+    plan, _, notes = planning.plan_for(make(*COMMON, "train.compile=true"))
     assert plan.groups and not any(g.fused for g in plan.groups)
     assert any("compiled blocks run each layer's own GEMMs" in note for note in notes)
-    fused, _, _ = planning.plan_for(make("fp8.fuse=on"))
+    fused, _, _ = planning.plan_for(make(*COMMON, "fp8.fuse=on"))
     file = fp8.save_plan(fused, tmp_path / "plan.json")
-    with pytest.raises(fp8.PlanError, match=r"2 groups of layers run as one GEMM.*Use train.compile: false"):
+    with pytest.raises(fp8.PlanError, match=r"\d groups of layers run as one GEMM.*Use train.compile: false"):
         planning.plan_for(make(f"fp8.plan={file}", "train.compile=true"))
 
 
 def test_the_plan_of_a_run_says_which_groups_are_one(make):
+    one = "model.language_model.layers.{0,1}.self_attn.q_proj + k_proj + v_proj, 2 groups"
+    plan, _, _ = planning.plan_for(make(*COMMON, "fp8.fuse=on"))
+    assert f"one GEMM: {one} (fuse: on)" in plan.table()
     plan, _, _ = planning.plan_for(make("fp8.fuse=on"))
-    text = plan.table()
-    assert f"one GEMM: model.language_model.layers.{{0,1}}.mlp.{MLP} (fuse: on)" in text
-    assert f"{QKV} (64 outputs are no multiple of 128, so that blocks of w would mix)" in text
+    assert f"own: {one} (64 outputs are no multiple of 128, so that blocks of w would mix)" in plan.table()
