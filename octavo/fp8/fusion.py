@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from octavo.fp8 import observe, weights
+from octavo.fp8 import gated_mlp, norms, observe, weights
 from octavo.fp8.cast import CastSpec
 from octavo.fp8.fused_linear import Call, FusedGemms, Marks
 from octavo.fp8.health import watching
@@ -47,6 +47,7 @@ from octavo.fp8.kernels.layout import ALIGN
 from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.linear import Linear, _autocast_enabled, compute_dtype
 from octavo.fp8.recipe import GEMMS, Recipe
+from octavo.fp8.swapped import unswap
 from octavo.fp8.weights import is_dtensor
 
 __all__ = ["SISTERS", "Fusion", "Group", "Sister", "families", "fuse", "fused", "obstacle", "unfuse", "unite"]
@@ -66,15 +67,21 @@ class Fusion(NamedTuple):
 
 
 def fuse(model: nn.Module) -> tuple[Fusion, ...]:
-    """Let sisters among the FP8 layers of a model run as one GEMM, where their recipe allows it.
+    """Let the FP8 layers of a model run together where they can: gated MLPs as one function, norms that hand their
+    codes on, and the sisters that are left as one GEMM where their recipe allows it.
 
-    Returns one :class:`Fusion` for each family of sisters of which at least one is an FP8 layer. Parameters, names and
-    state dicts stay; :func:`unfuse` takes it back.
+    Returns one :class:`Fusion` for each gated MLP and norm with an FP8 layer beside it, and for each family of sisters
+    of which at least one is an FP8 layer. Parameters, names and state dicts stay; :func:`unfuse` takes it back.
     """
-    return tuple(
-        Fusion(names, unite(layers))
-        for names, layers in families(model)
-        if any(isinstance(layer, Linear) for layer in layers)
+    blocks = [Fusion((name,), why) for name, why in (*gated_mlp.convert(model), *norms.convert(model))]
+    inside = {(f"{b.names[0]}.gate_proj", f"{b.names[0]}.up_proj") for b in blocks if b.reason is None}
+    return (
+        *blocks,
+        *(
+            Fusion(names, unite(layers))
+            for names, layers in families(model)
+            if names not in inside and any(isinstance(layer, Linear) for layer in layers)
+        ),
     )
 
 
@@ -103,8 +110,9 @@ def unite(layers: Sequence[nn.Module]) -> str | None:
 
 
 def unfuse(model: nn.Module) -> None:
-    """Let every layer of a model run its own GEMMs again."""
-    for module in model.modules():
+    """Let every layer of a model run its own GEMMs again, and norms and gated MLPs their stock forward."""
+    for module in list(model.modules()):
+        unswap(module)
         group = module.__dict__.pop("_group", None)
         if group is not None:
             group.forget()

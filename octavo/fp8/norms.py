@@ -34,7 +34,7 @@ from octavo.fp8.shared_input import Want
 from octavo.fp8.swapped import Planned, Swapped, fused_backend, planned, probe, swap
 from octavo.fp8.weights import is_dtensor
 
-__all__ = ["FEEDS", "RmsNorm", "agrees", "convert", "fed", "obstacle", "unite"]
+__all__ = ["FEEDS", "RmsNorm", "agrees", "convert", "fed", "fp8_of", "obstacle", "unite"]
 
 FEEDS = (
     ("input_layernorm", "self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -54,8 +54,12 @@ _MISSES = 2  # in a row, after which a norm makes no more codes
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
     """Let the norms before FP8 layers make their codes; returns (name, what stands against it or None) of each."""
-    fp8 = [(n, norm, tuple(m for m in layers if isinstance(m, Linear))) for n, norm, layers in fed(model)]
+    fp8 = [(name, norm, fp8_of(layers)) for name, norm, layers in fed(model)]
     return tuple((name, unite(norm, layers)) for name, norm, layers in fp8 if layers)
+
+
+def fp8_of(layers: Sequence[nn.Module]) -> tuple[Linear, ...]:
+    return tuple(m for m in layers if isinstance(m, Linear))
 
 
 def unite(norm: nn.Module, layers: tuple[Linear, ...]) -> str | None:

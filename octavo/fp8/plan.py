@@ -28,6 +28,7 @@ from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.machine import Machine
 from octavo.fp8.measure import Case, Entry, Measured, Measurements, cases_of, cases_of_sisters
+from octavo.fp8.plan_blocks import PlanBlock, apart, blocks_of, carry_out, sentences
 from octavo.fp8.plan_checks import OUTSIDE, STAYS, applies, check_met, check_names, check_same_model
 from octavo.fp8.plan_sisters import PlanGroup, notes, settle
 from octavo.fp8.policy import AUTO, OFF, Decision, PlanError, Policy, decide
@@ -126,7 +127,8 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows in the order of the model, ``groups`` of sisters among them, and ``notes`` on what else matters."""
+    """Rows in the order of the model, ``groups`` of sisters among them, ``blocks`` around them (norms, gated MLPs), and
+    ``notes`` on what else matters."""
 
     rows: tuple[PlanRow, ...]
     policy: Policy
@@ -137,6 +139,7 @@ class Plan:
     machine: Machine
     micro_steps: int = 1
     groups: tuple[PlanGroup, ...] = ()
+    blocks: tuple[PlanBlock, ...] = ()
 
     @cached_property
     def share(self) -> float:
@@ -177,6 +180,7 @@ class Plan:
             "backends": [line.to_json() for line in self.backends()],
             "rows": [r.to_json() for r in self.rows],
             "groups": [g.to_json() for g in self.groups],
+            "blocks": [b.to_json() for b in self.blocks],
             "notes": list(self.notes),
         }
 
@@ -228,9 +232,11 @@ def plan(
     total = sum(r.flops for r in out if r.kind not in OUTSIDE) or 1.0
     done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in out)
     said = (*_notes(done, tokens), *_experts_notes(done, device), *_measured_notes(policy, measurements, done))
-    said = (*said, *notes(groups, policy.fuse))
+    blocks = blocks_of(model, done, policy.fuse == "on")
+    groups = apart(groups, blocks)
+    said = (*said, *notes(groups, policy.fuse), *sentences(blocks))
     machine = Machine.here(device) if measurements is None else measurements.machine
-    return Plan(done, policy, components, tokens, str(device), said, machine, micro_steps, groups)
+    return Plan(done, policy, components, tokens, str(device), said, machine, micro_steps, groups, blocks)
 
 
 Asked = tuple[Row, Decision, "str | None"]
@@ -369,6 +375,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         else:
             assert isinstance(module, nn.Linear)
             Linear.convert(module, _site(rows[0]))
+    carry_out(model, plan.blocks)
     for group in plan.groups:
         why = unite([modules[name] for name in group.names]) if group.fused else None
         if why is not None:

