@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8 import grouped_high, health, observe
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
-from octavo.fp8.kernels.registry import Selection
+from octavo.fp8.kernels.registry import Borrower, Selection
 from octavo.fp8.linear import Site, _autocast_enabled, _no_autocast
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.weights import Part, is_dtensor
@@ -80,8 +80,8 @@ class _GroupedGemms(torch.autograd.Function):
         needs_x, needs_w, needs_b = (call.grad and n for n in ctx.needs_input_grad[:3])
         watched = health.watching() and now.counted
         with _no_autocast(x_RK):
-            y_RN, x_q = _fwd(x_RK, weight, bias, groups, call, now, watched and not now.recompute)
-            kept = _keep_x(x_RK, x_q, groups, site) if needs_w else None
+            x_q, kept = _codes_of_x(x_RK, groups, site, needs_w)
+            y_RN = _fwd(x_RK, x_q, weight, bias, groups, call, now, watched and not now.recompute)
         if now.counted and observe.counting():
             for gemm, needed in (("dgrad", needs_x), ("wgrad", needs_w)):
                 if needed:
@@ -106,8 +106,8 @@ class _GroupedGemms(torch.autograd.Function):
         sizes, starts, tiles, *saved = ctx.saved_tensors
         groups = Groups(sizes, starts, tiles, ctx.rows)
         dx = dw = db = None
-        casts: dict[CastSpec, Quantized] = {}
         with _no_autocast(dy_RN):
+            casts = _codes_of_dy(ctx, dy_RN, groups)
             if needs_x:
                 dx = _dgrad(ctx, dy_RN, groups, saved.pop(0), casts)
             if needs_w:
@@ -117,24 +117,61 @@ class _GroupedGemms(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
+def _codes_of_x(
+    x_RK: Tensor, groups: Groups, site: Site, needs_w: bool
+) -> tuple[Quantized | None, Quantized | Tensor | None]:
+    """(codes of x for the forward, x as wgrad wants it): codes, or x itself where a GEMM stays in high precision."""
+    fwd, wgrad = site.recipe.fwd, site.recipe.wgrad
+    if fwd is not None and wgrad is not None and needs_w and fwd.a != wgrad.b:
+        return _cast_both(site, ("fwd", fwd.a), ("wgrad", wgrad.b), x_RK, groups)
+    x_q = None if fwd is None else site.selections["fwd"].backend.quantize_rows(x_RK, fwd.a, groups, 1)
+    if not needs_w:
+        return x_q, None
+    if wgrad is None:
+        return x_q, x_RK
+    if x_q is not None:
+        return x_q, x_q
+    return None, site.selections["wgrad"].backend.quantize_rows(x_RK, wgrad.b, groups, 0)
+
+
+def _codes_of_dy(ctx: Any, dy_RN: Tensor, groups: Groups) -> dict[CastSpec, Quantized]:
+    """Both casts of dy, where dgrad and wgrad want different ones; each casts its own otherwise."""
+    (needs_x, needs_w, _), site = ctx.needs, ctx.site
+    dgrad, wgrad = site.recipe.dgrad, site.recipe.wgrad
+    if not (needs_x and needs_w) or dgrad is None or wgrad is None or dgrad.a == wgrad.a:
+        return {}
+    row, col = _cast_both(site, ("dgrad", dgrad.a), ("wgrad", wgrad.a), dy_RN, groups)
+    return {dgrad.a: row, wgrad.a: col}
+
+
+def _cast_both(
+    site: Site, row: tuple[str, CastSpec], col: tuple[str, CastSpec], x: Tensor, groups: Groups
+) -> tuple[Quantized, Quantized]:
+    """x cast for two GEMMs, in one pass where one backend can do both: all of them give the same codes."""
+    first, second = site.selections[row[0]].backend, site.selections[col[0]].backend
+    if first is second or isinstance(first, Borrower):
+        return first.quantize_rows_both(x, row[1], col[1], groups)
+    return first.quantize_rows(x, row[1], groups, 1), second.quantize_rows(x, col[1], groups, 0)
+
+
 def _fwd(
     x_RK: Tensor,
+    x_q: Quantized | None,
     weight: Tensor,
     bias: Tensor | None,
     groups: Groups,
     call: GroupedCall,
     now: observe.Phase,
     watched: bool,
-) -> tuple[Tensor, Quantized | None]:
-    """y [R, N] and the codes of x that it used."""
+) -> Tensor:
+    """y [R, N]"""
     site = call.site
     gemm = site.recipe.fwd
     each = 2 * weight[0].numel()
-    if gemm is None:
+    if gemm is None or x_q is None:
         _count(site.name, now.gemm, observe.HIGH, each, groups, now.counted)
-        return grouped_high.fwd(x_RK, call.part.of(weight), bias, groups), None
+        return grouped_high.fwd(x_RK, call.part.of(weight), bias, groups)
     backend = site.selections["fwd"].backend
-    x_q = backend.quantize_rows(x_RK, gemm.a, groups, 1)
     w_q = _codes(site, "fwd", weight, call.part, gemm.b)
     if watched:
         _look(site.name, "x", x_RK, x_q, groups)
@@ -142,17 +179,7 @@ def _fwd(
             own = Quantized(w_q.data[expert], w_q.scale[expert], w_q.spec)
             health.operand(site.name, "w", call.part.of(weight)[expert], own)
     _count(site.name, now.gemm, backend.name, each, groups, now.counted)
-    return backend.grouped_fwd(x_q, w_q, groups, x_RK.dtype, bias), x_q
-
-
-def _keep_x(x_RK: Tensor, x_q: Quantized | None, groups: Groups, site: Site) -> Quantized | Tensor:
-    """x as wgrad wants it: its codes (those of the forward where the cast is the same), or x itself."""
-    gemm = site.recipe.wgrad
-    if gemm is None:
-        return x_RK
-    if x_q is not None and x_q.spec == gemm.b:
-        return x_q
-    return site.selections["wgrad"].backend.quantize_rows(x_RK, gemm.b, groups, 0)
+    return backend.grouped_fwd(x_q, w_q, groups, x_RK.dtype, bias)
 
 
 def _dgrad(ctx: Any, dy_RN: Tensor, groups: Groups, weight: Tensor, casts: dict[CastSpec, Quantized]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from octavo import fp8
 from octavo.fp8 import experts as moe
 from octavo.fp8 import grouped_high
+from octavo.fp8.cast import scale_fp32
 from octavo.fp8.grouped_linear import alone
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.groups import TILE, of_expert, real_rows, route, spans
@@ -84,6 +85,26 @@ def test_weights_of_any_strides_are_cast_expert_by_expert(spec):
     for expert in range(E):
         want = fp8.quantize(w[expert], spec)
         assert same(q.data[expert], want.data) and same(q.scale[expert], want.scale)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize(("pairs", "experts"), [(0, 0), (3, 0), (0, 2)])
+def test_no_experts_or_no_pairs_give_empty_results_and_zeros(backend, name, pairs, experts):
+    on, recipe = registry.get(backend), fp8.recipe(name)
+    groups = route(torch.zeros(pairs, dtype=torch.int64), experts).groups
+    x, dy, w = (torch.randn(*s) for s in ((groups.rows, 40), (groups.rows, 24), (experts, 24, 40)))
+    x_q, x_kept = on.quantize_rows_both(x, recipe.fwd.a, recipe.wgrad.b, groups)
+    dy_q, dy_kept = on.quantize_rows_both(dy, recipe.dgrad.a, recipe.wgrad.a, groups)
+    for q in (x_q, x_kept, dy_q, dy_kept):
+        assert not q.data.view(torch.uint8).any() and (scale_fp32(q) == 1).all()
+    w_q, w_t = (on.quantize_experts(w, g.b, c) for g, c in ((recipe.fwd, 1), (recipe.dgrad, 0)))
+    assert w_q.data.shape == w.shape and w_q.scale.shape[0] == experts
+    y = on.grouped_fwd(x_q, w_q, groups, torch.float32)
+    dx = on.grouped_dgrad(dy_q, w_t, groups, torch.float32)
+    dw = on.grouped_wgrad(dy_kept, x_kept, groups, torch.float32)
+    assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, w.shape)
+    assert not y.any() and not dx.any() and not dw.any()
 
 
 def test_a_block_of_rows_that_would_span_two_experts_is_refused():
@@ -218,6 +239,19 @@ def test_only_the_codes_of_x_are_kept_and_none_for_a_frozen_weight():
         ours(*given).sum().backward()
     assert ours.down_proj.grad is None and given[0].grad is not None
     assert counts.total("wgrad") == 0 and counts.total("dgrad") == 2 * E == counts.total("fwd")
+
+
+@pytest.mark.parametrize("name", ["blockwise", "tensorwise"])
+def test_x_and_dy_are_each_cast_in_one_call(name, monkeypatch):
+    """Both casts of an operand in one pass where they differ, one cast where they do not; each projection."""
+    reference, asked = type(registry.get("reference")), []
+    both, single = reference.quantize_rows_both, reference.quantize_rows
+    monkeypatch.setattr(reference, "quantize_rows_both", lambda *a: asked.append("both") or both(*a))
+    monkeypatch.setattr(reference, "quantize_rows", lambda *a: asked.append("one") or single(*a))
+    block, recipe = converted(Block(), fp8.recipe(name)), fp8.recipe(name)
+    block(*inputs("uneven", 2)).sum().backward()
+    differ = recipe.fwd.a != recipe.wgrad.b
+    assert asked == (["both", "one", "one"] if differ else ["one"]) * 4
 
 
 def test_all_experts_are_cast_once_an_optimizer_step():

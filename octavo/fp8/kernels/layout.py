@@ -32,6 +32,7 @@ from octavo.fp8.cast import CastSpec, Quantized
 
 __all__ = [
     "CONTRACTED",
+    "REVISION",
     "Operand",
     "ceil_div",
     "codes_buffer",
@@ -49,6 +50,9 @@ __all__ = [
 
 CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 """The dimension of each operand that a GEMM sums over."""
+REVISION = 2
+"""Goes up whenever sizes or order of codes or scales change. Compiled graphs carry it, because compilers keep graphs on
+disk, and one made for another layout must not be found again."""
 ALIGN = 16  # what a tensor core's load and torch's scaled products ask of both dimensions
 SCALE_ALIGN = 4  # blocks along the contraction under 2-D blocks, fp32: 16 bytes
 
@@ -191,7 +195,7 @@ def _ordered(scale: Tensor, q: Quantized, contract: int) -> Tensor:
         return scale.reshape(-1).unsqueeze(1)  # strides of 1, also where a transposed row counts as contiguous
     if scale.dtype is not torch.float32:
         return scale.contiguous()
-    sizes = scale_sizes(*q.data.shape, q.spec, contract)
+    sizes = scale_sizes(q.data.shape[0], q.data.shape[1], q.spec, contract)
     turned = scales_by_contraction(q.spec, contract)
     strides = (1, sizes[1]) if turned else (sizes[1], 1)
     room = scale.untyped_storage().nbytes() // 4 - scale.storage_offset()

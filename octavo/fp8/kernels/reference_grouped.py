@@ -60,6 +60,9 @@ def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups) -> Quantized:
 
 def quantize_experts(w: Tensor, spec: CastSpec) -> Quantized:
     """Cast w [E, N, K], each expert alone; scale [E, N / r, K / c]."""
+    if not w.shape[0]:  # what one expert would give, of none
+        none = cast.quantize(w.new_zeros(w.shape[1:]), spec)
+        return Quantized(none.data[None][:0], none.scale[None][:0], spec)
     parts = [cast.quantize(matrix, spec) for matrix in w.unbind(0)]
     data, scale = (torch.stack([_bytes(t) for t in ts]) for ts in zip(*((q.data, q.scale) for q in parts), strict=True))
     return Quantized(data.view(spec.fmt.dtype), scale.view(parts[0].scale.dtype), spec)

@@ -110,6 +110,13 @@ class Backend:
         """
         raise self._missing("grouped_fwd")
 
+    def quantize_rows_both(
+        self, x: Tensor, row: CastSpec, col: CastSpec, groups: Groups
+    ) -> tuple[Quantized, Quantized]:
+        """(the rows of all experts under ``row`` for a contraction of dimension 1, under ``col`` for one of dimension
+        0), x read once where the backend can."""
+        return self.quantize_rows(x, row, groups, 1), self.quantize_rows(x, col, groups, 0)
+
     def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         """Cast weights [E, N, K] (any strides), each expert as if it were alone; ``scale`` is [E, N / r, K / c]."""
         raise self._missing("grouped_fwd")
@@ -192,6 +199,14 @@ class Borrower(Backend):
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
         return self._lender(spec, x, "grouped_fwd").quantize_rows(x, spec, groups, contract)
+
+    def quantize_rows_both(
+        self, x: Tensor, row: CastSpec, col: CastSpec, groups: Groups
+    ) -> tuple[Quantized, Quantized]:
+        lender, other = self._lender(row, x, "grouped_fwd"), self._lender(col, x, "grouped_fwd")
+        if lender is other:
+            return lender.quantize_rows_both(x, row, col, groups)
+        return lender.quantize_rows(x, row, groups, 1), other.quantize_rows(x, col, groups, 0)
 
     def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         return self._lender(spec, w, "grouped_fwd").quantize_experts(w, spec, contract)

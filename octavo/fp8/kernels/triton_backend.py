@@ -99,6 +99,13 @@ class TritonBackend(Backend):
 
         return grouped_cast.quantize_rows(x, spec, groups, contract)
 
+    def quantize_rows_both(
+        self, x: Tensor, row: CastSpec, col: CastSpec, groups: Groups
+    ) -> tuple[Quantized, Quantized]:
+        from octavo.fp8.kernels.triton_kernels import grouped_cast
+
+        return grouped_cast.quantize_rows_both(x, row, col, groups)
+
     def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         from octavo.fp8.kernels.triton_kernels import grouped_cast
 

@@ -14,6 +14,7 @@ from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups, route
 from octavo.fp8.kernels.triton_kernels import grouped_cast
+from octavo.fp8.kernels.triton_kernels.launch import launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (32, 1))
@@ -72,6 +73,20 @@ def test_each_experts_rows_are_cast_as_if_alone(block, contract):
             codes = operand.codes.view(torch.uint8).clone()
             codes[: operand.free, : operand.contracted] = 0
             assert not bool(codes.any())
+
+
+@pytest.mark.parametrize(
+    "pair", [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((1, -1), (-1, 1)), ((-1, -1), (-1, -1))], ids=str
+)
+def test_both_layouts_at_once_are_the_two_casts(pair):
+    kind = "e8m0" if 32 in pair[0] else "pow2"
+    x, groups = rows_of([5, 0, 130], 72)
+    row, col = CastSpec("e4m3", pair[0], kind), CastSpec("e5m2", pair[1], kind)
+    with launches() as seen:
+        found = grouped_cast.quantize_rows_both(x, row, col, groups)
+    assert seen["cast_kernel"] == 1 and seen["amax_kernel"] == int(-1 in pair[0]), seen
+    for q, spec in zip(found, (row, col), strict=True):
+        assert_rows(q, x, spec, groups)
 
 
 @settings(max_examples=6, deadline=None)

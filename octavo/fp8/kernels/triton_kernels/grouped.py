@@ -267,8 +267,8 @@ def _rows(
     form = tiles.form(tiles.grain(a_q.spec, 1), tiles.grain(w_q.spec, w_contract), fast=name == "fwd", gpu=gpu)
     a, b = _of_rows(a_q, 1), _of_experts(w_q, w_contract)
     out = torch.empty(groups.rows, b.free, dtype=out_dtype, device=a.codes.device)
-    if out.numel() == 0:
-        return out
+    if out.numel() == 0 or not groups.experts:
+        return out.zero_()
     if b.codes.numel() == 0:  # nothing to describe, and nothing will be read
         form = form._replace(tma=False)
     tile = tiles.choose(groups.rows, b.free, form, gpu)

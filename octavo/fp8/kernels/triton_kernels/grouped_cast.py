@@ -18,6 +18,8 @@ are views of the real ones, transposed for contract 0. ``layout.experts_k_major`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ from octavo.fp8.kernels.layout import Operand
 from octavo.fp8.kernels.triton_kernels import cast, cast_tiles
 from octavo.fp8.kernels.triton_kernels.launch import Variant
 
-__all__ = ["quantize_experts", "quantize_rows", "relaid", "variants"]
+__all__ = ["quantize_experts", "quantize_rows", "quantize_rows_both", "relaid", "variants"]
 
 
 def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
@@ -38,14 +40,41 @@ def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) 
     Raises:
         CastError: if x is no matrix of ``groups.rows`` rows, or cannot be cast at all.
     """
+    _check(x, groups)
+    return _rows(x, [(spec, contract)], groups)[0]
+
+
+def quantize_rows_both(x: Tensor, row: CastSpec, col: CastSpec, groups: Groups) -> tuple[Quantized, Quantized]:
+    """See ``Backend.quantize_rows_both``: one pass over x for finite blocks, as :func:`cast.quantize_both`.
+
+    Raises:
+        CastError: as for :func:`quantize_rows`.
+    """
+    _check(x, groups)
+    first, second = _rows(x, [(row, 1), (col, 0)], groups)
+    return first, second
+
+
+def _check(x: Tensor, groups: Groups) -> None:
     reference.castable(x)
     if x.dim() != 2 or x.shape[0] != groups.rows:
         raise CastError(
             f"quantize_rows: x has shape {list(x.shape)}, but its groups hold {groups.rows} rows; "
             "give the matrix whose rows they describe."
         )
-    out = cast.run(x.detach().unsqueeze(0), [(spec, contract)], groups=groups)[0]
-    return Quantized(out.data[0], out.scale[0], spec)
+
+
+def _rows(x: Tensor, jobs: Sequence[cast.Job], groups: Groups) -> list[Quantized]:
+    if groups.experts:
+        outs = cast.run(x.detach().unsqueeze(0), jobs, groups=groups)
+    else:  # all rows are padding
+        outs = [cast.allocate(x.detach().unsqueeze(0), spec, contract, groups) for spec, contract in jobs]
+        for out, (spec, _) in zip(outs, jobs, strict=True):
+            out.codes.zero_()
+            out.scale.view(torch.uint8 if spec.scale == "e8m0" else torch.float32).fill_(
+                127 if spec.scale == "e8m0" else 1
+            )
+    return [Quantized(out.data[0], out.scale[0], spec) for out, (spec, _) in zip(outs, jobs, strict=True)]
 
 
 def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
