@@ -82,18 +82,13 @@ def test_codes_that_lie_right_already_are_packed_without_a_copy(spec, contract):
 
 def test_the_key_says_backends_and_casts_and_nothing_about_the_layer():
     a, b = (Site(name, named("blockwise"), select_backends(named("blockwise"), CPU)) for name in ("a", "b"))
-    assert (
-        a.key
-        == b.key
-        == (
-            "reference:e4m3,1,128,pow2;e4m3,128,128,pow2|reference:e4m3,1,128,pow2;e4m3,128,128,pow2|"
-            "reference:e4m3,128,1,pow2;e4m3,128,1,pow2"
-        )
-    )
+    ran = f"reference@{layout.REVISION}"
+    square, tall = "e4m3,1,128,pow2;e4m3,128,128,pow2", "e4m3,128,1,pow2;e4m3,128,1,pow2"
+    assert a.key == b.key == f"{ran}:{square}|{ran}:{square}|{ran}:{tall}"
     parts = ops.gemms(key_of(named("rowwise", dgrad="bf16", format="hybrid")))
     assert parts.dgrad == "" and parts.operand("dgrad", 0) == ""
-    assert parts.operand("wgrad", 0) == "reference:e5m2,-1,1,pow2"
-    assert parts.operand("wgrad", 1) == "reference:e4m3,-1,1,pow2"
+    assert parts.operand("wgrad", 0) == f"{ran}:e5m2,-1,1,pow2"
+    assert parts.operand("wgrad", 1) == f"{ran}:e4m3,-1,1,pow2"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -278,3 +273,12 @@ def test_a_cuda_graph_capture_casts_inside_and_keeps_nothing(monkeypatch):
     assert seen.count(module.weight.shape) == 2  # one in the operator, one in the eager layer
     monkeypatch.undo()
     assert [q.data.data_ptr() for q in cache._codes.values()] == held
+
+
+def test_a_graph_on_disk_that_was_made_for_another_layout_is_not_found_again(monkeypatch):
+    """A compiler's cache keys a graph by its operators and constants; what the operators return is not part of it."""
+    recipe = fp8.recipe("blockwise")
+    selections = select_backends(recipe, torch.device("cpu"))
+    before = ops.describe(recipe, selections)
+    monkeypatch.setattr(layout, "REVISION", layout.REVISION + 1)
+    assert ops.describe(recipe, selections) != before

@@ -52,13 +52,14 @@ _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
     """The GEMMs of a layer as text: ``fwd|dgrad|wgrad``, each ``backend:cast of a;cast of b``, empty in high precision.
 
-    It says all that the operators need, also in another process that finds the graph in a cache on disk.
+    It says all that the operators need, also in another process that finds the graph in a cache on disk; hence
+    ``backend@revision`` of the layout: a graph of another Octavo expects buffers of other sizes.
     """
     parts = []
     for name in GEMMS:
         gemm, selection = recipe.gemm(name), selections.get(name)
         used = gemm is not None and selection is not None
-        parts.append(f"{selection.backend.name}:{_text(gemm.a)};{_text(gemm.b)}" if used else "")  # type: ignore[union-attr]
+        parts.append(f"{selection.backend.name}@{layout.REVISION}:{_text(gemm.a)};{_text(gemm.b)}" if used else "")  # type: ignore[union-attr]
     return "|".join(parts)
 
 
@@ -115,7 +116,7 @@ def _spec(text: str) -> CastSpec:
 def _operand(text: str) -> tuple[Backend, CastSpec]:
     """Backend and cast of ``backend:cast``."""
     backend, spec = text.split(":")
-    return get(backend), _spec(spec)
+    return get(backend.partition("@")[0]), _spec(spec)
 
 
 @lru_cache(maxsize=256)
@@ -123,7 +124,7 @@ def _gemm(text: str) -> tuple[Backend, CastSpec, CastSpec]:
     """Backend and both casts of ``backend:cast;cast``."""
     backend, casts = text.split(":")
     a, b = casts.split(";")
-    return get(backend), _spec(a), _spec(b)
+    return get(backend.partition("@")[0]), _spec(a), _spec(b)
 
 
 # --- codes as plain buffers -------------------------------------------------------------------------------------------
