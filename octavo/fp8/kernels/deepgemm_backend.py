@@ -8,8 +8,10 @@ operands lie as :mod:`octavo.fp8.kernels.layout` says. What it is asked for here
     grouped fwd, dgrad    the same, by tile of an expert  m_grouped_fp8_gemm_nt_contiguous, BF16 out
 
 An output other than BF16, or a bias, takes the second form with the scales of the 128x128 blocks repeated, since the
-first knows BF16 alone. The grouped wgrad wants the number of rows of each expert on the host, which would make every
-step wait for the device: it is left to others. (Rules: csrc/apis/gemm.hpp and layout.hpp.)
+first knows BF16 alone. Grouped products have no second form: those with another output or a bias, which nobody knows
+before the call, are Triton's, which runs wherever DeepGEMM does and reads the same operands. The grouped wgrad wants
+the number of rows of each expert on the host, which would make every step wait for the device: it is left to others.
+(Rules: csrc/apis/gemm.hpp and layout.hpp.)
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor
 from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.kernels.groups import TILE, Groups
 from octavo.fp8.kernels.layout import CONTRACTED, Operand, experts_k_major, k_major, lines
-from octavo.fp8.kernels.registry import BackendError, Borrower
+from octavo.fp8.kernels.registry import Borrower, get
 from octavo.fp8.kernels.torch_backend import kind_of
 from octavo.fp8.recipe import Recipe
 
@@ -85,10 +87,7 @@ class DeepGemmBackend(Borrower):
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
         if bias is not None:
-            raise BackendError(
-                "deepgemm's grouped_fwd answers in BF16, so that a bias would be added after the rounding. "
-                "Ask for fp8.backend: triton for experts with biases."
-            )
+            return get("triton").grouped_fwd(x_q, w_q, groups, out_dtype, bias)
         return _grouped("fwd", x_q, w_q, groups, out_dtype)
 
     def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
@@ -181,10 +180,7 @@ def _grouped(op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype:
     fits = a_q.data.dim() == 2 and w_q.data.dim() == 3 and a_q.data.shape[1] == w_q.data.shape[1 + dim]
     _check(f"grouped_{op}", a_q, w_q, fits and a_q.data.shape[0] == groups.rows)
     if out_dtype is not torch.bfloat16:
-        raise BackendError(
-            f"deepgemm's grouped_{op} answers in BF16 and was asked for {str(out_dtype).removeprefix('torch.')}. "
-            "Run the experts in BF16 (bf16 weights, or autocast), or ask for fp8.backend: triton."
-        )
+        return getattr(get("triton"), f"grouped_{op}")(a_q, w_q, groups, out_dtype)
     a, w = k_major(a_q, 1), experts_k_major(w_q, dim)
     out = torch.zeros(groups.rows, w.codes.shape[1], dtype=out_dtype, device=a.codes.device)
     if not (w.free and w.contracted and groups.experts):
