@@ -91,9 +91,8 @@ def test_sisters_are_cases_of_their_own():
     assert sum(c.kind == "sisters" for c in seen) == 2 and len(set(seen)) == len(seen)
     assert "sisters M=64 N=256+128+128 K=32 fp32 bias" in map(str, seen)
     model.layers[0]["attn"].k_proj.requires_grad_(False)  # of which one has no wgrad: not the same case
-    seen.clear()
-    measured(model, "blockwise", times(1e-3, 0.0, 1.0), seen)
-    assert sum(c.kind == "sisters" for c in seen) == 2
+    cases = measure.cases_of_sisters(model, measure.cases_of(model, fp8.topology(model), TOKENS))
+    assert [names[0] for names in cases] == ["layers.0.mlp.gate_proj", "layers.1.attn.q_proj", "layers.1.mlp.gate_proj"]
 
 
 def test_where_one_gemm_wins_it_is_planned_and_runs():
