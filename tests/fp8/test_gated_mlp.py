@@ -9,13 +9,16 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
-from octavo.fp8 import gated_mlp
+from octavo.fp8 import gated_mlp, weights
 from octavo.fp8.cast import quantize
 from octavo.fp8.kernels import registry
 from octavo.fp8.swapped import unswap
+
+from .test_fsdp_cache import alone  # noqa: F401
 
 CHILDREN = gated_mlp.CHILDREN
 
@@ -335,6 +338,39 @@ def test_compiled_code_takes_the_layers(monkeypatch):
     ran = calls(monkeypatch)
     ys = [torch.compile(m, backend="eager", fullgraph=True)(x) for m in (plain, twin)]
     assert ran["fused"] == 0 and torch.equal(*ys)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp(alone, reshard, monkeypatch):  # noqa: F811
+    plain, twin = pair()
+    ran = calls(monkeypatch)
+    fully_shard(twin, mesh=alone, reshard_after_forward=reshard)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (plain, twin)]
+    losses: list[list[float]] = [[], []]
+    for seed in range(3):
+        for m, optimizer, out in zip((plain, twin), optimizers, losses, strict=True):
+            loss = m(torch.randn(4, 72, generator=torch.Generator().manual_seed(seed))).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert ran["fused"] == 3
+    if reshard:
+        assert fp8.code_bytes(twin) == 0
+
+
+def test_a_graph_capture_keeps_its_own_codes_of_weights(monkeypatch):
+    plain, twin = pair(dtype=torch.bfloat16)
+    x = torch.randn(4, 72).bfloat16()
+    run(twin, x)
+    made = [getattr(twin, c)._site.codes.casts for c in CHILDREN]
+    monkeypatch.setattr(weights, "capturing", lambda _: True)
+    with torch.no_grad():  # unseen, as a replay's weights would be
+        for m in (plain, twin):
+            m.down_proj.weight.data.mul_(2)
+    assert_near(plain, twin, x)
+    assert [getattr(twin, c)._site.codes.casts for c in CHILDREN] == [n + 1 for n in made]
 
 
 class Gelu(Mlp):

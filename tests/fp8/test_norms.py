@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -20,6 +21,8 @@ from octavo.fp8.cast import quantize
 from octavo.fp8.kernels import registry
 from octavo.fp8.swapped import unswap
 from octavo.models.tiny_configs import tiny_config
+
+from .test_fsdp_cache import alone  # noqa: F401
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -259,6 +262,23 @@ def test_copies_pickles_back_high_precision_and_compiled():
     assert twin.input_layernorm(x[:0]).shape == (0, 96)
     unswap(twin.input_layernorm)
     assert type(twin.input_layernorm) is Qwen3RMSNorm and torch.equal(twin(x), plain(x))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp(alone, reshard):  # noqa: F811
+    plain, twin = pair()
+    fully_shard(twin, mesh=alone, reshard_after_forward=reshard)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (plain, twin)]
+    losses: list[list[float]] = [[], []]
+    for seed in range(3):
+        for m, optimizer, out in zip((plain, twin), optimizers, losses, strict=True):
+            loss = m(torch.randn(4, 96, generator=torch.Generator().manual_seed(seed))).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert twin.input_layernorm._taken and not twin.input_layernorm._misses
 
 
 class Biased(Qwen3RMSNorm):

@@ -1,0 +1,127 @@
+"""Norms and gated MLPs of real architectures: a plan that says which are fused and why others stay, a few steps beside
+the same steps unfused, and the proof."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma2Config
+
+from octavo import fp8, models
+from octavo.fp8 import fusion
+from octavo.fp8.gated_mlp import GatedMlp
+from octavo.fp8.norms import RmsNorm
+from octavo.models.tiny_configs import tiny_config
+
+
+def made(family):
+    """(model, family, inputs): text, and an image where the family takes one."""
+    config = tiny_config(family)
+    vision = models.families.is_vision_config(config)
+    torch.manual_seed(0)
+    model = (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config, dtype=torch.float32)
+    described = models.describe(model)
+    ids = torch.randint(0, 400, (2, 12), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if vision:
+        image = models.dummy_image_inputs(model, described)
+        grid = image["image_grid_thw"][0]
+        image["pixel_values"] = torch.randn(image["pixel_values"].shape, generator=torch.Generator().manual_seed(2))
+        tokens = int(grid.prod()) // 4
+        ids[0, 2 : 2 + tokens] = config.image_token_id
+        image["mm_token_type_ids"] = (ids == config.image_token_id).int()
+        inputs |= image
+    return model, described, {**inputs, "labels": ids.clone()}
+
+
+def train(model, inputs, plan, forwards, steps=3, lowered=False):
+    """The losses of a few steps; the first one proven."""
+    fp8.apply(model, plan)
+    optimizer, proof, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), fp8.Proof(plan), []
+    for _ in range(steps):
+        with fp8.count_gemms() as counts, torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+            loss = model(**inputs).loss
+            loss.backward()
+        proof.observe(counts, forwards)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, proof.report()
+
+
+CASES = {"qwen3": (2, 4), "qwen2_5_vl": (4, 8)}  # gated MLPs, norms
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("family", CASES)
+def test_a_few_steps_beside_unfused_ones(family, lowered):
+    model, described, inputs = made(family)
+    twin, forwards = copy.deepcopy(model), {"foundation": 1}
+    if "pixel_values" in inputs:
+        forwards |= {"image_encoder": 1, "image_projector": 1}
+    plans = [fp8.plan(m, fp8.Policy(fuse=f), described.components) for m, f in ((model, "off"), (twin, "on"))]
+    assert plans[0].blocks == () and all(b.fused for b in plans[1].blocks)
+    (apart, proof), (fused, proof2) = (
+        train(m, inputs, plan, forwards, lowered=lowered) for m, plan in zip((model, twin), plans, strict=True)
+    )
+    kinds = [sum(isinstance(m, kind) for m in twin.modules()) for kind in (GatedMlp, RmsNorm)]
+    assert tuple(kinds) == CASES[family]
+    assert all(m._taken and not m._misses for m in twin.modules() if isinstance(m, RmsNorm))
+    assert proof == proof2 and proof["fp8_gemms"] > 0 and not proof["missing"]
+    assert fused == pytest.approx(apart, rel=2e-2 if lowered else 2e-3) and fused[-1] < fused[0]
+    fusion.unfuse(twin)
+    assert not any(isinstance(m, GatedMlp | RmsNorm) for m in twin.modules())
+
+
+def test_the_plan_says_what_is_fused_and_a_file_keeps_it(tmp_path):
+    model, described, _ = made("qwen2_5_vl")
+    rules = [fp8.Rule("model.language_model.layers.0.mlp.up_proj", recipe="off")]
+    plan = fp8.plan(model, fp8.Policy(fuse="on", rules=rules), described.components)
+    stays = [b for b in plan.blocks if not b.fused]
+    assert [(b.name, b.reason) for b in stays] == [
+        ("model.language_model.layers.0.mlp", "not all of its layers are whole FP8 layers")
+    ]
+    assert "3 gated MLPs run as one function" in plan.notes and "8 norms hand" in " ".join(plan.notes)
+    assert any("not fused: gated MLP model.language_model.layers.*.mlp" in note for note in plan.notes)
+    inside = [g for g in plan.groups if g.names[0].endswith("gate_proj") and "layers.1." in g.names[0]]
+    assert inside and all(not g.fused and "runs as one" in g.reason for g in inside)
+    path = fp8.save_plan(plan, tmp_path / "plan.json")
+    loaded = fp8.load_plan(path, model, described.components)
+    assert loaded.blocks == plan.blocks
+    assert [b["name"] for b in json.loads(json.dumps(plan.to_json()))["blocks"] if not b["fused"]] == [stays[0].name]
+    path.write_text(path.read_text().replace('"fuse_blocks": true', '"fuse_blocks": false'))
+    assert fp8.load_plan(path, model, described.components).blocks == ()
+    path.write_text(path.read_text().replace('"fuse_blocks": false', '"fuse_blocks": 3'))
+    with pytest.raises(fp8.PlanError, match="fuse_blocks is 3"):
+        fp8.load_plan(path, model, described.components)
+
+
+def test_gemma_and_layer_norms_stay():
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gemma = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=64, head_dim=32, num_key_value_heads=1, **size))
+    plan = fp8.plan(gemma, fp8.Policy(fuse="on"))
+    found = {b.name.rpartition(".")[2]: b.reason for b in plan.blocks}
+    assert "1 + weight" in found["input_layernorm"] and "not down(silu" in found["mlp"] and len(found) == 2
+    fp8.apply(gemma, plan)
+    assert not any(isinstance(m, GatedMlp | RmsNorm) for m in gemma.modules())
+    model, described, _ = made("qwen3_vl")
+    plan = fp8.plan(model, fp8.Policy(fuse="on"), described.components)
+    visual = [b for b in plan.blocks if "visual" in b.name]
+    assert visual and all("LayerNorm holds weight, bias" in b.reason for b in visual)
+
+
+def test_fuse_without_a_plan_that_asks():
+    model, _, inputs = made("qwen3")
+    fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="off")))
+    found = fusion.fuse(model)
+    assert sum(f.reason is None for f in found) == 6 and not any("gate_proj" in n for f in found for n in f.names)
+    model(**inputs).loss.backward()
+
+
+def test_a_model_that_changed_since_the_plan():
+    model, _, _ = made("qwen3")
+    plan = fp8.plan(model, fp8.Policy(fuse="on"))
+    model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward
+    with pytest.raises(fp8.PlanError, match="mlp' was planned to be fused .* cannot: its forward was replaced"):
+        fp8.apply(model, plan)
