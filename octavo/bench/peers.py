@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch._dynamo.config
 from torch import nn
 
 from octavo import fp8
@@ -36,12 +37,16 @@ def octavo(bench: Bench, n: int, k: int, recipe: str, backend: str = "auto") -> 
         raise Refusal(str(error)) from error
 
 
-def compiled(make: Callable[[], nn.Module]) -> nn.Module:
-    """What ``make`` gives, under torch.compile."""
+def compiled(make: Callable[[], nn.Module], whole: bool = True) -> nn.Module:
+    """What ``make`` gives, under torch.compile; ``whole``: as one graph, or it raises.
+
+    Past the limit of recompilations it raises in either case: dynamo would go on in eager mode and be timed as if it
+    were compiled. Parts between graph breaks, where they are allowed, run eagerly as they do in a training run.
+    """
     if importlib.util.find_spec("torch._inductor") is None:
         raise Refusal("this build of torch has no inductor")
-    # A graph break, or the limit of recompilations, would go on in eager mode and be timed as if it were compiled.
-    return torch.compile(make(), fullgraph=True)  # type: ignore[return-value]
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(make(), fullgraph=whole)  # type: ignore[return-value]
 
 
 def torchao(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo import bench
-from octavo.bench import picture, record
+from octavo.bench import peers, picture, record
 from octavo.bench.bench import Bench, Refusal, Rotation, Work
 from octavo.bench.record import Result, Row
 from octavo.cli import bench as command
@@ -150,3 +150,31 @@ def test_the_command_knows_the_suites() -> None:
     assert tuple(bench.SUITES) == command.SUITES
     with pytest.raises(bench.BenchError, match="there is no suite 'speed'"):
         bench.run(["speed"], session())
+
+
+def test_nothing_that_fell_back_to_eager_is_timed_as_compiled(monkeypatch) -> None:
+    """Graph breaks are allowed where a block has them; running on past the limit of recompilations never is."""
+    config = torch._dynamo.config
+    monkeypatch.setattr(config, "fail_on_recompile_limit_hit", False)
+    monkeypatch.setattr(config, "recompile_limit", 1)
+    asked = []
+
+    class Broken(torch.nn.Module):
+        def forward(self, x: torch.Tensor, times: str) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return x * len(times)
+
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda m, fullgraph: asked.append(fullgraph) or real(m, fullgraph=fullgraph, backend="eager")
+    )
+    x = torch.ones(2)
+    with pytest.raises(Exception, match="graph_break"):
+        peers.compiled(Broken)(x, "a")
+    torch._dynamo.reset()
+    broken = peers.compiled(Broken, whole=False)
+    assert torch.equal(broken(x, "a"), x) and asked == [True, False]
+    with pytest.raises(Exception, match="recompile"):
+        for times in ("ab", "abc", "abcd"):
+            broken(x, times)
+    torch._dynamo.reset()
