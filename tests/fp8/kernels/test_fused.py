@@ -21,8 +21,6 @@ from octavo.fp8.kernels.triton_kernels import fused
 from octavo.fp8.kernels.triton_kernels.launch import launches
 from octavo.fp8.recipe import recipe
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter: NaN and inf are meant
-
 ROW, COL = CastSpec(block=(1, 128)), CastSpec(block=(128, 1))
 PAIRS = {
     "blockwise": (ROW, COL),

@@ -24,7 +24,6 @@ from octavo.fp8.kernels.triton_kernels import fused, fused_kernels, launch
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="on a GPU the kernels are compiled, not interpreted"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's: NaN and infinity are meant
 ]
 
 ROW, COL = CastSpec(block=(1, 128)), CastSpec(block=(128, 1))
