@@ -122,7 +122,8 @@ class Fp8Section(Section):
     fuse: Literal["off", "on", "auto"] = Field(
         default="auto",
         description="Whether q, k and v, and gate and up, run as one GEMM where their recipe allows it (names and "
-        "checkpoints stay): off, on, or auto: where it was measured to pay, so nowhere unless the plan is measured.",
+        "checkpoints stay): off; on, which fuses gated MLPs and the norms before FP8 layers as well; or auto: where it "
+        "was measured to pay, so nowhere unless the plan is measured.",
     )
     plan: str | None = Field(
         default=None,

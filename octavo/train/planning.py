@@ -87,11 +87,12 @@ def plan_model(
 
 
 def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
-    fused = [group for group in plan.groups if group.fused]
+    fused = [" and ".join(group.names) for group in plan.groups if group.fused]
+    fused += [block.name for block in plan.blocks if block.fused]
     if cfg.train.compile and fused:
         raise fp8.PlanError(
-            f"{cfg.fp8.plan} lets {len(fused)} groups of layers run as one GEMM (such as {', '.join(fused[0].names)}), "
-            "and compiled blocks run each layer's own GEMMs. Use train.compile: false, or set fuse to off in the plan."
+            f"{cfg.fp8.plan} fuses {len(fused)} groups of layers (such as {fused[0]}), and compiled blocks run each "
+            "layer's own GEMMs. Use train.compile: false, or take what is fused out of the plan file."
         )
 
 

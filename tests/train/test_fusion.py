@@ -104,7 +104,7 @@ def test_compiled_blocks_are_not_fused_and_the_plan_says_so(make, tmp_path):
     assert any("compiled blocks run each layer's own GEMMs" in note for note in notes)
     fused, _, _ = planning.plan_for(make(*COMMON, "fp8.fuse=on"))
     file = fp8.save_plan(fused, tmp_path / "plan.json")
-    with pytest.raises(fp8.PlanError, match=r"\d groups of layers run as one GEMM.*Use train.compile: false"):
+    with pytest.raises(fp8.PlanError, match=r"fuses \d+ groups of layers .*Use train.compile: false"):
         planning.plan_for(make(f"fp8.plan={file}", "train.compile=true"))
 
 
