@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from octavo import bench
-from octavo.bench import peers, picture, record
+from octavo.bench import peers, picture, record, suite_moe
 from octavo.bench.bench import Bench, Refusal, Rotation, Work
 from octavo.bench.record import Result, Row
 from octavo.cli import bench as command
 from octavo.cli.main import main
+from octavo.fp8 import experts
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("blockwise", "tensorwise", "rowwise", "mxfp8")
@@ -178,3 +179,16 @@ def test_nothing_that_fell_back_to_eager_is_timed_as_compiled(monkeypatch) -> No
         for times in ("ab", "abc", "abcd"):
             broken(x, times)
     torch._dynamo.reset()
+
+
+def test_experts_are_timed_grouped_on_both_sides(monkeypatch) -> None:
+    """The baseline is transformers' grouped product, and ours is no loop over experts."""
+    seen = []
+    theirs, ours = torch._grouped_mm, experts.grouped_gemms
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *a, **k: seen.append("theirs") or theirs(*a, **k))
+    monkeypatch.setattr(experts, "grouped_gemms", lambda *a: seen.append("ours") or ours(*a))
+    config = suite_moe._config(small=True)
+    for how, octavo in (("grouped_mm", None), ("eager", None), ("eager", ("blockwise", "reference"))):
+        seen.append("|")
+        suite_moe._call(session(), config, 24, how, octavo)()
+    assert seen == ["|", "theirs", "theirs", "|", "|", "ours", "ours"]
