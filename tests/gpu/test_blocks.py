@@ -1,0 +1,138 @@
+"""Fused norms and gated MLPs on a GPU: near the same layers apart, one kernel for each, nothing waits, less is kept,
+and a captured step is right."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import fp8
+from octavo.fp8 import gated_mlp, norms
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+class Norm(nn.Module):
+    def __init__(self, k, eps=1e-6):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(k)), eps
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class Mlp(nn.Module):
+    def __init__(self, k, n):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(k, n, bias=False), nn.Linear(k, n, bias=False)
+        self.down_proj, self.act_fn = nn.Linear(n, k, bias=False), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, k=512, n=1376):
+        super().__init__()
+        self.post_attention_layernorm, self.mlp = Norm(k), Mlp(k, n)
+
+    def forward(self, x):
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def pair(recipe="blockwise", dtype=torch.bfloat16):
+    """A block with FP8 layers, and its fused twin."""
+    torch.manual_seed(0)
+    plain = Block().to("cuda", dtype)
+    fp8.apply(plain, fp8.plan(plain, fp8.Policy(recipe=recipe, fuse="off")))
+    twin = copy.deepcopy(plain)
+    assert [why for _, why in (*gated_mlp.convert(twin), *norms.convert(twin))] == [None, None]
+    return plain, twin
+
+
+def step(m, x, lowered=False):
+    with torch.autocast("cuda", torch.bfloat16, enabled=lowered):
+        y = m(x)
+    (y.float() * torch.linspace(-1, 2, y.shape[-1], device="cuda")).mean().backward()
+    return y.detach()
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
+@pytest.mark.parametrize("lowered", [False, True])
+def test_near_the_layers_apart(recipe, lowered):
+    plain, twin = pair(recipe, torch.float32 if lowered else torch.bfloat16)
+    for rows in (300, 1):
+        x = torch.randn(rows, 512, device="cuda", dtype=twin.mlp.gate_proj.weight.dtype)
+        results = []
+        for m in (plain, twin):
+            m.zero_grad()
+            given = x.clone().requires_grad_()
+            y = step(m, given, lowered)
+            results.append((y, given.grad, *(p.grad for p in m.parameters())))
+        for exact, found in zip(*results, strict=True):
+            assert exact.dtype == found.dtype and fp8.calc_diff(exact, found) < 5e-3
+
+
+def test_one_kernel_each():
+    pytest.importorskip("triton")
+    from octavo.fp8.kernels.triton_kernels.launch import launches
+
+    _, twin = pair()
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    step(twin, x)
+    with launches() as seen:
+        step(twin, x)
+    assert (seen["rmsnorm_tile"], seen["swiglu"], seen["swiglu_backward"]) == (1, 1, 1)
+
+
+def test_nothing_waits():
+    _, twin = pair()
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    step(twin, x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(twin, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_less_is_kept_for_the_backward():
+    kept = []
+    for m in pair():
+        x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        step(m, x)
+        before = torch.cuda.memory_allocated()
+        y = m(x)
+        kept.append(torch.cuda.memory_allocated() - before)
+        del y
+    assert kept[1] < 0.75 * kept[0]
+
+
+def test_a_captured_step():
+    plain, twin = pair()
+    for m in (plain, twin):
+        m.requires_grad_(True)
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            twin.zero_grad(set_to_none=True)
+            step(twin, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    twin.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(twin, x)
+    with torch.no_grad():
+        for m in (plain, twin):
+            m.mlp.up_proj.weight.mul_(2)
+        x.normal_()
+    graph.replay()
+    step(plain, x)
+    for (name, a), b in zip(plain.named_parameters(), twin.parameters(), strict=True):
+        assert fp8.calc_diff(a.grad, b.grad) < 5e-3, name
