@@ -230,6 +230,19 @@ def test_a_gemm_that_the_recipe_keeps_in_high_precision_is_no_fp8_gemm() -> None
         select("wgrad", recipe_or_spec=recipe("rowwise", wgrad="bf16"), device="cpu")
 
 
+def test_experts_can_be_planned_for_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated and one by one, as its linear layers are emulated; the reason is there to be shown."""
+    from octavo.fp8.choose import backends_for
+    from octavo.fp8.grouped_linear import alone
+
+    for module in (deepgemm_backend, torch_backend, triton_backend):
+        monkeypatch.setattr(module, "_lacks", lambda kind, index: "this GPU has 8.0")
+    chosen, device = recipe("blockwise"), torch.device("cuda")
+    found = backends_for(chosen, device, (None, 64, 32), "auto", "experts")
+    assert {s.backend.name for s in found.values()} == {"reference"}
+    assert alone(chosen, found, device).startswith("reference: it reads the sizes of the experts")
+
+
 def test_unknown_ops_and_taken_names(backends: None) -> None:
     with pytest.raises(BackendError, match="no op 'gemm'; a backend can be asked for: quantize, dequantize, fwd"):
         select("gemm", recipe_or_spec=recipe("rowwise"), device="cpu")
