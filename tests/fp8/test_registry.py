@@ -236,7 +236,7 @@ def test_experts_can_be_planned_for_a_gpu_without_fp8(monkeypatch: pytest.Monkey
     from octavo.fp8.grouped_linear import alone
 
     for module in (deepgemm_backend, torch_backend, triton_backend):
-        monkeypatch.setattr(module, "_lacks", lambda kind, index: "this GPU has 8.0")
+        monkeypatch.setattr(module, "_lacks", lambda *device: "this GPU has 8.0")
     chosen, device = recipe("blockwise"), torch.device("cuda")
     found = backends_for(chosen, device, (None, 64, 32), "auto", "experts")
     assert {s.backend.name for s in found.values()} == {"reference"}
