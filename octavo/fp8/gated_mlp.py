@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils import skip_init
 
 from octavo.fp8 import observe, weights
 from octavo.fp8.cast import CastSpec, Quantized
@@ -112,15 +113,14 @@ def agrees(module: nn.Module) -> str | None:
     """
     layers: dict[str, nn.Linear] = {}
     x = torch.empty(0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for name, (k, n) in zip(CHILDREN, ((24, 40), (24, 40), (40, 24)), strict=True):
-            own = module._modules[name]
-            assert isinstance(own, nn.Linear)
-            layers[name] = nn.Linear(k, n, bias=own.bias is not None, dtype=own.weight.dtype)
-            for parameter in layers[name].parameters():
-                nn.init.normal_(parameter, std=0.5)
-            x = 2 * torch.randn(16, 24, dtype=own.weight.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)  # torch.manual_seed would seed the GPUs, too
+    for name, (k, n) in zip(CHILDREN, ((24, 40), (24, 40), (40, 24)), strict=True):
+        own = module._modules[name]
+        assert isinstance(own, nn.Linear)
+        layers[name] = skip_init(nn.Linear, k, n, bias=own.bias is not None, dtype=own.weight.dtype, device="cpu")
+        for parameter in layers[name].parameters():
+            nn.init.normal_(parameter, std=0.5, generator=generator)
+        x = (2 * torch.randn(16, 24, generator=generator, device="cpu")).to(own.weight.dtype)
     gate, up, down = (layers[name] for name in CHILDREN)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:

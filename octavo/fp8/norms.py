@@ -142,11 +142,11 @@ def agrees(norm: nn.Module) -> str | None:
     assert weight is not None and eps is not None
     if weight.dtype not in _DTYPES:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
-    generator = torch.Generator().manual_seed(0)
-    own = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    own = torch.randn(weight.shape, generator=generator, device="cpu").to(weight.dtype)
     # Rows with a mean, rows of all sizes, among them those in which eps counts.
-    x = torch.randn(12, weight.shape[0], generator=generator) + 0.5
-    x = (x * 10.0 ** torch.arange(-5.0, 1.0, 0.5).unsqueeze(1)).to(weight.dtype)
+    x = torch.randn(12, weight.shape[0], generator=generator, device="cpu") + 0.5
+    x = (x * 10.0 ** torch.arange(-5.0, 1.0, 0.5, device="cpu").unsqueeze(1)).to(weight.dtype)
     try:
         stock = _stock(norm, own, x)
     except Exception as error:  # a forward that is not known may fail in any way
@@ -174,7 +174,7 @@ def _promotes(norm: nn.Module) -> bool:
     """Whether an input in 16 bits and a weight in fp32 give fp32, as in ``weight * x.to(input_dtype)``."""
     weight = norm._parameters["weight"]
     assert weight is not None
-    x = torch.ones(1, weight.shape[0], dtype=torch.bfloat16)
+    x = torch.ones(1, weight.shape[0], dtype=torch.bfloat16, device="cpu")
     return _stock(norm, torch.ones(weight.shape[0]), x).dtype == torch.float32
 
 

@@ -119,6 +119,13 @@ def test_fuse_without_a_plan_that_asks():
     model(**inputs).loss.backward()
 
 
+def test_a_default_device_does_not_matter():
+    model, _, _ = made("qwen3")
+    with torch.device("meta"):
+        plan = fp8.plan(model, fp8.Policy(fuse="on"))
+    assert len(plan.blocks) == 6 and all(b.fused for b in plan.blocks)
+
+
 def test_a_model_that_changed_since_the_plan():
     model, _, _ = made("qwen3")
     plan = fp8.plan(model, fp8.Policy(fuse="on"))

@@ -5,12 +5,13 @@ import copy
 import pickle
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from octavo import fp8
 from octavo.fp8 import gated_mlp, weights
@@ -234,6 +235,15 @@ def test_activation_checkpointing(reentrant, monkeypatch):
     with fp8.uncounted():
         assert_near(plain, twin, torch.randn(9, 72))
     assert ran["fused"] == 5
+
+
+def test_selective_checkpointing():
+    plain, twin = pair()
+    save = [torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor]
+    contexts = partial(create_selective_checkpoint_contexts, save)
+    for _ in range(2):
+        inner = lambda m, x: checkpoint(m, x, use_reentrant=False, context_fn=contexts)  # noqa: E731
+        assert_near(plain, twin, torch.randn(9, 72), inner)
 
 
 def test_codes_of_weights_are_cast_once_a_step_and_never_stale():

@@ -5,12 +5,13 @@ import copy
 import pickle
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -186,6 +187,16 @@ def test_activation_checkpointing(reentrant, monkeypatch):
     assert Counter(seen)["quantize_both"] == 3  # dy of each layer
 
 
+def test_selective_checkpointing():
+    """Regions that keep the outputs of some operations replay the others by counting them."""
+    plain, twin = pair()
+    save = [torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor]
+    contexts = partial(create_selective_checkpoint_contexts, save)
+    inner = lambda m, x: checkpoint(m, x, use_reentrant=False, context_fn=contexts)  # noqa: E731
+    for _ in range(2):
+        assert_near(plain, twin, torch.randn(5, 96), inner)
+
+
 def test_only_what_is_needed_is_cast_and_kept(monkeypatch):
     _, twin = pair()
     wanted, backend = [], registry.get("reference")
@@ -348,3 +359,21 @@ def test_triton_in_the_interpreter():
     b = run(reference, x, lowered)
     for found, exact in ((a[0], b[0]), (a[1], b[1]), *((a[2][n], b[2][n]) for n in a[2])):
         assert (found - exact).abs().max() <= 2**-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_codes_of_a_lowered_output_in_triton(wide):
+    """Whole rows and tiles: y in one dtype, codes of what autocast makes of it."""
+    pytest.importorskip("triton")
+    x, w, r = (torch.randn(5, 40) * 3).bfloat16(), torch.randn(40), fp8.recipe("blockwise")
+    row, col = r.fwd.a, r.wgrad.b if wide else None
+    given = (x.float(), w, 1e-6, row, col, torch.float32, torch.bfloat16), (x, w, 1e-6, row, col, torch.float32)
+    for args in given:
+        y, _, *codes = registry.get("triton").rmsnorm_quantize(*args)
+        exact = registry.get("reference").rmsnorm_quantize(*args)[0]
+        assert y.dtype == torch.float32 and (y - exact).abs().max() <= 1e-6 * exact.abs().max()
+        low = y.to(args[6] if len(args) > 6 else y.dtype)
+        for q, spec in zip(codes, (row, col), strict=True):
+            if spec is not None:
+                assert torch.equal(q.data.view(torch.uint8), quantize(low, spec).data.view(torch.uint8))
+                assert torch.equal(q.scale, quantize(low, spec).scale)
