@@ -3,12 +3,13 @@
     make gpu                    results under benchmarks/results
     make gpu GPU_PYTHON=python  with another Python: torch, triton, transformers, pytest, hypothesis, matplotlib
 
-Writes results/bench_<device>.json with a PNG a suite, and results/gpu_tests_<device>.txt. Exit code 1 where a test
+Writes results/bench_<device>_<suite>.json and .png, and results/gpu_tests_<device>.txt. Exit code 1 where a test
 failed; the benchmarks run all the same, since what they show may tell why.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import time
@@ -24,20 +25,22 @@ SUITES = {"cast": 25, "gemm": 45, "linear": 60, "moe": 25, "layer": 60, "step": 
 
 def main() -> int:
     sys.path.insert(0, str(ROOT))
+    missing = [name for name in ("torch", "triton", "transformers", "pytest") if importlib.util.find_spec(name) is None]
+    if "torch" in missing or "pytest" in missing:
+        print(f"make gpu: {sys.executable} lacks {', '.join(missing)}; name another Python: make gpu GPU_PYTHON=...")
+        return 2
     import torch
 
     if not torch.cuda.is_available():
         print("make gpu needs an NVIDIA GPU; on this machine `make test` and `octavo bench all` run what can be run.")
         return 2
     from octavo import bench
-    from octavo.bench import picture
 
     device = torch.device("cuda", torch.cuda.current_device())
     stem = "_".join(torch.cuda.get_device_name(device).lower().split())
     RESULTS.mkdir(exist_ok=True)
     failed = _tests(RESULTS / f"gpu_tests_{stem}.txt")
     session = bench.Bench(device, say=lambda text: print(f"{time.strftime('%X')} {text}", flush=True))
-    path = RESULTS / f"bench_{stem}.json"
     for suite, seconds in SUITES.items():
         session.budget = seconds
         try:
@@ -46,13 +49,11 @@ def main() -> int:
             print(f"{suite} FAILED: {type(error).__name__}: {error}", flush=True)
             session.result.cut.append(f"{suite} failed: {type(error).__name__}: {error}")
             failed = True
-        bench.write(session.result, path)  # after each: a machine that is taken away leaves what was measured
+        bench.keep(session.result, RESULTS)  # after each: a machine that is taken away leaves what was measured
     for line in bench.table(session.result):
         print("  ".join(line))
     for absent in session.result.absent:
         print(f"absent: {absent.suite} {absent.case} {absent.candidate}: {absent.why}")
-    picture.draw(session.result, RESULTS, f"bench_{stem}")
-    print(f"wrote {path.relative_to(ROOT)}")
     return int(failed)
 
 

@@ -1,7 +1,7 @@
 """What Octavo's kernels and layers are worth on this machine: suites that time them beside everybody else's.
 
     octavo bench linear                     one suite
-    octavo bench all --out results          all of them; JSON, a picture a suite
+    octavo bench all --out results          all of them; JSON and a picture for each
 
 Needs torch, transformers and matplotlib; on a GPU also triton, which comes with CUDA builds of torch. The same suites
 run on small sizes on a CPU, where the figures say nothing about FP8 but the code is the same.
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 
 from octavo.bench.bench import Bench
-from octavo.bench.record import Result, load, table, write
+from octavo.bench.record import Result, load, part, suites_of, table, write
 
-__all__ = ["SUITES", "Bench", "BenchError", "Result", "load", "run", "table", "write"]
+__all__ = ["SUITES", "Bench", "BenchError", "Result", "folder", "keep", "load", "run", "table"]
 
 #: suite -> what it measures
 SUITES: Mapping[str, str] = {
@@ -42,3 +43,30 @@ def run(names: list[str], bench: Bench) -> Result:
         bench.begin()
         suite(bench)
     return bench.result
+
+
+def folder(path: Path) -> Path:
+    """``path`` as a folder that can be written to, made if need be. Raises BenchError, before anything is timed."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".octavo-bench"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise BenchError(
+            f"results cannot be written to {path}: {error.strerror}. Name a folder that you may use."
+        ) from error
+    return path
+
+
+def keep(result: Result, into: Path) -> list[Path]:
+    """Write what each suite found into ``bench_<device>_<suite>.json`` and ``.png``; other suites' files stay."""
+    from octavo.bench import picture
+
+    paths = []
+    for suite in suites_of(result.rows):
+        stem = into / f"bench_{'_'.join(result.device.lower().split())}_{suite}"
+        paths.append(write(part(result, suite), stem.with_suffix(".json")))
+        if picture.draw(result, suite, stem.with_suffix(".png")):
+            paths.append(stem.with_suffix(".png"))
+    return paths

@@ -52,7 +52,9 @@ class Bench:
 
     def __post_init__(self) -> None:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        self.result = Result(name, self.small)
+        settings = {"shape": self.shape, "tokens": self.tokens, "layers": self.layers}
+        given = {k: v for k, v in settings.items() if v is not None}
+        self.result = Result(name, self.small, settings=given)
         self.begin()
 
     def begin(self) -> None:

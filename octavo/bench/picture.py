@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from octavo.bench.record import Result, Row, suites_of
+from octavo.bench.record import Result, Row
 
 __all__ = ["draw"]
 
@@ -14,17 +14,14 @@ BAR, PAPER, INK, SOFT = 0.19, "#fdfdfc", "#22262b", "#6b7178"
 FASTER, SLOWER, BASE = "#1d7f79", "#c8571b", "#a9b4c0"
 
 
-def draw(result: Result, folder: Path, stem: str) -> list[Path]:
-    """One PNG a suite, ``<stem>_<suite>.png``; a suite whose rows have no ratio gets none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    for suite in suites_of(result.rows):
-        rows = [r for r in result.rows if r.suite == suite and result.ratio(r) is not None]
-        if rows:
-            path = folder / f"{stem}_{suite}.png"
-            _figure(result, suite, rows).savefig(path, dpi=110)
-            made.append(path)
-    return made
+def draw(result: Result, suite: str, path: Path) -> bool:
+    """Draw one suite into the PNG file ``path``; where no row has a ratio, there is nothing to draw, and no file."""
+    rows = [r for r in result.rows if r.suite == suite and result.ratio(r) is not None]
+    if rows:
+        _figure(result, suite, rows).savefig(path, dpi=110)
+    else:
+        path.unlink(missing_ok=True)  # of an earlier run, whose figures are gone
+    return bool(rows)
 
 
 def _figure(result: Result, suite: str, rows: list[Row]) -> Figure:

@@ -1,6 +1,7 @@
 """What a suite found: rows of seconds with what they moved and computed, who could not take part and why, the machine.
 
-A ratio always compares two rows of one case in one run. Rates follow from counted work: bytes that the operation must
+A ratio always compares two rows of one case in one run, timed by turns where the candidates fit the device together
+(those of ``step`` do not and run one after the other). Rates follow from counted work: bytes that the operation must
 read and write, and 2 M N K operations a GEMM; what a kernel does beyond that is its own overhead.
 """
 
@@ -16,7 +17,9 @@ from typing import Any
 
 from octavo import environment
 
-__all__ = ["Absent", "Result", "Row", "load", "table", "write"]
+__all__ = ["Absent", "Result", "Row", "load", "noisy", "part", "suites_of", "table", "write"]
+
+NOISE = 0.5  # a spread from which on a median says little
 
 COLUMNS = ("suite", "case", "candidate", "time", "spread", "rate", "against", "ratio")
 NUMBERS = (3, 4, 5, 7)  # columns of COLUMNS that are set to the right
@@ -93,6 +96,7 @@ class Result:
     rows: list[Row] = field(default_factory=list)
     absent: list[Absent] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def ratio(self, row: Row) -> float | None:
         """How many times faster than its baseline, by rate where the two count different bytes; None without one."""
@@ -116,6 +120,7 @@ class Result:
             "command": "octavo bench",
             "device": self.device,
             "small": self.small,
+            "settings": dict(self.settings),
             "machine": environment.describe(),
             "rows": [{**asdict(r), "rate": r.rate, "ratio": self.ratio(r), "mfu": self.mfu(r)} for r in self.rows],
             "absent": [asdict(a) for a in self.absent],
@@ -135,6 +140,19 @@ def table(result: Result) -> list[tuple[str, ...]]:
             + (("" if ratio is None else f"{ratio:.2f}x"),)
         )
     return rows
+
+
+def noisy(result: Result) -> list[Row]:
+    """Rows whose quartiles lie so far apart that their ratios say little."""
+    return [r for r in result.rows if r.spread > NOISE]
+
+
+def part(result: Result, suite: str) -> Result:
+    """What one suite found."""
+    cut = [line for line in result.cut if line.split()[0] == suite]
+    rows = [r for r in result.rows if r.suite == suite]
+    absent = [a for a in result.absent if a.suite == suite]
+    return Result(result.device, result.small, rows, absent, cut, result.settings)
 
 
 def _time(seconds: float) -> str:

@@ -103,14 +103,15 @@ def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, .
 def candidates(
     bench: Bench, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = True
 ) -> dict[str, Callable[[], Call]]:
-    """High precision and every recipe, each eager and compiled, as one graph if ``whole``; same weights."""
+    """High precision and every recipe, each eager, compiled (as one graph if ``whole``), and with sisters, norms and
+    gated MLPs fused by the plan; all on the same weights."""
     recipes: list[str | None] = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
     made: dict[str, Callable[[], Call]] = {}
-    for compile_it, ending in ((False, ""), (True, " compiled")):
+    for how in ("", "compiled", "fused"):
         for recipe in recipes:
-            made[f"{recipe or bench.high}{ending}"] = partial(
-                _call, bench, block, recipe, compile_it, args, kwargs, whole
-            )
+            if recipe is not None or how != "fused":
+                name = f"{recipe or bench.high} {how}".strip()
+                made[name] = partial(_call, bench, block, recipe, how, args, kwargs, whole)
     return made
 
 
@@ -118,15 +119,15 @@ def _call(
     bench: Bench,
     block: nn.Module,
     recipe: str | None,
-    compile_it: bool,
+    how: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     whole: bool,
 ) -> Call:
     layer = copy.deepcopy(block)
     if recipe is not None:
-        fp8.apply(layer, fp8.plan(layer, recipe))
-    run = peers.compiled(lambda: layer, whole) if compile_it else layer
+        fp8.apply(layer, fp8.plan(layer, fp8.Policy(recipe=recipe, fuse="on" if how == "fused" else "off")))
+    run = peers.compiled(lambda: layer, whole) if how == "compiled" else layer
     shape = args[0].shape
     inputs = Rotation(lambda: bench.randn(*shape, grad=True))
     dy = bench.randn(*shape)

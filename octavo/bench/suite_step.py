@@ -1,8 +1,9 @@
 """``step``: whole training steps of a published size with random weights: tokens/s, TFLOP/s, MFU, peak memory.
 
 Forward, loss over all positions, backward, and torch's fused AdamW with states in the weights' precision, so that an
-8 B model fits one GPU of 141 GB. High precision, eager and compiled, beside the chosen recipe, eager and compiled block
-by block. FLOPs are 6 a parameter and token for linear layers plus causal attention's; recomputation counts for nothing.
+8 B model fits one GPU of 141 GB. High precision, eager and compiled, beside every recipe, eager, compiled block by
+block, and fused by the plan; one after the other, since two such models do not fit beside each other. FLOPs are 6 a
+parameter and token for linear layers plus causal attention's; recomputation counts for nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def run(bench: Bench) -> None:
     layers = bench.layers or (2 if bench.small else None)
     name = f"{shown(bench)}{'' if layers is None else f' ({layers} blocks)'}, {tokens} tokens"
     flops = step_flops(_model(bench, layers, meta=True), tokens)
-    candidates = {bench.high: partial(_call, bench, layers, tokens, None, False)}
-    candidates[f"{bench.high} compiled"] = partial(_call, bench, layers, tokens, None, True)
+    candidates = {f"{bench.high} compiled": partial(_call, bench, layers, tokens, None, "compiled")}
+    candidates[bench.high] = partial(_call, bench, layers, tokens, None, "")
     for recipe in peers.RECIPES:
         if peers.able(bench, recipe):
-            candidates[recipe] = partial(_call, bench, layers, tokens, recipe, False)
-            candidates[f"{recipe} compiled"] = partial(_call, bench, layers, tokens, recipe, True)
+            for how in ("compiled", "fused", ""):
+                candidates[f"{recipe} {how}".strip()] = partial(_call, bench, layers, tokens, recipe, how)
     work = Work(flops=flops, tokens=tokens)
     # One at a time: two models of this size do not fit beside each other.
     for candidate, build in candidates.items():
@@ -64,12 +65,13 @@ def step_flops(model: PreTrainedModel, tokens: int) -> float:
     return 6.0 * weights * tokens + 6.0 * config.num_hidden_layers * tokens**2 * width
 
 
-def _call(bench: Bench, layers: int | None, tokens: int, recipe: str | None, compile_it: bool) -> Call:
+def _call(bench: Bench, layers: int | None, tokens: int, recipe: str | None, how: str) -> Call:
     model = _model(bench, layers)
     family = models.describe(model)
     if recipe is not None:
-        fp8.apply(model, fp8.plan(model, recipe, family.components))
-    if compile_it:
+        policy = fp8.Policy(recipe=recipe, fuse="on" if how == "fused" else "off")
+        fp8.apply(model, fp8.plan(model, policy, family.components))
+    if how == "compiled":
         for _, block in family.layers(model):
             block.compile(fullgraph=True)
     trained = [p for n, p in model.named_parameters() if not (family.tower and n.startswith(family.tower + "."))]

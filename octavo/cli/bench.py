@@ -9,7 +9,10 @@ octavo bench all --small --device cpu
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 from octavo.cli import terminal
 
@@ -24,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_positive, metavar="N", help="tokens of a call, instead of each suite's own")
     parser.add_argument("--layers", type=_positive, metavar="N", help="step: only the first N decoder blocks")
     parser.add_argument(
-        "--budget", type=float, metavar="SECONDS", help="let a suite begin no case after so many seconds"
+        "--budget", type=_seconds, metavar="SECONDS", help="let a suite begin no case after so many seconds"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write bench_<device>.json and a PNG a suite there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON and a PNG there, a pair for each suite")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
 
 
@@ -37,13 +40,15 @@ def run(args: argparse.Namespace) -> int:
 
     here = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     name = args.device or here[0]
-    if name.partition(":")[0] not in here:
+    if re.fullmatch(r"(cuda|cpu)(:[0-9]+)?", name) is None or name.partition(":")[0] not in here:
         raise bench.BenchError(f"--device {name} is not here; use {' or '.join(here)}.")
     device = torch.device(name)
     if args.shape is not None:
         from octavo import models
 
         models.shape_model(args.shape)  # an unknown name is told before anything is timed
+    if args.out is not None:
+        bench.folder(args.out)  # as is a place where nothing can be written
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))
     small = args.small or device.type == "cpu"
     session = bench.Bench(
@@ -55,36 +60,41 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(result)
     if args.out is not None:
-        _keep(result, args.out)
-    return 0
+        for path in bench.keep(result, args.out):
+            terminal.note(f"wrote {path}")
+    if not result.rows:
+        terminal.note("nothing was timed; see above for what was left out or absent, and why")
+    return 0 if result.rows else 1
 
 
-def _show(result: object) -> None:
+def _show(result: Any) -> None:
     from octavo.bench import record
 
-    terminal.show_table(record.COLUMNS, record.table(result), right=record.NUMBERS)  # type: ignore[arg-type]
-    absent = {}
-    for a in result.absent:  # type: ignore[attr-defined]
+    terminal.show_table(record.COLUMNS, record.table(result), right=record.NUMBERS)
+    absent: dict[tuple[str, str], list[str]] = {}
+    for a in result.absent:
         absent.setdefault((a.candidate, a.why), []).append(a.case)
     for (candidate, why), cases in absent.items():
         print(f"absent: {candidate} ({len(cases)} case{'s' * (len(cases) > 1)}): {why}")
-    for line in result.cut:  # type: ignore[attr-defined]
+    for line in result.cut:
         print(f"left out: {line}")
-    if result.small:  # type: ignore[attr-defined]
+    if noisy := record.noisy(result):
+        print(f"note: {len(noisy)} of {len(result.rows)} rows vary by more than 50 % between quartiles: noise")
+    if result.small:
         print("note: small sizes; FP8 on a CPU is emulated, so these ratios say nothing about a GPU")
 
 
-def _keep(result: object, folder: Path) -> None:
-    from octavo.bench import picture, record
-
-    stem = f"bench_{'_'.join(result.device.lower().split())}"  # type: ignore[attr-defined]
-    paths = [record.write(result, folder / f"{stem}.json"), *picture.draw(result, folder, stem)]  # type: ignore[arg-type]
-    for path in paths:
-        terminal.note(f"wrote {path}")
-
-
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, 0 or more")
     return value

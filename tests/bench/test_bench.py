@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo import bench
-from octavo.bench import peers, picture, record, suite_moe
+from octavo.bench import peers, record, suite_moe
 from octavo.bench.bench import Bench, Refusal, Rotation, Work
 from octavo.bench.record import Result, Row
 from octavo.cli import bench as command
@@ -47,7 +47,8 @@ def test_the_compiling_suites_time_every_recipe_eager_and_compiled(suite: str) -
     lacking = [a for a in result.absent if not a.candidate.startswith(("torchao", "TransformerEngine"))]
     assert not lacking
     if suite != "linear":
-        assert names == {f"{n}{c}" for n in ("fp32", *RECIPES) for c in ("", " compiled")}
+        ways = {f"{n}{c}" for n in ("fp32", *RECIPES) for c in ("", " compiled")}
+        assert names == ways | {f"{n} fused" for n in RECIPES}
         cases = {r.case for r in result.rows}
         assert len(cases) == {"layer": 2, "step": 1}[suite]
 
@@ -102,22 +103,58 @@ def test_inputs_rotate() -> None:
 
 
 def test_json_table_and_picture(tmp_path: Path) -> None:
-    result = bench.run(["gemm"], session())
+    result = bench.run(["gemm"], session(tokens=8))
     found = record.load(record.write(result, tmp_path / "a" / "r.json"))
+    assert found["settings"] == {"tokens": 8}
     assert found["machine"]["packages"]["torch"].startswith(torch.__version__.split("+")[0])
     assert "version" in found["machine"]["octavo"] and found["device"] == "cpu" and found["small"] is True
     assert len(found["rows"]) == len(result.rows) == len(record.table(result))
     assert {len(cells) for cells in record.table(result)} == {len(record.COLUMNS)}
-    (png,) = picture.draw(result, tmp_path, "bench_cpu")
-    assert png.name == "bench_cpu_gemm.png" and png.stat().st_size > 5000
+    written = bench.keep(result, tmp_path)
+    assert [p.name for p in written] == ["bench_cpu_gemm.json", "bench_cpu_gemm.png"]
+    assert written[1].stat().st_size > 5000
     assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_later_suite_leaves_the_files_of_earlier_ones_and_replaces_its_own(tmp_path: Path) -> None:
+    both = Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0), Row("gemm", "a", "y", 1.0, baseline="x")])
+    bench.keep(both, tmp_path)
+    bench.keep(Result("cpu", True, rows=[Row("cast", "a", "x", 2.0)]), tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json", "bench_cpu_gemm.png", "bench_cpu_cast.json"}
+    bench.keep(
+        Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0)]), tmp_path
+    )  # no ratio: no picture, nor the old one
+    assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json", "bench_cpu_cast.json"}
+    assert len(record.load(tmp_path / "bench_cpu_gemm.json")["rows"]) == 1
+
+
+def test_rows_that_vary_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    result = Result("cpu", False, rows=[Row("gemm", "a", "x", 2.0, spread=3.0), Row("gemm", "a", "y", 1.0, spread=0.1)])
+    assert record.noisy(result) == result.rows[:1]
+    command._show(result)
+    assert "1 of 2 rows vary by more than 50 % between quartiles" in capsys.readouterr().out
+
+
+def test_a_budget_that_leaves_everything_out_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gemm", "--budget", "0", "--out", str(tmp_path)]) == 1
+    assert "nothing was timed" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_place_where_nothing_can_be_written_is_refused_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        assert main(["bench", "gemm", "--out", str(place)]) == 1
+        told = capsys.readouterr()
+        assert f"results cannot be written to {place}" in told.err and "gemm small" not in told.err
 
 
 def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "small sizes; FP8 on a CPU is emulated" in out and "M=8" in out
-    assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu.json", "bench_cpu_gemm.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json", "bench_cpu_gemm.png"}
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]
 
@@ -128,7 +165,11 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
         (["gem"], "invalid choice: 'gem'"),
         ([], "required: SUITE"),
         (["gemm", "--tokens", "0"], "0 is not a whole number of at least 1"),
-        (["gemm", "--device", "tpu"], "tpu"),
+        (["gemm", "--tokens", "x"], "x is not a whole number of at least 1"),
+        (["gemm", "--budget", "nan"], "nan is not a number of seconds"),
+        (["gemm", "--budget", "-1"], "-1 is not a number of seconds"),
+        (["gemm", "--device", "tpu"], "--device tpu is not here"),
+        (["gemm", "--device", "cpu:x"], "--device cpu:x is not here"),
         (["step", "--shape", "qwen3_vl_9b"], "there is no published shape 'qwen3_vl_9b' (did you mean"),
     ],
 )
