@@ -34,7 +34,7 @@ def test_overview(capsys):
 
 def test_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == "octavo 0.1.0\n"
+    assert capsys.readouterr().out == "octavo 0.2.0\n"
 
 
 @pytest.mark.parametrize("name", door.COMMANDS)
