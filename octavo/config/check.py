@@ -137,7 +137,7 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
     if kind == "missing" and not isinstance(value, (list, tuple)):
         return _missing(path)
     if kind == "literal_error":
-        options = [str(o) for o in _options(path) if o != "auto" or path[-1] != "recipe"]
+        options = [str(o) for o in _options(path)]
         if value is False and "off" in options:
             return f"found {named(value)}", "write `off`"
         close = nearest(str(value), options)

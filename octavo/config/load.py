@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.config.check import to_config
 from octavo.config.merge import Tree, apply_override, read_file, read_string
-from octavo.config.schema import Config
+from octavo.config.schema import Config, RecipeName
+
+_FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -37,11 +40,27 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def plain(config: Config) -> dict:
-    """The configuration as mappings, lists and scalars."""
-    return config.model_dump(mode="json")
+    """The configuration as mappings, lists and scalars. Beside a plan file there is no recipe: it would be ignored, and
+    a recipe that somebody writes there is refused."""
+    found = config.model_dump(mode="json")
+    if config.fp8.plan is not None and config.fp8.recipe == type(config.fp8).model_fields["recipe"].default:
+        del found["fp8"]["recipe"]
+    return found
 
 
 def _finish(tree: Tree, overrides: Sequence[str]) -> Config:
     for text in overrides:
         apply_override(tree, text)
+    _let_a_plan_win(tree)
     return to_config(tree)
+
+
+def _let_a_plan_win(tree: Tree) -> None:
+    """`fp8.plan=FILE` over a file that names a recipe takes its place, as later wins; a recipe of the command line
+    stands beside the plan and is refused, and so is one in the file that names the plan."""
+    fp8 = tree.value.get("fp8")
+    if not isinstance(fp8, dict) or not isinstance(fp8.get("plan"), str) or fp8.get("recipe") not in _FP8:
+        return
+    later, earlier = tree.place(("fp8", "plan")).source, tree.place(("fp8", "recipe")).source
+    if later in tree.overrides and earlier not in tree.overrides:
+        del fp8["recipe"]

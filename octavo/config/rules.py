@@ -126,6 +126,13 @@ def _plan(fp8: Fp8Section) -> Iterator[Finding]:
         yield Finding(
             ("fp8", "plan"), "a plan file is given, and the recipe is off", "remove one of them", (("fp8", "recipe"),)
         )
+    elif "recipe" in fp8.model_fields_set:
+        yield Finding(
+            ("fp8", "recipe"),
+            "has no effect beside fp8.plan, which decides for every layer",
+            "remove it, or take the recipe and no plan (fp8.plan=null)",
+            (("fp8", "plan"),),
+        )
     for key in ("format", *GEMMS, *COMPONENTS, "rules", "backend", "candidates", "fuse"):
         if getattr(fp8, key) != Fp8Section.model_fields[key].get_default():
             yield Finding(

@@ -171,6 +171,13 @@ def test_a_wrong_override_names_itself(override, message):
             "fp8.plan: a plan file is given, and the recipe is off; remove one of them",
         ),
         ("fp8: {plan: p.json, rules: [{match: a, recipe: off}]}", "fp8.rules: has no effect beside fp8.plan"),
+        ("fp8: {plan: p.json, recipe: rowwise}", "x.yaml:4: fp8.recipe: has no effect beside fp8.plan"),
+        ("fp8: {plan: p.json, recipe: blockwise}", "x.yaml:4: fp8.recipe: has no effect beside fp8.plan"),
+        (
+            "fp8: {recipe: aut}",
+            "fp8.recipe: found 'aut'; did you mean auto? one of off, tensorwise, rowwise, blockwise, "
+            "mxfp8, delayed, auto",
+        ),
         ("fp8: {plan: p.json, fuse: on}", "fp8.fuse: has no effect beside fp8.plan"),
         ("fp8: {fuse: maybe}", "x.yaml:4: fp8.fuse: found 'maybe'; one of off, on, auto"),
         ("fp8: {plan: p.json, foundation: {recipe: auto}}", "fp8.foundation: has no effect beside fp8.plan"),

@@ -229,3 +229,16 @@ def test_any_text_and_number_survives_the_resolved_yaml(system, lr, seed):
         }
     )
     assert load_config_text(to_yaml(cfg)) == cfg
+
+
+def test_a_plan_takes_the_place_of_an_earlier_recipe_and_loads_again():
+    text = BASE + "fp8: {recipe: rowwise}\n"
+    cfg = load_config_text(text, ["fp8.plan=p.json"])
+    assert cfg.fp8.plan.endswith("p.json") and cfg.fp8.recipe == "blockwise"
+    assert "recipe" not in to_yaml(cfg) and load_config_text(to_yaml(cfg)) == cfg
+    assert cfg.with_overrides(["train.lr=0.1"]).fp8.plan == cfg.fp8.plan
+    assert cfg.with_overrides(["fp8.recipe=rowwise", "fp8.plan=null"]).fp8.recipe == "rowwise"
+    assert load_config_text(text, []).with_overrides(["fp8.plan=p.json"]).fp8.plan == cfg.fp8.plan
+    for text, given in ((text, ["fp8.recipe=blockwise", "fp8.plan=p.json"]), (to_yaml(cfg), ["fp8.recipe=blockwise"])):
+        with pytest.raises(ConfigError, match="override `fp8.recipe=blockwise`: fp8.recipe: has no effect beside"):
+            load_config_text(text, given)
