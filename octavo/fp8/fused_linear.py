@@ -2,10 +2,16 @@
 
 See :mod:`octavo.fp8.fusion` for which layers those are and how each comes to its output. What a forward keeps is what
 :mod:`octavo.fp8.linear` keeps, once for all layers: the codes of x in wgrad layout, and references to the weights.
+
+One node stands for several layers, and a backward may reach them one after the other (``q.sum().backward()`` and then
+``k.sum().backward()``). Autograd frees what a node saved after the first of them, so the node itself keeps the codes
+of x until each layer that was called has had its gradient. They die with the graph at the latest, as those of a single
+layer do. A second backward through the same output needs ``retain_graph=True``, as ever.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +33,7 @@ class Marks:
 
     def __init__(self, grad: bool, layers: int) -> None:
         self.grad = grad
+        self.called = [False] * layers
         self.counted = [False] * layers
         self.born = ["fwd"] * layers
         self.needs_x, self.needs_w = False, False
@@ -59,10 +66,14 @@ class FusedGemms(torch.autograd.Function):
         kept = (x_col or x_row) if marks.needs_w else None
         inside = needs[0] and site.shares_weight and weights.capturing(x)
         ctx.save_for_backward(
-            *(owners if needs[0] else ()),
             *((w_q.data, w_q.scale) if inside else ()),
             *((kept.data, kept.scale) if kept is not None else ()),
         )
+        # Weights live in their modules and need no saving. Autograd would unpack them all, and refuse the backward of
+        # one layer because the weight of another was edited: _weights compares the versions of those that are used.
+        ctx.owners = owners if needs[0] else ()
+        ctx.versions = [w._version for w in ctx.owners]
+        ctx.came, ctx.left, ctx.forget_input = set(), None, given.forgetter()
         ctx.call, ctx.needs, ctx.inside, ctx.kept_spec = call, needs, inside, None if kept is None else kept.spec
         ctx.sizes = [w.shape[0] for w in owners if w is not None]
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
@@ -79,6 +90,7 @@ class FusedGemms(torch.autograd.Function):
         pending = call.marks.pending()
         if pending is not None:
             pending.drop()
+        ctx.forget_input()
         rows = ctx.x_shape[:-1].numel()
         parts = [None if dy is None else dy.reshape(rows, n) for dy, n in zip(dys, ctx.sizes, strict=True)]
         given = [(i, dy) for i, dy in enumerate(parts) if dy is not None]
@@ -112,18 +124,35 @@ def _joined_bias(owners: tuple[Tensor | None, ...], biases: tuple[Tensor | None,
     )
 
 
-def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], Quantized | None, Quantized | None]:
-    """(the weights, their joined codes where a capture kept them, the codes of x for wgrad)."""
-    saved, recipe, count = list(ctx.saved_tensors), ctx.call.sites[0].recipe, len(ctx.sizes)
-    owners = tuple(saved.pop(0) for _ in range(count)) if ctx.needs[0] else ()
-    w_q = Quantized(saved.pop(0), saved.pop(0), recipe.fwd.b) if ctx.inside else None
-    x_q = Quantized(saved[0], saved[1], ctx.kept_spec) if saved else None
-    return owners, w_q, x_q
+def _weights(ctx: Any, used: Sequence[int]) -> tuple[Tensor, ...]:
+    """The weights of all layers, those in use as they were in the forward; none where x asks for no gradient."""
+    for i in used if ctx.owners else ():
+        was, found = ctx.versions[i], ctx.owners[i]._version
+        if was != found:
+            raise RuntimeError(
+                f"The weight of {ctx.call.sites[i].name!r}, needed for the gradient of its input, has been modified by "
+                f"an inplace operation since the forward (version {found}, expected {was}). Run the backward before "
+                "the edit, or the forward again after it."
+            )
+    return ctx.owners
+
+
+def _codes(ctx: Any, given: Sequence[int]) -> tuple[Quantized | None, Quantized | None]:
+    """(the joined codes of the weights where a capture kept them, the codes of x for wgrad)."""
+    first = ctx.came.isdisjoint(given)
+    # Twice through one output: autograd knows whether the graph was retained, and says so if not.
+    saved = ctx.left if first and ctx.left is not None else ctx.saved_tensors
+    ctx.came.update(given)
+    ctx.left = saved if any(c and i not in ctx.came for i, c in enumerate(ctx.call.marks.called)) else None
+    rest = list(saved)
+    w_q = Quantized(rest.pop(0), rest.pop(0), ctx.call.sites[0].recipe.fwd.b) if ctx.inside else None
+    return w_q, Quantized(rest[0], rest[1], ctx.kept_spec) if rest else None
 
 
 def _backward_of_all(ctx: Any, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
     """dx [M, K] and the dw of all layers from dy [M, sum of N]: one dgrad, one wgrad."""
-    site, (owners, w_q, x_q) = ctx.call.sites[0], _saved(ctx)
+    site, everyone = ctx.call.sites[0], range(len(ctx.sizes))
+    owners, (w_q, x_q) = _weights(ctx, everyone), _codes(ctx, everyone)
     row = site.want("dgrad", site.recipe.dgrad.a) if owners else None
     col = site.want("wgrad", site.recipe.wgrad.a) if x_q is not None else None
     dy_row = dy_col = dx = None
@@ -148,7 +177,8 @@ def _backward_of_all(ctx: Any, dy: Tensor) -> tuple[Tensor | None, list[Tensor |
 
 def _backward_one_by_one(ctx: Any, given: list[tuple[int, Tensor]], dws: list[Tensor | None]) -> Tensor | None:
     """dx [M, K], and ``dws`` filled in, where some outputs did not reach the loss: each layer by its own GEMMs."""
-    owners, _, x_q = _saved(ctx)
+    used = [i for i, _ in given]
+    owners, (_, x_q) = _weights(ctx, used), _codes(ctx, used)
     dx: Tensor | None = None
     for i, dy in given:
         site = ctx.call.sites[i]

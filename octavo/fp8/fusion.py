@@ -22,6 +22,14 @@ A sister that is not called, or called with something else, costs the GEMM that 
 right: counters see a layer's GEMMs only when it is called, and a backward that some outputs did not reach runs one
 GEMM a layer. A group that misses twice in a row goes back to single GEMMs for good.
 
+What nobody claimed is freed with the input, with the next call of any group in the thread, with a backward that passes,
+with the next optimizer step, and by :func:`octavo.fp8.invalidate`. The input itself is held that long only where it is
+a leaf that asks for a gradient, since the graph of the outputs holds it.
+
+The outputs have one node in the graph. Backwards that reach them one by one work, each by the layer's own GEMMs; the
+codes of x are then kept until every sister that was called has had hers, or the graph is gone. A write to x that
+moves no version (``x.data.mul_()``) between two sisters is not seen; see :mod:`octavo.fp8.shared_input`.
+
 Activation checkpointing counts what a region saves, so a recomputation must fuse what its forward fused. Therefore
 nothing is carried into a region or out of it, and a group that gives up does so for calls that build a graph when the
 next optimizer step has been taken.
@@ -47,6 +55,7 @@ from octavo.fp8.kernels.layout import ALIGN
 from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.linear import Linear, _autocast_enabled, compute_dtype
 from octavo.fp8.recipe import GEMMS, Recipe
+from octavo.fp8.shared_input import torch_alone_writes
 from octavo.fp8.swapped import unswap
 from octavo.fp8.weights import is_dtensor
 
@@ -257,6 +266,8 @@ class Group:
         first = self.members[0].weight
         if watching() or type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.is_inference() or not x.numel():
             return False
+        if not torch_alone_writes(x):
+            return False
         return (
             x.dim() > 0
             and x.shape[-1] == first.shape[1]
@@ -342,6 +353,7 @@ class _Pending:
 def _report(at: int, member: Linear, x: Tensor, marks: Marks) -> None:
     """The layer was called: what its own forward would have reported."""
     now, site = observe.phase(), member._site
+    marks.called[at] = True
     marks.counted[at], marks.born[at] = now.counted, now.gemm
     if not now.counted or not observe.counting():
         return
@@ -360,10 +372,20 @@ def _pending() -> _Pending | None:
     return getattr(_local, "pending", None)
 
 
+def _drop_pending() -> None:
+    pending = _pending()
+    if pending is not None:
+        pending.drop()
+
+
+weights.listen(_drop_pending)
+
+
 def _stamp(x: Tensor) -> tuple[Any, ...]:
     """What must be the same for an output to be handed out, besides the input itself."""
     return (
         x._version,
+        torch_alone_writes(x),
         x.requires_grad,
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

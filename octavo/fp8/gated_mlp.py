@@ -230,6 +230,7 @@ class _Mlp(torch.autograd.Function):
             q2=w_codes[2] if needs.h else None,
         )
         ctx.call, ctx.needs, ctx.counted, ctx.born = call, needs, now.counted, now.gemm
+        ctx.forget_input = given.forgetter()
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it.
@@ -238,6 +239,7 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.forget_input()
         kept, needs = _kept(ctx), ctx.needs
         gate, _, down = ctx.call.sites
         dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])

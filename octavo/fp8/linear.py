@@ -138,7 +138,7 @@ class _ThreeGemms(torch.autograd.Function):
         ctx.site, ctx.part, ctx.history = site, call.part, call.history
         ctx.record = call.record and now.counted
         ctx.counted, ctx.born, ctx.watched = now.counted, now.gemm, watched
-        ctx.needs, ctx.inside = (needs_x, needs_w, needs_b), inside
+        ctx.needs, ctx.inside, ctx.forget_input = (needs_x, needs_w, needs_b), inside, given.forgetter()
         ctx.kept_spec = kept.spec if isinstance(kept, Quantized) else None
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype, ctx.w_dtype = x.shape, x.dtype, given.dtype, weight.dtype
         ctx.b_dtype = None if bias is None else bias.dtype
@@ -148,6 +148,7 @@ class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.forget_input()
         needs_x, needs_w, needs_b = ctx.needs
         saved = list(ctx.saved_tensors)
         dy_MN = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])

@@ -5,11 +5,19 @@ that brings the same input finds them. The wgrad codes that these layers save fo
 under autocast the input is lowered once.
 
 The same input is the same storage at the same version, address, shape, strides and dtype, lowered to the same dtype, on
-the same stream, inside or outside a CUDA graph capture alike. What moves no version (a replayed graph that writes into
-its static output, a collective, a kernel of your own) is met by a second rule: an entry serves each layer once. A layer
-that asks again, as in the next micro-batch or in a recomputation, gets a new cast.
+the same stream, inside or outside a CUDA graph capture alike.
 
-An entry dies with the storage of its input, or when the thread casts another one: at most one input's codes are held.
+Some writes move no version: ``x.data.mul_()``, a replayed graph that writes into its static output, a collective, a
+kernel of your own, another process. They are met by dropping codes early. An entry serves each layer once: a layer that
+asks again, as in the next micro-batch or in a recomputation, gets a new cast. It dies with the storage of its input;
+when the thread casts another one, so that at most one input's codes are held; when a backward reaches a layer that it
+served; with every optimizer step; with :func:`octavo.fp8.invalidate`. Memory that NumPy can write has none at all.
+
+**What stays unseen**: such a write between the calls of two layers, with none of these in between. The second layer
+then multiplies the values that the first one saw. Either the model writes so between q and k, or, without gradients,
+one buffer is refilled so and the layers take turns (q in this step, k in the next). Write to x itself, which is seen,
+or call ``fp8.invalidate`` after the write.
+
 A layer that quantizes what it computes (:mod:`octavo.fp8.norms`) leaves its codes here for the layers that it feeds
 (:func:`offer`), under the same rules.
 Delayed scaling has a history for each layer and shares nothing.
@@ -19,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +36,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from octavo.fp8 import weights
 from octavo.fp8.cast import CastSpec, Quantized
-from octavo.fp8.kernels.registry import Backend
+from octavo.fp8.kernels.registry import Backend, Borrower
 
-__all__ = ["Input", "Want", "cast_both", "forget", "held_bytes", "offer"]
+__all__ = ["Input", "Want", "cast_both", "forget", "held_bytes", "offer", "torch_alone_writes"]
 
 
 class Want(NamedTuple):
@@ -86,6 +94,10 @@ class Input:
                 held[want] = want.backend.quantize(self.matrix(), want.spec, contract)
         return None if row is None else held[row], None if col is None else held[col]
 
+    def forgetter(self) -> Callable[[], None]:
+        """What a backward calls: the codes that this layer found or made serve nobody from then on. Holds no codes."""
+        return _nothing if self._found is None else self._found.forget
+
     @property
     def _entry(self) -> _Entry:
         if self._found is None:
@@ -99,6 +111,7 @@ class _Entry:
     def __init__(self, stamp: tuple[Any, ...] = ()) -> None:
         self.stamp = stamp
         self.storage: Any = None  # a weak reference to the input's storage
+        self.forget: Callable[[], None] = _nothing
         self.codes: dict[Want, Quantized] = {}
         self.high: Tensor | None = None
         self.served: set[int] = set()
@@ -116,9 +129,10 @@ _memos: weakref.WeakSet[_Memo] = weakref.WeakSet()
 
 def cast_both(x: Tensor, row: Want, col: Want) -> tuple[Quantized, Quantized]:
     """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), in one pass over x
-    where the first backend can do both: all backends give the same codes."""
+    where the first backend, or the one that lends it its casts, can do both: all backends give the same codes."""
     first = row.backend
-    if first is col.backend or first.supports("quantize", col.spec, x.device, x.shape) is None:
+    one = first is col.backend or isinstance(first, Borrower)
+    if one or first.supports("quantize", col.spec, x.device, x.shape) is None:
         return first.quantize_both(x, row.spec, col.spec)
     return first.quantize(x, row.spec, 1), col.backend.quantize(x, col.spec, 0)
 
@@ -131,9 +145,7 @@ def offer(y: Tensor, dtype: torch.dtype, codes: Mapping[Want, Quantized]) -> Con
     """
     if not _recognisable(y):
         return (0,)
-    memo = _memo()
-    memo.entry = entry = _Entry(_stamp(Input(y, dtype, None)))
-    entry.storage = weakref.ref(y.untyped_storage(), _Forget(memo, entry))
+    entry = _begin(_memo(), y.untyped_storage(), _stamp(Input(y, dtype, None)))
     entry.codes.update(codes)
     return entry.served
 
@@ -153,6 +165,9 @@ def forget() -> None:
         memo.entry = None
 
 
+weights.listen(forget)
+
+
 def _entry(x: Input) -> _Entry:
     """The entry of this input if it may serve this layer, else a new one (which nobody will find where the input cannot
     be recognised again)."""
@@ -164,17 +179,34 @@ def _entry(x: Input) -> _Entry:
     memo = _memo()
     storage, stamp, entry = given.untyped_storage(), _stamp(x), memo.entry
     if entry is None or entry.stamp != stamp or entry.storage() is not storage or id(x.user) in entry.served:
-        memo.entry = entry = _Entry(stamp)
-        # torch keeps the Python object of a storage as long as the storage itself.
-        entry.storage = weakref.ref(storage, _Forget(memo, entry))
+        entry = _begin(memo, storage, stamp)
     entry.served.add(id(x.user))
     return entry
+
+
+def _begin(memo: _Memo, storage: torch.UntypedStorage, stamp: tuple[Any, ...]) -> _Entry:
+    memo.entry = entry = _Entry(stamp)
+    entry.forget = _Forget(memo, entry)
+    # torch keeps the Python object of a storage as long as the storage itself.
+    entry.storage = weakref.ref(storage, entry.forget)
+    return entry
+
+
+def _nothing() -> None:
+    pass
 
 
 def _recognisable(given: Tensor) -> bool:
     if type(given) not in (Tensor, nn.Parameter) or given.is_meta or given.is_inference() or not given.numel():
         return False
-    return not torch.is_inference_mode_enabled()  # codes made there could not be saved for a backward later
+    # Codes made in inference mode could not be saved for a backward later.
+    return torch_alone_writes(given) and not torch.is_inference_mode_enabled()
+
+
+def torch_alone_writes(x: Tensor) -> bool:
+    """False for memory that NumPy owns, or was shown (``x.numpy()``): torch may not resize it, which tells, and it may
+    be written at any time without a new version."""
+    return x.untyped_storage().resizable()
 
 
 def _memo() -> _Memo:
@@ -186,12 +218,13 @@ def _memo() -> _Memo:
 
 
 class _Forget:
-    """Called when the storage of an input is freed: its codes go too, unless another input took their place."""
+    """Called when the storage of an input is freed, or by a backward: its codes go too, unless another input took their
+    place."""
 
     def __init__(self, memo: _Memo, entry: _Entry) -> None:
         self._memo, self._entry = weakref.ref(memo), weakref.ref(entry)
 
-    def __call__(self, _: object) -> None:
+    def __call__(self, _: object = None) -> None:
         memo, entry = self._memo(), self._entry()
         if memo is not None and entry is not None and memo.entry is entry:
             memo.entry = None

@@ -43,6 +43,21 @@ _lock = threading.Lock()
 def _raise_epoch(*_: object) -> None:
     global _epoch
     _epoch += 1
+    _tell()
+
+
+# Who else remembers something between two layers, and drops it at an optimizer step and when asked to forget.
+_listeners: list[Callable[[], None]] = []
+
+
+def listen(drop: Callable[[], None]) -> None:
+    """Let ``drop`` be called after every optimizer step and by :func:`invalidate`."""
+    _listeners.append(drop)
+
+
+def _tell() -> None:
+    for drop in _listeners:
+        drop()
 
 
 def epoch() -> int:
@@ -255,13 +270,16 @@ def capturing(tensor: Tensor) -> bool:
 
 
 def invalidate(model: nn.Module) -> None:
-    """Forget the FP8 codes of all weights of a model; the next forward casts them again.
+    """Forget the FP8 codes of all weights of a model, which the next forward casts again, and what layers of one input
+    remember of it (:mod:`octavo.fp8.shared_input`), whichever model they belong to.
 
     Needed after every write that neither a version counter nor a ``torch.optim`` step shows, or the model goes on
     multiplying by the old weight without a word: ``p.data -= lr * p.grad`` by hand, weights swapped for their moving
     average by ``p.data.copy_()``, PEFT's ``merge_adapter()`` and ``unmerge_adapter()`` on FP8 layers, a kernel of your
-    own, a NumPy view. The same writes to ``p`` itself under ``torch.no_grad()`` are seen.
+    own, a NumPy view. The same writes to ``p`` itself under ``torch.no_grad()`` are seen. Needed as well between two
+    layers of one input if the input is written so between their calls (``x.data.mul_()``).
     """
+    _tell()
     for module in model.modules():
         if isinstance(module, HoldsCodes):
             for codes in module._weight_codes().values():

@@ -293,7 +293,6 @@ def test_inference_and_training_do_not_mix():
     with torch.inference_mode():
         y = m(x)
     z = m(x)
-    z.sum().backward()
     assert torch.equal(y, z)
     with torch.inference_mode():
         inner = torch.randn(5, 64)
@@ -303,6 +302,7 @@ def test_inference_and_training_do_not_mix():
     assert shared_input.held_bytes() == 5 * 64 * 2 + sum(
         4 * t for t in (5, 64)
     )  # the training input's, both ways, with their scales
+    z.sum().backward()
 
 
 def test_each_thread_remembers_its_own(casts):
@@ -370,3 +370,91 @@ def test_the_function_shares_nothing(casts):
         fp8.linear(x, w)
         assert len(of_x(casts)) == 2  # x and w
     assert shared_input.held_bytes() == 0
+
+
+def unchecked(m, x):
+    return [torch.equal(p(x), fp8.linear(x, p.weight, p.bias)) for p in (m.k, m.v)]
+
+
+def test_memory_that_numpy_may_write_is_never_remembered():
+    """It moves no version: one array refilled in every step, and layers that take turns."""
+    m, array = three(), np.ones((5, 64), dtype=np.float32)
+    owned, shown = torch.from_numpy(array), torch.randn(5, 64)
+    view = shown.numpy()
+    for x, write in ((owned, array), (shown, view)):
+        with torch.no_grad():
+            for step in range(4):
+                write[:] = step + 1
+                layer = (m.q, m.k)[step % 2]
+                assert torch.equal(layer(x), fp8.linear(x, layer.weight, layer.bias)), step
+    assert shared_input.held_bytes() == 0
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        m.q(x)
+        x.numpy()[:] *= 2  # shown only between two layers
+        assert all(unchecked(m, x))
+
+
+@pytest.mark.parametrize("end", ["backward", "optimizer", "invalidate"])
+def test_codes_end_with_a_backward_an_optimizer_step_and_invalidate(end):
+    m, x = three(), torch.randn(5, 64)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
+    y = m.q(x)
+    assert shared_input.held_bytes() > 0
+    x.data.mul_(2)  # unseen
+    if end == "backward":
+        y.sum().backward()
+    elif end == "optimizer":
+        optimizer.step()
+    else:
+        fp8.invalidate(nn.Linear(1, 1))
+    assert shared_input.held_bytes() == 0
+    assert all(unchecked(m, x))
+
+
+def test_a_backward_leaves_the_codes_of_another_input_alone(casts):
+    m, x, other = three(), torch.randn(5, 64), torch.randn(5, 64)
+    warm(m, x)
+    y = m.q(other)
+    m.q(x)
+    casts.clear()
+    y.sum().backward()
+    casts.clear()
+    m.k(x)
+    assert of_x(casts) == []
+
+
+def test_shape_and_strides_tell_inputs_of_one_memory_apart():
+    m, x = three(), torch.randn(64, 64)
+    with torch.no_grad():
+        for other in (x.t(), x.view(32, 2, 64), x.as_strided((64, 64), (64, 1)), x[:32], x.view(1, 64, 64).mT):
+            m.q(x)
+            y = m.k(other)
+            assert y.shape == (*other.shape[:-1], 16)
+            assert torch.equal(y, fp8.linear(other, m.k.weight, m.k.bias))
+
+
+def test_one_pass_where_a_backend_borrows_its_casts():
+    """A Borrower hands both casts to one lender, though the other GEMM's backend is another."""
+    from octavo.fp8.kernels.registry import Borrower
+
+    made = []
+
+    class Lent(Borrower):
+        name = "lent"
+
+        def quantize_both(self, x, row, col):
+            made.append("both")
+            return super().quantize_both(x, row, col)
+
+        def quantize(self, x, spec, contract=1):
+            made.append("one")
+            return super().quantize(x, spec, contract)
+
+    r, x = fp8.recipe("blockwise"), torch.randn(40, 64)
+    row, col = shared_input.Want(Lent(), r.fwd.a), shared_input.Want(get("reference"), r.wgrad.b)
+    got = shared_input.cast_both(x, row, col)
+    assert made == ["both"]
+    for q, spec in zip(got, (r.fwd.a, r.wgrad.b), strict=True):
+        want = fp8.quantize(x, spec)
+        assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(q.scale, want.scale)
