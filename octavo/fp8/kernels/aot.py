@@ -1,12 +1,12 @@
 """Compile every Triton kernel ahead of time, for GPUs that need not be there, and report what came out.
 
-    python -m octavo.fp8.kernels.aot [--arch 90 ...] [--only TEXT] [--first] [--jobs N] [--json FILE]
+    python -m octavo.fp8.kernels.aot [--arch 90 ...] [--only TEXT] [--first] [--jobs N] [--json FILE] [--help]
 
 Each module of ``triton_kernels/`` lists the forms of its kernels in ``variants()``. One line a form and architecture:
 registers a thread, shared memory a program, bytes of local memory a thread (spilled registers; they cost bandwidth),
 the tensor core instruction (wgmma: Hopper; tcgen05: Blackwell of data centres; mma: all others), and how wide the
 accesses to global memory are. The exit code is 1 if a form does not compile, needs more shared memory than the
-architecture has, or spills more than :data:`SPILL_BOUND` bytes.
+architecture has, or spills more than :data:`SPILL_BOUND` bytes; 2, with a sentence, if the words mean nothing.
 
 ``--first`` takes one form of each kernel, ``--only`` those whose name contains TEXT. Pointers are taken to be aligned
 to 16 bytes, as PyTorch allocates, and an integer of type ``"i32:16"`` to be a multiple of 16.
@@ -15,6 +15,7 @@ to 16 bytes, as PyTorch allocates, and an integer of type ``"i32:16"`` to be a m
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -44,6 +45,7 @@ _TENSOR_CORE = (("tcgen05.mma", "tcgen05"), ("wgmma.mma_async", "wgmma"), ("mma.
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[A-Za-z0-9_:]+)*?(?:\.v(\d))?\.[bufs](\d+)\b")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _PACKAGE = "octavo.fp8.kernels.triton_kernels"
+_SELF = "octavo.fp8.kernels.aot"  # __name__ is "__main__" where this is the command
 
 
 def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jobs: int = 1) -> list[dict[str, Any]]:
@@ -54,8 +56,13 @@ def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jo
     number of instructions). In a process whose kernels belong to the interpreter, another process does the work.
 
     Raises:
-        ValueError: an architecture that is not in :data:`ARCHS`, or ``only`` that matches nothing.
+        ValueError: an architecture that is not in :data:`ARCHS`, ``only`` that matches nothing, fewer than one job, or
+            no triton.
     """
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("Compiling Triton kernels needs triton, which is not installed; pip install triton.")
+    if jobs < 1:
+        raise ValueError(f"{jobs} jobs compile nothing; --jobs takes a number of processes from 1 on.")
     unknown = [arch for arch in archs if arch not in ARCHS]
     if unknown:
         raise ValueError(f"There is no architecture {unknown[0]} to compile for; use {', '.join(map(str, ARCHS))}.")
@@ -196,7 +203,7 @@ def _elsewhere(archs: Sequence[int], first: bool, only: str, jobs: int) -> list[
         words = ["--json", str(file), "--jobs", str(jobs), "--only", only, *(["--first"] if first else [])]
         for arch in archs:
             words += ["--arch", str(arch)]
-        done = subprocess.run([sys.executable, "-m", __name__, *words], env=environ, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", _SELF, *words], env=environ, capture_output=True, text=True)
         if not file.exists():
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(last) if done.returncode == 2 else RuntimeError(f"compiling ahead of time failed: {last}")
@@ -208,8 +215,12 @@ def _elsewhere(archs: Sequence[int], first: bool, only: str, jobs: int) -> list[
     return rows
 
 
-def main(words: Sequence[str]) -> int:
-    """The command line above: 0 if all is well, 1 with the list of faults, 2 for words that mean nothing."""
+def _asked(words: Sequence[str]) -> tuple[list[int], bool, str, int, Path | None]:
+    """(architectures, first, only, jobs, file for JSON) of the command line.
+
+    Raises:
+        ValueError: a word that is not known, that lacks its value, or whose value means nothing.
+    """
     archs: list[int] = []
     given = {"--only": "", "--jobs": "1", "--json": ""}
     first = False
@@ -220,20 +231,36 @@ def main(words: Sequence[str]) -> int:
             first = True
         elif word in (*given, "--arch") and rest:
             value = rest.pop(0)
-            if word == "--arch":
+            if word != "--arch":
+                given[word] = value
+            elif value.removeprefix("sm_").isdecimal():
                 archs.append(int(value.removeprefix("sm_")))
             else:
-                given[word] = value
+                known = ", ".join(map(str, ARCHS))
+                raise ValueError(f"--arch takes a number such as 90 or sm_90, not {value!r}; there are {known}.")
         else:
-            print(f"aot does not know {word!r}, or it lacks its value; see its first lines.", file=sys.stderr)
-            return 2
+            raise ValueError(f"aot does not know {word!r}, or it lacks its value; --help says what there is.")
+    if not given["--jobs"].isdecimal():
+        raise ValueError(f"--jobs takes a number of processes from 1 on, not {given['--jobs']!r}.")
+    file = Path(given["--json"]) if given["--json"] else None
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ValueError(f"--json takes a file in a folder that exists, not {given['--json']!r}.")
+    return archs, first, given["--only"], int(given["--jobs"]), file
+
+
+def main(words: Sequence[str]) -> int:
+    """The command line above: 0 if all is well, 1 with the list of faults, 2 for words that mean nothing."""
+    if {"--help", "-h"} & set(words):
+        print((__doc__ or "").strip())
+        return 0
     try:
-        rows = report(archs or ARCHS, first, given["--only"], int(given["--jobs"]))
+        archs, first, only, jobs, file = _asked(words)
+        rows = report(archs or ARCHS, first, only, jobs)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if given["--json"]:
-        Path(given["--json"]).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if file is not None:
+        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     wrong = faults(rows)
     print(table(rows))
     print("\n".join([f"{len(rows)} compiled, {len(wrong)} at fault", *wrong]))

@@ -126,3 +126,48 @@ def test_words_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not know '--frist'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="No kernel has a form whose name contains 'nonsense'"):
         aot.report([90], only="nonsense")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--arch", "foo"], "--arch takes a number such as 90 or sm_90, not 'foo'; there are 89, 90, 100, 120."),
+        (["--arch", "sm_9x"], "--arch takes a number such as 90 or sm_90, not 'sm_9x'; there are 89, 90, 100, 120."),
+        (["--arch", "-90"], "--arch takes a number such as 90 or sm_90, not '-90'; there are 89, 90, 100, 120."),
+        (["--arch", "sm_75"], "There is no architecture 75 to compile for; use 89, 90, 100, 120."),
+        (["--jobs", "x"], "--jobs takes a number of processes from 1 on, not 'x'."),
+        (["--jobs", "0"], "0 jobs compile nothing; --jobs takes a number of processes from 1 on."),
+        (["--jobs"], "aot does not know '--jobs', or it lacks its value; --help says what there is."),
+        (
+            ["--json", "/nowhere/at/all.json"],
+            "--json takes a file in a folder that exists, not '/nowhere/at/all.json'.",
+        ),
+    ],
+)
+def test_each_is_told_in_a_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert aot.main(words) == 2
+    assert capsys.readouterr().err == said + "\n"
+
+
+def test_help_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["--arch", "90", "-h"]):
+        assert aot.main(words) == 0
+        out = capsys.readouterr().out
+        assert "python -m octavo.fp8.kernels.aot [--arch 90 ...]" in out and "--only" in out and "exit code" in out
+
+
+def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert aot.main(["--first"]) == 2
+    assert capsys.readouterr().err == (
+        "Compiling Triton kernels needs triton, which is not installed; pip install triton.\n"
+    )
+
+
+def test_the_command_where_the_interpreter_is_on() -> None:
+    """As typed in a shell; its words are handed to another process, which runs the command without the interpreter."""
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "octavo.fp8.kernels.aot", "--first", "--arch", "sm_90", "--only", "swiglu"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "swiglu" in done.stdout and ", 0 at fault" in done.stdout
