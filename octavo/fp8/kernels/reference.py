@@ -30,7 +30,7 @@ from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.recipe import Recipe
 
-__all__ = ["ReferenceBackend"]
+__all__ = ["ReferenceBackend", "scaled"]
 
 _GEMMS = ("fwd", "dgrad", "wgrad")
 _ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward")
@@ -146,12 +146,27 @@ def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out
     a, a_scale = _operand(a_q, a_dim)
     b, b_scale = _operand(b_q, b_dim)
     out = _matmul_fp32(a if a_dim == 1 else a.t(), b if b_dim == 0 else b.t())
-    # Out of place: selective checkpointing may have saved the product itself and forbids writing into it.
-    if a_scale is not None:
+    if a_scale is not None and b_scale is not None:
+        out = scaled(out, a_scale.view(-1, 1), b_scale.view(1, -1))
+    elif a_scale is not None:
         out = out * a_scale.view(-1, 1)
-    if b_scale is not None:
+    elif b_scale is not None:
         out = out * b_scale.view(1, -1)
     return out if out_dtype is torch.float32 else out.to(out_dtype)
+
+
+def scaled(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out [M, N] * a [M or 1, 1] * b [1, N or 1], in this order, infinite only where the result is.
+
+    Under a scale beyond 2^80 the first product may leave fp32 although b brings it back: 2^40 then changes sides. That
+    rounds nothing, so the bits are those of the plain products wherever these are finite. Where both scales are out
+    there nothing comes back. Out of place: selective checkpointing may have saved ``out`` and forbids writing into it.
+    """
+    if a.numel() > 1 and b.numel() > 1:  # an element of its own each: later rather than a matrix of powers
+        power = torch.where(a >= 2.0**80, 2.0**40, 1.0)
+        return out * (a / power) * b * power
+    power = torch.where((a >= 2.0**80) & (b < 2.0**80), 2.0**40, 1.0)
+    return out * (a / power) * (b * power)
 
 
 def _operand(q: Quantized, contracted: int) -> tuple[Tensor, Tensor | None]:

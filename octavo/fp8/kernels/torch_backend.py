@@ -31,6 +31,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from octavo.fp8.cast import CastError, CastSpec, Quantized
 from octavo.fp8.formats import E8M0
 from octavo.fp8.kernels.layout import CONTRACTED, Operand, k_major, lines, round_up
+from octavo.fp8.kernels.reference import scaled
 from octavo.fp8.kernels.registry import Borrower
 from octavo.fp8.recipe import Recipe
 
@@ -259,7 +260,7 @@ def _by_hand(product: Product, fast: bool, bias: Tensor | None, out_dtype: torch
     """Row scales applied to the fp32 product of the codes: powers of two there, so nothing rounds before the end."""
     one = product.scale_a.new_ones(1, 1)
     out = multiply(product._replace(kind="tensor", scale_a=one, scale_b=one), torch.float32, fast)
-    return _finish((out * product.scale_a * product.scale_b)[:rows, :cols], bias, out_dtype)
+    return _finish(scaled(out, product.scale_a, product.scale_b)[:rows, :cols], bias, out_dtype)
 
 
 def _finish(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

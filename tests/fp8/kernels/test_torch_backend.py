@@ -95,6 +95,17 @@ def test_row_scales_by_hand_are_the_same(op: str) -> None:
         assert y.shape == right.shape and y.is_contiguous() and fp8.calc_diff(y, right) < 1e-10
 
 
+def test_row_scales_by_hand_stay_finite_where_the_product_is() -> None:
+    for large, small in ((1e34, 1e-30), (1e-30, 1e34)):
+        gemm = recipe("rowwise").fwd
+        assert gemm is not None
+        a_q, b_q = (
+            BACKEND.quantize(torch.full((n, 128), v), s) for n, v, s in ((16, large, gemm.a), (32, small, gemm.b))
+        )
+        y = tb._by_hand(tb.lay_out("fwd", a_q, b_q), True, None, torch.float32, 16, 32)
+        assert bool(y.isfinite().all()) and fp8.calc_diff(y, product("fwd", a_q, b_q)) < 1e-10
+
+
 def test_operands_are_handed_over_without_copies_where_they_lie_right() -> None:
     x_q, w_q = operands("rowwise", "fwd", 32, 48, 64)
     given = tb.lay_out("fwd", x_q, w_q)

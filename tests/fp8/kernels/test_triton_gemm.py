@@ -193,6 +193,54 @@ def test_small_gradients_survive() -> None:
     check(got, dy, 0, x, 0)
 
 
+FAR = {"large by small": (1e36, 1e-30), "small by large": (1e-30, 1e36), "both small": (1e-17, 1e-17)}
+
+
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize(
+    ("title", "gemms"),
+    [("tensorwise", "fwd dgrad"), ("rowwise", "fwd wgrad"), ("blockwise", "fwd"), ("blockwise hybrid", "dgrad")],
+)
+def test_a_finite_result_does_not_overflow_on_the_way(title: str, gemms: str, far: str) -> None:
+    """A sum under one scale alone leaves fp32 where the product of both does not; the reference holds to the same."""
+    for which in gemms.split():
+        casts = recipe(*title.split()).gemm(which)
+        assert casts is not None
+        a, b = sides(which, 16, 20, 140)
+        a_q = cast.quantize(spread(*a, seed=1, reach=1).abs() * FAR[far][0], casts.a)
+        b_q = cast.quantize(spread(*b, seed=2, reach=1).abs() * FAR[far][1], casts.b)
+        check(gemm(a_q, DIMS[which][0], b_q, DIMS[which][1], torch.float32), a_q, DIMS[which][0], b_q, DIMS[which][1])
+        own = getattr(get("reference"), f"gemm_{which}")(a_q, b_q, torch.float32)
+        check(own, a_q, DIMS[which][0], b_q, DIMS[which][1])
+
+
+@pytest.mark.parametrize(("title", "which"), [("tensorwise", "fwd"), ("rowwise", "dgrad"), ("blockwise", "fwd")])
+def test_zeros_and_infinities_of_large_scales(title: str, which: str) -> None:
+    """Both scales far out: sums that are zero stay zero, those beyond fp32 are infinite, none is NaN."""
+    casts = recipe(title).gemm(which)
+    assert casts is not None
+    x, w = torch.zeros(16, 32), torch.zeros(32, 32)
+    x[:, 0] = w[1, 1] = 1e34
+    w[0, 0] = 3e38
+    q = [cast.quantize(t, s) for t, s in zip((x, w), (casts.a, casts.b), strict=True)]
+    for backend in ("triton", "reference"):
+        got = getattr(get(backend), f"gemm_{which}")(*q, torch.float32)
+        assert bool((got[:, 0] == math.inf).all()) and not got[:, 1:].any(), backend
+
+
+def test_scales_within_bounds_are_applied_one_after_the_other() -> None:
+    """fp32 scales round: first a's, then b's, bit for bit. Sums of small whole numbers are exact in any order."""
+    g = torch.Generator().manual_seed(0)
+    for block in ((-1, -1), (1, -1)):
+        spec = CastSpec("e4m3", block, "fp32")
+        a_q, b_q = (cast.quantize(torch.randn(n, 24, generator=g), spec) for n in (16, 20))
+        codes = [torch.randint(-8, 9, q.data.shape, generator=g).float() for q in (a_q, b_q)]
+        a_q, b_q = (q._replace(data=c.to(q.data.dtype)) for q, c in zip((a_q, b_q), codes, strict=True))
+        want = codes[0] @ codes[1].T * a_q.scale.view(-1, 1) * b_q.scale.view(1, -1)
+        assert torch.equal(gemm(a_q, 1, b_q, 1, torch.float32), want)
+        assert torch.equal(get("reference").gemm_fwd(a_q, b_q, torch.float32), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32])
 def test_rounds_once_after_the_bias(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:

@@ -15,6 +15,13 @@ from zero and is added in fp32 (``PROMOTE``): never more than 128 products are s
 forward GEMMs skip that and accumulate in the tensor core. A plain ``acc += tl.dot(a, b)`` would not do: where the
 compiler is not told that sums are imprecise, it folds the addition into the product.
 
+Range. A sum times scale_a alone may leave fp32 where the result does not (x near 1e34, w near 1e-30). So a power of two
+changes sides where scale_a is far out (:func:`_apart`, :func:`_far`), which rounds nothing and costs nothing a value
+in the loop. That takes a tile with one scale on one side: where both scales are vectors and change along the
+contraction (blockwise wgrad; mxfp8 before SM100) it would be one more multiplication a value and step: there a sum is
+infinite as soon as it is under the scale of dy alone, which takes a dy beyond 5e33. Small scales are safe: products of
+two codes are multiples of 2^-32 and scales at least 2^-115, so that what follows is exact down to the last subnormal.
+
 Loads are TMA descriptors (SM90 and later), which give zeros beyond the edges, or pointers: rows beyond the edge read
 the last row again, never stored, and the contraction is read up to its zero padding.
 """
@@ -27,6 +34,9 @@ import triton.language as tl
 from octavo.fp8.kernels.triton_kernels.bits import INTERPRETED, decode_bits, round_to, widen
 
 __all__ = ["contract", "place", "store"]
+
+HUGE, TINY = tl.constexpr(2.0**80), tl.constexpr(2.0**-80)  # scales beyond which a power of two changes sides
+UP, DOWN = tl.constexpr(2.0**40), tl.constexpr(2.0**-40)
 
 
 @triton.jit
@@ -79,6 +89,23 @@ def _times(acc, scale, FREE: tl.constexpr, ROWS: tl.constexpr):
         return acc * scale[:, None]
     else:
         return acc * scale[None, :]
+
+
+@triton.jit
+def _apart(sa, sb):
+    """(sa, sb) with the same product, sa brought back by 2^40 from beyond 2^80 unless sb is out there too: then a sum
+    overflows under sa only if it does under both. NaN stays."""
+    far = tl.where(sb < HUGE, sa, 1.0) >= HUGE
+    return sa * tl.where(far, DOWN, 1.0), sb * tl.where(far, UP, 1.0)
+
+
+@triton.jit
+def _far(scale):
+    """(scale nearer to 1 by a power of two, that power): 2^40 beyond 2^80, 2^-40 below 2^-80, else 1."""
+    large = scale >= HUGE
+    small = scale < TINY
+    inverse = tl.where(large, DOWN, tl.where(small, UP, 1.0))
+    return scale * inverse, tl.where(large, UP, tl.where(small, DOWN, 1.0))
 
 
 @triton.jit
@@ -175,10 +202,16 @@ def contract(
                 step = k // B_SIDE
                 sb = _scale(b_scale, b_row, b_rows, step, b_stride_f, b_stride_k, B_FREE, B_SIDE, BLOCK_N, B_E8M0)
             part = tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
-            if A_SIDE > 0:
-                part = _times(part, sa, A_FREE, True)
-            if B_SIDE > 0:
-                part = _times(part, sb, B_FREE, False)
+            if A_SIDE > 0 and B_SIDE > 0 and (A_FREE != 1 or B_FREE != 1):  # one of them at most is a vector
+                sa, sb = _apart(sa, sb)
+                ROWS: tl.constexpr = A_FREE == 1
+                FREE: tl.constexpr = A_FREE if ROWS else B_FREE
+                part = _times(_times(part, sa, FREE, ROWS), sb, FREE, ROWS)
+            else:
+                if A_SIDE > 0:
+                    part = _times(part, sa, A_FREE, True)
+                if B_SIDE > 0:
+                    part = _times(part, sb, B_FREE, False)
             acc += part
         elif PROMOTE:
             acc += tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
@@ -186,10 +219,13 @@ def contract(
             acc = tl.dot(a_codes, b_codes.T, acc)
     if A_SIDE == 0:
         sa = _scale(a_scale, a_row, a_rows, 0, a_stride_f, a_stride_k, A_FREE, A_SIDE, BLOCK_M, A_E8M0)
+        sa, later = _far(sa)
         acc = _times(acc, sa, A_FREE, True)
     if B_SIDE == 0:
         sb = _scale(b_scale, b_row, b_rows, 0, b_stride_f, b_stride_k, B_FREE, B_SIDE, BLOCK_N, B_E8M0)
         acc = _times(acc, sb, B_FREE, False)
+    if A_SIDE == 0:
+        acc = _times(acc, later, A_FREE, True)
     return acc
 
 
