@@ -24,6 +24,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,15 @@ from octavo.fp8.plan import Plan, PlanRow, decisions, device_of, plan
 from octavo.fp8.plan_blocks import apart, blocks_of, sentences
 from octavo.fp8.plan_checks import applies
 from octavo.fp8.plan_file_sisters import asked_of, check_sisters, read_sisters, sister_lines, with_places
+from octavo.fp8.plan_schema import FORMAT, read
 from octavo.fp8.plan_sisters import groups_of
 from octavo.fp8.plan_sisters import notes as sister_notes
 from octavo.fp8.policy import AUTO, OFF, PlanError, Policy, Rule
-from octavo.fp8.recipe import GEMMS, recipe
+from octavo.fp8.recipe import GEMMS, RECIPES, recipe
 from octavo.fp8.topology import Row
 
 __all__ = ["document", "load_plan", "save_plan"]
 
-_FORMAT = 1
 _FIELDS = ("match", "recipe", "format", *GEMMS, "backend", "why", "ms")
 HELP = (
     "Edit layers and sisters alone. A line of layers says what the layers whose names match run in; a later line wins "
@@ -61,7 +62,7 @@ HELP = (
 def document(plan: Plan) -> dict[str, Any]:
     """What a plan file holds, as JSON types."""
     return {
-        "octavo_plan": _FORMAT,
+        "octavo_plan": FORMAT,
         "help": list(HELP),
         "machine": plan.machine.to_json(),
         "model": _summary(r.row for r in plan.rows),
@@ -124,7 +125,7 @@ def load_plan(
             cannot be read or met, with its place.
     """
     path = Path(path)
-    found, text = _read(path)
+    found, text = read(path)
     made, here = Machine(**found["machine"]), Machine.here(device_of(model))
     if (made.gpu, made.capability) != (here.gpu, here.capability) and not other_machine:
         raise PlanError(
@@ -138,12 +139,10 @@ def load_plan(
     _check_model(path, found["model"], [row for row, _, _ in decisions(model, off, components)])
     policy = Policy(recipe=OFF, rules=tuple(line.rule for line in lines), fuse=OFF)
     _check_lines(lines, model, components)
-    made_plan = plan(model, policy, components, found.get("tokens"), micro_steps=found.get("micro_steps", 1))
+    made_plan = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
     rows = tuple(_with_backend(row, lines, model, other_machine) for row in made_plan.rows)
-    asked = read_sisters(found.get("sisters", []), path, text, model)
-    if not isinstance(fuse_blocks := found.get("fuse_blocks", False), bool):
-        raise PlanError(f"{path}: fuse_blocks is {fuse_blocks!r}; write true (norms and gated MLPs fused) or false.")
-    blocks = blocks_of(model, rows, fuse_blocks)
+    asked = read_sisters(found.get("sisters") or [], path, text, model)
+    blocks = blocks_of(model, rows, bool(found.get("fuse_blocks")))
     groups = apart(groups_of(model, rows, lambda names: asked_of(asked, names)), blocks)
     elsewhere = (made.gpu, made.capability) != (here.gpu, here.capability)
     if not elsewhere:
@@ -166,38 +165,6 @@ class _Line:
     place: str
 
 
-def _read(path: Path) -> tuple[dict[str, Any], str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(
-            f"The plan {path} cannot be read: {error.strerror}. Name a file that octavo plan --save wrote."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path} is no text ({error}). Name a file that octavo plan --save wrote.") from error
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(
-            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}. JSON wants a comma between two entries, "
-            "none after the last one, and double quotes."
-        ) from error
-    if not isinstance(found, dict) or found.get("octavo_plan") != _FORMAT:
-        raise PlanError(
-            f"{path} is no plan of this version of Octavo (octavo_plan: {_FORMAT} is missing). Write one with octavo "
-            "plan FILE --save."
-        )
-    for key, kind in (("machine", dict), ("model", list), ("layers", list)):
-        if not isinstance(found.get(key), kind):
-            raise PlanError(f"{path} has no usable {key!r}. Edit layers and sisters alone, or save the plan again.")
-    unknown = set(found["machine"]) - {"gpu", "capability", "driver", "torch", "cuda", "backends"}
-    if unknown or "gpu" not in found["machine"]:
-        raise PlanError(
-            f"{path}: 'machine' does not say which GPU. Edit layers and sisters alone, or save the plan again."
-        )
-    return found, text
-
-
 def _parsed(given: Sequence[Any], path: Path, text: str) -> list[_Line]:
     """The lines with their places."""
     return [_line(item, place) for item, place in with_places(given, path, text, "layers")]
@@ -210,11 +177,19 @@ def _line(item: Any, place: str) -> _Line:
     if unknown:
         raise PlanError(f"{place}: unknown {', '.join(map(repr, unknown))}; a line has {', '.join(_FIELDS)}.")
     words = {key: item[key] for key in ("match", "recipe", "format", *GEMMS) if key in item}
+    if words["recipe"] not in (OFF, AUTO, *RECIPES):
+        close = get_close_matches(str(words["recipe"]), (OFF, *RECIPES), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ";"
+        there = ", ".join((OFF, *RECIPES))
+        raise PlanError(f"{place}: recipe {words['recipe']!r} does not exist{hint} a plan names one of {there}.")
     try:
         rule = Rule(**words)
         Policy(recipe=OFF, rules=(rule,))
         if rule.recipe == AUTO:
             raise PlanError("a plan names recipes; 'auto' is what makes one")
+        idle = [key for key in ("format", *GEMMS) if rule.recipe == OFF and getattr(rule, key) is not None]
+        if idle:
+            raise PlanError(f"{', '.join(idle)} has no effect where the recipe is off; remove it or set a recipe")
         if rule.recipe != OFF:
             recipe(str(rule.recipe), rule.format, *(getattr(rule, g) or "fp8" for g in GEMMS))
     except (PlanError, ValueError) as error:
@@ -315,8 +290,6 @@ def _check_model(path: Path, saved: Sequence[Any], rows: Sequence[Row]) -> None:
     def told(lines: Sequence[Any]) -> dict[str, str]:
         out: dict[str, list[str]] = {}
         for line in lines:
-            if not isinstance(line, dict) or not {"name", "kind", "shape", "layers"} <= line.keys():
-                raise PlanError(f"{path} has no usable 'model'. Edit layers and sisters alone, or save the plan again.")
             experts = f" ({line['experts']} experts)" if line.get("experts") else ""
             shape = " x ".join(map(str, line["shape"]))
             out.setdefault(line["name"], []).append(f"{line['layers']} {line['kind']} of {shape}{experts}")

@@ -61,10 +61,8 @@ def sister_lines(groups: Sequence[PlanGroup]) -> list[dict[str, Any]]:
     return out
 
 
-def read_sisters(given: Any, path: Path, text: str, model: nn.Module) -> list[SisterLine]:
+def read_sisters(given: Sequence[Any], path: Path, text: str, model: nn.Module) -> list[SisterLine]:
     """The lines with their places. Raises PlanError for one that cannot be read or that names nothing."""
-    if not isinstance(given, list):
-        raise PlanError(f"{path} has no usable 'sisters'. Edit layers and sisters alone, or save the plan again.")
     lines = [_read(item, place) for item, place in with_places(given, path, text, "sisters")]
     here = families(model)
     for line in lines:

@@ -239,6 +239,6 @@ def test_a_plan_takes_the_place_of_an_earlier_recipe_and_loads_again():
     assert cfg.with_overrides(["train.lr=0.1"]).fp8.plan == cfg.fp8.plan
     assert cfg.with_overrides(["fp8.recipe=rowwise", "fp8.plan=null"]).fp8.recipe == "rowwise"
     assert load_config_text(text, []).with_overrides(["fp8.plan=p.json"]).fp8.plan == cfg.fp8.plan
-    for text, given in ((text, ["fp8.recipe=blockwise", "fp8.plan=p.json"]), (to_yaml(cfg), ["fp8.recipe=blockwise"])):
+    for source, over in ((text, ["fp8.recipe=blockwise", "fp8.plan=p.json"]), (to_yaml(cfg), ["fp8.recipe=blockwise"])):
         with pytest.raises(ConfigError, match="override `fp8.recipe=blockwise`: fp8.recipe: has no effect beside"):
-            load_config_text(text, given)
+            load_config_text(source, over)

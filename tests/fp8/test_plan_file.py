@@ -104,7 +104,13 @@ def test_what_no_line_names_stays(saved):
 
 
 EDITS = [
-    ('"recipe": "rowwise"', '"recipe": "rowise"', "recipe 'rowise' does not exist"),
+    (
+        '"recipe": "rowwise"',
+        '"recipe": "rowise"',
+        "recipe 'rowise' does not exist; did you mean 'rowwise'. a plan "
+        "names one of off, tensorwise, rowwise, blockwise, mxfp8, delayed.$",
+    ),
+    ('"recipe": "rowwise", "format": "e4m3"', '"recipe": "off", "fwd": "fp8"', "fwd, wgrad has no effect where the"),
     ('"recipe": "rowwise"', '"recipe": "auto"', "a plan names recipes; 'auto' is what makes one"),
     ('"recipe": "rowwise", "format": "e4m3"', '"recipe": "mxfp8", "format": "hybrid"', "mxfp8.*hybrid"),
     ('"recipe": "rowwise"', '"recpie": "rowwise"', "is no line of a plan"),
@@ -163,7 +169,14 @@ def test_another_gpu_is_refused_with_the_difference(saved):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{}", "is no plan of this version"), ("[1]", "is no plan"), ('{"octavo_plan": 1}', "no usable 'machine'")],
+    [
+        ("{}", "is no plan"),
+        ("[1]", "is no plan"),
+        ("[" * 100_000, "is no plan"),
+        ('{"policy": {}, "rows": []}', "is the plan.json of an older run, which only tells its plan"),
+        ('{"octavo_plan": 2}', "is no plan of this version of Octavo .octavo_plan is 2, this one reads 1"),
+        ('{"octavo_plan": 1}', "no usable 'machine': it is missing"),
+    ],
 )
 def test_what_is_no_plan_is_told(tmp_path, text, message):
     (tmp_path / "p.json").write_text(text)
@@ -171,6 +184,35 @@ def test_what_is_no_plan_is_told(tmp_path, text, message):
         fp8.load_plan(tmp_path / "p.json", Net())
     with pytest.raises(fp8.PlanError, match="cannot be read: No such file"):
         fp8.load_plan(tmp_path / "none.json", Net())
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("machine", []), ("machine.gpu", None), ("machine.capability", "abc"), ("machine.capability", [9, 0]),
+        ("machine.backends", "x"), ("machine.more", 1), ("model", 3), ("model.0", "x"), ("model.0.shape", 3),
+        ("model.0.name", ["x"]), ("model.0.layers", 0), ("components", "x"), ("components", {"foundation": "**"}),
+        ("tokens", "x"), ("tokens", {"foundation": -3}), ("tokens", {"foundation": 2.5}), ("micro_steps", "x"),
+        ("micro_steps", 0), ("micro_steps", None), ("fuse_blocks", "on"), ("sisters", "x"), ("layers", {}),
+    ],
+)  # fmt: skip
+def test_damage_outside_the_lines_is_told_with_its_key(saved, where, value):
+    _, path = saved
+    found = json.loads(path.read_text())
+    inner, parts = found, [int(p) if p.isdecimal() else p for p in where.split(".")]
+    for part in parts[:-1]:
+        inner = inner[part]
+    inner[parts[-1]] = value
+    path.write_text(json.dumps(found))
+    with pytest.raises(fp8.PlanError, match=rf"plan.json has no usable '{parts[0]}': it is .* belongs"):
+        fp8.load_plan(path, Net())
+
+
+def test_a_plan_without_a_line_is_refused(saved):
+    _, path = saved
+    path.write_text(json.dumps({**json.loads(path.read_text()), "layers": []}))
+    with pytest.raises(fp8.PlanError, match="no line in layers, so nothing would run in FP8. Use fp8.recipe: off"):
+        fp8.load_plan(path, Net())
 
 
 def test_the_plan_json_of_a_run_is_a_plan_file_too(tmp_path):
