@@ -44,14 +44,19 @@ class Gain:
         """For metrics.jsonl."""
         return asdict(self)
 
-    def sentence(self) -> str:
-        """The outcome for people; a warning where FP8 lost."""
+    def sentence(self, emulated: bool = False) -> str:
+        """The outcome for people; a warning where FP8 lost, on a CPU that it is emulated there."""
         told = (
             f"forward and backward took {1e3 * self.fp8_s:.4g} ms in FP8 and {1e3 * self.high_s:.4g} ms in high "
             f"precision (gain {100 * self.gain:+.1f} %, {self.steps} steps of each)"
         )
         if self.gain > 0:
             return told
+        if emulated:
+            return (
+                f"warning: FP8 is slower here: {told}. On a CPU it is emulated, to check a run and not for speed: this "
+                "says nothing about a GPU"
+            )
         return (
             f"warning: FP8 is slower here: {told}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
             "shows why), raise train.micro_batch, or use recipe: off"
@@ -62,13 +67,24 @@ class NoRoom(Exception):
     """The window ran out of memory; says where."""
 
 
-def measure(stepper: Stepper, batches: Batches, steps: int, step: int, clock: Clock = time.perf_counter) -> Gain:
+class Left(Exception):
+    """The run was asked to stop inside the window."""
+
+
+def measure(
+    stepper: Stepper,
+    batches: Batches,
+    steps: int,
+    step: int,
+    stop: Callable[[], bool] = lambda: False,
+    clock: Clock = time.perf_counter,
+) -> Gain:
     """Time `steps` steps each on `batches` of this rank. A collective; nothing of the run is changed.
 
-    `clock` is a stand-in for tests.
+    `stop` is asked before each pass, on all ranks alike, and ends the window. `clock` is a stand-in for tests.
 
-    Raises NoRoom where memory runs out in a run of one process. TrainError among several, since a rank cannot leave
-    the collectives of a backward alone.
+    Raises Left where `stop` said so, NoRoom where memory runs out in a run of one process. TrainError among several,
+    since a rank cannot leave the collectives of a backward alone.
     """
     world = stepper.world
     generators = checkpoint.rng.collect(world.rank)
@@ -78,6 +94,8 @@ def measure(stepper: Stepper, batches: Batches, steps: int, step: int, clock: Cl
     try:
         for turn in range(-1, steps):  # the first turn warms both up
             for kind in ("fp8", "high") if turn % 2 else ("high", "fp8"):
+                if stop():
+                    raise Left
                 spent = _once(stepper, batches, kind == "high", clock)
                 if turn >= 0:
                     times[kind].append(spent)

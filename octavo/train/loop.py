@@ -170,21 +170,32 @@ class _Loop:
         if result.health is not None:
             row["health"] = result.health.table()
             self.health = progress.health = result.health.summary()
-        stop = self.world.any(self.wish.signal is not None)
-        if not stop and gain.due(cfg.run.gain_steps, step, self.first, settings.steps, self.gain, self.fp8):
-            self.gain = self._measure_gain(batches, step)
-            if "failed" not in self.gain:
-                row["gain"] = self.gain
+        stop = self._asked_to_stop()
+        window = gain.due(cfg.run.gain_steps, step, self.first, settings.steps, self.gain, self.fp8)
         if self._eval_due(step) and not stop:
             row["eval"] = self._evaluate()
-        self._write(row, step, stop)
+        self._write(row, step, stop or window)
         self._give_up(batches)
         self._refuse_nothing(result)
-        if stop or step == settings.steps or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            if self.log is not None:
-                self.log.sync()
-            assembly.save(job)
+        save = stop or step == settings.steps or (cfg.run.save_every and step % cfg.run.save_every == 0)
+        if save:
+            self._save()
+        if window and not stop:  # last, so that whatever becomes of it costs nothing of the step
+            self._measure_gain(batches, step)
+            if self._asked_to_stop():
+                stop = True
+                if not save:
+                    self._save()
         return stop
+
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal reached any rank. A collective."""
+        return self.world.any(self.wish.signal is not None)
+
+    def _save(self) -> None:
+        if self.log is not None:
+            self.log.sync()
+        assembly.save(self.job)
 
     def _look(self, step: int, batches: Batches) -> Look:
         every = self.cfg.run.health_every
@@ -222,16 +233,16 @@ class _Loop:
         )
 
     def _give_up(self, batches: Batches) -> None:
-        """After `PATIENCE` steps in a row that were not applied, find the layer and stop."""
+        """After `PATIENCE` steps in a row that were not applied (or all there are), find the layer and stop."""
         progress, stepper = self.job.progress, self.job.stepper
-        if progress.in_a_row < PATIENCE:
+        if progress.in_a_row < min(PATIENCE, self.cfg.train.steps):
             return
         with compiled.step(self.cfg.train.compile, eager=True):  # its hooks look inside blocks
             where = first_source(self.job.model, lambda: [stepper.backward(batch, 1.0) for batch in batches])
         raise TrainError(
-            f"{PATIENCE} steps in a row, up to step {progress.step}, had a loss or a gradient that is not finite: "
-            f"{where}. Lower train.lr, look at the data of these steps, or keep that layer out of FP8 with a rule "
-            "(recipe: off)"
+            f"{progress.in_a_row} steps in a row, up to step {progress.step}, had a loss or a gradient that is not "
+            f"finite: {where}. Lower train.lr, look at the data of these steps, or keep that layer out of FP8 with a "
+            "rule (recipe: off)"
         )
 
     def _refuse_nothing(self, result: StepResult) -> None:
@@ -249,18 +260,31 @@ class _Loop:
             "train.seq_length, lower data.max_pixels or data.min_pixels, or mend the rows"
         )
 
-    def _measure_gain(self, batches: Batches, step: int) -> Mapping[str, Any]:
+    def _measure_gain(self, batches: Batches, step: int) -> None:
         """Time this step's batches in FP8 and in high precision; nothing of the run changes. gain.json keeps it, or
-        why there is nothing to keep."""
+        why there is nothing to keep; the step's row gets it too. A run that is asked to stop leaves the window, and
+        takes one when it goes on."""
+        steps = self.cfg.run.gain_steps
+        self.display.say(
+            f"gain window: the micro-batches of step {step} again, {steps} times in FP8 and {steps} times in high "
+            "precision, after a turn to warm up; nothing of the run changes (run.gain_steps)"
+        )
         try:
-            found = gain.measure(self.job.stepper, batches, self.cfg.run.gain_steps, step)
-            row, told = found.row(), found.sentence()
+            found = gain.measure(self.job.stepper, batches, steps, step, self._asked_to_stop)
+            row, told = found.row(), found.sentence(self.world.device.type == "cpu")
+        except gain.Left:
+            self.display.say("left the gain window, as the run was asked to stop; it is taken when the run goes on")
+            return
         except gain.NoRoom as error:
             row, told = {"failed": str(error), "step": step}, f"warning: {error}; the run goes on without the figure"
         self.display.say(told)
+        self.gain = row
         if self.world.is_main:
             rundir.write_json(self.job.directory / rundir.GAIN, finite(row))
-        return row
+        if "failed" not in row:
+            self.last = {**self.last, "gain": row}
+            if self.log is not None:
+                self.log.amend(self.last, "gain")
 
     def _eval_due(self, step: int) -> bool:
         every = self.cfg.run.eval_every
@@ -288,7 +312,7 @@ class _Loop:
     def _write(self, row: dict[str, Any], step: int, stop: bool) -> None:
         # The row of a step that the run stops at is one to continue from: its evaluation may be added later.
         wanted = stop or self._logged(step)
-        if self.log is not None and (wanted or {"eval", "health", "memory", "gain", "skipped"} & row.keys()):
+        if self.log is not None and (wanted or {"eval", "health", "memory", "skipped"} & row.keys()):
             self.log.write(row, self.health if "health" in row else None)
             for hook in self.hooks:
                 hook(row)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.train.rundir import METRICS
+from octavo.train.rundir import METRICS, truncate_metrics
 
 
 class MetricsLog:
@@ -19,7 +19,8 @@ class MetricsLog:
     """
 
     def __init__(self, directory: Path, tensorboard: bool, first_step: int) -> None:
-        self._file = (directory / METRICS).open("a", encoding="utf-8")
+        self._path = directory / METRICS
+        self._file = self._path.open("a", encoding="utf-8")
         self._events = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -38,12 +39,22 @@ class MetricsLog:
         for group, values in (
             ("memory", row.get("memory")),
             ("eval", row.get("eval")),
-            ("gain", row.get("gain")),
             ("fp8", summary),
         ):
             flat.update({f"{group}/{k}": v for k, v in (values or {}).items()})
         for name, value in flat.items():
             self._events.add_scalar(name, value, step)
+
+    def amend(self, row: Mapping[str, Any], part: str) -> None:
+        """Write the last line again, now that `row` has the group `part` as well."""
+        self._file.close()
+        truncate_metrics(self._path, row["step"] - 1)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(finite(row)) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in row[part].items():
+                self._events.add_scalar(f"{part}/{name}", value, row["step"])
 
     def sync(self) -> None:
         """Everything written so far is on the disk: called before a checkpoint that counts on it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 from pathlib import Path
@@ -32,17 +33,17 @@ def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recip
         real(stepper, batches)
 
     monkeypatch.setattr(gain, "_run", run)
-    over = (f"fp8.recipe={recipe}", "train.steps=5", "data.eval=[]")
+    over = (f"fp8.recipe={recipe}", "train.steps=6", "data.eval=[]")
     plain = train.run(make(*over, dir="plain"))
     cfg = make(*over, "run.gain_steps=2")
-    first = train.run(cfg, hooks=[at(3, signal.SIGTERM)])
-    assert first.steps == 4 and first.gain["step"] == 3
+    first = train.run(cfg, hooks=[at(4, signal.SIGTERM)])
+    assert first.steps == 5 and first.gain["step"] == 3
     second = train.run(cfg.with_overrides(["run.resume=auto"]))
     assert second.losses() == plain.losses() and second.gain == first.gain
     rows, theirs = (read_rows(r.dir / "metrics.jsonl") for r in (second, plain))
     assert [row["step"] for row in rows if "gain" in row] == [3]
     assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in theirs]
-    ours, plain_state = (read_state(r.dir / "checkpoints" / "step_5") for r in (second, plain))
+    ours, plain_state = (read_state(r.dir / "checkpoints" / "step_6") for r in (second, plain))
     assert ours["counters"]["rows"] == plain_state["counters"]["rows"]
 
 
@@ -64,8 +65,32 @@ def test_it_is_told_and_kept(make):
     assert kept == dict(result.gain) and kept["steps"] == 3 and kept["step"] == 2  # the run ends before it is warm
     assert kept["gain"] == pytest.approx(kept["high_s"] / kept["fp8_s"] - 1) and kept["tokens"] > 0
     text = console.export_text()
-    assert "warning: FP8 is slower here" in text  # a CPU emulates it
+    assert "warning: FP8 is slower here" in text and "On a CPU it is emulated" in text and "--measure" not in text
     assert json.loads((result.dir / "result.json").read_text())["gain"] == kept
+
+
+def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypatch):
+    """SIGTERM in the third of ten passes: step 3 has its row and its checkpoint already, no fourth pass is made."""
+    real, passes = gain._run, []
+    over = ("train.steps=4", "data.eval=[]", "run.log_every=50", "run.save_every=3", "run.keep=9")
+    cfg = make(*over, "run.gain_steps=4", "run.tensorboard=true")
+
+    def run(stepper, batches):
+        passes.append((Path(cfg.run.dir) / "checkpoints" / "step_3").is_dir())
+        if len(passes) == 3:
+            assert [row["step"] for row in read_rows(Path(cfg.run.dir) / "metrics.jsonl")][-1] == 3
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(stepper, batches)
+
+    plain = train.run(make(*over, dir="plain"))
+    monkeypatch.setattr(gain, "_run", run)
+    console = Console(record=True, width=300, force_terminal=False)
+    first = train.run(cfg, console=console)
+    assert passes == [True] * 3 and first.status == "stopped" and first.steps == 3 and first.gain is None
+    assert "gain window: the micro-batches of step 3 again, 4 times in FP8" in console.export_text()
+    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    assert second.gain["step"] == 4 and second.final["loss"] == plain.final["loss"]
+    assert [row["step"] for row in read_rows(second.dir / "metrics.jsonl") if "gain" in row] == [4]
 
 
 def test_a_window_of_steps_that_are_run_again_is_taken_again(make):
@@ -87,7 +112,7 @@ def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
 
     monkeypatch.setattr(gain, "_run", run)
     ticks = iter(range(1000))
-    monkeypatch.setattr(gain.measure, "__defaults__", (lambda: float(next(ticks)),))
+    monkeypatch.setattr(gain.measure, "__defaults__", (lambda: False, lambda: float(next(ticks))))
     result = train.run(make("run.gain_steps=3", "train.steps=1", "train.warmup=0", "data.eval=[]"))
     assert "".join(seen) == "8h" + "h8" + "8h" + "h8"
     assert result.gain["gain"] == 0.0
@@ -104,12 +129,12 @@ def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypa
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
         real(stepper, batches)
 
-    over = (f"fp8.recipe={recipe}", "train.steps=4", "data.eval=[]")
+    over = (f"fp8.recipe={recipe}", "train.steps=6", "data.eval=[]")
     plain = train.run(make(*over, dir="plain"))
     monkeypatch.setattr(gain, "_run", run)
     console = Console(record=True, width=300, force_terminal=False)
     cfg = make(*over, "run.gain_steps=2", "run.tensorboard=true")
-    result = train.run(cfg, console=console, hooks=[at(3, signal.SIGTERM)])
+    result = train.run(cfg, console=console, hooks=[at(4, signal.SIGTERM)])
     result = train.run(cfg.with_overrides(["run.resume=auto"]), console=console)
     assert result.losses() == plain.losses() and len(passes) == 2
     why = "the gain window ran out of memory in high precision (CUDA out of memory. Tried to allocate 2 GiB)"

@@ -120,3 +120,11 @@ def test_one_bad_step_is_skipped_counted_and_reported(make, monkeypatch):
     assert [row.get("skipped", False) for row in rows] == [False, True, False, False]
     assert rows[1]["grad_norm"] is None
     assert (result.status, result.skipped) == ("finished", 1)
+
+
+def test_a_short_run_that_applied_no_step_does_not_end_as_finished(make, monkeypatch):
+    cfg = make("train.steps=3", "data.eval=[]")
+    poison(cfg, "model.language_model.layers.1.mlp.down_proj.weight", 3e38, monkeypatch)
+    with pytest.raises(train.TrainError, match="3 steps in a row, up to step 3, had a loss or a gradient that is not"):
+        train.run(cfg)
+    assert not (Path(cfg.run.dir) / "result.json").exists()
