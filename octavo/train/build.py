@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from octavo import checkpoint, data, environment, fp8, models, parallel
+from octavo.checkpoint.files import read_state
 from octavo.config import Config
+from octavo.fp8 import plan_file
 from octavo.train import compiled, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, keep_towers_running, wants_bf16
@@ -68,9 +70,9 @@ def build(
     def count(family: models.Family, model: nn.Module) -> Tokens:
         return tokens.count(asked, processor, family, model.config)
 
-    saved = None if start.checkpoint is None else start.checkpoint.resolve().parent.parent / rundir.PLAN
+    saved = _saved_plan(cfg, world, start)
     plan, family, notes, prediction = planning.plan_run(cfg, world, count, saved, say)
-    own = saved is not None and saved == (directory / rundir.PLAN).resolve() and saved.exists()
+    own = saved is not None and saved == (directory / rundir.PLAN).resolve() and rundir.is_whole_plan(saved)
     if world.is_main and not own:
         rundir.write_plan(directory, family.name, plan, notes, prediction)
     say(_told(plan, notes, prediction))
@@ -91,6 +93,31 @@ def build(
     stepper = Stepper(cfg, model, family, optimizer, world, forward, balance, load if load.layers else None)
     progress = resume(stepper, start, say)
     return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data)
+
+
+def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path | None:
+    """The plan of the run that is continued (None: a new run): its plan.json or, where a checkpoint was copied without
+    it, the plan that the checkpoint holds, which then becomes the plan.json of this run. A collective."""
+    if start.checkpoint is None:
+        return None
+    checkpointed = start.checkpoint.resolve()
+    beside = checkpointed.parent.parent / rundir.PLAN
+    if not planning.leaves_open(cfg):
+        return beside
+
+    def find() -> str:
+        if beside.exists():
+            return str(beside)
+        kept = read_state(checkpointed)["counters"].get("plan")
+        if kept is None:
+            raise TrainError(
+                f"{start.checkpoint} belongs to a run with fp8.plan or recipe: auto, whose plan is in neither its "
+                f"checkpoint nor {beside}. Copy the run's plan.json there, beside the folder of its checkpoints"
+            )
+        rundir.write_json(start.directory / rundir.PLAN, kept)
+        return str(start.directory.resolve() / rundir.PLAN)
+
+    return Path(world.from_main(find))
 
 
 def _told(plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None) -> str:
@@ -167,7 +194,11 @@ def save(job: Job) -> Path:
         model=job.model,
         optimizer=job.stepper.optimizer,
         extra=extra,
-        counters={**job.progress.counters(job.cfg, job.data), "threads": torch.get_num_threads()},
+        counters={
+            **job.progress.counters(job.cfg, job.data),
+            "threads": torch.get_num_threads(),
+            **({"plan": plan_file.document(job.plan)} if planning.leaves_open(job.cfg) else {}),
+        },
         world=job.world,
         keep=job.cfg.run.keep,
     )

@@ -206,3 +206,17 @@ def test_a_plan_file_decides_and_its_run_resumes(make, tmp_path):
     (first.dir / "result.json").unlink()
     again = train.run(cfg.with_overrides([f"run.resume={first.dir}/checkpoints/step_1"]))
     assert again.losses() == first.losses()
+
+
+def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monkeypatch):
+    cfg = make("fp8.recipe=auto", "train.steps=2", "train.warmup=0", "run.save_every=1", "data.eval=[]")
+    first = train.run(cfg)
+    shutil.copytree(first.dir / "checkpoints" / "step_1", tmp_path / "away" / "step_1")
+    over = [f"run.resume={tmp_path / 'away' / 'step_1'}", f"run.dir={tmp_path / 'second'}"]
+    second = train.run(cfg.with_overrides(over))
+    assert second.losses()[2] == first.losses()[2]
+    ours, theirs = (json.loads((r.dir / "plan.json").read_text()) for r in (second, first))
+    assert ours["layers"][0].keys() == theirs["layers"][0].keys() and len(ours["rows"]) == len(theirs["rows"])
+    monkeypatch.setattr("octavo.train.build.read_state", lambda path: {"counters": {}})  # as an older run wrote it
+    with pytest.raises(train.TrainError, match=r"plan is in neither its checkpoint nor .*Copy the run's plan.json"):
+        train.run(cfg.with_overrides([*over[:1], f"run.dir={tmp_path / 'third'}"]))
