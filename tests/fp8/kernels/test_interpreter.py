@@ -7,6 +7,7 @@ right values before, or the comparison looks away. Each is tried here.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,15 @@ pytest.importorskip("triton")
 from octavo.fp8 import cast
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels import layout, registry
+from octavo.fp8.kernels.groups import route
+from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.kernels.triton_kernels import fused, fused_kernels, launch
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="on a GPU the kernels are compiled, not interpreted"),
 ]
 
-ROW, COL = CastSpec(block=(1, 128)), CastSpec(block=(128, 1))
+ROW, COL, LOW = CastSpec(block=(1, 128)), CastSpec(block=(128, 1)), torch.bfloat16
 
 
 @pytest.fixture
@@ -82,33 +85,78 @@ LAYERS: dict[str, Callable[[], bool]] = {
 }
 
 
-def operations() -> dict[str, Callable[[], object]]:
-    """One call of every kind of operation that the Triton backend has; each must start a kernel."""
-    backend = registry.get("triton")
+OPERATIONS = sorted(
+    name
+    for name, method in vars(Backend).items()
+    if inspect.isfunction(method) and not name.startswith("_") and name not in ("version", "volunteers", "supports")
+)
+
+
+def operations(backend: Backend) -> dict[str, Callable[[], object]]:
+    """One call of everything a backend computes, by the name of its method; operands are cast by the reference."""
     x, w = inputs()
     one = x[:16, :128].contiguous().nan_to_num()
-    q = cast.quantize(one, CastSpec(block=(1, -1)))
+    across, down = CastSpec(block=(1, -1)), CastSpec(block=(-1, 1))
+    q, whole = cast.quantize(one, across), CastSpec(block=(-1, -1), scale="fp32")
+    groups = route(torch.tensor([0, 1, 1, 0, 2]), 2).groups
+    held, weights = torch.ones(groups.rows, 32), torch.ones(2, 16, 32)
+    first = registry.get("reference")
+    rows, experts = first.quantize_rows(held, ROW, groups), first.quantize_experts(weights, CastSpec(block=(128, 128)))
+    given, columns = first.quantize_rows(held[:, :16], ROW, groups), first.quantize_rows(held, COL, groups)
     return {
         "quantize": lambda: backend.quantize(one, ROW),
         "quantize_both": lambda: backend.quantize_both(one, ROW, COL),
+        "quantize_with_scale": lambda: backend.quantize_with_scale(one, torch.tensor(0.5), whole),
         "dequantize": lambda: backend.dequantize(q),
         "gemm_fwd": lambda: backend.gemm_fwd(q, q, torch.float32),
-        "rmsnorm": lambda: backend.rmsnorm_quantize(x, w, 1e-6, ROW, None),
-        "swiglu": lambda: backend.swiglu_quantize(x, x, ROW, COL),
-        "swiglu_backward": lambda: backend.swiglu_backward_quantize(x, x, x, ROW, COL),
+        "gemm_dgrad": lambda: backend.gemm_dgrad(cast.quantize(one[:, :16], across), cast.quantize(one, down), LOW),
+        "gemm_wgrad": lambda: backend.gemm_wgrad(cast.quantize(one, down), cast.quantize(one, down), LOW),
+        "quantize_rows": lambda: backend.quantize_rows(held, ROW, groups),
+        "quantize_rows_both": lambda: backend.quantize_rows_both(held, ROW, COL, groups),
+        "quantize_experts": lambda: backend.quantize_experts(weights, CastSpec(block=(128, 128))),
+        "grouped_fwd": lambda: backend.grouped_fwd(rows, experts, groups, LOW),
+        "grouped_dgrad": lambda: backend.grouped_dgrad(given, experts, groups, LOW),
+        "grouped_wgrad": lambda: backend.grouped_wgrad(columns, columns, groups, LOW),
+        "rmsnorm_quantize": lambda: backend.rmsnorm_quantize(x, w, 1e-6, ROW, None),
+        "swiglu_quantize": lambda: backend.swiglu_quantize(x, x, ROW, COL),
+        "swiglu_codes": lambda: backend.swiglu_codes(x, x, ROW, COL),
+        "swiglu_backward_quantize": lambda: backend.swiglu_backward_quantize(x, x, x, ROW, COL),
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["quantize", "quantize_both", "dequantize", "gemm_fwd", "rmsnorm", "swiglu", "swiglu_backward"]
-)
-def test_every_operation_starts_kernels(name: str) -> None:
+CORE = {"gemm_": "gemm_kernel", "grouped_wgrad": "grouped_wgrad_kernel", "grouped_": "grouped_rows_kernel"}
+
+
+def test_no_operation_is_forgotten() -> None:
+    assert sorted(operations(registry.get("triton"))) == OPERATIONS
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_starts_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves nothing of it to the reference, which as much as being called ends the test."""
+    call, reference = operations(registry.get("triton"))[name], registry.get("reference")
+    for each in OPERATIONS:
+        monkeypatch.setattr(type(reference), each, delegated)
     with launch.launches() as seen:
-        operations()[name]()
+        call()
     assert sum(seen.values()) >= 1, f"{name} ran no kernel"
+    product = next((kernel for prefix, kernel in CORE.items() if name.startswith(prefix)), None)
+    assert product is None or seen[product] == 1, f"{name} multiplied elsewhere: {dict(seen)}"
     with launch.launches() as none:
         pass
     assert not none, "launches outside are not counted"
+
+
+def delegated(*args: object, **options: object) -> None:
+    pytest.fail("an operation of Triton's was handed to the reference")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_of_the_reference_would_show(name: str) -> None:
+    """What plain torch computes starts no kernel, so that the count above tells the two apart."""
+    with launch.launches() as seen:
+        operations(registry.get("reference"))[name]()
+    assert not seen
 
 
 def test_the_kernels_are_the_interpreters() -> None:
