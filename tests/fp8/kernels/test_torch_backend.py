@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import fp8
 from octavo.fp8.cast import CastError, CastSpec, Quantized
@@ -93,6 +96,48 @@ def test_row_scales_by_hand_are_the_same(op: str) -> None:
         rows, cols = right.shape
         y = tb._by_hand(tb.lay_out(op, a_q, b_q), op == "fwd", None, torch.float32, rows, cols)
         assert y.shape == right.shape and y.is_contiguous() and fp8.calc_diff(y, right) < 1e-10
+
+
+class Products(TorchDispatchMode):
+    """Keeps what reaches torch's operator for scaled products, by the names of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "scaled_mm" in func._schema.name:
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+            self.seen.append({**given, **(kwargs or {})})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
+@pytest.mark.parametrize("name", ("tensorwise", "delayed", "rowwise"))
+def test_sums_are_coarse_in_the_forward_alone(name: str, op: str, dtype: torch.dtype) -> None:
+    """The CPU sums the same either way, so it is the argument that is looked at where torch's operator gets it."""
+    a_q, b_q = operands(name, op, 16, 32, 48)
+    biases = (None, torch.zeros(32, dtype=dtype)) if op == "fwd" else (None,)
+    for bias in biases:
+        with Products() as products:
+            getattr(BACKEND, f"gemm_{op}")(a_q, b_q, dtype, **({} if bias is None else {"bias": bias}))
+        assert [call.get("use_fast_accum", False) for call in products.seen] == [op == "fwd"]
+
+
+@pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
+def test_blocks_sum_finely_in_every_gemm(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CPU has these products, so the call itself is caught."""
+    seen: list[bool] = []
+
+    def caught(a: torch.Tensor, b: torch.Tensor, *rest: Any, use_fast_accum: bool, **options: Any) -> torch.Tensor:
+        seen.append(use_fast_accum)
+        return torch.zeros(a.shape[0], b.shape[1], dtype=options["output_dtype"])
+
+    monkeypatch.setattr(tb.F, "scaled_mm", caught)
+    for name in ("blockwise", "mxfp8"):
+        getattr(BACKEND, f"gemm_{op}")(*operands(name, op, 128, 128, 128), torch.bfloat16)
+    assert seen == [False, False]
 
 
 def test_row_scales_by_hand_stay_finite_where_the_product_is() -> None:
