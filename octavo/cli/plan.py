@@ -11,8 +11,10 @@ octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from octavo.cli import arguments, terminal
@@ -41,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.cache is not None and not args.measure:
         raise arguments.UsageError("--cache holds measurements; add --measure, or leave it out")
+    if args.save is not None:
+        _can_be_written(Path(args.save), args.save)
     cfg = _config(args)
     if args.measure and cfg.fp8.plan is not None:
         raise arguments.UsageError(
@@ -62,9 +66,6 @@ def run(args: argparse.Namespace) -> int:
     prediction = None if tokens is None else planning.predict(plan, model, tokens)
     if args.measure and not planning.leaves_open(cfg):
         notes = (*notes, _HINT)
-    if args.save is not None:
-        fp8.save_plan(plan, args.save)
-        terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
     if args.json:
         more = {} if prediction is None else {"prediction": prediction.to_json()}
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
@@ -72,7 +73,33 @@ def run(args: argparse.Namespace) -> int:
         show(plan, notes, everything=args.all, why=args.why)
         for sentence in [] if prediction is None else prediction.sentences():
             print(sentence)
+    if args.save is not None:  # last: whatever becomes of the file, the plan has been shown
+        fp8.save_plan(plan, args.save)
+        terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
     return 0
+
+
+def _can_be_written(path: Path, given: str) -> None:
+    """Refuse a target that no file can be written to, before minutes of measuring. Nothing is created."""
+    problem = ""
+    try:
+        folder = next(p for p in path.absolute().parents if p.exists())
+        if not given.strip():
+            problem = "is empty"
+        elif "\0" in given:
+            problem = "is no path"
+        elif path.is_dir():
+            problem = "is a folder"
+        elif not folder.is_dir():
+            problem = f"cannot be: {folder} is a file"
+        elif not os.access(folder, os.W_OK):
+            problem = f"cannot be written: {folder} is not yours to write to"
+        elif len(os.fsencode(path.name)) > 250:  # room for the name it has while it is written
+            problem = "has too long a name"
+    except (OSError, ValueError) as error:
+        problem = f"is no path ({getattr(error, 'strerror', None) or error})"
+    if problem:
+        raise arguments.UsageError(f"--save {given!r} {problem}; name a file, e.g. --save plan.json")
 
 
 _HINT = (

@@ -100,6 +100,11 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
             "--measure makes a plan, and the configuration takes",
         ),
         (["plan", "run.yaml", "fp8.plan=p.json"], 1, "p.json cannot be read: No such file"),
+        (["plan", "run.yaml", "--save", ""], 2, "--save '' is empty; name a file, e.g. --save plan.json"),
+        (["plan", "run.yaml", "--save", "digits"], 2, "--save 'digits' is a folder"),
+        (["plan", "run.yaml", "--save", "run.yaml/plan.json"], 2, "run.yaml is a file; name a file"),
+        (["plan", "run.yaml", "--save", "a\0b"], 2, "is no path"),
+        (["plan", "run.yaml", "--save", "a" * 252], 2, "has too long a name"),
         (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published shape comes without data"),
         (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each part once with a whole number"),
         (["plan", "run.yaml", "--tokens", "fundation=8"], 1, "tokens were given for fundation, which qwen3_vl lacks"),
@@ -198,6 +203,17 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
     assert main(["plan", "run.yaml", f"fp8.plan={file}", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert {r["name"] for r in again["rows"] if r["recipe"]} == wide
+
+
+def test_the_plan_is_shown_though_its_file_cannot_be_written(here, tmp_path, monkeypatch, capsys):
+    def full(self, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert main(["plan", "run.yaml", "--save", str(tmp_path / "deep" / "plan.json")]) == 1
+    got = capsys.readouterr()
+    assert "linear FLOPs in FP8" in got.out and "No space left on device" in got.err
+    assert not list((tmp_path / "deep").iterdir())
 
 
 def test_plan_says_why_a_backend_was_passed_over(here, capsys):

@@ -215,6 +215,14 @@ def test_a_plan_without_a_line_is_refused(saved):
         fp8.load_plan(path, Net())
 
 
+def test_a_plan_is_not_saved_to_a_folder(saved):
+    plan, path = saved
+    for target in ("", path.parent):
+        with pytest.raises(fp8.PlanError, match="cannot be saved to .* that is a folder"):
+            fp8.save_plan(plan, target)
+    assert [p.name for p in path.parent.iterdir()] == ["plan.json"]
+
+
 def test_the_plan_json_of_a_run_is_a_plan_file_too(tmp_path):
     plan = fp8.plan(Net(), "blockwise")
     (tmp_path / "plan.json").write_text(json.dumps({**plan.to_json(), **plan_file.document(plan)}, indent=2))
