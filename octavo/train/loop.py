@@ -12,7 +12,7 @@ from typing import Any
 from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.train import build as assembly
-from octavo.train import compiled, gain, rundir
+from octavo.train import compiled, gain, planning, rundir
 from octavo.train.build import Job
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
@@ -80,6 +80,8 @@ def run(cfg: Config, *, console: Any = None, label: str = "", hooks: Sequence[Ho
     """
     world = parallel.setup(cfg.run.threads)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
+    if cfg.train.router_aux_loss_coef:
+        planning.model_of(cfg)  # refused before there is a run directory, which another value could not enter
     with Claim() as claim:
         start = rundir.enter(cfg, world, display.say, claim)
         if start.result is not None:

@@ -15,6 +15,7 @@ from torch import nn
 from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.config.schema import COMPONENTS
+from octavo.train import routing
 from octavo.train.tokens import Tokens, attention_flops
 
 
@@ -46,8 +47,11 @@ def leaves_open(cfg: Config) -> bool:
 
 
 def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
-    """(model without weights, family), frozen as the run would freeze it: a frozen layer has no wgrad."""
+    """(model without weights, family), frozen as the run would freeze it: a frozen layer has no wgrad.
+
+    Raises ModelError, and TrainError for a load-balancing loss that this model does not have."""
     model = models.empty(cfg.model.path)
+    routing.coefficient(cfg, model)
     family = models.describe(model)
     models.freeze(model, family, cfg.model.freeze)
     return model, family

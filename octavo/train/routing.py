@@ -43,11 +43,12 @@ def coefficient(cfg: Config, model: nn.Module) -> float:
     if experts and own is not None and _balances(model):
         return float(own if asked is None else asked)
     if asked:
-        why = "has no router: it is no mixture of experts" if not experts else "computes no load-balancing loss"
-        raise TrainError(
-            f"train.router_aux_loss_coef is {asked:g}, but {type(model).__name__} {why} in this version of "
-            "transformers. Remove the key"
+        why = (
+            "computes no load-balancing loss in this version of transformers"
+            if experts
+            else "is no mixture of experts and has no router"
         )
+        raise TrainError(f"train.router_aux_loss_coef is {asked:g}, but {type(model).__name__} {why}. Remove the key")
     return 0.0
 
 

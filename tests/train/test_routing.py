@@ -13,7 +13,7 @@ import torch
 from octavo import fp8, models, train
 from octavo.models import tiny
 from octavo.parallel import World
-from octavo.train import losses, routing
+from octavo.train import losses, planning, routing
 from octavo.train.build import recompute
 from octavo.train.rundir import read_rows
 from octavo.train.step import Stepper
@@ -116,7 +116,10 @@ def test_a_model_without_routers_has_no_such_loss(make, moe, folder, monkeypatch
     dense = make("data.eval=[]", "train.steps=1", "train.warmup=0")
     assert figures(dense)[0].keys() == {"loss", "grad_norm"}
     with pytest.raises(train.TrainError, match="router_aux_loss_coef is 0.1, but .* is no mixture of experts"):
-        train.run(make("train.router_aux_loss_coef=0.1", dir="c"))
+        train.run(cfg := make("train.router_aux_loss_coef=0.1", dir="c"))
+    assert not Path(cfg.run.dir).exists()  # so that the cure can be followed
+    with pytest.raises(train.TrainError, match="and has no router. Remove the key"):
+        planning.plan_for(cfg)
     model = models.empty(folder)
     assert routing.coefficient(moe(), model) == 0.5
     monkeypatch.setattr(routing, "_balances", lambda model: False)
