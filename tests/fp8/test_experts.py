@@ -121,6 +121,25 @@ def test_empty_places_of_expert_parallelism_add_nothing():
     assert counts.flops["experts.down_proj", "fwd", "reference"] == 2 * 18 * H * I, "18 of 20 pairs have an expert"
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_bias_does_not_reach_who_has_no_expert(backend):
+    """A token whose index is out of range reads a row of padding, in which kernels leave their expert's bias: its
+    weight must make nothing of it."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("on a GPU the kernels are compiled, not interpreted")
+    config = GptOssConfig(hidden_size=16, intermediate_size=16, num_local_experts=1, num_experts_per_tok=1)
+    ours = convert(made(GptOssExperts, config), "tensorwise", backend=backend)
+    for gone in (1, -1):
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        index, share = torch.tensor([[0], [gone], [0]]), torch.full((3, 1), 2.0, requires_grad=True)
+        y = ours(x, index, share)
+        y.sum().backward()
+        for got in (y, x.grad, share.grad):
+            assert not got[1].any() and bool(got[[0, 2]].any(1).all()), "only tokens with an expert have a share"
+
+
 def test_codes_are_cached_and_renewed():
     ours = convert(FAMILIES["qwen3_moe"]())
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.05, fused=True)
