@@ -53,7 +53,7 @@ from octavo.fp8.health import watching
 from octavo.fp8.joined import Joined
 from octavo.fp8.kernels.layout import ALIGN
 from octavo.fp8.kernels.registry import Selection
-from octavo.fp8.linear import Linear, _autocast_enabled, compute_dtype
+from octavo.fp8.linear import Linear, _autocast_enabled, compute_dtype, transformed
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.shared_input import torch_alone_writes
 from octavo.fp8.swapped import unswap
@@ -266,7 +266,7 @@ class Group:
         first = self.members[0].weight
         if watching() or type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.is_inference() or not x.numel():
             return False
-        if not torch_alone_writes(x):
+        if transformed() or not torch_alone_writes(x):
             return False
         return (
             x.dim() > 0

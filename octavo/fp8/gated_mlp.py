@@ -36,7 +36,7 @@ from torch.nn.utils import skip_init
 from octavo.fp8 import observe, weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.health import watching
-from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype
+from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype, transformed
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.shared_input import Input, Want, cast_both
 from octavo.fp8.swapped import Planned, Swapped, fused_backend, hooked, planned, probe, swap
@@ -153,7 +153,9 @@ class GatedMlp(Swapped):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if watching() or _seen_from_outside() or act is None or hooked(act) or len(self._modules) != len(_KNOWN):
+        if watching() or transformed() or _seen_from_outside():
+            return False
+        if act is None or hooked(act) or len(self._modules) != len(_KNOWN):
             return False
         if type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.dim() == 0 or not x.numel():
             return False

@@ -306,7 +306,18 @@ def _autocast_enabled(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def transformed() -> bool:
+    """Whether this runs under a transform of torch.func, which the gradients of FP8 layers do not know."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def _check(x: Tensor, weight: Tensor, name: str) -> None:
+    if transformed():
+        raise RuntimeError(
+            f"{name!r} was called under a transform of torch.func (grad, vmap, jvp, ...), and FP8 layers are "
+            "differentiated by torch.autograd alone. Use loss.backward() or torch.autograd.grad, or call the model "
+            "inside fp8.high_precision(model)."
+        )
     if is_dtensor(weight):
         raise RuntimeError(
             f"The weight of {name!r} is a DTensor where its GEMM runs. FP8 layers multiply by plain weights: "

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8 import shared_input
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype
+from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype, transformed
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.shared_input import Want
 from octavo.fp8.swapped import Planned, Swapped, fused_backend, planned, probe, swap
@@ -194,7 +194,7 @@ class RmsNorm(Swapped):
             return None
         if weight is None or is_dtensor(weight) or weight.device != x.device or x.shape[-1] != weight.shape[0]:
             return None
-        if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
+        if x.dtype not in _DTYPES or weight.dtype not in _DTYPES or transformed():
             return None
         # An FP8 layer that is one no longer (fp8.high_precision) wants the stock norm before it, too.
         layers = [m for m in self._feeds if isinstance(m, Linear) and _casts(m._site) != (None, None)]

@@ -1,12 +1,15 @@
 """The weight cache: codes are cast once per optimizer step, and a stale one is never used."""
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from octavo import fp8
+from octavo.fp8 import weights
 
 
 def layer(**kwargs):
@@ -211,3 +214,27 @@ def test_a_weight_offloaded_for_the_backward_is_cast_there_and_leaves_the_cache_
     x.grad = None
     m(x).sum().backward()
     assert casts(m) == 2 and torch.equal(x.grad, want)
+
+
+def test_another_slice_of_the_same_memory_is_seen():
+    """The same storage, at the same version: only the address tells them apart."""
+    base = torch.randn(2, 32, 64)
+    m = layer()
+    m[0].weight.data = base[0]
+    assert_right(m)
+    version = m[0].weight._version
+    m[0].weight.data = base[1]
+    assert m[0].weight._version == version
+    assert_right(m)
+
+
+def test_what_counts_as_capturing(monkeypatch):
+    on_gpu, on_cpu = SimpleNamespace(device=torch.device("cuda", 0)), torch.ones(1)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", None)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        assert weights.capturing(on_gpu) is capturing and not weights.capturing(on_cpu)
+    for manager in (object(), None):  # of Inductor's graphs, which run and capture on streams of their own
+        trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists, m=manager: m)
+        monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+        assert weights.capturing(on_gpu) is (manager is not None) and not weights.capturing(on_cpu)

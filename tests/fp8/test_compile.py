@@ -168,6 +168,13 @@ def test_a_frozen_weight_has_no_wgrad_and_keeps_nothing_of_x():
     assert "wgrad" not in Recorder.ops(backward) and Recorder.ops(backward).count("dgrad") == 6
     kept = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")]
     assert not [t for t in kept if isinstance(t, Tensor) and t.dtype is torch.uint8]
+    assert_no_casts_for_wgrad(recorder.forwards[0])
+
+
+def assert_no_casts_for_wgrad(graph, count=3):
+    """Codes that a backward will not ask for are not made either."""
+    casts = [n for n in graph.graph.nodes if str(n.target).startswith("octavo.cast")]
+    assert len(casts) == count and all(n.args[1] and not n.args[2] for n in casts)
 
 
 def test_an_input_without_gradient_has_no_dgrad():
@@ -177,10 +184,17 @@ def test_an_input_without_gradient_has_no_dgrad():
 
 
 def test_without_gradients_nothing_is_kept():
-    model, recorder = block(), Recorder()
+    model = block()
     x = torch.randn(9, 32)
     with torch.no_grad():
-        assert torch.equal(torch.compile(model, backend=recorder.backend, fullgraph=True)(x), model(x))
+        seen = []
+
+        def keep(graph, inputs):
+            seen.append(graph)
+            return graph
+
+        assert torch.equal(torch.compile(model, backend=keep, fullgraph=True)(x), model(x))
+    assert_no_casts_for_wgrad(seen[0], 6)  # one a layer, as long as nobody joins them
 
 
 def test_activation_checkpointing_inside_the_graph():

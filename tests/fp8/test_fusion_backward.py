@@ -133,3 +133,18 @@ def test_an_input_that_numpy_may_write_is_not_carried_from_sister_to_sister():
                 layer = (twin.q_proj, twin.k_proj)[step % 2]
                 assert torch.equal(layer(x), fp8.linear(x, layer.weight, layer.bias))
                 x.numpy()[:] *= 2
+
+
+def test_backends_never_run_under_autocast_and_transforms_go_to_the_layers(monkeypatch):
+    _, twin = attention()
+    backend, lowered = fp8.kernels.registry.get("reference"), []
+    for name in ("gemm_fwd", "gemm_dgrad", "gemm_wgrad"):
+        own = getattr(backend, name)
+        monkeypatch.setattr(
+            backend, name, lambda *a, own=own, **k: lowered.append(torch.is_autocast_enabled("cpu")) or own(*a, **k)
+        )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        twin(seeded(0).requires_grad_()).float().sum().backward()
+    assert lowered == [False] * 3
+    with pytest.raises(RuntimeError, match="'q_proj' was called under a transform of torch.func"):
+        torch.func.grad(lambda x: twin(x).sum())(seeded(0))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from octavo import fp8
-from octavo.fp8 import gated_mlp, weights
+from octavo.fp8 import gated_mlp, shared_input, weights
 from octavo.fp8.cast import quantize
 from octavo.fp8.kernels import registry
 from octavo.fp8.swapped import unswap
@@ -447,3 +447,51 @@ def test_triton_in_the_interpreter(monkeypatch):
     y2, dx2, grads2, _ = run(reference, x)
     for found, exact in ((y, y2), (dx, dx2), *((grads[n], g) for n, g in grads2.items())):
         near(found, exact, torch.bfloat16)
+
+
+def test_backends_never_run_under_autocast(monkeypatch):
+    _, twin = pair(bias=True)
+    backend, lowered = registry.get("reference"), []
+    for name in ("quantize_both", "gemm_fwd", "gemm_dgrad", "gemm_wgrad", "swiglu_codes"):
+        own = getattr(backend, name)
+
+        def spy(*args, own=own, **kwargs):
+            lowered.append(torch.is_autocast_enabled("cpu"))
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(backend, name, spy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        twin(torch.randn(40, 72, requires_grad=True)).float().square().sum().backward()
+    assert len(lowered) >= 12 and not any(lowered)
+
+
+def test_biases_sum_in_fp32_what_autocast_lowered(monkeypatch):
+    """dgate and dup are bf16 there, biases fp32: their gradient is the fp32 sum, and no sum in 16 bits."""
+    _, twin = pair(bias=True)
+    seen, own = [], gated_mlp._swiglu_backward
+    monkeypatch.setattr(gated_mlp, "_swiglu_backward", lambda *a: seen.append(own(*a)) or seen[-1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = twin(torch.randn(150, 72))
+    dy = torch.randn(y.shape).to(y.dtype)
+    y.backward(dy)
+    ((dgate, dup),) = seen
+    assert dgate.dtype == torch.bfloat16
+    for layer, d in ((twin.gate_proj, dgate), (twin.up_proj, dup), (twin.down_proj, dy)):
+        gap = (layer.bias.grad.double() - d.double().sum(0)).abs()
+        assert layer.bias.grad.dtype == torch.float32 and bool((gap <= 1e-6 * d.double().abs().sum(0)).all())
+
+
+def test_transforms_of_torch_func_go_to_the_layers():
+    _, twin = pair()
+    with pytest.raises(RuntimeError, match="gate_proj' was called under a transform of torch.func"):
+        torch.func.grad(lambda x: twin(x).sum())(torch.randn(5, 72))
+
+
+def test_a_backward_ends_the_shared_codes_of_its_input():
+    """So that what refills the input unseen between two steps is cast."""
+    _, twin = pair()
+    x = torch.randn(40, 72)
+    y = twin(x)
+    assert shared_input.held_bytes() > 0
+    y.sum().backward()
+    assert shared_input.held_bytes() == 0

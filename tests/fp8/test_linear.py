@@ -427,3 +427,36 @@ def test_close_to_high_precision():
     x, w = torch.randn(64, 256), torch.randn(96, 256)
     for recipe in RECIPES:
         assert relative(fp8.linear(x, w, recipe=recipe), F.linear(x, w)) < 0.06
+
+
+def test_transforms_of_torch_func_are_refused_in_our_words():
+    m, x = layer(), torch.randn(9, 160)
+    for run in (
+        lambda: torch.func.grad(lambda x: m(x).sum())(x),
+        lambda: torch.func.vmap(m)(x.unsqueeze(1)),
+        lambda: torch.func.jvp(m, (x,), (x,)),
+    ):
+        with pytest.raises(RuntimeError, match="'0' was called under a transform of torch.func.*torch.autograd alone"):
+            run()
+    with fp8.high_precision(m):
+        assert torch.func.grad(lambda x: m(x).sum())(x).shape == x.shape
+
+
+@pytest.mark.parametrize("keep", [{}, {"wgrad": "bf16"}, {"dgrad": "bf16"}])
+def test_autocast_around_the_backward_alone_changes_nothing(keep, monkeypatch):
+    """Neither the GEMMs of a backend nor those in high precision may be lowered there."""
+    backend, lowered = fp8.kernels.registry.get("reference"), []
+    for name in ("gemm_dgrad", "gemm_wgrad"):
+        own = getattr(backend, name)
+        monkeypatch.setattr(
+            backend, name, lambda *a, own=own, **k: lowered.append(torch.is_autocast_enabled("cpu")) or own(*a, **k)
+        )
+    found = []
+    for inside in (False, True):
+        m, x = layer(**keep), torch.randn(9, 160, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = m(x).square().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            y.backward()
+        found.append([x.grad, m[0].weight.grad, m[0].bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert lowered == [False] * (4 - 2 * len(keep))
