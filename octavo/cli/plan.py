@@ -122,7 +122,8 @@ def _config(args: argparse.Namespace) -> Any:
         args.overrides.insert(0, args.file)
     if args.measure and args.tokens is None:
         raise arguments.UsageError(
-            "a published shape comes without data: say how many tokens one forward has, e.g. --tokens foundation=8192"
+            "a published shape comes without data: say how many tokens one forward sends through each component, e.g. "
+            "--tokens foundation=8192, or with a vision tower --tokens foundation=8192,image_encoder=4096"
         )
     settings = [f"model.path={args.shape}", "data.train=[{path: none}]", "train.steps=1"]
     return load_config(None, [*settings, *arguments.overrides(args)])

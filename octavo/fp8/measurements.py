@@ -116,8 +116,8 @@ def measure(
         timer, machine: stand-ins for the clock and this machine, for tests.
 
     Raises:
-        PlanError: as plan; tokens not given.
-        MeasureError: a case that does not fit or cannot run; a cache that is damaged.
+        PlanError: as plan; tokens that are no whole numbers, negative, or all 0.
+        MeasureError: tokens not given; a case that does not fit or cannot run; a cache that is damaged.
     """
     policy = policy if isinstance(policy, Policy) else Policy(recipe=policy)
     if tokens is None:

@@ -41,7 +41,15 @@ def check_names(policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int]
         lacking = [c for c in here if c not in tokens and any(r.component == c and r.kind not in OUTSIDE for r in rows)]
         if lacking:
             raise PlanError(
-                f"tokens says nothing about {', '.join(lacking)}; give every component its tokens a step, 0 for none."
+                f"tokens says nothing about {', '.join(lacking)}; give every component its tokens a forward, 0 for "
+                "none."
+            )
+        wrong = {c: n for c, n in tokens.items() if not isinstance(n, int) or isinstance(n, bool) or n < 0}
+        if wrong or not any(tokens.values()):
+            found = ", ".join(f"{c}: {n!r}" for c, n in (wrong or tokens).items()) or "nothing"
+            raise PlanError(
+                f"tokens holds {found}; give every component a whole number of tokens a forward, 0 for none, and at "
+                "least one of them some."
             )
     names = [r.name for r in rows]
     for rule in policy.rules:

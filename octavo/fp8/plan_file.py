@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -169,6 +170,11 @@ class _Line:
     rule: Rule
     backends: Mapping[str, str]
     place: str
+    why: str = ""
+
+    def reason(self, word: str = "") -> str:
+        """Where the line stands, and its remark."""
+        return self.place.rpartition("/")[2] + word + (f" ({self.why})" if self.why else "")
 
 
 def _parsed(given: Sequence[Any], path: Path, text: str) -> list[_Line]:
@@ -204,7 +210,12 @@ def _line(item: Any, place: str) -> _Line:
     named = dict.fromkeys(GEMMS, backend) if isinstance(backend, str) else backend
     if not isinstance(named, dict) or any(g not in GEMMS or not isinstance(b, str) for g, b in named.items()):
         raise PlanError(f"{place}: backend is a name, or a name for each of {', '.join(GEMMS)}; found {backend!r}.")
-    return _Line(rule, named, place)
+    why = item.get("why") or ""
+    if not isinstance(why, str):
+        raise PlanError(f"{place}: why is a remark in words; found {why!r}.")
+    if (inner := re.fullmatch(r"[^()]*, (?:line|entry) \d+[^()]*\((.*)\)", why)) is not None:
+        why = inner[1]  # the remark of a plan that came from a file itself
+    return _Line(rule, named, place, why)
 
 
 def _check_lines(lines: Iterable[_Line], model: nn.Module, components: Mapping[str, tuple[str, ...]] | None) -> None:
@@ -231,9 +242,8 @@ def _with_backend(row: PlanRow, lines: Sequence[_Line], model: nn.Module, other_
     if line is None:
         stays = row.reason if row.reason != "the whole model: off" else "not in the plan file"
         return replace(row, reason=stays)
-    where = line.place.rpartition("/")[2]
     if row.recipe is None:
-        return replace(row, reason=f"{where}: off" if row.reason.startswith("rule ") else row.reason)
+        return replace(row, reason=line.reason(": off") if row.reason.startswith("rule ") else row.reason)
     picked = dict(row.selections)
     if not other_machine:
         for gemm in picked:
@@ -245,7 +255,7 @@ def _with_backend(row: PlanRow, lines: Sequence[_Line], model: nn.Module, other_
                 picked |= backends_for(row.recipe, device_of(model), shape, name, row.kind, (gemm,))
             except BackendError as error:
                 raise PlanError(f"{line.place}: {error}") from error
-    return replace(row, reason=where, selections=picked)
+    return replace(row, reason=line.reason(), selections=picked)
 
 
 def _lines(plan: Plan) -> list[dict[str, Any]]:

@@ -76,6 +76,11 @@ def build(
     if world.is_main and not own:
         rundir.write_plan(directory, family.name, plan, notes, prediction)
     say(_told(plan, notes, prediction))
+    if saved is not None and planning.leaves_open(cfg):
+        say(
+            f"note: a run that continues takes the plan that it began with, {saved}; fp8.plan is not read again, and "
+            "recipe: auto measures nothing"
+        )
 
     model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
     models.freeze(model, family, cfg.model.freeze)

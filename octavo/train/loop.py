@@ -125,6 +125,8 @@ class _Loop:
         steps, progress = self.cfg.train.steps, self.job.progress
         if progress.step:
             self.display.say(f"continuing after step {progress.step} of {steps}")
+        if self.cfg.run.gain_steps and not self.fp8:
+            self.display.say("run.gain_steps: nothing of this run is in FP8, so there is no gain to measure")
         self._catch_up()
         self.display.begin(progress.step)
         stopped = False

@@ -384,3 +384,9 @@ def test_a_plan_says_what_each_backend_lacks():
         (g, s) for g in ("fwd", "dgrad", "wgrad") for s in ((32, 32), (16, 32), (48, 32))
     }
     assert all(x.backend == "reference" and dict(x.rejected).get("triton") for x in lines)
+
+
+@pytest.mark.parametrize("tokens", [{"foundation": -5}, {"foundation": 0}, {"foundation": 2.5}])
+def test_tokens_that_mean_nothing_are_refused(tokens):
+    with pytest.raises(fp8.PlanError, match="tokens holds .* whole number of tokens a forward"):
+        fp8.measure(nn.Sequential(nn.Linear(16, 16)), "auto", tokens=tokens)

@@ -62,7 +62,9 @@ def test_a_plan_comes_back_as_it_was(saved):
     assert fates(again) == fates(plan) and again.share == plan.share
     reasons = {r.name: r.reason for r in again.rows}
     line = line_of(path, '"match": "layers.*.q_proj"')
-    assert reasons["layers.0.q_proj"] == f"plan.json, line {line}"
+    assert reasons["layers.0.q_proj"] == f"plan.json, line {line} (rule **.q_proj)"
+    twice = fp8.load_plan(fp8.save_plan(again, path.with_name("again.json")), model)
+    assert next(r.reason for r in twice.rows if r.name == "layers.0.q_proj").endswith(f", line {line} (rule **.q_proj)")
     assert reasons["lm_head"] == "lm_head stays in high precision" and "subclass" in reasons["odd"]
     fp8.apply(Net(), again)
 

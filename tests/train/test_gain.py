@@ -167,8 +167,11 @@ def test_micro_batches_have_the_shares_of_the_step(make, monkeypatch):
 
 @pytest.mark.parametrize("over", [("run.gain_steps=0",), ("run.gain_steps=2", "fp8.recipe=off")])
 def test_it_is_off_unless_asked_for_and_where_nothing_is_fp8(make, over):
-    result = train.run(make(*over, "train.steps=1", "train.warmup=0", "data.eval=[]"))
+    console = Console(record=True, width=200, force_terminal=False)
+    result = train.run(make(*over, "train.steps=1", "train.warmup=0", "data.eval=[]"), console=console)
     assert result.gain is None and not (result.dir / "gain.json").exists()
+    asked = "run.gain_steps=2" in over
+    assert ("nothing of this run is in FP8, so there is no gain to measure" in console.export_text()) == asked
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from octavo import data, fp8, models, parallel, train
 from octavo.fp8.timing import Timed
@@ -213,7 +214,9 @@ def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monke
     first = train.run(cfg)
     shutil.copytree(first.dir / "checkpoints" / "step_1", tmp_path / "away" / "step_1")
     over = [f"run.resume={tmp_path / 'away' / 'step_1'}", f"run.dir={tmp_path / 'second'}"]
-    second = train.run(cfg.with_overrides(over))
+    console = Console(record=True, width=400, force_terminal=False)
+    second = train.run(cfg.with_overrides(over), console=console)
+    assert "a run that continues takes the plan that it began with" in console.export_text()
     assert second.losses()[2] == first.losses()[2]
     ours, theirs = (json.loads((r.dir / "plan.json").read_text()) for r in (second, first))
     assert ours["layers"][0].keys() == theirs["layers"][0].keys() and len(ours["rows"]) == len(theirs["rows"])
