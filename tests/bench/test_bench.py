@@ -196,9 +196,6 @@ def test_the_command_knows_the_suites() -> None:
 
 def test_nothing_that_fell_back_to_eager_is_timed_as_compiled(monkeypatch) -> None:
     """Graph breaks are allowed where a block has them; running on past the limit of recompilations never is."""
-    config = torch._dynamo.config
-    monkeypatch.setattr(config, "fail_on_recompile_limit_hit", False)
-    monkeypatch.setattr(config, "recompile_limit", 1)
     asked = []
 
     class Broken(torch.nn.Module):
@@ -211,14 +208,16 @@ def test_nothing_that_fell_back_to_eager_is_timed_as_compiled(monkeypatch) -> No
         torch, "compile", lambda m, fullgraph: asked.append(fullgraph) or real(m, fullgraph=fullgraph, backend="eager")
     )
     x = torch.ones(2)
-    with pytest.raises(Exception, match="graph_break"):
-        peers.compiled(Broken)(x, "a")
-    torch._dynamo.reset()
-    broken = peers.compiled(Broken, whole=False)
-    assert torch.equal(broken(x, "a"), x) and asked == [True, False]
-    with pytest.raises(Exception, match="recompile"):
-        for times in ("ab", "abc", "abcd"):
-            broken(x, times)
+    # Not by monkeypatch, whose undoing hides the setting from dynamo for the rest of the process.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False, recompile_limit=1):
+        with pytest.raises(Exception, match="graph_break"):
+            peers.compiled(Broken)(x, "a")
+        torch._dynamo.reset()
+        broken = peers.compiled(Broken, whole=False)
+        assert torch.equal(broken(x, "a"), x) and asked == [True, False]
+        with pytest.raises(Exception, match="recompile"):
+            for times in ("ab", "abc", "abcd"):
+                broken(x, times)
     torch._dynamo.reset()
 
 
