@@ -92,7 +92,9 @@ def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:
         "signal.signal(signal.SIGTERM, leave); me.touch(); time.sleep(60)\n"
     )
     (tmp_path / "trial.py").write_text(
+        "import signal\n"
         "from pathlib import Path\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the trial leaves ignored where nohup had it so
         "from octavo.config import load_config_text\n"
         "from octavo.report import side_by_side\n"
         "from octavo.report.compare import arms_of\n"
