@@ -35,7 +35,7 @@ test: lint types  ## what every change must pass, in under 10 minutes on 2 cores
 test-long: install ## the long tests: kill and resume at random moments, two ranks, example files
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu"
 
-gpu:              ## on a machine with an NVIDIA GPU: its tests and all benchmarks, in under 9 minutes
+gpu:              ## on a machine with an NVIDIA GPU: its tests and all benchmarks, within a budget of 9 minutes
 	$(GPU_PYTHON) benchmarks/gpu.py
 
 clean:            ## remove what the commands above made

@@ -132,10 +132,9 @@ class Bench:
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device)
 
-    def randn(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = False) -> torch.Tensor:
-        """Random input on the device; values with a spread of magnitudes, as activations have."""
-        x = torch.randn(*shape, device=self.device, dtype=torch.float32)
-        return x.to(dtype or self.dtype).requires_grad_(grad)
+    def randn(self, *shape: int, grad: bool = False) -> torch.Tensor:
+        """Standard normal input on the device, in the bench's precision."""
+        return torch.randn(*shape, device=self.device, dtype=self.dtype).requires_grad_(grad)
 
 
 class Rotation:

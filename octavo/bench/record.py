@@ -60,7 +60,6 @@ class Row:
     baseline: str = ""
     tokens: int = 0
     peak_bytes: int | None = None
-    note: str = ""
 
     @property
     def rate(self) -> str:

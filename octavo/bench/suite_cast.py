@@ -12,7 +12,7 @@ import torch
 
 from octavo import fp8
 from octavo.bench import peers
-from octavo.bench.bench import Bench, Call, Refusal, Rotation, Work
+from octavo.bench.bench import Bench, Call, Rotation, Work
 from octavo.fp8.kernels import registry
 from octavo.fp8.recipe import Recipe
 
@@ -101,7 +101,4 @@ def _fused(bench: Bench, m: int, k: int) -> None:
 
 def _backend(bench: Bench, op: str, recipe: Recipe) -> registry.Backend:
     what = recipe.fwd.a if op == "quantize" and recipe.fwd is not None else recipe
-    try:
-        return registry.select(op, recipe_or_spec=what, device=bench.device).backend
-    except registry.BackendError as error:
-        raise Refusal(str(error)) from error
+    return registry.select(op, recipe_or_spec=what, device=bench.device).backend

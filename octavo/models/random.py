@@ -7,10 +7,8 @@ import copy
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo.fp8.topology import nearest
-from octavo.models.errors import ModelError
 from octavo.models.loading import auto_class, quiet
-from octavo.models.shapes import SHAPES
+from octavo.models.shapes import shape_config
 
 
 def random_model(
@@ -28,11 +26,7 @@ def random_model(
 
     Raises ModelError for an unknown shape.
     """
-    if isinstance(shape, str) and shape not in SHAPES:
-        close = nearest(shape, SHAPES, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ModelError(f"there is no published shape {shape!r}{hint}; known: {', '.join(SHAPES)}.")
-    config = SHAPES[shape]() if isinstance(shape, str) else copy.deepcopy(shape)
+    config = shape_config(shape) if isinstance(shape, str) else copy.deepcopy(shape)
     if layers is not None:
         _shorten(config.get_text_config(), layers)
     vision = getattr(config, "vision_config", None)

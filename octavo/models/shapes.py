@@ -127,9 +127,14 @@ def shape_model(name: str) -> tuple[PreTrainedModel, Family]:
 
     Raises ModelError for an unknown name, listing the known ones.
     """
+    model = empty(shape_config(name))
+    return model, describe(model)
+
+
+def shape_config(name: str) -> PreTrainedConfig:
+    """The configuration of a published model. Raises ModelError for an unknown name, listing the known ones."""
     if name not in SHAPES:
         close = nearest(name, SHAPES, 1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ModelError(f"there is no published shape {name!r}{hint}; known: {', '.join(SHAPES)}.")
-    model = empty(SHAPES[name]())
-    return model, describe(model)
+    return SHAPES[name]()

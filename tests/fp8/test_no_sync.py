@@ -81,10 +81,11 @@ def test_no_fused_step_waits():
     for recipe in ("blockwise", "mxfp8"):
         m = fp8.apply(Attention(), fp8.plan(Attention(), fp8.Policy(recipe=recipe, fuse="on")))
         x = torch.randn(5, 96, requires_grad=True)
-        with NeverWaits():
+        with NeverWaits() as watch:
             for inner in (m, m.q_proj):
                 step(inner, x)
                 step(inner, x, lambda m, x: checkpoint(m, x, use_reentrant=False))
+        assert watch.seen > 100 and m.q_proj.weight.grad is not None
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
