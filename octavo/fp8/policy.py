@@ -19,6 +19,8 @@ OFF, AUTO = "off", "auto"
 FUSE = (OFF, "on", AUTO)
 CANDIDATES = ("blockwise", "mxfp8", "rowwise", "tensorwise")
 """What auto chooses among. ``delayed`` is not in it: its histories are state, and values that outgrow them saturate."""
+ACTIVATIONS = ("bf16", "fp8")
+WEIGHT_CODES = ("keep", "recast")
 _SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
 
 
@@ -29,14 +31,16 @@ class PlanError(ValueError):
 @dataclass(frozen=True)
 class ComponentPolicy:
     """One component's answer. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
-    ``dgrad``, ``wgrad``: fp8 or bf16. None: as the whole model; but the image projector is off until its recipe is
-    given."""
+    ``dgrad``, ``wgrad``: fp8 or bf16; ``activations``: bf16 or fp8; ``param``: whether its weights are FP8 between
+    steps. None: as the whole model; but the image projector is off until its recipe is given."""
 
     recipe: str | None = None
     format: str | None = None
     fwd: str | None = None
     dgrad: str | None = None
     wgrad: str | None = None
+    activations: str | None = None
+    param: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,11 @@ class Policy:
         fwd, dgrad, wgrad: "fp8" or "bf16".
         components: component name -> :class:`ComponentPolicy` (or a recipe's name, or a mapping with its fields).
         rules: :class:`Rule` objects (or mappings with their fields); a later rule wins over an earlier one.
-        activations: "bf16"; what blocks keep for backward besides the linears.
+        activations: what blocks keep for backward besides the inputs of FP8 layers: "bf16", as they come; or "fp8",
+            wherever FP8 can hold it (:mod:`octavo.fp8.saved`).
+        weight_codes: "keep" the FP8 codes of weights from one optimizer step to the next (a byte a parameter; rowwise
+            and mxfp8 two), or "recast" them at each use.
+        param: whether weights of FP8 layers are FP8 between steps, with their high-precision values as a master.
         backend: "auto", or the backend that must run every FP8 GEMM.
         candidates: the recipes that "auto" chooses among.
         fuse: whether q, k and v, and gate and up, run as one GEMM (:mod:`octavo.fp8.fusion`): "on" wherever their
@@ -99,6 +107,8 @@ class Policy:
     backend: str = "auto"
     candidates: tuple[str, ...] = CANDIDATES
     fuse: str = AUTO
+    weight_codes: str = "keep"
+    param: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
@@ -109,12 +119,11 @@ class Policy:
             raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")
         rules = tuple(_made(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
-        if self.activations != "bf16":
-            raise PlanError(
-                f"activations={self.activations!r} is not available in this version: blocks keep what they save "
-                "for backward in "
-                "high precision. Use activations='bf16'."
-            )
+        for where, level in (("the whole model", self), *((f"component {k!r}", c) for k, c in parts.items())):
+            if level.activations not in ACTIVATIONS and not (level.activations is None and level is not self):
+                raise PlanError(f"{where}: activations={level.activations!r} does not exist; use 'bf16' or 'fp8'.")
+        if self.weight_codes not in WEIGHT_CODES:
+            raise PlanError(f"weight_codes={self.weight_codes!r} does not exist; use 'keep' or 'recast'.")
         if self.fuse not in FUSE:
             raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off', 'on' or 'auto'.")
         if self.backend != "auto":
@@ -155,6 +164,16 @@ class Policy:
         named += [(f"component {k!r}", c.recipe) for k, c in self.components.items() if c.recipe is not None]
         named += [(f"rule {r.match!r}", r.recipe) for r in self.rules if r.recipe is not None]
         return named
+
+    def activations_of(self, component: str) -> str:
+        """What blocks of a component keep: its own answer, else that of the whole model."""
+        given = self.components.get(component)
+        return self.activations if given is None or given.activations is None else given.activations
+
+    def param_of(self, component: str) -> bool:
+        """Whether weights of a component are FP8 between steps: its own answer, else that of the whole model."""
+        given = self.components.get(component)
+        return self.param if given is None or given.param is None else given.param
 
     @property
     def asks_fp8(self) -> bool:

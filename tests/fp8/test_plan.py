@@ -145,7 +145,7 @@ ERRORS = [
     ({"rules": [{"match": "**", "recipe": "off"}]}, "FP8 was asked for and nothing.*would run in it.*'off'"),
     ({"recipe": "blockwize"}, "recipe 'blockwize' does not exist; use one of off, tensorwise"),
     ({"candidates": ("fast",)}, "candidates of 'auto' are recipes: tensorwise.*found 'fast'"),
-    ({"activations": "fp8"}, "not available in this version"),
+    ({"activations": "fp9"}, "does not exist"),
     ({"recipe": "mxfp8", "format": "hybrid"}, "the whole model: .*mxfp8.*hybrid"),
     ({"rules": [{"match": "**", "fwd": "bf16", "dgrad": "bf16", "wgrad": "bf16"}]}, r"rule \*\*: .*leaves nothing"),
     ({"components": {"image_encoder": {"recipe": "mxfp9"}}}, "'image_encoder': recipe 'mxfp9' does not exist"),
