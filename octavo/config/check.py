@@ -207,6 +207,7 @@ def _short_form(path: Path, value: str) -> str:
         "recipe": f"write {{recipe: {value}}}",
         "path": f"write {{path: {value}}}",
         "match": f'write {{match: "{value}", recipe: off}}',
+        "image_encoder": "use none, selective or full, or a mapping such as {foundation: full}",
     }.get(first, "write `key: value` pairs under it")
 
 

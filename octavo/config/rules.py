@@ -26,7 +26,8 @@ class Finding:
 
 def check(config: Config) -> list[Finding]:
     """Every rule that ``config`` breaks."""
-    return [*_unavailable(config), *_model(config), *_fp8(config.fp8), *_data(config), *_train(config), *_run(config)]
+    parts = (_model, _fp8, _data, _train, _memory, _run)
+    return [finding for part in parts for finding in part(config)]
 
 
 def glob_problem(pattern: str) -> str | None:
@@ -45,34 +46,6 @@ def glob_problem(pattern: str) -> str | None:
     return None
 
 
-def _unavailable(config: Config) -> Iterator[Finding]:
-    fp8 = config.fp8
-    places: list[tuple[Path, Fp8Section | Component | Rule]] = [(("fp8",), fp8)]
-    places += [(("fp8", name), part) for name in COMPONENTS if (part := getattr(fp8, name))]
-    places += [(("fp8", "rules", index), rule) for index, rule in enumerate(fp8.rules)]
-    for path, part in places:
-        if getattr(part, "param", None):
-            yield _not_yet(
-                (*path, "param"),
-                "FP8 primary weights",
-                "use `param: false` (without --fp8-param-gather); the linear layers still run in FP8",
-            )
-    if fp8.activations != "bf16":
-        yield _not_yet(
-            ("fp8", "activations"),
-            "FP8 for what blocks keep beside their linear layers",
-            "use `activations: bf16`; FP8 linear layers keep FP8 in any case",
-        )
-    if config.optimizer.states != "fp32":
-        yield _not_yet(("optimizer", "states"), f"optimizer states in {config.optimizer.states}", "use `states: fp32`")
-    if config.optimizer.master != "fp32":
-        yield _not_yet(("optimizer", "master"), f"master weights as {config.optimizer.master}", "use `master: fp32`")
-
-
-def _not_yet(path: Path, what: str, cure: str) -> Finding:
-    return Finding(path, f"not available in this version: {what}", cure)
-
-
 def _model(config: Config) -> Iterator[Finding]:
     for index, pattern in enumerate(config.model.freeze):
         path: Path = ("model", "freeze", index)
@@ -88,7 +61,8 @@ def _model(config: Config) -> Iterator[Finding]:
             yield Finding(path, f"unknown component {pattern!r}", f"did you mean {close}?")
 
 
-def _fp8(fp8: Fp8Section) -> Iterator[Finding]:
+def _fp8(config: Config) -> Iterator[Finding]:
+    fp8 = config.fp8
     if fp8.recipe == "mxfp8" and fp8.format == "hybrid":
         yield Finding(
             ("fp8", "format"), "mxfp8 has no hybrid format", "use e4m3, or leave `format` out", (("fp8", "recipe"),)
@@ -133,7 +107,8 @@ def _plan(fp8: Fp8Section) -> Iterator[Finding]:
             "remove it, or take the recipe and no plan (fp8.plan=null)",
             (("fp8", "plan"),),
         )
-    for key in ("format", *GEMMS, *COMPONENTS, "rules", "backend", "candidates", "fuse"):
+    settings = ("activations", "param", "weight_codes", "rules", "backend", "candidates", "fuse")
+    for key in ("format", *GEMMS, *COMPONENTS, *settings):
         if getattr(fp8, key) != Fp8Section.model_fields[key].get_default():
             yield Finding(
                 ("fp8", key),
@@ -237,6 +212,42 @@ def _train(config: Config) -> Iterator[Finding]:
             "compiled blocks run each layer's own GEMMs, so nothing would be fused",
             "use `fuse: off` (their input is cast once all the same), or `train.compile: false`",
             (("train", "compile"),),
+        )
+
+
+def _memory(config: Config) -> Iterator[Finding]:
+    """What shrinks and what it needs."""
+    train, optimizer, fp8 = config.train, config.optimizer, config.fp8
+    if optimizer.master != "fp32" and train.precision == "fp32":
+        yield Finding(
+            ("train", "precision"),
+            f"master {optimizer.master} makes a BF16 model, which does not compute in fp32",
+            "use `precision: auto` or `bf16`, or `master: fp32`",
+            (("optimizer", "master"),),
+        )
+    if optimizer.update == "backward" and optimizer.offload:
+        yield Finding(
+            ("optimizer", "offload"),
+            "streams all states in one step after backward; with update: backward there is none",
+            "use one of them",
+            (("optimizer", "update"),),
+        )
+    if train.offload_activations and train.recompute.foundation == train.recompute.image_encoder == "full":
+        yield Finding(
+            ("train", "offload_activations"),
+            "has next to nothing to move where every block is recomputed in full",
+            "remove it, or use `recompute: selective` or `none`",
+            (("train", "recompute"),),
+        )
+    for path, part in ((("fp8", name), getattr(fp8, name)) for name in COMPONENTS):
+        if part is not None and part.param and part.recipe == "off":
+            yield Finding((*path, "param"), "has no effect where the recipe is off", "remove it, or set a recipe")
+    if fp8.param and fp8.weight_codes == "recast":
+        yield Finding(
+            ("fp8", "weight_codes"),
+            "recast keeps no codes between uses, and param keeps weights as codes between steps",
+            "use one of them",
+            (("fp8", "param"),),
         )
 
 

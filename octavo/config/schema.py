@@ -8,7 +8,7 @@ Rules that need two fields at once live in :mod:`octavo.config.rules`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -57,7 +57,10 @@ class Component(Section):
 
     recipe: RecipeName | None = Field(default=None, description="Recipe of this component's linear layers.")
     format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
-    param: bool | None = Field(default=None, description="Keep FP8 primary weights. Not available in this version.")
+    param: bool | None = Field(default=None, description="Whether weights are FP8 between steps.")
+    activations: Literal["bf16", "fp8"] | None = Field(
+        default=None, description="What blocks of this component keep for backward beside their linear layers."
+    )
     fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
     dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
     wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
@@ -92,11 +95,19 @@ class Fp8Section(Section):
         "and mxfp8, hybrid for tensorwise and delayed).",
     )
     param: bool = Field(
-        default=False, description="Keep FP8 primary weights and gather them in FP8. Not available in this version."
+        default=False,
+        description="Weights of FP8 layers are FP8 between steps, their high-precision values a master beside them; "
+        "FSDP2 gathers the FP8 codes and scales, a byte a parameter.",
     )
     activations: Literal["bf16", "fp8"] = Field(
         default="bf16",
-        description="What blocks keep for backward beside their linear layers. fp8 is not available in this version.",
+        description="What blocks keep for backward beside the inputs of their FP8 layers: bf16, as it comes; or fp8 "
+        "for inputs of norms, gate and up, inputs of activations, with products computed again in backward.",
+    )
+    weight_codes: Literal["keep", "recast"] = Field(
+        default="keep",
+        description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte a parameter, rowwise "
+        "and mxfp8 2), or recast them at each use (0 bytes, one more cast a GEMM).",
     )
     backend: str = Field(
         default="auto",
@@ -172,6 +183,28 @@ class DataSection(Section):
     system: str | None = Field(default=None, description="System message put before conversations that have none.")
 
 
+Recompute = Literal["none", "selective", "full"]
+
+
+class RecomputeSection(Section):
+    """What the blocks of each component compute again in backward instead of keeping it."""
+
+    image_encoder: Recompute = Field(default="none", description="Blocks of the vision tower.")
+    foundation: Recompute = Field(default="none", description="Blocks of the language model.")
+
+
+def _for_both(value: Any) -> Any:
+    """One word says it of every component."""
+    return (
+        dict.fromkeys(RecomputeSection.model_fields, value)
+        if isinstance(value, str) and value in get_args(Recompute)
+        else value
+    )
+
+
+_OR_WORD = BeforeValidator(_for_both, json_schema_input_type=Recompute | RecomputeSection)
+
+
 class TrainSection(Section):
     """The step."""
 
@@ -202,8 +235,28 @@ class TrainSection(Section):
         default="auto",
         description="Compute dtype of what is not FP8; auto = bf16 on CUDA, fp32 on a CPU.",
     )
-    recompute: Literal["none", "full"] = Field(
-        default="none", description="full: keep only block inputs and run the forward again in backward."
+    recompute: Annotated[RecomputeSection, _OR_WORD] = Field(
+        default_factory=RecomputeSection,
+        description="What blocks compute again in backward instead of keeping it: none; selective (what is cheap to "
+        "compute); full (all: they keep their inputs alone). One word, or one for image_encoder and foundation each.",
+    )
+    offload_activations: bool = Field(
+        default=False,
+        description="Move what blocks keep for backward to host memory, and fetch it one block ahead. Needs a GPU.",
+    )
+    synchronize_per_layer: bool = Field(
+        default=False,
+        description="Wait for the GPU after every block, forward and backward, which caps what its allocator holds.",
+    )
+    logits: Literal["chunked", "full"] = Field(
+        default="chunked",
+        description="chunked: loss and gradient a few tokens at a time, so that full logits never exist; full: plain.",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the target that is spread over the whole vocabulary."
+    )
+    z_loss: float = Field(
+        default=0.0, ge=0, description="Factor of the squared log of the softmax's denominator (PaLM: 1e-4)."
     )
     compile: bool = Field(
         default=False,
@@ -222,10 +275,23 @@ class OptimizerSection(Section):
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; norms and biases are spared.")
     states: Literal["fp32", "bf16", "fp8", "coat"] = Field(
-        default="fp32", description="How moments are stored. Only fp32 in this version."
+        default="fp32",
+        description="How the two moments are stored: fp32 (8 bytes a parameter), bf16 (4), fp8 (2.06), coat (2.19, as "
+        "published).",
     )
     master: Literal["fp32", "bf16+16", "bf16+sr"] = Field(
-        default="fp32", description="How master weights are stored. Only fp32 in this version."
+        default="fp32",
+        description="How weights are stored: fp32 (4 bytes); bf16+16 (a BF16 model and the 16 bits that make it "
+        "exactly fp32, 4 bytes, gradients in BF16); bf16+sr (a BF16 model, stochastically rounded, 2 bytes).",
+    )
+    update: Literal["step", "backward"] = Field(
+        default="step",
+        description="When weights are updated: after backward, or in backward as soon as each gradient is complete, so "
+        "that gradients are never held. backward needs one micro-batch a step and process, and with train.clip a "
+        "second pass through the graph.",
+    )
+    offload: bool = Field(
+        default=False, description="Keep the optimizer's states in host memory and stream them. Needs a GPU."
     )
 
 

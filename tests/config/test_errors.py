@@ -150,7 +150,10 @@ def test_aliases_that_loop_or_explode():
         ("model.freeze=[**.a]", "put a glob in quotes"),
         ("run.resume=atuo", "'atuo' is neither never, auto nor a path; did you mean auto? a path has a slash: ./atuo"),
         ("run.resume=", "run.resume: expected text, found nothing (null)"),
-        ("fp8.param=true", "override `fp8.param=true`: fp8.param: not available in this version"),
+        (
+            "fp8={param: true, weight_codes: recast}",
+            "fp8.weight_codes: recast keeps no codes between uses, and param keeps weights as codes between steps",
+        ),
         (
             "fp8={recipe: mxfp8, format: hybrid}",
             "override `fp8={recipe: mxfp8, format: hybrid}`: fp8.format: mxfp8 has no",
@@ -164,8 +167,10 @@ def test_a_wrong_override_names_itself(override, message):
 @pytest.mark.parametrize(
     "more, message",
     [
-        ("fp8: {param: true}", "fp8.param: not available in this version: FP8 primary weights; use `param: false`"),
-        ("fp8: {foundation: {param: true}}", "fp8.foundation.param: not available in this version"),
+        ("fp8: {param: 1}", "x.yaml:4: fp8.param: expected true or false, found 1"),
+        ("fp8: {foundation: {param: true, recipe: off}}", "fp8.foundation.param: has no effect where the recipe is off"),
+        ("fp8: {weight_codes: kep}", "x.yaml:4: fp8.weight_codes: found 'kep'; did you mean keep? one of keep, recast"),
+        ("fp8: {plan: p.json, activations: fp8}", "fp8.activations: has no effect beside fp8.plan"),
         (
             "fp8: {plan: p.json, recipe: off}",
             "fp8.plan: a plan file is given, and the recipe is off; remove one of them",
@@ -183,9 +188,10 @@ def test_a_wrong_override_names_itself(override, message):
         ("fp8: {plan: p.json, foundation: {recipe: auto}}", "fp8.foundation: has no effect beside fp8.plan"),
         ("fp8: {recipe: auto, candidates: [off]}", "fp8.candidates.0: found 'off'; one of tensorwise"),
         ("fp8: {recipe: auto, candidates: []}", "fp8.candidates: "),
-        ("fp8: {activations: fp8}", "fp8.activations: not available in this version"),
-        ("optimizer: {states: coat}", "optimizer.states: not available in this version: optimizer states in coat"),
-        ("optimizer: {master: bf16+sr}", "optimizer.master: not available in this version: master weights as bf16+sr"),
+        ("fp8: {activations: fp9}", "fp8.activations: found 'fp9'; did you mean fp8? one of bf16, fp8"),
+        ("optimizer: {states: fp16}", "optimizer.states: found 'fp16'; did you mean bf16? one of fp32, bf16, fp8, coat"),
+        ("optimizer: {master: bf16}", "optimizer.master: found 'bf16'; "),
+        ("optimizer: {update: backward, offload: true}", "optimizer.offload: streams all states in one step"),
         ("fp8: {recipe: mxfp8, format: hybrid}", "fp8.format: mxfp8 has no hybrid format"),
         (
             "fp8: {format: hybrid, foundation: {recipe: mxfp8}}",

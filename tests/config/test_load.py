@@ -193,10 +193,21 @@ def test_with_overrides_leaves_the_original():
         cfg.with_overrides(["train.stpes=1"])
 
 
+def test_recompute_takes_a_word_for_all_components_or_one_for_each():
+    assert text().train.recompute.foundation == "none"
+    both = text().with_overrides(["train.recompute=full"]).train.recompute
+    assert (both.image_encoder, both.foundation) == ("full", "full")
+    one = text().with_overrides(["train.recompute={foundation: selective}"]).train.recompute
+    assert (one.image_encoder, one.foundation) == ("none", "selective")
+    with pytest.raises(ConfigError, match="found 'ful'; use none, selective or full, or a mapping"):
+        text().with_overrides(["train.recompute=ful"])
+
+
 def test_a_config_built_in_python_obeys_the_rules_too():
-    with pytest.raises(ValueError, match="not available in this version"):
+    with pytest.raises(ValueError, match="makes a BF16 model, which does not compute in fp32"):
         Config(
-            model={"path": "m"}, data={"train": [{"path": "a"}]}, train={"steps": 1}, optimizer={"states": "fp8"}
+            model={"path": "m"}, data={"train": [{"path": "a"}]}, train={"steps": 1, "precision": "fp32"},
+            optimizer={"master": "bf16+sr"},
         )  # fmt: skip
 
 
