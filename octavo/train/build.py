@@ -23,7 +23,7 @@ from octavo.config import Config
 from octavo.fp8 import plan_file
 from octavo.train import compiled, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
-from octavo.train.forward import Forward, keep_towers_running, wants_bf16
+from octavo.train.forward import Forward, autocasts, keep_towers_running, model_dtype
 from octavo.train.optim import adamw
 from octavo.train.step import Stepper
 from octavo.train.tokens import Tokens
@@ -82,14 +82,14 @@ def build(
             "recipe: auto measures nothing"
         )
 
-    model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
+    model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device)
     models.freeze(model, family, cfg.model.freeze)
     fp8.apply(model, plan)
     if cfg.train.recompute == "full":
         recompute(model, family)
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
-    forward = Forward(model, world, wants_bf16(cfg, world.device))
+    forward = Forward(model, world, autocasts(cfg, world.device))
     keep_towers_running(model, family, forward, world)
     parallel.shard(model, family, world)
     if cfg.train.compile:

@@ -15,20 +15,29 @@ from octavo.parallel import World
 from octavo.train.errors import TrainError
 
 
-def wants_bf16(cfg: Config, device: torch.device) -> bool:
-    """Whether the model computes under BF16 autocast: asked for, or `auto` on CUDA."""
-    return cfg.train.precision == "bf16" or (cfg.train.precision == "auto" and device.type == "cuda")
+def model_dtype(cfg: Config) -> torch.dtype:
+    """What the parameters of the model are: fp32, or BF16 where the optimizer keeps the rest of them or rounds."""
+    return torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
+
+
+def autocasts(cfg: Config, device: torch.device) -> bool:
+    """Whether a model of fp32 parameters computes under BF16 autocast: asked for, or `auto` on CUDA. A model of BF16
+    parameters computes in BF16 without."""
+    asked = cfg.train.precision == "bf16" or (cfg.train.precision == "auto" and device.type == "cuda")
+    return asked and model_dtype(cfg) == torch.float32
 
 
 class Forward:
     """Calls the model: moves the batch, enters autocast, asks for the logits that are needed and no others.
 
-    `images` says whether the batch at hand has an image; the dummy-image hook reads it.
+    `images` says whether the batch at hand has an image; the dummy-image hook reads it. Without autocast, pixels come
+    in the dtype of the model's own parameters.
     """
 
-    def __init__(self, model: nn.Module, world: World, bf16: bool) -> None:
-        self.model, self.device, self.bf16 = model, world.device, bf16
+    def __init__(self, model: nn.Module, world: World, autocast: bool) -> None:
+        self.model, self.device, self.autocast = model, world.device, autocast
         self.images = False
+        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         known = inspect.signature(model.forward).parameters
         self._trims = "logits_to_keep" in known
         self._any = any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -56,7 +65,7 @@ class Forward:
         """(logits at `keep`, all that the model returned)."""
         self.images = batch["meta"].has_image
         inputs = {
-            name: value.to(self.device, non_blocking=True)
+            name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
             for name, value in batch.items()
             if name not in ("meta", "labels") and (self._any or name in self._known)
         }
@@ -68,7 +77,7 @@ class Forward:
         return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
 
 
 def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:

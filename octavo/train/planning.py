@@ -16,6 +16,7 @@ from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.config.schema import COMPONENTS
 from octavo.train import routing
+from octavo.train.forward import model_dtype
 from octavo.train.tokens import Tokens, attention_flops
 
 
@@ -30,11 +31,15 @@ def policy_from(cfg: Config) -> fp8.Policy:
         dgrad=section.dgrad,
         wgrad=section.wgrad,
         components={
-            name: fp8.ComponentPolicy(part.recipe, part.format, part.fwd, part.dgrad, part.wgrad)
+            name: fp8.ComponentPolicy(
+                part.recipe, part.format, part.fwd, part.dgrad, part.wgrad, part.activations, part.param
+            )
             for name, part in parts.items()
         },
         rules=tuple(fp8.Rule(r.match, r.recipe, r.format, r.fwd, r.dgrad, r.wgrad) for r in section.rules),
         activations=section.activations,
+        weight_codes=section.weight_codes,
+        param=section.param,
         backend=section.backend,
         candidates=section.candidates,
         fuse="off" if cfg.train.compile else section.fuse,  # compiled blocks run each layer's own GEMMs
@@ -50,7 +55,7 @@ def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
     """(model without weights, family), frozen as the run would freeze it: a frozen layer has no wgrad.
 
     Raises ModelError, and TrainError for a load-balancing loss that this model does not have."""
-    model = models.empty(cfg.model.path)
+    model = models.empty(cfg.model.path, dtype=model_dtype(cfg))
     routing.coefficient(cfg, model)
     family = models.describe(model)
     models.freeze(model, family, cfg.model.freeze)

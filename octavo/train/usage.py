@@ -16,7 +16,7 @@ from octavo.train import planning, rundir
 from octavo.train.build import data_settings, scaling_of
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
-from octavo.train.forward import Forward, wants_bf16
+from octavo.train.forward import Forward, autocasts, model_dtype
 
 Say = Callable[[str], None]
 
@@ -46,7 +46,7 @@ def _open(directory: Path, step: int | None, recipe: str | None, say: Say) -> tu
     world = parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     path = _checkpoint(directory, step, world, say)
     plan, _, _ = planning.plan_for(cfg, saved=directory / rundir.PLAN if recipe is None else None)
-    model = models.load(cfg.model.path, dtype=torch.float32, device=world.device)
+    model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device)
     fp8.apply(model, plan)
     restored = checkpoint.load(path, model=model, optimizer=None, world=world)
     histories = scaling_of(restored.extra)
@@ -71,7 +71,7 @@ def evaluate_run(
     evalset = data.eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)
-    found = evaluate(model, evalset, Forward(model, world, wants_bf16(cfg, world.device)), world)
+    found = evaluate(model, evalset, Forward(model, world, autocasts(cfg, world.device)), world)
     return {"step": loaded, **found}
 
 
