@@ -202,8 +202,8 @@ def _matrix(x: Tensor, spec: CastSpec) -> tuple[Tensor, Layout]:
 
 
 def _may_look(tensor: Tensor) -> bool:
-    """Whether reading a value into Python is free of waiting for a device."""
-    return tensor.device.type == "cpu"
+    """Whether there is a value, and reading it into Python is free of waiting for a device: a fake tensor has none."""
+    return tensor.device.type == "cpu" and not hasattr(tensor, "fake_mode")
 
 
 def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:

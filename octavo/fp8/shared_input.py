@@ -197,7 +197,8 @@ def _nothing() -> None:
 
 
 def _recognisable(given: Tensor) -> bool:
-    if type(given) not in (Tensor, nn.Parameter) or given.is_meta or given.is_inference() or not given.numel():
+    plain = type(given) in (Tensor, nn.Parameter) or hasattr(given, "fake_mode")  # a fake one has a storage of its own
+    if not plain or given.is_meta or given.is_inference() or not given.numel():
         return False
     # Codes made in inference mode could not be saved for a backward later.
     return torch_alone_writes(given) and not torch.is_inference_mode_enabled()
