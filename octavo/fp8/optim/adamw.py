@@ -1,0 +1,171 @@
+"""AdamW with 8-bit states, as a `torch.optim.Optimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.local import plain, span
+from octavo.fp8.optim import update
+from octavo.fp8.optim.moments import GROUP, LAYOUT, STATES
+from octavo.fp8.optim.philox import LIMIT
+from octavo.fp8.optim.update import MASTERS, Hyper, Piece
+from octavo.fp8.weights import is_dtensor
+
+__all__ = ["AdamW"]
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter, ICLR 2019) whose moments take two bytes a parameter instead of eight.
+
+        optimizer = fp8.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)                     # fp32 weights
+        optimizer = fp8.AdamW(model.bfloat16().parameters(), lr=1e-4, master="bf16+16")          # exactly as fp32 ones
+
+    states: the format of the moments, by bytes per parameter: "fp8" 2.06, "coat" 2.19, "bf16" 4, "fp32" 8
+        (:mod:`octavo.fp8.optim.moments`).
+    master: where the fp32 weight is: "fp32" in the parameter (or, of a BF16 parameter, in a state of 4 bytes);
+        "bf16+16" in the BF16 parameter and 2 bytes beside it, exactly; "bf16+sr" nowhere: the BF16 parameter is
+        rounded stochastically (:mod:`octavo.fp8.optim.master`).
+    seed: of the random bits that round second moments and "bf16+sr" weights.
+
+    All but `params` may differ between parameter groups. A parameter without a gradient is skipped, a sparse gradient
+    is taken as the dense one it stands for. Results do not depend on how parameters are sharded. Each parameter's state
+    has `step` and the tensors of `moments.LAYOUT`, codes in the parameter's shape, made in its first step.
+
+    Raises ValueError for settings that cannot be met, with what would be.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        states: str = "fp8",
+        master: str = "fp32",
+        seed: int = 0,
+    ) -> None:
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {**numbers, "states": states, "master": master, "seed": seed}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; settings that the group leaves out are the optimizer's."""
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, factor: float | Tensor | None = None) -> Any:
+        """One step. `factor` (a number or a 0-d tensor, read on the device) multiplies every gradient: clipping by it
+        costs no pass over the gradients. Returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update([p for group in self.param_groups for p in group["params"] if p.grad is not None], factor)
+        return loss
+
+    @torch.no_grad()
+    def update(self, parameters: Iterable[Tensor], factor: float | Tensor | None = None) -> None:
+        """Step `parameters` alone, each of which has a gradient: what :meth:`step` does for all, without its hooks."""
+        wanted = {id(p) for p in parameters}
+        index = 0
+        for group in self.param_groups:
+            work: dict[torch.device, list[Piece]] = {}
+            copies = []
+            for p in group["params"]:
+                if id(p) in wanted:
+                    piece = self.piece(p, group, index)
+                    work.setdefault(piece.weight.device, []).append(piece)
+                    if not plain(p).is_contiguous():
+                        copies.append((plain(p), piece.weight))
+                index += 1
+            for pieces in work.values():
+                update.step(pieces, hyper(group), factor)
+            for weight, stepped in copies:
+                weight.copy_(stepped.view(weight.shape))
+
+    def piece(self, p: Tensor, group: dict[str, Any], index: int) -> Piece:
+        """The work of the next step on parameter `p` of `group`, number `index` of all: its state is made where it has
+        none, and its step is counted. The weight of a parameter that is not contiguous is a copy."""
+        state = self.state[p]
+        if not state:
+            _start(state, p, group)
+        state["step"] += 1
+        grad = cast(Tensor, p.grad)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        flat = {name: plain(x).view(-1) if x.shape == p.shape else x for name, x in state.items() if name != "step"}
+        return Piece(
+            weight=plain(p).contiguous().view(-1),
+            grad=plain(grad).contiguous().view(-1),
+            state=flat,
+            start=span(p).start,
+            index=index,
+            step=int(state["step"]),
+        )
+
+
+def hyper(group: dict[str, Any]) -> Hyper:
+    """The settings of a parameter group, for :func:`octavo.fp8.optim.update.step`."""
+    beta1, beta2 = group["betas"]
+    names = ("lr", "eps", "weight_decay", "states", "master", "seed")
+    return Hyper(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
+
+
+def _start(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
+    """The state of a parameter before its first step, in place."""
+    here, part = plain(p), span(p)
+    touched = -(-part.stop // GROUP) - part.start // GROUP if part.stop > part.start else 0
+    state["step"] = torch.zeros((), dtype=torch.float32)
+    for kept in LAYOUT[group["states"]]:
+        if kept.row is None:
+            state[kept.name] = _like(p, torch.zeros(here.shape, dtype=kept.dtype, device=here.device))
+        else:
+            state[kept.name] = torch.zeros((touched, *kept.row), dtype=kept.dtype, device=here.device)
+    if group["master"] == "bf16+16":
+        state["master_low"] = _like(p, torch.zeros(here.shape, dtype=torch.int16, device=here.device))
+    elif group["master"] == "fp32" and here.dtype == torch.bfloat16:
+        state["master"] = _like(p, here.float().contiguous())
+
+
+def _like(p: Tensor, local: Tensor) -> Tensor:
+    """`local` as the part of this rank of a tensor that is split like parameter `p`."""
+    if not is_dtensor(p):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def _check(group: dict[str, Any]) -> None:
+    """Raise ValueError for settings of a parameter group that cannot be met."""
+    states, kind = group["states"], group["master"]
+    if states not in STATES:
+        raise ValueError(f"states={states!r} is none of {', '.join(STATES)}.")
+    if kind not in MASTERS:
+        raise ValueError(f"master={kind!r} is none of {', '.join(MASTERS)}.")
+    for p in group["params"]:
+        dtype = plain(p).dtype
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"A parameter of shape {list(p.shape)} is {dtype}: fp8.AdamW steps fp32 and BF16 weights. Convert the "
+                "model with .float() or .bfloat16()."
+            )
+        if kind != "fp32" and dtype != torch.bfloat16:
+            raise ValueError(
+                f"master={kind!r} keeps weights in BF16, but a parameter of shape {list(p.shape)} is {dtype}. Convert "
+                "the model with .bfloat16(), or take master='fp32'."
+            )
+        if p.numel() > LIMIT:
+            raise ValueError(f"A parameter of {p.numel()} elements is too large for random bits: split it in two.")

@@ -1,0 +1,256 @@
+"""One step of AdamW over pieces of parameters: the arithmetic that every engine has bit for bit.
+
+A :class:`Piece` is one parameter's part on this rank, as flat tensors. Its elements fall into the groups of 128 of the
+flattened, unsharded parameter, so that a piece may begin and end inside a group. Per element, in fp32, one rounding an
+operation and none fused (decoupled weight decay: Loshchilov & Hutter, ICLR 2019):
+
+    g = float(grad) * factor                        the product only where there is a factor
+    m = m * beta1 + g * (1 - beta1)
+    v = v * beta2 + (g * (1 - beta2)) * g
+    d = sqrt(v) * (1 / sqrt(1 - beta2^step)) + eps
+    w = w * (1 - lr * weight_decay) - (m * (lr / (1 - beta1^step))) / d
+
+The numbers in brackets that depend on no element are computed in fp64 and rounded to fp32 once. The weight steps with
+the unrounded moments; then they are encoded (:mod:`octavo.fp8.optim.moments`) and the weight is written
+(:mod:`octavo.fp8.optim.master`). A NaN or an Inf in a gradient makes its weight NaN as in torch, and with it the
+moments of its group of 128 in the formats that share a range.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.optim import master, moments, philox
+from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree
+
+__all__ = ["MASTERS", "Edge", "Engine", "Hyper", "Piece", "Scalars", "edges", "engine", "reference", "step"]
+
+MASTERS = ("fp32", "bf16+16", "bf16+sr")
+"""Where the fp32 weight is: see :mod:`octavo.fp8.optim.master`."""
+
+_CHUNK = 1 << 16  # elements worked on at a time: a dozen fp32 arrays of them stay in a core's cache
+
+
+class Piece(NamedTuple):
+    """One parameter's work, as plain, flat, contiguous tensors on one device.
+
+    weight: [n] bfloat16 or float32, written in place.
+    grad: [n] of any floating dtype.
+    state: what :data:`LAYOUT` names ([n], or one row for each group this piece touches), `master_low` int16 [n] for the
+        master "bf16+16", `master` fp32 [n] for "fp32" behind a BF16 weight; written in place.
+    start: the index of its first element in the flattened unsharded parameter.
+    index: the number of the parameter in the optimizer, over all groups in order, the same on every rank.
+    step: the number of this step, from 1.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    start: int
+    index: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What the pieces of one call share. `lr` is a float or a 0-d tensor, read where it lies."""
+
+    lr: float | Tensor
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    states: str = "fp8"
+    master: str = "fp32"
+    seed: int = 0
+
+
+class Scalars(NamedTuple):
+    """The numbers of one step of one piece, each the fp64 result rounded to fp32. `decay` and `pace` are 0-d fp32
+    tensors where the learning rate is a tensor off the CPU (reading it would wait for the device), else floats."""
+
+    beta1: float
+    rest1: float  # 1 - beta1
+    beta2: float
+    rest2: float  # 1 - beta2
+    eps: float
+    root: float  # 1 / sqrt(1 - beta2^step)
+    decay: float | Tensor  # 1 - lr * weight_decay
+    pace: float | Tensor  # lr / (1 - beta1^step)
+
+    @classmethod
+    def of(cls, hyper: Hyper, step: int) -> Scalars:
+        lr, h = hyper.lr, hyper
+        correction = 1 - h.beta1**step
+        decay: float | Tensor
+        pace: float | Tensor
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            wide = lr.detach().double()
+            decay, pace = (1 - wide * h.weight_decay).float(), (wide / torch.full_like(wide, correction)).float()
+        else:
+            decay, pace = _fp32(1 - float(lr) * h.weight_decay), _fp32(float(lr) / correction)
+        return cls(
+            beta1=_fp32(h.beta1),
+            rest1=_fp32(1 - h.beta1),
+            beta2=_fp32(h.beta2),
+            rest2=_fp32(1 - h.beta2),
+            eps=_fp32(h.eps),
+            root=_fp32(1 / (1 - h.beta2**step) ** 0.5),
+            decay=decay,
+            pace=pace,
+        )
+
+
+class Edge(NamedTuple):
+    """A group of which a piece holds a part only: elements `first` to `last` of the piece, row `row` of its figures,
+    beginning at element `lane` of group `group` of the parameter."""
+
+    piece: Piece
+    first: int
+    last: int
+    row: int
+    lane: int
+    group: int
+
+
+Engine = Callable[[Sequence[Piece], Hyper, "float | Tensor | None", "Agree | None"], None]
+
+
+def step(
+    pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None = None, agree: Agree | None = None
+) -> None:
+    """Step all `pieces` (of one device), in place. `factor` multiplies every gradient. `agree`: see `moments.encode`;
+    it is given one column for each of :func:`edges`, in that order, once or twice as the format needs."""
+    if pieces:
+        engine(pieces[0].weight.device)(pieces, hyper, factor, agree)
+
+
+def engine(device: torch.device) -> Engine:
+    """What steps pieces on `device`: :func:`reference`."""
+    return reference
+
+
+def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+    """The step in plain torch, on any device: whole groups in chunks, then all cut and ragged groups in one table."""
+    for piece in pieces:
+        for first, last in _chunks(piece):
+            rows = slice((piece.start % GROUP + first) // GROUP, (piece.start % GROUP + last) // GROUP)
+            kept = {
+                k.name: piece.state[k.name][first:last].view(-1, GROUP) if k.row is None else piece.state[k.name][rows]
+                for k in LAYOUT[hyper.states]
+            }
+            weight = _read(piece, hyper, first, last).view(-1, GROUP)
+            grad = piece.grad[first:last].view(-1, GROUP)
+            words = _words(hyper, piece, piece.start + first, last - first).view(-1, GROUP)
+            m, v = moments.decode(hyper.states, kept)
+            weight, m, v = _advance(weight, grad, m, v, Scalars.of(hyper, piece.step), factor)
+            for name, value in moments.encode(hyper.states, m, v, words).items():
+                kept[name].copy_(value)
+            _write(piece, hyper, first, last, weight.view(-1), words.view(-1))
+    cut = edges(pieces)
+    if cut:
+        _step_edges(cut, hyper, factor, agree)
+
+
+def edges(pieces: Sequence[Piece]) -> list[Edge]:
+    """The groups that pieces hold a part of, in the order of the pieces, first before last."""
+    found = []
+    for piece in pieces:
+        n, lane = piece.weight.numel(), piece.start % GROUP
+        head = min(-lane % GROUP, n)
+        if head:
+            found.append(Edge(piece, 0, head, 0, lane, piece.start // GROUP))
+        tail = (n - head) % GROUP
+        if tail:
+            found.append(Edge(piece, n - tail, n, (lane + n - tail) // GROUP, 0, (piece.start + n - tail) // GROUP))
+    return found
+
+
+def _chunks(piece: Piece) -> Iterator[tuple[int, int]]:
+    """Ranges of whole groups in a piece's elements."""
+    head = -piece.start % GROUP
+    stop = head + max(piece.weight.numel() - head, 0) // GROUP * GROUP
+    for first in range(head, stop, _CHUNK):
+        yield first, min(first + _CHUNK, stop)
+
+
+def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+    table = [_pad(e, _read(e.piece, hyper, e.first, e.last)) for e in cut]
+    grads = [_pad(e, e.piece.grad[e.first : e.last].float()) for e in cut]
+    words = torch.stack([_words(hyper, e.piece, e.group * GROUP, GROUP) for e in cut])
+    kept = {}
+    for k in LAYOUT[hyper.states]:
+        of = [e.piece.state[k.name] for e in cut]
+        rows = [_pad(e, x[e.first : e.last]) if k.row is None else x[e.row] for e, x in zip(cut, of, strict=True)]
+        kept[k.name] = torch.stack(rows)
+    m, v = moments.decode(hyper.states, kept)
+    stepped = [
+        _advance(w, g, m[i], v[i], Scalars.of(hyper, e.piece.step), factor)
+        for i, (e, w, g) in enumerate(zip(cut, table, grads, strict=True))
+    ]
+    m, v = (torch.stack([s[i] for s in stepped]) for i in (1, 2))
+    new = moments.encode(hyper.states, m, v, words, agree)
+    for i, e in enumerate(cut):
+        lanes = slice(e.lane, e.lane + e.last - e.first)
+        for k in LAYOUT[hyper.states]:
+            if k.row is None:
+                e.piece.state[k.name][e.first : e.last].copy_(new[k.name][i, lanes])
+            else:
+                e.piece.state[k.name][e.row].copy_(new[k.name][i])
+        _write(e.piece, hyper, e.first, e.last, stepped[i][0][lanes], words[i, lanes])
+
+
+def _pad(edge: Edge, part: Tensor) -> Tensor:
+    row = part.new_zeros(GROUP)
+    row[edge.lane : edge.lane + part.numel()] = part
+    return row
+
+
+def _advance(
+    w: Tensor, grad: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: float | Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(w, m, v) after the step, unrounded."""
+    g = grad.float()
+    if factor is not None:
+        g = g * (factor if isinstance(factor, Tensor) else _fp32(factor))
+    m = m * s.beta1 + g * s.rest1
+    v = v * s.beta2 + (g * s.rest2) * g
+    d = v.sqrt() * s.root + s.eps
+    return w * s.decay - (m * s.pace) / d, m, v
+
+
+def _words(hyper: Hyper, piece: Piece, start: int, count: int) -> Tensor:
+    device = piece.weight.device
+    return philox.words(hyper.seed, start, count, step=piece.step, parameter=piece.index, device=device)
+
+
+def _read(piece: Piece, hyper: Hyper, first: int, last: int) -> Tensor:
+    """The fp32 weights of a range."""
+    if "master" in piece.state:
+        return piece.state["master"][first:last]
+    weight = piece.weight[first:last]
+    return master.join(weight, piece.state["master_low"][first:last]) if hyper.master == "bf16+16" else weight.float()
+
+
+def _write(piece: Piece, hyper: Hyper, first: int, last: int, w: Tensor, words: Tensor) -> None:
+    weight = piece.weight[first:last]
+    if hyper.master == "bf16+16":
+        high, low = master.split(w)
+        weight.copy_(high)
+        piece.state["master_low"][first:last].copy_(low)
+    elif hyper.master == "bf16+sr":
+        weight.copy_(master.stochastic(w, words))
+    else:
+        weight.copy_(w)  # a BF16 weight: to nearest even
+        if "master" in piece.state:
+            piece.state["master"][first:last].copy_(w)
+
+
+def _fp32(x: float) -> float:
+    return struct.unpack("f", struct.pack("f", x))[0]
