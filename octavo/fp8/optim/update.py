@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     grad: Tensor
     state: dict[str, Tensor]
     start: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     step: int
 
 
