@@ -22,6 +22,7 @@ from octavo.fp8 import observe, weights
 from octavo.fp8.cast import Quantized
 from octavo.fp8.joined import Joined
 from octavo.fp8.linear import Site, _no_autocast, compute_dtype
+from octavo.fp8.saved_attention import OWN_OUTPUT
 from octavo.fp8.shared_input import Input, cast_both
 from octavo.fp8.weights import Part
 
@@ -41,7 +42,7 @@ class Marks:
 
 
 class Call(NamedTuple):
-    user: object  # the group, for the shared codes of x
+    user: Any  # the group of layers, for the shared codes of x
     sites: tuple[Site, ...]
     joined: Joined
     marks: Marks
@@ -81,7 +82,11 @@ class FusedGemms(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output that nobody used must be told from one with zero gradients
         # Not views in autograd's eyes, and each with a version counter of its own: a model may write into one output.
         lead = x.shape[:-1]
-        return tuple(torch.ops.aten._unsafe_view(y, [*lead, y.shape[1]]) for y in y_MN.split(ctx.sizes, 1))
+        outputs = [
+            y.contiguous() if OWN_OUTPUT in layer.__dict__ else y
+            for y, layer in zip(y_MN.split(ctx.sizes, 1), call.user.members, strict=True)
+        ]
+        return tuple(torch.ops.aten._unsafe_view(y, [*lead, y.shape[1]]) for y in outputs)
 
     @staticmethod
     @once_differentiable

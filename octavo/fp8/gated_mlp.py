@@ -10,7 +10,9 @@ With x [M, K], the weights of gate and up [I, K] and of down [K, I], h = silu(ga
                dx       = dgate @ w_gate + dup @ w_up,    dw of each layer from the codes
 
 What a forward keeps: the codes of x in wgrad layout (once), gate and up in the dtype of the GEMMs, the codes of h in
-wgrad layout, and references to the weights. The stock module keeps gate, silu(gate), up and h besides.
+wgrad layout, and references to the weights. The stock module keeps gate, silu(gate), up and h besides. Where activations
+are to be kept in FP8 (:mod:`octavo.fp8.saved`), it is the codes of x, and those of gate and up in blocks of 1 x 128: h
+is computed from the decoded ones, in the forward too, and the backward makes its codes for wgrad again, bit for bit.
 
 Casts, weight codes, GEMMs, counts and backends are those that the three layers have alone. Values differ by rounding:
 the stock module rounds silu(gate) and then the product, this one h alone; backward likewise rounds once. Of a layer
@@ -33,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import skip_init
 
-from octavo.fp8 import observe, weights
+from octavo.fp8 import observe, saved, saved_mlp, weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.health import watching
 from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype, transformed
@@ -46,6 +48,7 @@ __all__ = ["CHILDREN", "GatedMlp", "agrees", "convert", "is_gated_mlp", "obstacl
 
 CHILDREN = ("gate_proj", "up_proj", "down_proj")
 _KNOWN = {*CHILDREN, "act_fn"}
+_PARTS = saved_mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,11 +59,12 @@ def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
     return tuple((name, unite(module)) for name, module in fp8)
 
 
-def unite(module: nn.Module) -> str | None:
-    """Let this gated MLP of FP8 layers run as one; returns what stands against it instead, if anything does."""
+def unite(module: nn.Module, saves: bool = False) -> str | None:
+    """Let this gated MLP of FP8 layers run as one (and keep gate and up in FP8, with ``saves``); returns what stands
+    against it instead, if anything does."""
     reason = obstacle(module, [planned(module._modules[name]) for name in CHILDREN])
     if reason is None:
-        swap(module, GatedMlp)
+        swap(module, GatedMlp, _saves=saves)
     return reason
 
 
@@ -71,7 +75,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 def obstacle(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     """Why this gated MLP cannot run as one, None if it can. ``layers``: gate, up and down, None if not in FP8."""
-    if isinstance(module, GatedMlp):
+    if isinstance(module, Swapped):
         return "fused before"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (an accelerate hook?)"
@@ -142,12 +146,15 @@ def agrees(module: nn.Module) -> str | None:
 class GatedMlp(Swapped):
     """The forward of a gated MLP in FP8; see the module's docstring."""
 
+    _saves: bool
+    own = ("_saves",)
+
     def other(self, x: Tensor) -> Tensor | None:
         layers = [self._modules.get(name) for name in CHILDREN]
         if not self._can(x, layers):
-            return None
+            return saved_mlp.run(self, _PARTS, x) if self._saves else None
         gate, up, down = (m for m in layers if isinstance(m, Linear))
-        call = _Call((gate._site, up._site, down._site), torch.is_grad_enabled())
+        call = _Call((gate._site, up._site, down._site), torch.is_grad_enabled(), self._saves)
         return _Mlp.apply(x, call, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
 
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
@@ -182,6 +189,7 @@ def _seen_from_outside() -> bool:
 class _Call(NamedTuple):
     sites: tuple[Site, Site, Site]  # gate, up, down
     grad: bool
+    saves: bool  # gate and up in FP8
 
 
 class _Needs(NamedTuple):
@@ -207,23 +215,24 @@ class _Mlp(torch.autograd.Function):
         with _no_autocast(x):
             x_row, x_col = _of(given.codes, *_wants(gate, "fwd", "wgrad", True, any(needs.weights[:2])))
             g, u = (_forward(call, i, x_row, owners, biases, given.dtype, now) for i in (0, 1))
-            # Weights cast inside a graph capture are in no cache, but they are this backward's.
-            backend = fused_backend("swiglu", down, x.device)
-
-            def codes_of_h(row: Want | None, col: Want | None) -> tuple[Quantized | None, Quantized | None]:
-                return backend.swiglu_codes(g[0], u[0], _spec(row), _spec(col))
-
-            h_row, h_col = _of(codes_of_h, *_wants(down, "fwd", "wgrad", True, needs.weights[2]))
+            pair: list[Tensor | Quantized] = [g[0], u[0]]
+            if call.saves:
+                pair = [saved.keep(g[0]), saved.keep(u[0])]
+                g, u = ((_plain(q, given.dtype), w_q) for q, (_, w_q) in zip(pair, (g, u), strict=True))
+            wants = _wants(down, "fwd", "wgrad", True, needs.weights[2] and not call.saves)
+            h_row, h_col = _of(_codes_of_h(down, g[0], u[0]), *wants)
             y = _forward(call, 2, h_row, owners, biases, given.dtype, now)
         _promise(call, needs, now)
         inside = weights.capturing(x)
+        # Weights cast inside a graph capture are in no cache, but they are this backward's.
         w_codes = [q if inside and call.sites[i].shares_weight else None for i, (_, q) in enumerate((g, u, y))]
+        again = needs.h or (call.saves and needs.weights[2])
         _keep(
             ctx,
             x_col=x_col,
             h_col=h_col,
-            gate=g[0] if needs.h else None,
-            up=u[0] if needs.h else None,
+            gate=pair[0] if again else None,
+            up=pair[1] if again else None,
             w0=owners[0] if needs.x else None,
             w1=owners[1] if needs.x else None,
             w2=owners[2] if needs.h else None,
@@ -252,11 +261,15 @@ class _Mlp(torch.autograd.Function):
             row, col = _of(_casts_of(dy_MK), *_wants(down, "dgrad", "wgrad", needs.h, needs.weights[2]))
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
+            gate_MI, up_MI = (_plain(kept[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
-                dws[2] = _wgrad(ctx, 2, col, kept["h_col"])
+                h_col = kept["h_col"]
+                if ctx.call.saves:
+                    _, h_col = _of(_codes_of_h(down, gate_MI, up_MI), *_wants(down, "fwd", "wgrad", False, True))
+                dws[2] = _wgrad(ctx, 2, col, h_col)
             if needs.h:
                 dh = _dgrad(ctx, 2, row, kept)
-                parts = _gradients(ctx, dh, kept["gate"], kept["up"], dbs)
+                parts = _gradients(ctx, dh, gate_MI, up_MI, dbs)
                 for i, (row, col) in enumerate(parts):
                     if needs.x:
                         part = _dgrad(ctx, i, row, kept).view(ctx.x_shape).to(ctx.x_dtype)
@@ -267,6 +280,20 @@ class _Mlp(torch.autograd.Function):
 
 
 Casts = tuple["Quantized | None", "Quantized | None"]
+
+
+def _plain(kept: Quantized | Tensor | None, dtype: torch.dtype) -> Any:
+    """What was kept of gate or up, as numbers."""
+    return saved.value(kept, dtype) if isinstance(kept, Quantized) else kept
+
+
+def _codes_of_h(down: Site, gate: Tensor, up: Tensor) -> Any:
+    backend = fused_backend("swiglu", down, gate.device)
+
+    def cast(row: Want | None, col: Want | None) -> Casts:
+        return backend.swiglu_codes(gate, up, _spec(row), _spec(col))
+
+    return cast
 
 
 def _spec(want: Want | None) -> CastSpec | None:

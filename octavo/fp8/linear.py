@@ -5,7 +5,8 @@ With x [M, K], w [N, K], dy [M, N] and the casts of a :class:`~octavo.fp8.recipe
     fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
 
 What a forward keeps for its backward: the FP8 codes and scales of x in wgrad layout, and a reference to the weight.
-Nothing in 16 or 32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight keeps no x; an input
+Nothing in 16 or 32 bits, unless the recipe keeps wgrad itself in high precision. Where the backward can get x again
+(:class:`octavo.fp8.saved.Source`) not even that: x is cast for wgrad there, to the same codes. A frozen weight keeps no x; an input
 without gradient asks for no dgrad. The weight's codes live in the module's cache (:mod:`octavo.fp8.weights`) and serve
 the backward and all micro-steps until the weight changes.
 
@@ -28,12 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8 import health, observe, scaling, traced, weights
+from octavo.fp8 import health, observe, saved_attention, scaling, traced, weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels import ops
 from octavo.fp8.kernels.registry import Selection, select
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.recipe import recipe as named_recipe
+from octavo.fp8.saved import Source, source_of
 from octavo.fp8.shared_input import Input, Want, cast_both
 from octavo.fp8.weights import HoldsCodes, Part, WeightCodes, is_dtensor
 
@@ -100,6 +102,7 @@ class Call(NamedTuple):
     history: scaling.History | None
     record: bool  # enter amaxes into the history
     grad: bool  # gradients are enabled
+    source: Source | None = None  # how the backward gets x again, where it need not be kept
 
 
 @torch._disable_dynamo  # what torch.compiler.disable does, without importing torch._dynamo before the first call
@@ -131,15 +134,16 @@ class _ThreeGemms(torch.autograd.Function):
                 observe.gradless(site.name)
         # Weights cast inside a graph capture are in no cache, but they are this backward's.
         inside = needs_x and w_q is not None and site.shares_weight and weights.capturing(x)
-        exact = (given.matrix(),) if watched and needs_w and isinstance(kept, Quantized) else ()
-        ctx.save_for_backward(
-            *((call.owner,) if needs_x else ()), *(_tensors(w_q) if inside else ()), *_tensors(kept), *exact
-        )
+        source = call.source if needs_w else None
+        exact = (given.matrix(),) if watched and needs_w and isinstance(kept, Quantized) and source is None else ()
+        of_x = _tensors(kept) if source is None else (*source.tensors, *_tensors(kept)[1:])  # delayed: with its scale
+        ctx.save_for_backward(*((call.owner,) if needs_x else ()), *(_tensors(w_q) if inside else ()), *of_x, *exact)
+        ctx.remake = None if source is None else (source.remake, len(source.tensors))
         ctx.site, ctx.part, ctx.history = site, call.part, call.history
         ctx.record = call.record and now.counted
         ctx.counted, ctx.born, ctx.watched = now.counted, now.gemm, watched
         ctx.needs, ctx.inside, ctx.forget_input = (needs_x, needs_w, needs_b), inside, given.forgetter()
-        ctx.kept_spec = kept.spec if isinstance(kept, Quantized) else None
+        ctx.kept_spec = None if site.recipe.wgrad is None else site.recipe.wgrad.b
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype, ctx.w_dtype = x.shape, x.dtype, given.dtype, weight.dtype
         ctx.b_dtype = None if bias is None else bias.dtype
         # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it (+=, inplace=True).
@@ -161,7 +165,7 @@ class _ThreeGemms(torch.autograd.Function):
                     w_q = Quantized(saved.pop(0), saved.pop(0), ctx.site.recipe.dgrad.b)
                 dx = _dgrad(ctx, dy_MN, dy_row, owner, w_q)
             if needs_w:
-                dw = _wgrad(ctx, dy_MN, dy_col, saved)
+                dw = _wgrad(ctx, dy_MN, dy_col, saved if ctx.remake is None else _again(ctx, saved))
             if needs_b:
                 db = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype)
         return dx, dw, db, None
@@ -176,8 +180,12 @@ def _tensors(kept: Quantized | Tensor | None) -> tuple[Tensor, ...]:
 def _codes_of_x(
     x: Input, call: Call, now: observe.Phase, needs_w: bool
 ) -> tuple[Quantized | None, Quantized | Tensor | None]:
-    """x as fwd wants it, and as wgrad does: the same codes where the cast is the same, x itself in high precision."""
+    """x as fwd wants it, and as wgrad does: the same codes where the cast is the same, x itself in high precision.
+
+    Where the backward has a source of x, there is nothing for wgrad but codes under delayed scaling, for their scale.
+    """
     recipe, history = call.site.recipe, call.history
+    needs_w = needs_w and (call.source is None or (recipe.delayed is not None and recipe.wgrad is not None))
     fwd = None if recipe.fwd is None else recipe.fwd.a
     wgrad = recipe.wgrad.b if needs_w and recipe.wgrad is not None else None
     row = None if fwd is None else call.site.want("fwd", fwd)
@@ -195,6 +203,20 @@ def _codes_of_x(
     if needs_w and recipe.wgrad is None:
         return x_row, x.high()
     return x_row, x_row if wgrad is not None and wgrad == fwd else x_col
+
+
+def _again(ctx: Any, saved: list[Tensor]) -> list[Tensor]:
+    """What the forward would have kept of x, made again, and x: [codes, scales, x], or [x] in high precision."""
+    (remake, count), gemm = ctx.remake, ctx.site.recipe.wgrad
+    x_MK = remake(*saved[:count]).to(ctx.compute_dtype).reshape(ctx.x_shape[:-1].numel(), ctx.x_shape[-1])
+    if gemm is None:
+        return [x_MK]
+    backend = ctx.site.selections["wgrad"].backend
+    if len(saved) > count:
+        x_q = backend.quantize_with_scale(x_MK, saved[count], gemm.b, contract=0)
+    else:
+        x_q = backend.quantize(x_MK, gemm.b, 0)
+    return [x_q.data, x_q.scale, x_MK]
 
 
 def _codes_of_dy(ctx: Any, dy_MN: Tensor, needs_x: bool, needs_w: bool) -> tuple[Quantized | None, Quantized | None]:
@@ -395,7 +417,8 @@ class Linear(HoldsCodes, nn.Linear):
             if y is not None:
                 return y
         history = scaling.history(self, 0, input.device) if site.recipe.delayed is not None else None
-        call = Call(site, self.weight, Part(), history, self.training, torch.is_grad_enabled())
+        source = source_of(input) or saved_attention.source(self, input, compute_dtype(input))
+        call = Call(site, self.weight, Part(), history, self.training, torch.is_grad_enabled(), source)
         return three_gemms(input, self.weight, self.bias, call)
 
     def extra_repr(self) -> str:

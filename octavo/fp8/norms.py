@@ -9,7 +9,9 @@ those codes together, so that y is not read again for them::
 both in fp32, y rounded once (Hugging Face's norms round before the weight as well). y is returned as ever, and its
 codes are left for the layers to find (:func:`octavo.fp8.shared_input.offer`): whoever is called with y casts nothing,
 and whoever is not, or wants another cast, does what it always did. Under autocast the codes are those of y lowered.
-What a forward keeps is x, rstd (fp32, one a row) and the weight.
+What a forward keeps is rstd (fp32, one a row), the weight, and x; of x only FP8 codes where activations are to be kept
+so (:mod:`octavo.fp8.saved`): then y comes from x as ever, and the backward reads the decoded codes. A norm that saves so
+need not feed anybody: those of q and k, and the last one of a model, do it too.
 
 Which norm feeds which layers is known by the names of a block's children (:data:`FEEDS`). A norm must give the stock
 forward's output on random input and random weights first (:func:`agrees`): Gemma's, which multiply by 1 + weight, and
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8 import shared_input
+from octavo.fp8 import saved, shared_input
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype, transformed
@@ -34,7 +36,7 @@ from octavo.fp8.shared_input import Want
 from octavo.fp8.swapped import Planned, Swapped, fused_backend, planned, probe, swap
 from octavo.fp8.weights import is_dtensor
 
-__all__ = ["FEEDS", "RmsNorm", "agrees", "convert", "fed", "fp8_of", "obstacle", "unite"]
+__all__ = ["FEEDS", "RmsNorm", "agrees", "convert", "fed", "fp8_of", "obstacle", "obstacle_to_saving", "save", "unite"]
 
 FEEDS = (
     ("input_layernorm", "self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -62,12 +64,25 @@ def fp8_of(layers: Sequence[nn.Module]) -> tuple[Linear, ...]:
     return tuple(m for m in layers if isinstance(m, Linear))
 
 
-def unite(norm: nn.Module, layers: tuple[Linear, ...]) -> str | None:
-    """Let a norm make the codes of the FP8 layers that it feeds; returns what stands against it, if anything does."""
+def unite(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> str | None:
+    """Let a norm make the codes of the FP8 layers that it feeds (and keep codes of its input, with ``saves``); returns
+    what stands against it, if anything does."""
     reason = obstacle(norm, [p for m in layers if (p := planned(m)) is not None])
     if reason is None:
-        swap(norm, RmsNorm, _feeds=layers, _eps=_eps(norm), _promotes=_promotes(norm), _misses=0)
+        _swap(norm, layers, saves)
     return reason
+
+
+def save(norm: nn.Module) -> str | None:
+    """Let an RMSNorm keep FP8 codes of its input; returns what stands against it, if anything does."""
+    reason = obstacle_to_saving(norm)
+    if reason is None:
+        _swap(norm, (), True)
+    return reason
+
+
+def _swap(norm: nn.Module, layers: tuple[Linear, ...], saves: bool) -> None:
+    swap(norm, RmsNorm, _feeds=layers, _eps=_eps(norm), _promotes=_promotes(norm), _misses=0, _saves=saves)
 
 
 def fed(model: nn.Module) -> list[tuple[str, nn.Module, tuple[nn.Linear, ...]]]:
@@ -92,7 +107,16 @@ def _layer(module: nn.Module | None) -> nn.Module | None:
 
 def obstacle(norm: nn.Module, layers: Sequence[Planned]) -> str | None:
     """Why this norm cannot make the codes of these FP8 layers, None if it can."""
-    if isinstance(norm, RmsNorm):
+    return _structure(norm) or _behind(layers) or agrees(norm)
+
+
+def obstacle_to_saving(norm: nn.Module) -> str | None:
+    """Why this norm cannot keep FP8 codes of its input as an RMSNorm, None if it can."""
+    return _structure(norm) or agrees(norm)
+
+
+def _structure(norm: nn.Module) -> str | None:
+    if isinstance(norm, Swapped):
         return "fused before"
     if "forward" in norm.__dict__:
         return "its forward was replaced on the instance (an accelerate hook?)"
@@ -104,6 +128,10 @@ def obstacle(norm: nn.Module, layers: Sequence[Planned]) -> str | None:
         return "its weight is sharded already (apply the plan before fully_shard)"
     if _eps(norm) is None:
         return f"{type(norm).__name__} has no number named {' or '.join(_EPS)}"
+    return None
+
+
+def _behind(layers: Sequence[Planned]) -> str | None:
     recipes = [p.recipe for p in layers if p.recipe is not None]
     if any(r.delayed is not None for r in recipes):
         return "delayed scaling casts by a history of each layer"
@@ -112,7 +140,7 @@ def obstacle(norm: nn.Module, layers: Sequence[Planned]) -> str | None:
         return "the layers behind it want different casts"
     if wanted[0][0] == (None, None):
         return "the layers behind it cast nothing"
-    return agrees(norm)
+    return None
 
 
 def _eps(norm: nn.Module) -> float | None:
@@ -179,13 +207,14 @@ def _promotes(norm: nn.Module) -> bool:
 
 
 class RmsNorm(Swapped):
-    """The forward of an RMSNorm that leaves codes behind; see the module's docstring."""
+    """The forward of an RMSNorm that leaves codes behind, or keeps codes of its input; see the module's docstring."""
 
     _feeds: tuple[Linear, ...]
     _eps: float
     _promotes: bool
     _misses: int
-    own = ("_feeds", "_eps", "_promotes", "_misses", "_taken")
+    _saves: bool
+    own = ("_feeds", "_eps", "_promotes", "_misses", "_saves", "_taken")
     volatile = ("_taken",)
 
     def other(self, x: Tensor) -> Tensor | None:
@@ -198,12 +227,15 @@ class RmsNorm(Swapped):
             return None
         # An FP8 layer that is one no longer (fp8.high_precision) wants the stock norm before it, too.
         layers = [m for m in self._feeds if isinstance(m, Linear) and _casts(m._site) != (None, None)]
-        if not layers:
+        if not layers and not self._saves:
             return None
         out = torch.promote_types(x.dtype, weight.dtype) if self._promotes else x.dtype
-        site = layers[0]._site
-        row, col = self._wanted(layers)
-        call = _Call(self._eps, row, col, fused_backend("rmsnorm", site, x.device), out, _lowered(x, out), {})
+        if layers:
+            backend, (row, col) = fused_backend("rmsnorm", layers[0]._site, x.device), self._wanted(layers)
+        else:
+            backend, row, col = saved.backend_of("rmsnorm", saved.SPEC, x.device), None, None
+        saves = self._saves and torch.is_grad_enabled()
+        call = _Call(self._eps, row, col, backend, out, _lowered(x, out), saves, {})
         y = _RmsNorm.apply(x, weight, call)
         if call.made:
             self.__dict__["_taken"] = shared_input.offer(y, call.low, call.made)
@@ -234,6 +266,7 @@ class _Call(NamedTuple):
     backend: Backend
     out: torch.dtype
     low: torch.dtype
+    saves: bool
     made: dict[Want, Quantized]  # filled by the forward
 
 
@@ -244,26 +277,32 @@ class _RmsNorm(torch.autograd.Function):
         with _no_autocast(x):
             x_MK = x.detach().reshape(-1, x.shape[-1])
             y_MK, rstd_M, *codes = call.backend.rmsnorm_quantize(x_MK, weight, call.eps, row, col, call.out, call.low)
+            kept = saved.keep(x_MK) if call.saves and any(ctx.needs_input_grad) else None
         for want, q in zip((call.row, call.col), codes, strict=True):
             if want is not None and q is not None:
                 call.made[want] = q
-        ctx.save_for_backward(x, weight, rstd_M)
+        ctx.spec, ctx.x_shape, ctx.x_dtype = None if kept is None else kept.spec, x.shape, x.dtype
+        ctx.save_for_backward(*((x,) if kept is None else (kept.data, kept.scale)), weight, rstd_M)
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
         return torch.ops.aten._unsafe_view(y_MK, list(x.shape))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd_M = ctx.saved_tensors
+        *kept, weight, rstd_M = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         dx = dw = None
         with _no_autocast(dy):
             dy_MK = dy.reshape(-1, dy.shape[-1]).float()
-            n_MK = x.reshape(dy_MK.shape).float() * rstd_M.unsqueeze(1)
+            if ctx.spec is None:
+                x_MK = kept[0].reshape(dy_MK.shape).float()
+            else:
+                x_MK = saved.value(Quantized(kept[0], kept[1], ctx.spec), torch.float32)
+            n_MK = x_MK * rstd_M.unsqueeze(1)
             if needs_w:
                 dw = (dy_MK * n_MK).sum(0).to(weight.dtype)
             if needs_x:
                 g_MK = dy_MK * weight.float()
                 dx_MK = (g_MK - n_MK * (g_MK * n_MK).mean(1, keepdim=True)) * rstd_M.unsqueeze(1)
-                dx = dx_MK.view(x.shape).to(x.dtype)
+                dx = dx_MK.view(ctx.x_shape).to(ctx.x_dtype)
         return dx, dw, None

@@ -28,7 +28,7 @@ from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.machine import Machine
 from octavo.fp8.measure import Case, Entry, Measured, Measurements, cases_of, cases_of_sisters
-from octavo.fp8.plan_blocks import PlanBlock, apart, blocks_of, carry_out, sentences
+from octavo.fp8.plan_blocks import PlanBlock, apart, blocks_of, carry_out, saving_of, sentences
 from octavo.fp8.plan_checks import OUTSIDE, STAYS, applies, check_met, check_names, check_same_model
 from octavo.fp8.plan_sisters import PlanGroup, notes, settle
 from octavo.fp8.policy import AUTO, OFF, Decision, PlanError, Policy, decide
@@ -232,7 +232,7 @@ def plan(
     total = sum(r.flops for r in out if r.kind not in OUTSIDE) or 1.0
     done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in out)
     said = (*_notes(done, tokens), *_experts_notes(done, device), *_measured_notes(policy, measurements, done))
-    blocks = blocks_of(model, done, policy.fuse == "on")
+    blocks = blocks_of(model, done, policy.fuse == "on", saving_of(policy, components), components)
     groups = apart(groups, blocks)
     said = (*said, *notes(groups, policy.fuse), *sentences(blocks))
     machine = Machine.here(device) if measurements is None else measurements.machine

@@ -1,48 +1,89 @@
-"""Which norms hand their codes on and which gated MLPs run as one, and why the others do not: part of the plan.
+"""What becomes of the modules around FP8 layers, and why the others stay: part of the plan. Nothing of it is measured.
 
-Asked for by ``fuse="on"``, as a whole: nothing of it is measured. What can be is for :mod:`octavo.fp8.norms` and
-:mod:`octavo.fp8.gated_mlp` to say; a module that stays is in the plan with the reason.
+* ``fuse="on"``: which norms hand their codes on (:mod:`octavo.fp8.norms`) and which gated MLPs run as one
+  (:mod:`octavo.fp8.gated_mlp`).
+* ``activations="fp8"``, of a component: which norms and MLPs keep FP8 codes for their backward, and which output layers
+  of attention keep none (:mod:`octavo.fp8.saved`).
+
+One row a module holds both answers; a module that stays is in the plan with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from octavo.fp8 import gated_mlp, norms
+from octavo.fp8 import gated_mlp, norms, saved_attention, saved_mlp, saved_norms
 from octavo.fp8.globs import template
 from octavo.fp8.plan_sisters import PlanGroup
-from octavo.fp8.policy import PlanError
+from octavo.fp8.policy import PlanError, Policy
 from octavo.fp8.swapped import Planned
+from octavo.fp8.topology import CONVENTIONS, component_namer
 
 if TYPE_CHECKING:
     from octavo.fp8.plan import PlanRow
 
-__all__ = ["PlanBlock", "apart", "blocks_of", "carry_out", "sentences"]
+__all__ = ["PlanBlock", "apart", "blocks_of", "carry_out", "saving_of", "sentences"]
 
-NORM, MLP = "norm", "gated MLP"
+NORM, MLP, PLAIN, ATTENTION = "norm", "gated MLP", "MLP", "attention"
 
 
 @dataclass(frozen=True)
 class PlanBlock:
-    """A norm or a gated MLP: its name, whether it is fused with the FP8 layers beside it, and if not why."""
+    """A norm, an MLP or an attention module.
+
+    ``fused``: whether it runs together with the FP8 layers beside it; ``reason``: why, or why not ("" where that was
+    not asked). ``saves``: whether it keeps FP8 for its backward (None: not asked); ``why``: the reason.
+    """
 
     name: str
     kind: str
     fused: bool
     reason: str
+    saves: bool | None = None
+    why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "kind": self.kind, "fused": self.fused, "reason": self.reason}
+        said = {"name": self.name, "kind": self.kind, "fused": self.fused, "reason": self.reason}
+        return said if self.saves is None else {**said, "saves": self.saves, "why": self.why}
 
 
-def blocks_of(model: nn.Module, rows: Sequence[PlanRow], on: bool) -> tuple[PlanBlock, ...]:
-    """The norms and gated MLPs of ``model`` that have an FP8 layer beside them; none where nobody asked."""
-    if not on:
-        return ()
+Lookup = Callable[["nn.Module | None"], "Planned | None"]
+
+
+def blocks_of(
+    model: nn.Module,
+    rows: Sequence[PlanRow],
+    on: bool,
+    saving: Collection[str] = (),
+    components: Mapping[str, tuple[str, ...]] | None = None,
+) -> tuple[PlanBlock, ...]:
+    """The modules of ``model`` around linear layers, as far as somebody asked for them.
+
+    Args:
+        rows: the linear layers as they will run.
+        on: whether norms and gated MLPs beside FP8 layers are to be fused with them.
+        saving: the components whose blocks are to keep FP8 for backward.
+        components: component -> globs of module names, as for the plan.
+    """
+    found = _fusing(model, _lookup(model, rows)) if on else {}
+    if saving:
+        for block in _saving(model, rows, saving, components):
+            before = found.get(block.name)
+            found[block.name] = block if before is None else replace(before, saves=block.saves, why=block.why)
+    return tuple(found.values())
+
+
+def saving_of(policy: Policy, components: Mapping[str, tuple[str, ...]] | None) -> tuple[str, ...]:
+    """The components whose blocks keep FP8 for their backward."""
+    known = {"foundation", *(CONVENTIONS if components is None else components)}
+    return tuple(sorted(c for c in known if policy.activations_of(c) == "fp8"))
+
+
+def _lookup(model: nn.Module, rows: Sequence[PlanRow]) -> Lookup:
     by_module = {id(model.get_submodule(r.row.module)): r for r in rows if r.fp8 and r.kind == "linear"}
 
     def planned(layer: nn.Module | None) -> Planned | None:
@@ -51,21 +92,63 @@ def blocks_of(model: nn.Module, rows: Sequence[PlanRow], on: bool) -> tuple[Plan
             return None
         return Planned(layer, row.recipe, {gemm: s.backend.name for gemm, s in row.selections.items()})
 
-    out = []
+    return planned
+
+
+def _fusing(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
+    """The norms and gated MLPs that have an FP8 layer beside them, by name."""
+    out: dict[str, PlanBlock] = {}
     for name, module in model.named_modules():
         if gated_mlp.is_gated_mlp(module):
             layers = [planned(module._modules[child]) for child in gated_mlp.CHILDREN]
             if any(p is not None for p in layers):
-                out.append(_block(name, MLP, gated_mlp.obstacle(module, layers)))
+                out[name] = _fused(name, MLP, gated_mlp.obstacle(module, layers))
     for name, norm, linears in norms.fed(model):
         found = [p for layer in linears if (p := planned(layer)) is not None]
         if found:
-            out.append(_block(name, NORM, norms.obstacle(norm, found)))
-    return tuple(out)
+            out[name] = _fused(name, NORM, norms.obstacle(norm, found))
+    return out
 
 
-def _block(name: str, kind: str, why: str | None) -> PlanBlock:
+def _fused(name: str, kind: str, why: str | None) -> PlanBlock:
     return PlanBlock(name, kind, why is None, "fuse: on" if why is None else why)
+
+
+def _saving(
+    model: nn.Module,
+    rows: Sequence[PlanRow],
+    saving: Collection[str],
+    components: Mapping[str, tuple[str, ...]] | None,
+) -> list[PlanBlock]:
+    """The norms, MLPs and attention modules of the components that are to keep FP8."""
+    component, out = component_namer(components), []
+    attention = {a.name: a for a in saved_attention.outputs(model)}
+    by_name = {r.name: r for r in rows}
+    for name, module in model.named_modules():
+        if component(name) not in saving:
+            continue
+        parts = saved_mlp.parts(module)
+        if saved_norms.is_norm(module):
+            out.append(_saved(name, NORM, saved_norms.obstacle(module)))
+        elif parts is not None:
+            kind = MLP if len(parts.first) == 2 else PLAIN
+            out.append(_saved(name, kind, saved_mlp.obstacle(module)))
+        if name in attention:
+            row = by_name.get(attention[name].output_name)
+            if row is not None and row.fp8:
+                out.append(_saved(name, ATTENTION, _output_obstacle(row)))
+    return out
+
+
+def _output_obstacle(row: PlanRow) -> str | None:
+    if row.row.frozen:
+        return "its output layer is frozen and keeps no input"
+    assert row.recipe is not None
+    return "its output layer keeps its input for wgrad in high precision" if row.recipe.wgrad is None else None
+
+
+def _saved(name: str, kind: str, why: str | None) -> PlanBlock:
+    return PlanBlock(name, kind, False, "", why is None, "activations: fp8" if why is None else why)
 
 
 def apart(groups: Sequence[PlanGroup], blocks: Sequence[PlanBlock]) -> tuple[PlanGroup, ...]:
@@ -76,36 +159,59 @@ def apart(groups: Sequence[PlanGroup], blocks: Sequence[PlanBlock]) -> tuple[Pla
 
 
 def carry_out(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
-    """Fuse what is planned, in a model with FP8 layers. Raises PlanError where the loaded model does not allow it."""
+    """Do what is planned, in a model with FP8 layers. Raises PlanError where the loaded model does not allow it."""
     feeds = {name: layers for name, _, layers in norms.fed(model)}
+    attention = {a.name: a for a in saved_attention.outputs(model)}
     for block in blocks:
-        if not block.fused:
+        if not block.fused and not block.saves:
             continue
-        module = model.get_submodule(block.name)
-        if block.kind == MLP:
-            why = gated_mlp.unite(module)
+        module, saves, why = model.get_submodule(block.name), bool(block.saves), None
+        if block.kind == ATTENTION:
+            saved_attention.mark(attention[block.name])
+        elif block.fused and block.kind == MLP:
+            why = gated_mlp.unite(module, saves)
+        elif block.fused:
+            why = norms.unite(module, norms.fp8_of(feeds.get(block.name, ())), saves)
         else:
-            why = norms.unite(module, norms.fp8_of(feeds.get(block.name, ())))
+            why = saved_norms.save(module) if block.kind == NORM else saved_mlp.save(module)
         if why is not None:
+            what = "be fused with its FP8 layers" if block.fused else "keep FP8 for its backward"
+            cure = "use fuse='off'" if block.fused else "use activations='bf16'"
             raise PlanError(
-                f"The {block.kind} {block.name!r} was planned to be fused with its FP8 layers and cannot: {why}. Plan "
-                "again on the loaded model, or use fuse='off'."
+                f"The {block.kind} {block.name!r} was planned to {what} and cannot: {why}. Plan again on the loaded "
+                f"model, or {cure}."
             )
 
 
+_FUSED = ((MLP, "run as one function"), (NORM, "hand their codes to the layers behind them"))
+_SAVED = (
+    (NORM, "norms keep FP8 codes of their input"),
+    (MLP, "gated MLPs keep gate and up in FP8"),
+    (PLAIN, "MLPs keep the input of their activation in FP8"),
+    (ATTENTION, "output layers of attention keep no codes of what attention keeps"),
+)
+
+
 def sentences(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
-    """What a reader should know: what is fused, and what stays, each kind of name and reason once."""
+    """What a reader should know: what is fused and what keeps FP8, and what stays, each kind of name and reason
+    once."""
     said = []
-    for kind, how in ((MLP, "run as one function"), (NORM, "hand their codes to the layers behind them")):
+    for kind, how in _FUSED:
         count = sum(b.fused for b in blocks if b.kind == kind)
         if count:
             said.append(f"{count} {kind}s {how}")
-    kinds: dict[tuple[str, str, str], int] = {}
-    for b in blocks:
-        if not b.fused:
-            key = (b.kind, template(b.name), b.reason)
-            kinds[key] = kinds.get(key, 0) + 1
-    said += [
-        f"not fused: {kind} {name}{f' ({n} of them)' if n > 1 else ''}: {why}" for (kind, name, why), n in kinds.items()
-    ]
+    said += _staying("not fused", [(b, b.reason) for b in blocks if b.reason and not b.fused])
+    counts = [(sum(b.saves is True for b in blocks if b.kind == kind), how) for kind, how in _SAVED]
+    if any(count for count, _ in counts):
+        done = ", ".join(f"{count} {how}" for count, how in counts if count)
+        said.append(f"activations: {done}; under torch.compile they run and keep as the stock model does")
+    said += _staying("activations stay", [(b, b.why) for b in blocks if b.saves is False])
     return tuple(said)
+
+
+def _staying(what: str, found: Sequence[tuple[PlanBlock, str]]) -> list[str]:
+    kinds: dict[tuple[str, str, str], int] = {}
+    for block, why in found:
+        key = (block.kind, template(block.name), why)
+        kinds[key] = kinds.get(key, 0) + 1
+    return [f"{what}: {kind} {name}{f' ({n} of them)' if n > 1 else ''}: {why}" for (kind, name, why), n in kinds.items()]

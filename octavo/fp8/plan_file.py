@@ -13,7 +13,8 @@ name, or one for each GEMM, or absent for the registry's choice; ``why`` and ``m
 
     {"match": "model.layers.*.self_attn", "names": "q_proj k_proj v_proj", "fuse": "on", "why": "..."}
 
-``match`` is a glob over the modules that hold them; without ``names`` it means all of them. ``model`` and ``machine``
+``match`` is a glob over the modules that hold them; without ``names`` it means all of them. ``activations`` holds what
+blocks keep for backward, bf16 or fp8, of the whole model ("") and of components that differ. ``model`` and ``machine``
 say what the plan was made for; :func:`load_plan` refuses another model and another GPU.
 """
 
@@ -36,13 +37,13 @@ from octavo.fp8.globs import matches, nearest, template
 from octavo.fp8.kernels.registry import BackendError
 from octavo.fp8.machine import Machine
 from octavo.fp8.plan import Plan, PlanRow, decisions, device_of, plan
-from octavo.fp8.plan_blocks import apart, blocks_of, sentences
+from octavo.fp8.plan_blocks import apart, blocks_of, saving_of, sentences
 from octavo.fp8.plan_checks import applies
 from octavo.fp8.plan_file_sisters import asked_of, check_sisters, read_sisters, sister_lines, with_places
 from octavo.fp8.plan_schema import FORMAT, read
 from octavo.fp8.plan_sisters import groups_of
 from octavo.fp8.plan_sisters import notes as sister_notes
-from octavo.fp8.policy import AUTO, OFF, PlanError, Policy, Rule
+from octavo.fp8.policy import AUTO, OFF, ComponentPolicy, PlanError, Policy, Rule
 from octavo.fp8.recipe import GEMMS, RECIPES, recipe
 from octavo.fp8.topology import Row
 
@@ -71,9 +72,15 @@ def document(plan: Plan) -> dict[str, Any]:
         "tokens": None if plan.tokens is None else dict(plan.tokens),
         "micro_steps": plan.micro_steps,
         "fuse_blocks": any(block.fused for block in plan.blocks),
+        "activations": _activations(plan.policy),
         "sisters": sister_lines(plan.groups),
         "layers": _lines(plan),
     }
+
+
+def _activations(policy: Policy) -> dict[str, str]:
+    own = {name: c.activations for name, c in policy.components.items() if c.activations is not None}
+    return {"": policy.activations, **{name: word for name, word in own.items() if word != policy.activations}}
 
 
 def save_plan(plan: Plan, path: str | Path) -> Path:
@@ -144,17 +151,25 @@ def load_plan(
     lines = _parsed(found["layers"], path, text)
     off = Policy(recipe=OFF)
     _check_model(path, found["model"], [row for row, _, _ in decisions(model, off, components)])
-    policy = Policy(recipe=OFF, rules=tuple(line.rule for line in lines), fuse=OFF)
+    kept = dict(found.get("activations") or {})
+    policy = Policy(
+        recipe=OFF,
+        rules=tuple(line.rule for line in lines),
+        fuse=OFF,
+        activations=kept.pop("", "bf16"),
+        components={component: ComponentPolicy(activations=word) for component, word in kept.items()},
+    )
     _check_lines(lines, model, components)
     made_plan = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
     rows = tuple(_with_backend(row, lines, model, other_machine) for row in made_plan.rows)
     asked = read_sisters(found.get("sisters") or [], path, text, model)
-    blocks = blocks_of(model, rows, bool(found.get("fuse_blocks")))
+    blocks = blocks_of(model, rows, bool(found.get("fuse_blocks")), saving_of(policy, components), components)
     groups = apart(groups_of(model, rows, lambda names: asked_of(asked, names)), blocks)
     elsewhere = (made.gpu, made.capability) != (here.gpu, here.capability)
     if not elsewhere:
         check_sisters(asked, groups)
-    notes = [*made_plan.notes, *sister_notes(groups, OFF), *sentences(blocks)]
+    told = [note for note in made_plan.notes if note not in sentences(made_plan.blocks)]
+    notes = [*told, *sister_notes(groups, OFF), *sentences(blocks)]
     changed = [d for d in made.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
         notes.append(f"{path.name} was made for {_gpu(made)}: its recipes are kept, backends are chosen anew")

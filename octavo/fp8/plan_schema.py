@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from octavo.fp8.policy import PlanError
+from octavo.fp8.policy import ACTIVATIONS, PlanError
 
 __all__ = ["FORMAT", "read"]
 
@@ -123,6 +123,10 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a whole number for each component, or null",
     ),
     "micro_steps": (lambda v: _count(v, 1), "a whole number of at least 1"),
+    "activations": (
+        lambda v: v is None or (isinstance(v, dict) and all(word in ACTIVATIONS for word in v.values())),
+        "bf16 or fp8 for the whole model (an empty name) and for components",
+    ),
     "fuse_blocks": (lambda v: v is None or isinstance(v, bool), "true or false"),
     "sisters": (lambda v: v is None or isinstance(v, list), "a list of lines"),
     "layers": (lambda v: isinstance(v, list), "a list of lines"),

@@ -12,13 +12,15 @@ from torch import nn
 from octavo.fp8.experts import Experts
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.recipe import Recipe
+from octavo.fp8.swapped import STOCK, Swapped
 
 __all__ = ["high_precision"]
 
 
 @contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:
-    """Inside, every FP8 layer of ``model`` computes as the stock layer it was made from; afterwards in FP8 as before.
+    """Inside, every FP8 layer of ``model`` computes as the stock layer it was made from, and so do norms and MLPs that
+    keep FP8 or run fused; afterwards as before.
 
     Parameters, hooks, weight codes and amax histories are neither moved nor written. A forward and its backward belong
     into the same block. Not for two threads at once.
@@ -34,6 +36,12 @@ def high_precision(model: nn.Module) -> Iterator[None]:
             elif isinstance(module, Experts) and "_stock" in kind.__dict__:
                 classes.append((module, kind))
                 _become(module, kind._stock)
+            elif isinstance(module, Swapped) and "_stock" in kind.__dict__:
+                classes.append((module, kind))
+                _become(module, kind._stock)
+            elif isinstance(module, Swapped):
+                changed.append((module, {}))
+                module.__dict__[STOCK] = True
             elif isinstance(module, Linear | Experts):
                 # Somebody (fully_shard on the layer itself) put a class of its own on top, which must stay.
                 held: dict[str, Any] = {
@@ -48,6 +56,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
         for module, kind in classes:
             _become(module, kind)
         for module, held in changed:
+            module.__dict__.pop(STOCK, None)
             module.__dict__.update(held)
 
 

@@ -17,8 +17,13 @@ from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import Backend, select
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.recipe import Recipe
+from octavo.fp8.saved_attention import unmark
 
-__all__ = ["Planned", "Swapped", "fused_backend", "hooked", "planned", "probe", "swap", "unswap"]
+__all__ = ["STOCK", "Planned", "Swapped", "fused_backend", "hooked", "planned", "probe", "swap", "unswap"]
+
+
+STOCK = "_as_stock"
+"""In the __dict__ of a swapped module whose class cannot be taken off for a moment: it computes as the stock one."""
 
 
 class Planned(NamedTuple):
@@ -41,6 +46,7 @@ class Swapped(nn.Module):
 
     _stock: ClassVar[type[nn.Module]]
     _kind: ClassVar[type[Swapped]]
+    prefix: ClassVar[str] = "Fp8"  # of the class's name
     own: ClassVar[tuple[str, ...]] = ()  # what swapping put into the module's __dict__
     volatile: ClassVar[tuple[str, ...]] = ()  # the part of it that copies and pickles leave out
 
@@ -50,7 +56,7 @@ class Swapped(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A compiler fuses what it sees by itself, and does not see our kernels.
-        if not torch.compiler.is_compiling() and len(args) + len(kwargs) == 1:
+        if not torch.compiler.is_compiling() and len(args) + len(kwargs) == 1 and STOCK not in self.__dict__:
             y = self.other(*args, *kwargs.values())
             if y is not None:
                 return y
@@ -68,7 +74,7 @@ _classes: dict[tuple[type[Swapped], type[nn.Module]], type[nn.Module]] = {}
 def _class(kind: type[Swapped], stock: type[nn.Module]) -> type[nn.Module]:
     if (kind, stock) not in _classes:
         names = {"__module__": __name__, "_stock": stock, "_kind": kind}
-        _classes[kind, stock] = type(f"Fp8{stock.__name__}", (kind, stock), names)
+        _classes[kind, stock] = type(f"{kind.prefix}{stock.__name__}", (kind, stock), names)
     return _classes[kind, stock]
 
 
@@ -85,7 +91,8 @@ def swap(module: nn.Module, kind: type[Swapped], **own: Any) -> None:
 
 
 def unswap(module: nn.Module) -> None:
-    """Let a swapped module compute as it did before; any other module stays as it is."""
+    """Let a swapped module compute as it did before, and a layer behind attention keep codes; others stay."""
+    unmark(module)
     if isinstance(module, Swapped) and "_stock" in type(module).__dict__:
         for name in module.own:
             module.__dict__.pop(name, None)

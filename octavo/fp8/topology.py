@@ -8,7 +8,7 @@ the meta device serves as well as a real one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from octavo.fp8.experts import PROJECTIONS, is_experts
 from octavo.fp8.globs import covers, matches, nearest, template
 from octavo.fp8.linear import Linear
 
-__all__ = ["CONVENTIONS", "Row", "covers", "matches", "nearest", "template", "topology"]
+__all__ = ["CONVENTIONS", "Row", "component_namer", "covers", "matches", "nearest", "template", "topology"]
 
 KINDS = ("linear", "experts", "lm_head", "patch_embed", "router", "subclass")
 
@@ -196,6 +196,11 @@ def _weight_of(row: Row, module: nn.Module) -> torch.Tensor:
     weight = module._parameters[row.name.rpartition(".")[2] if row.kind == "experts" else "weight"]
     assert weight is not None
     return weight
+
+
+def component_namer(components: Mapping[str, tuple[str, ...]] | None) -> Callable[[str], str]:
+    """Module name -> component, by the globs that :func:`topology` takes."""
+    return _Components(components)
 
 
 class _Components:
