@@ -1,11 +1,12 @@
 """Hugging Face models described, never modified: families and components, loading, processors, small checkpoints."""
 
+from octavo.models.attention import use_attention
 from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, Family, describe, stays
 from octavo.models.freeze import freeze
 from octavo.models.generate import generate
-from octavo.models.loading import empty, load, parameter_count, read_config
+from octavo.models.loading import empty, load, load_split, parameter_count, read_config
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
 from octavo.models.random import random_model
 from octavo.models.save import save_hf
@@ -26,6 +27,7 @@ __all__ = [
     "generate",
     "load",
     "load_processor",
+    "load_split",
     "load_tokenizer",
     "parameter_count",
     "random_model",
@@ -34,4 +36,5 @@ __all__ = [
     "shape_model",
     "stays",
     "tiny_config",
+    "use_attention",
 ]
