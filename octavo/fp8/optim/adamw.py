@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.local import plain, span
-from octavo.fp8.optim import update
+from octavo.fp8.optim import sharded, update
 from octavo.fp8.optim.moments import GROUP, LAYOUT, STATES
 from octavo.fp8.optim.philox import LIMIT
 from octavo.fp8.optim.update import MASTERS, Hyper, Piece
@@ -81,16 +81,21 @@ class AdamW(torch.optim.Optimizer):
         index = 0
         for group in self.param_groups:
             work: dict[torch.device, list[Piece]] = {}
+            shared: list[tuple[Tensor, Piece]] = []  # with groups of 128 that lie on several ranks
             copies = []
             for p in group["params"]:
                 if id(p) in wanted:
                     piece = self.piece(p, group, index)
-                    work.setdefault(piece.weight.device, []).append(piece)
+                    if sharded.is_cut(p, group["states"]):
+                        shared.append((p, piece))
+                    else:
+                        work.setdefault(piece.weight.device, []).append(piece)
                     if not plain(p).is_contiguous():
                         copies.append((plain(p), piece.weight))
                 index += 1
             for pieces in work.values():
                 update.step(pieces, hyper(group), factor)
+            sharded.step(shared, hyper(group), factor)
             for weight, stepped in copies:
                 weight.copy_(stepped.view(weight.shape))
 

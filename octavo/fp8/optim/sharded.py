@@ -1,0 +1,131 @@
+"""Groups of 128 that a shard's border cuts: their ranks agree on what the group shares before anybody encodes.
+
+FSDP2 gives each rank rows of a parameter, and a border between two rows need not be one between two groups of the
+flattened parameter: rows of 1176 or 40 elements, a norm's 64 weights over four ranks. A group may lie on two ranks, on
+three or more, and some ranks hold nothing at all. Each rank steps its own elements; only the group's extrema are the
+business of all, because they scale its codes. So they are exchanged: one all-reduce of the extrema of v (and of m, for
+coat), one of the largest |r|, which needs v's new codes (fp8 alone), each for all cut groups of a call together, in
+int32. Codes, figures and weights are then those of one process, bit for bit.
+
+Which groups are cut follows from shapes and the number of ranks, so that all ranks know without talking, and nothing is
+exchanged where nothing is cut. A rank that holds nothing of a cut group takes part all the same: collectives are
+matched by order. The exchange waits for no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.optim import update
+from octavo.fp8.optim.moments import GROUP
+from octavo.fp8.optim.update import Hyper, Piece
+from octavo.fp8.weights import is_dtensor
+
+__all__ = ["cut_groups", "is_cut", "step"]
+
+# Rows of each exchange: the extrema as (-lo, hi) of v, for coat before it those of m; then the largest |r|.
+_ROUNDS = {"fp8": (2, 1), "coat": (4,), "bf16": (), "fp32": ()}
+_NEUTRAL = -(1 << 31)  # below every mark
+
+
+def is_cut(parameter: Tensor, states: str) -> bool:
+    """Whether a step of `parameter` in this format needs :func:`step`; the same on every rank."""
+    return bool(_ROUNDS[states] and cut_groups(parameter))
+
+
+def cut_groups(parameter: Tensor) -> tuple[int, ...]:
+    """The groups of the flattened whole parameter of which no rank holds all; the same on every rank.
+
+    Raises ValueError for a DTensor that is sharded over two dimensions of its mesh: whose rows are whose would depend
+    on more than their number.
+    """
+    if not is_dtensor(parameter):
+        return ()
+    over = _sharded_over(parameter)
+    if over is None or not parameter.numel():
+        return ()
+    ranks = parameter.device_mesh.size(over)  # type: ignore[attr-defined]
+    return _cut(parameter.shape[0], parameter.shape[1:].numel(), ranks)
+
+
+@lru_cache(maxsize=4096)
+def _cut(rows: int, row: int, ranks: int) -> tuple[int, ...]:
+    """Groups that have a border between two ranks inside them: FSDP2 divides rows as `torch.chunk` does."""
+    each = -(-rows // ranks)
+    borders = (rank * each * row for rank in range(1, ranks) if rank * each < rows)
+    return tuple(sorted({border // GROUP for border in borders if border % GROUP}))
+
+
+def _sharded_over(parameter: Any) -> int | None:
+    """The dimension of the mesh over which a DTensor is split in rows; None for one that is replicated only."""
+    dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if len(dims) > 1:
+        raise ValueError(
+            f"A parameter of shape {list(parameter.shape)} is split over {len(dims)} dimensions of its mesh "
+            f"({parameter.placements}); fp8.AdamW knows rows over one. Use states='bf16' or 'fp32', or FSDP2 alone."
+        )
+    return dims[0] if dims else None
+
+
+def step(work: Sequence[tuple[Tensor, Piece]], hyper: Hyper, factor: float | Tensor | None = None) -> None:
+    """Step parameters that have cut groups, each with its piece on this rank; nothing where there are none.
+
+    A collective: every rank gives the same parameters in the same order, also those of which it holds nothing, with a
+    piece of no elements. Raises what :func:`cut_groups` raises.
+    """
+    if not work:
+        return
+    agree = _Agreement(work)
+    update.step([piece for _, piece in work if piece.weight.numel()], hyper, factor, agree)
+    agree.finish(_ROUNDS[hyper.states])
+
+
+class _Agreement:
+    """What `update.step` asks for the elementwise maximum over the ranks that share each edge."""
+
+    def __init__(self, work: Sequence[tuple[Tensor, Piece]]) -> None:
+        self._device = work[0][1].weight.device
+        self._calls = 0
+        slots: dict[tuple[int, int], tuple[Any, int]] = {}  # (parameter's number, group) -> (ranks, slot)
+        self._sizes: dict[Any, int] = {}  # by process group, in the order of the parameters
+        for parameter, piece in work:
+            ranks = parameter.device_mesh.get_group(_sharded_over(parameter))  # type: ignore[attr-defined]
+            for group in cut_groups(parameter):
+                slot = self._sizes.get(ranks, 0)
+                slots[piece.index, group] = (ranks, slot)
+                self._sizes[ranks] = slot + 1
+        columns: dict[Any, list[int]] = {ranks: [] for ranks in self._sizes}
+        places: dict[Any, list[int]] = {ranks: [] for ranks in self._sizes}
+        held = [piece for _, piece in work if piece.weight.numel()]
+        for column, edge in enumerate(update.edges(held)):
+            ranks, slot = slots.get((edge.piece.index, edge.group), (None, -1))
+            if slot >= 0:  # else the parameter's own ragged end, which one rank holds whole
+                columns[ranks].append(column)
+                places[ranks].append(slot)
+        self._columns = {ranks: self._index(found) for ranks, found in columns.items()}
+        self._places = {ranks: self._index(found) for ranks, found in places.items()}
+
+    def _index(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(self._device, non_blocking=True)
+
+    def __call__(self, marks: Tensor) -> Tensor:
+        """int32 [K, edges] -> the same of the whole groups."""
+        self._calls += 1
+        agreed = marks.clone()
+        for ranks, size in self._sizes.items():
+            columns, places = self._columns[ranks], self._places[ranks]
+            shared = marks.new_full((len(marks), size), _NEUTRAL)
+            shared.index_copy_(1, places, marks.index_select(1, columns))
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=ranks)
+            agreed.index_copy_(1, columns, shared.index_select(1, places))
+        return agreed
+
+    def finish(self, rounds: tuple[int, ...]) -> None:
+        """Take part in the exchanges that this rank, without an edge of its own, did not ask for."""
+        for count in rounds[self._calls :]:
+            self(torch.empty((count, 0), dtype=torch.int32, device=self._device))

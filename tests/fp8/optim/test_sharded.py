@@ -1,0 +1,125 @@
+"""However the rows of a parameter are divided, its codes, figures and weights are those of one process, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from octavo.fp8.local import span
+from octavo.fp8.optim import sharded, update
+from octavo.fp8.optim.adamw import AdamW
+from octavo.parallel import World
+from tests import ranks
+
+# Rows of 40 (a group on three ranks), a norm's 64, a bias of 1176 + 5, more ranks than rows, an aligned one, one group.
+SHAPES = [(7, 40), (64,), (5, 331), (2, 200), (6, 256), (1, 50), (3, 1176)]
+KINDS = [("fp8", "fp32"), ("fp8", "bf16+sr"), ("fp8", "bf16+16"), ("coat", "bf16+sr"), ("bf16", "bf16+16")]
+STEPS = 3
+
+
+def _draw(index: int, step: int) -> torch.Tensor:
+    """Magnitudes over many octaves, with zeros and a row of nothing but zeros, so that extrema matter."""
+    gen = torch.Generator().manual_seed(100 * step + index)
+    shape = SHAPES[index]
+    value = torch.randn(shape, generator=gen) * torch.exp2(torch.randint(-30, 3, shape, generator=gen).float())
+    value[torch.rand(shape, generator=gen) < 0.1] = 0
+    if index == 0:
+        value[3:6] = 0
+    return value
+
+
+def _train(kind: tuple[str, str], place) -> list[list[torch.Tensor]]:
+    """Weights and states after some steps; `place` makes a tensor one that lies over ranks."""
+    states, master = kind
+    dtype = torch.float32 if master == "fp32" else torch.bfloat16
+    params = [nn.Parameter(place(_draw(i, 0).to(dtype))) for i in range(len(SHAPES))]
+    optimizer = AdamW(
+        [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}], lr=1e-2, states=states, master=master
+    )
+    for step in range(1, STEPS + 1):
+        for i, p in enumerate(params):
+            p.grad = None if i == 4 and step == 2 else place(_draw(i, step).to(dtype))
+        optimizer.step(factor=0.5)
+    return [[p, *(optimizer.state[p][key] for key in sorted(optimizer.state[p]))] for p in params]
+
+
+def _differs(whole: torch.Tensor, mine: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether this rank's part is not, bit for bit, its part of the whole."""
+    if isinstance(mine, DTensor):
+        part = span(mine)
+        whole, mine = whole.detach().flatten()[part.start : part.stop], mine.detach().to_local().flatten()
+    elif mine.ndim and mine.shape != whole.shape:
+        part = span(parameter)
+        whole = whole[part.start // 128 : -(-part.stop // 128)] if part.stop > part.start else whole[:0]
+    if whole.dtype.is_floating_point:
+        raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[whole.element_size()]
+        whole, mine = whole.contiguous().view(raw), mine.contiguous().view(raw)
+    return whole.dtype != mine.dtype or not torch.equal(whole, mine)
+
+
+def _work(world: World) -> dict:
+    mesh = init_device_mesh("cpu", (world.size,))
+    answer: dict = {"calls": {}}
+    real = torch.distributed.all_reduce
+    for kind in KINDS:
+        calls: list[int] = []
+
+        def counted(tensor, *args, calls=calls, **kwargs):
+            calls.append(tensor.numel())
+            return real(tensor, *args, **kwargs)
+
+        torch.distributed.all_reduce = counted
+        try:
+            mine = _train(kind, lambda t: distribute_tensor(t, mesh, [Shard(0)]))
+        finally:
+            torch.distributed.all_reduce = real
+        whole = _train(kind, lambda t: t.clone())
+        answer[" ".join(kind)] = [
+            (i, n)
+            for i, (left, right) in enumerate(zip(whole, mine, strict=True))
+            for n, (a, b) in enumerate(zip(left, right, strict=True))
+            if _differs(a, b, right[0])
+        ]
+        answer["calls"][" ".join(kind)] = calls
+    return answer
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_agree_with_one_process_bit_for_bit(size):
+    answers = ranks.run(_work, size)
+    for answer in answers:
+        for kind in KINDS:
+            assert answer[" ".join(kind)] == [], kind
+        # two small exchanges a step and group of parameters, whatever this rank holds; none where nothing is encoded
+        assert len(answer["calls"]["fp8 fp32"]) == 2 * 2 * STEPS
+        assert len(answer["calls"]["coat bf16+sr"]) == 2 * STEPS
+        assert answer["calls"]["bf16 bf16+16"] == []
+        assert max(answer["calls"]["fp8 fp32"]) <= 2 * 4 * (size - 1)
+        assert answer["calls"] == answers[0]["calls"]
+
+
+def test_cut_groups_follow_from_shapes():
+    assert sharded._cut(rows=4, row=128, ranks=4) == ()
+    assert sharded._cut(rows=7, row=40, ranks=2) == (1,)  # four rows and three: element 160
+    assert sharded._cut(rows=7, row=40, ranks=3) == (0, 1)  # 120 and 240
+    assert sharded._cut(rows=64, row=1, ranks=4) == (0,)  # on all four
+    assert sharded._cut(rows=3, row=1176, ranks=2) == (18,)
+    assert sharded._cut(rows=2, row=200, ranks=4) == (1,)  # two ranks hold nothing
+    assert sharded._cut(rows=0, row=128, ranks=2) == ()
+    p = nn.Parameter(torch.ones(7, 40))
+    assert sharded.cut_groups(p) == () and not sharded.is_cut(p, "fp8")
+
+
+def test_one_process_asks_nobody(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *a, **k: pytest.fail("one process talked to others"))
+    p = nn.Parameter(torch.randn(7, 40))
+    optimizer = AdamW([p])
+    p.grad = torch.randn(7, 40)
+    seen = []
+    real = update.step
+    monkeypatch.setattr(update, "step", lambda *args: (seen.append(args), real(*args)))
+    optimizer.step()
+    assert len(seen) == 1 and len(seen[0]) == 3  # no agreement is passed
