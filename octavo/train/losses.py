@@ -58,7 +58,20 @@ def weights(labels: Tensor, reduction: str, denominator: float) -> Tensor:
     return share / max(denominator, 1.0)
 
 
-def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """logits [B, P, V], target [B, P] (-100: none) -> c_t in fp32 [B, P], 0 where there is no target."""
-    flat = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="none")
+def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """logits [B, P, V], target [B, P] (-100: none) -> c_t in fp32 [B, P], 0 where there is no target.
+
+    With lse = log sum_j exp(x_j) over a token's logits x and t its target, c_t is in nats
+
+        (1 - label_smoothing) (lse - x_t) + label_smoothing (lse - mean_j x_j) + z_loss lse^2
+
+    the sources of which :func:`octavo.fp8.logits.linear_cross_entropy` names: it gives the same without the logits.
+    """
+    wide = logits.float().flatten(0, 1)
+    flat = F.cross_entropy(
+        wide, target.flatten(), ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing
+    )
+    if z_loss:
+        squares = wide.logsumexp(-1).square()
+        flat = flat + z_loss * torch.where(target.flatten() != IGNORE, squares, 0.0)
     return flat.view(target.shape)

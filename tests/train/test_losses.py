@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.fp8.logits import linear_cross_entropy
 from octavo.train import losses
 
 B, T, V = 6, 9, 11
@@ -101,6 +102,45 @@ def test_bf16_logits_are_judged_in_fp32():
         losses.cross_entropy(low[:, :-1], losses.targets(labels)),
         losses.cross_entropy(low.float()[:, :-1], losses.targets(labels)),
     )
+
+
+@pytest.mark.parametrize("smoothing, z", [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+def test_label_smoothing_and_z_loss_are_their_formulas(smoothing: float, z: float):
+    logits, labels = batch()
+    target = losses.targets(labels)
+    got = losses.cross_entropy(logits[:, :-1], target, smoothing, z)
+    for b in range(B):
+        for t in range(T - 1):
+            x = logits[b, t].double()
+            lse = float(x.exp().sum().log())
+            want = 0.0
+            if target[b, t] != losses.IGNORE:
+                want = (1 - smoothing) * (lse - float(x[target[b, t]])) + smoothing * (lse - float(x.mean()))
+                want += z * lse**2
+            assert float(got[b, t]) == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+def test_the_loss_without_logits_is_the_same():
+    torch.manual_seed(0)
+    _, labels = batch()
+    hidden, weight = torch.randn(B, T, 16, requires_grad=True), torch.randn(V, 16, requires_grad=True)
+    target, options = losses.targets(labels), {"label_smoothing": 0.1, "z_loss": 1e-2}
+    full = losses.cross_entropy((hidden @ weight.t())[:, :-1], target, **options)
+    chunked = linear_cross_entropy(hidden[:, :-1], weight, target, **options)
+    torch.testing.assert_close(chunked, full, rtol=1e-5, atol=1e-5)
+    share = losses.weights(labels, "sample", 5.0)
+    pairs = zip(*(torch.autograd.grad((c * share).sum(), (hidden, weight)) for c in (chunked, full)), strict=True)
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_masked_token_has_no_z_loss_and_no_gradient_of_it():
+    logits, labels = batch()
+    logits.requires_grad_()
+    loss = losses.cross_entropy(logits[:, :-1], losses.targets(labels), z_loss=1.0)
+    assert not loss[4].any()
+    loss.sum().backward()
+    assert not logits.grad[4].any() and logits.grad[0, :8].any()
 
 
 def test_an_unknown_reduction_is_refused_with_the_known_ones():

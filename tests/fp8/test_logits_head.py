@@ -1,0 +1,181 @@
+"""The head that returns losses inside a model's own forward: equal to the loss of its logits in every family, and
+refused where the model changes what its head returns."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlavaOnevisionConfig,
+    PhiConfig,
+    Qwen3MoeConfig,
+)
+
+from octavo.fp8.logits_head import ChunkedHead, chunked_head
+from octavo.fp8.swapped import unswap
+from octavo.models.tiny_configs import CONFIGS, tiny_config
+
+IGNORE = -100
+
+
+def tiny(family: str) -> nn.Module:
+    config = tiny_config(family)
+    torch.manual_seed(0)
+    pictures = hasattr(config, "vision_config")
+    return (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_config(config)
+
+
+KEEP = torch.tensor([2, 3, 7])
+
+
+def asked(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    ids, target = torch.randint(3, 400, (2, 9), generator=g), torch.randint(0, 512, (2, 3), generator=g)
+    target[0, 1] = IGNORE
+    return {"input_ids": ids, "logits_to_keep": KEEP, "use_cache": False}, target
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_losses_come_out_of_the_described_families_where_logits_do(family: str):
+    model = tiny(family)
+    inputs, target = asked()
+    names = list(model.state_dict())
+    want = plain_losses(model(**inputs).logits, target)
+    want.sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    head = chunked_head(model)
+    assert isinstance(head, ChunkedHead) and isinstance(head, nn.Linear) and list(model.state_dict()) == names
+    with head.losses(target) as given:
+        loss = given.take(model(**inputs).logits)
+    torch.testing.assert_close(loss, want, rtol=2e-6, atol=4e-6)
+    loss.sum().backward()
+    assert grads.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        if name in grads:
+            torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=2e-6)
+
+
+def plain_losses(logits: Tensor, target: Tensor, **options) -> Tensor:
+    flat = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none", **options)
+    return flat.view(target.shape)
+
+
+def test_outside_the_with_the_head_gives_logits():
+    model, (inputs, target) = tiny("qwen3"), asked()
+    want = model(**inputs).logits
+    head = chunked_head(model)
+    assert torch.equal(model(**inputs).logits, want)
+    with head.losses(target):
+        assert model(**inputs).logits.shape == (2, 3)
+    assert torch.equal(model(**inputs).logits, want)
+    model.generate(torch.zeros(1, 2, dtype=torch.int64), max_new_tokens=2, do_sample=False)
+    with pytest.raises(ZeroDivisionError), head.losses(target):
+        raise ZeroDivisionError
+    assert torch.equal(model(**inputs).logits, want)
+
+
+def test_options_reach_the_loss():
+    model, (inputs, target) = tiny("llama"), asked()
+    logits = model(**inputs).logits
+    want = plain_losses(logits, target, label_smoothing=0.1) + 0.01 * logits.logsumexp(-1) ** 2 * (target != IGNORE)
+    with chunked_head(model).losses(target, label_smoothing=0.1, z_loss=0.01, chunk=1) as given:
+        torch.testing.assert_close(given.take(model(**inputs).logits), want, rtol=2e-6, atol=4e-6)
+
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=30.0),
+        CohereConfig(**SMALL, logit_scale=0.0625),
+        GraniteConfig(**SMALL, logits_scaling=8.0),
+    ],
+    ids=lambda c: c.model_type,
+)
+def test_a_model_that_changes_its_logits_is_refused(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    reason = chunked_head(model)
+    assert isinstance(reason, str) and "changes the logits after its head" in reason
+    assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "config",
+    [PhiConfig(**SMALL), Qwen3MoeConfig(**SMALL, output_router_logits=True), LlavaOnevisionConfig()],
+    ids=lambda c: c.model_type,
+)
+def test_further_families_on_the_meta_device(config):
+    with torch.device("meta"):
+        pictures = hasattr(config, "vision_config")
+        model = (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_config(config)
+    assert isinstance(chunked_head(model), ChunkedHead)
+
+
+def test_a_change_that_the_probe_did_not_see_stops_the_step():
+    model, (inputs, target) = tiny("qwen3"), asked()
+    head = chunked_head(model)
+    for change in (lambda x: 2 * x, lambda x: x.mul_(2), lambda x: x[:, :2], lambda x: x.clone()):
+        with head.losses(target) as given:
+            logits = change(model(**inputs).logits)
+        with pytest.raises(RuntimeError, match="Use full logits with this model"):
+            given.take(logits)
+    with head.losses(target) as given:
+        pass
+    with pytest.raises(RuntimeError, match="was not called"):
+        given.take(torch.zeros(2, 3))
+
+
+def test_misuse_is_told():
+    model, (inputs, target) = tiny("qwen3"), asked()
+    head = chunked_head(model)
+    with head.losses(target):
+        model(**inputs)
+        with pytest.raises(RuntimeError, match="called twice"):
+            model(**inputs)
+        with pytest.raises(RuntimeError, match="leave it first"), head.losses(target):
+            pass
+    with pytest.raises(ValueError, match="for the same positions"), head.losses(target[:, :2]):
+        model(**inputs)
+
+
+def test_heads_of_another_kind_are_refused_with_the_reason():
+    model = tiny("qwen3")
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert "hooks into its head" in chunked_head(model)
+    model = tiny("qwen3")
+    model.lm_head = nn.Sequential(nn.Linear(64, 512))
+    assert chunked_head(model) == "its head is a Sequential, not a plain nn.Linear"
+    assert "names no output embeddings" in chunked_head(nn.Linear(2, 2))
+    assert "names no output embeddings" in chunked_head(tiny("qwen3").model)
+
+
+def test_copies_pickles_and_the_way_back():
+    model, (inputs, target) = tiny("qwen3"), asked()
+    head = chunked_head(model)
+    assert chunked_head(model) is head
+    want = model(**inputs).logits
+    with head.losses(target):
+        twin = copy.deepcopy(model)
+        again = pickle.loads(pickle.dumps(head))
+    assert torch.equal(twin(**inputs).logits, want) and isinstance(again, ChunkedHead)
+    with twin.lm_head.losses(target) as given:
+        assert given.take(twin(**inputs).logits).shape == (2, 3)
+    unswap(head)
+    assert type(head) is nn.Linear and torch.equal(model(**inputs).logits, want)

@@ -1,0 +1,102 @@
+"""The loss without logits on a GPU: the tensor cores' own sums, no wait for the device, and the memory it is there for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.fp8.logits import linear_cross_entropy, token_log_probs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+IGNORE = -100
+
+
+def problem(m: int, k: int, v: int, dtype: torch.dtype, ignored: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(m, k, device="cuda").to(dtype).requires_grad_()
+    weight = (0.1 * torch.randn(v, k, device="cuda")).to(dtype).requires_grad_()
+    target = torch.randint(0, v, (m,))
+    target[torch.randperm(m)[:ignored]] = IGNORE
+    return hidden, weight, target
+
+
+def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, target.cuda(), reduction="none")
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("m, k, v", [(300, 896, 32_001), (1, 64, 999), (0, 64, 999), (1024, 512, 151_936)])
+def test_the_error_is_at_most_the_plain_path_s(m: int, k: int, v: int, dtype: torch.dtype, where: str):
+    hidden, weight, target = problem(m, k, v, dtype, ignored=m // 3)
+    each = torch.rand(m, device="cuda")
+    ours, full = linear_cross_entropy(hidden, weight, target.to(where)), plain(hidden, weight, target)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    true = plain(*exact, target)
+    got, low = (torch.autograd.grad((x * each).sum(), (hidden, weight)) for x in (ours, full))
+    want = torch.autograd.grad((true * each).sum(), exact)
+    if not m:
+        assert ours.shape == (0,) and not got[1].any()
+        return
+    assert gap(ours, true) <= 1.05 * gap(full, true) + 1e-6
+    for a, b, c in zip(got, low, want, strict=True):
+        assert a.dtype == dtype and gap(a, c) <= 1.05 * gap(b, c) + 1e-5
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_nothing_waits_for_the_device(where: str):
+    hidden, weight, target = problem(256, 64, 5000, torch.bfloat16, ignored=50)
+    target = target.to(where)
+    linear_cross_entropy(hidden, weight, target).sum().backward()  # cuBLAS and the allocator have started
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, z_loss=1e-4).sum().backward()
+        sum(x.sum() for x in token_log_probs(hidden, weight, target, entropy=True)).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_bad_target_on_the_device_shows_in_its_loss():
+    hidden, weight, target = problem(8, 64, 500, torch.float32)
+    target[3] = 500
+    loss = linear_cross_entropy(hidden, weight, target.cuda())
+    assert loss[3].isnan() and loss.isnan().sum() == 1
+
+
+def test_autocast_casts_blocks_and_not_the_weight():
+    hidden, weight, target = problem(512, 256, 151_936, torch.float32)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    want = torch.autograd.grad(plain(*exact, target).sum(), exact)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        full = torch.autograd.grad(plain(hidden, weight, target).sum(), (hidden, weight))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        ours = torch.autograd.grad(linear_cross_entropy(hidden, weight, target).sum(), (hidden, weight))
+    for a, b, c in zip(ours, full, want, strict=True):
+        assert a.dtype == torch.float32 and gap(a, c) <= 1.05 * gap(b, c)
+
+
+def test_the_peak_is_a_fraction_of_the_logits():
+    hidden, weight, target = problem(8192, 1024, 151_936, torch.bfloat16)
+
+    def peak(loss) -> int:
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss(hidden, weight, target).sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    logits = 8192 * 151_936 * 4
+    needed = weight.numel() * 2 + hidden.numel() * 6  # the gradients, and dh in fp32
+    assert peak(linear_cross_entropy) < needed + 0.15 * logits
+    assert peak(plain) > 2 * logits
