@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.rows import Rows
 
 
 def _layout(name: str) -> torch.layout:
@@ -147,10 +148,22 @@ class SafeReader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """DCP's load planner for a flat dict of tensors. A byte entry anywhere, or another dtype, is an error."""
+    """DCP's load planner for a flat dict of tensors and `Rows`. A byte entry or another dtype is an error."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # DCP's own would put None in the place of `Rows`, and allocate meta tensors, of which there are none here.
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = self.state_dict[index.fqn]
+        return found.shard(index) if isinstance(found, Rows) else super().lookup_tensor(index)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -239,7 +252,7 @@ def _byte_entry(path: Path | None, name: str) -> str:
     return f"{where} entry {name} is not a tensor but bytes, which DCP would unpickle. Octavo writes none such"
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _kind(tensor: torch.Tensor | Rows) -> str:
     return _kind_of(tensor.dtype, tensor.shape)
 
 

@@ -28,11 +28,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from octavo import fp8
 from octavo.checkpoint import files
+from octavo.checkpoint import optimizer as states
 from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly
 from octavo.checkpoint.errors import CheckpointError
-
-# How the step is computed, not what it computes: these belong to the machine, not to the run.
-_MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+from octavo.checkpoint.rows import EachOnce, Rows
 
 
 class Ranks(Protocol):
@@ -98,7 +97,7 @@ def save(
             dcp.save(
                 state,
                 storage_writer=SafeWriter(tmp),
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+                planner=EachOnce(),
                 no_dist=world.size == 1,
             )
         mine: dict[str, dict[str, int]] = {}
@@ -113,7 +112,7 @@ def save(
                     "step": step,
                     "ranks": world.size,
                     "counters": dict(counters),
-                    "groups": _groups(model, optimizer),
+                    "groups": states.groups(model, optimizer),
                     "files": listed,
                 }
                 files.write_state(tmp, document)
@@ -195,8 +194,10 @@ def load(
         metadata = SafeReader(path).read_metadata()
         state = _tensors(model, None)
         _same_names(state, metadata, path)
-        slots = {} if optimizer is None else _slots(model, optimizer, metadata, document, path)
-        state.update({f"optimizer.{name}.{key}": tensor for (name, key), tensor in slots.items()})
+        room: states.Slots = {}
+        if optimizer is not None:
+            room, slots = states.slots(model, optimizer, metadata, document, path)
+            state.update(slots)
         extra = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in metadata.state_dict_metadata.items()
@@ -208,7 +209,7 @@ def load(
         dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
     fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
     if optimizer is not None:
-        _fill(model, optimizer, slots, document)
+        states.fill(model, optimizer, room, document)
     return Restored(
         step=document["step"],
         counters=document["counters"],
@@ -217,64 +218,30 @@ def load(
     )
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The model's parameters and persistent buffers, each once (tied names: the first), and the optimizer's state.
 
     Live tensors, detached: DCP reads from them and writes into them. `state_dict` comes first because it reshards
     FSDP modules; only then are the module's parameters the ones that the optimizer knows.
     """
-    result: dict[str, torch.Tensor] = {}
+    result: dict[str, Any] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             result[f"model.{name}"] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
     if optimizer is not None:
-        names = _names(model, optimizer)
-        for parameter, entries in optimizer.state.items():
-            for key, value in entries.items():
-                slot = f"optimizer.{names[parameter]}.{key}"
-                result[slot] = value.detach() if isinstance(value, torch.Tensor) else value
+        result.update(states.tensors(model, optimizer))
     return result
 
 
 def _all_tensors(state: Mapping[str, Any]) -> None:
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (torch.Tensor, Rows)):
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}; checkpoints hold tensors, because DCP would pickle anything "
                 "else. Make it a tensor, or a counter"
             )
-
-
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    """The name of each of the optimizer's parameters."""
-    model.state_dict(keep_vars=True)  # reshards FSDP modules, see _tensors
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise CheckpointError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's: make "
-                    "the optimizer after fp8.apply and after sharding, from this model's parameters"
-                )
-    return names
-
-
-def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Each parameter group as JSON: the names of its parameters and its hyper-parameters."""
-    if optimizer is None:
-        return []
-    names = _names(model, optimizer)
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {
-            key: value.item() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key not in _MACHINE_FLAGS
-        }
-        groups.append({"parameters": [names[p] for p in group["params"]], "settings": settings})
-    return groups
 
 
 def _same_names(state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path) -> None:
@@ -285,72 +252,6 @@ def _same_names(state: Mapping[str, torch.Tensor], metadata: Metadata, path: Pat
             f"{path} holds {len(spare)} tensors that this model lacks, first {spare[0].removeprefix('model.')}: "
             "it was written by another model"
         )
-
-
-def _slots(
-    model: nn.Module, optimizer: torch.optim.Optimizer, metadata: Metadata, document: dict[str, Any], path: Path
-) -> dict[tuple[str, str], torch.Tensor]:
-    """Room for the optimizer's state, by (parameter, key): sharded like the parameter where it has its shape."""
-    names = _names(model, optimizer)
-    groups = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
-    saved = [set(group["parameters"]) for group in document["groups"]]
-    if groups != saved:
-        odd = sorted(set().union(*groups) ^ set().union(*saved))
-        what = f"{odd[0]} is trained in only one of them" if odd else "the groups are divided otherwise"
-        raise CheckpointError(
-            f"{path} was written with other parameters in the optimizer: {what}. Resume with the freezing and weight "
-            "decay that it was written with (model.freeze, optimizer), or start a new run from its weights"
-        )
-    for group, former in zip(optimizer.param_groups, document["groups"], strict=True):
-        for key, value in former["settings"].items():
-            if _is_number(group.get(key)) and not _is_number(value):
-                raise CheckpointError(
-                    f"{path / files.STATE} says that the optimizer's {key!r} is {value!r}, which is no number; Octavo "
-                    "did not write it. Use an earlier checkpoint"
-                )
-    parameters = {name: p for p, name in names.items()}
-    slots: dict[tuple[str, str], torch.Tensor] = {}
-    for slot, entry in metadata.state_dict_metadata.items():
-        if not slot.startswith("optimizer."):
-            continue
-        name, _, key = slot.removeprefix("optimizer.").rpartition(".")
-        if name not in parameters:
-            raise CheckpointError(f"{path} holds optimizer state of {name}, which the optimizer does not have")
-        like = parameters[name].detach()
-        if entry.size == like.shape and key != "step":
-            slots[name, key] = torch.empty_like(like, dtype=entry.properties.dtype)
-        else:
-            slots[name, key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    return slots
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _fill(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    slots: Mapping[tuple[str, str], torch.Tensor],
-    document: dict[str, Any],
-) -> None:
-    """Hand the loaded state over. Not through `load_state_dict`, which casts moments to the parameter's dtype."""
-    parameters = {name: p for p, name in _names(model, optimizer).items()}
-    optimizer.state.clear()
-    on_device: set[str] = set()
-    for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
-        for key, value in saved["settings"].items():
-            present = group.get(key)
-            if isinstance(present, torch.Tensor):
-                present.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(present, tuple) else value
-        if group.get("fused") or group.get("capturable"):
-            on_device.update(saved["parameters"])
-    for (name, key), tensor in slots.items():
-        if key == "step" and name in on_device:
-            tensor = tensor.to(parameters[name].device)
-        optimizer.state[parameters[name]][key] = tensor
 
 
 @contextmanager
