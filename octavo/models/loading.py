@@ -142,6 +142,50 @@ def load(
     return model.to(device)
 
 
+def load_split(
+    path: str | Path, device: str | torch.device = "cpu", attn_implementation: str | None = None
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model in BF16 and, by parameter name, the lower halves (int16, of its shape) that make it the fp32 one exactly.
+
+    For an optimizer that keeps weights as 16 + 16 bits (`fp8.AdamW`, master bf16+16; `fp8.optim.set_low` takes them).
+    A parameter whose lower halves are all zero has none: the dict of a BF16 checkpoint is empty, and such a checkpoint
+    is never held in fp32. Of any other, the host holds the fp32 model, given up parameter by parameter. The BF16
+    values are nearest with ties away from zero (`fp8.optim.split`), where `load(path, torch.bfloat16)` takes ties to
+    even. Buffers are those of `load(path, torch.bfloat16)`. Raises ModelError as `load` does.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    if not _finer_than_bf16(check_weight_files(folder)):
+        return load(folder, torch.bfloat16, device, attn_implementation), {}
+    from octavo.fp8.optim.master import split
+
+    model = load(folder, torch.float32, "cpu", attn_implementation)
+    lows: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dtype == torch.float32:
+                high, low = split(parameter.detach())
+                parameter.data = high.to(device)
+                if low.any():
+                    lows[name] = low.to(device)
+        stock = dict(empty(config, torch.bfloat16).named_buffers())
+        for name, buffer in model.named_buffers():
+            if name in stock and stock[name].dtype != buffer.dtype:
+                buffer.data = buffer.data.to(stock[name].dtype)
+    for part in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
+        part.dtype = torch.bfloat16
+    return model.to(device), lows
+
+
+def _finer_than_bf16(files: list[Path]) -> bool:
+    """Whether a tensor of these files may hold values that BF16 does not; read from the headers alone."""
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            if any(tensors.get_slice(name).get_dtype() in ("F64", "F32", "F16") for name in tensors.keys()):  # noqa: SIM118
+                return True
+    return False
+
+
 def check_weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, each opened and found whole (header only; no tensor is read).
 
