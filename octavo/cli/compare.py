@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=arguments.positive, default=1, metavar="N", help="arms that train at a time (default 1)"
     )
+    parser.add_argument(
+        "--no-savings", action="store_true", help="leave out the arms that tell what each memory saving cost"
+    )
     arguments.add_json(parser)
 
 
@@ -33,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     from octavo import report
 
     directory = args.out or f"{cfg.run.dir}-compare"
-    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), fresh=args.fresh, jobs=args.jobs)
+    how = {"fresh": args.fresh, "jobs": args.jobs, "savings": not args.no_savings}
+    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **how)
     return conclude(verdict, args.json)
 
 

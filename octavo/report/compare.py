@@ -1,5 +1,9 @@
 """The trial: high precision, high precision with another seed, and each FP8 recipe, on the same data; then the verdict.
 
+High precision has none of the memory savings that the configuration asks for; where these make the model BF16, it
+computes in BF16 as well. A configuration with savings is trained without them, too, and with one more at a time
+(:mod:`octavo.report.savings`): the page says what each of them cost.
+
 Every arm is an ordinary run in ``DIRECTORY/arms/NAME`` and the report lies in ``DIRECTORY/report``. The trial can be
 stopped and started again: a finished arm is read, a half-done one continues, and an arm that was trained with another
 configuration is refused (or, with ``fresh``, made again).
@@ -18,6 +22,7 @@ from typing import Any
 from octavo.config import RECIPES, Config, Fp8Section, load_config
 from octavo.report.judge import Arm, Verdict, judge
 from octavo.report.rundir import ReportError, RunRecord, read, read_failed
+from octavo.report.savings import ladder, without
 
 Train = Callable[..., Any]
 
@@ -29,10 +34,12 @@ def compare(
     console: Any = None,
     fresh: bool = False,
     jobs: int = 1,
+    savings: bool = True,
 ) -> Verdict:
     """Run the trial and write the report.
 
-    ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``console`` is a rich console
+    ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``savings`` trains the arms that
+    tell what each memory saving cost, where the trial is of one recipe and has any on. ``console`` is a rich console
     (None: silent). ``jobs`` arms train at a time, more than one in processes of their own (a CPU's cores; a GPU serves
     one). An FP8 arm whose training fails is judged so and the others go on; a high-precision arm that fails ends the
     trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
@@ -48,7 +55,7 @@ def compare(
     if jobs < 1:
         raise ReportError(f"jobs={jobs}: at least one arm must train at a time")
     directory = Path(directory)
-    arms = arms_of(cfg, recipes, directory)
+    arms = arms_of(cfg, recipes, directory, savings)
     if fresh:
         clear(directory)
     for arm in arms:  # refuse before the first arm has cost minutes
@@ -57,6 +64,9 @@ def compare(
     from octavo.train import run
 
     records = []
+    rungs = sum(arm.kind == "saving" for arm in arms)
+    if rungs:
+        _say(console, f"{len(arms)} arms, {rungs} of them to tell what each memory saving costs")
     started = time.monotonic()
     unfinished = [arm for arm in arms if finished(arm) is None]
     together = jobs > 1 and len(unfinished) > 1
@@ -78,7 +88,7 @@ def compare(
     return verdict
 
 
-def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path) -> list[Arm]:
+def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path, savings: bool = True) -> list[Arm]:
     """The arms of a trial, in the order they run; raises ``ReportError`` where none of them would be FP8."""
     own = own_recipe(cfg)
     if recipes is None:
@@ -93,16 +103,28 @@ def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path) -> list
         known = ", ".join(r for r in RECIPES if r != "off")
         asked = f"{', '.join(map(repr, wrong))} asked for" if wrong else "no recipe given"
         raise ReportError(f"{asked}; compare sets FP8 recipes beside high precision. Give one or more of: {known}")
-    plain = cfg.model_copy(update={"fp8": Fp8Section(recipe="off")})
+    plain = high_precision(cfg)
     seed, other = cfg.run.seed, cfg.run.seed + 1
     arms = [
         _arm(plain, directory, "high-precision", "high precision", "reference", seed),
         _arm(plain, directory, f"high-precision-seed-{other}", f"high precision, seed {other}", "noise", other),
     ]
-    for name in dict.fromkeys(recipes):
+    names = list(dict.fromkeys(recipes))
+    for name in names:
         chosen = cfg if name == own else cfg.with_overrides([f"fp8.recipe={name}", "fp8.plan=null"])
+        for number, (words, rung) in enumerate(ladder(chosen) if savings and len(names) == 1 else ()):
+            arms.append(_arm(rung, directory, f"saving-{number}", words, "saving", seed))
         arms.append(_arm(chosen, directory, f"fp8-{name}", f"FP8 {name}", "fp8", seed))
     return arms
+
+
+def high_precision(cfg: Config) -> Config:
+    """What FP8 is held against: no FP8 and no saving, computing in BF16 where the configuration's model is BF16."""
+    plain = without(cfg)
+    train = plain.train
+    if cfg.optimizer.master != "fp32":
+        train = train.model_copy(update={"precision": "bf16"})
+    return plain.model_copy(update={"fp8": Fp8Section(recipe="off"), "train": train})
 
 
 def own_recipe(cfg: Config) -> str:
@@ -189,7 +211,7 @@ def _one(arm: Arm, label: str, run: Train, console: Any) -> RunRecord:
     try:
         result = run(arm.cfg, console=console, label=label)
     except (TrainError, ProofError) as error:
-        if arm.kind != "fp8":
+        if arm.kind not in ("fp8", "saving"):
             raise
         failure = str(error)
         _say(console, f"{label} failed: {failure}")

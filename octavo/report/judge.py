@@ -161,7 +161,7 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]], jobs: int = 1) -> Verdict:
             checks.append(rows.check_accuracy(arm.label, mine, ref_accuracy, spread))
         checks.append(rows.check_gemms(arm.label, record.proof))
         checks += _health_checks(arm, record)
-        checks.append(rows.check_states(arm.label, arm.cfg.optimizer.states, None))
+        checks.append(rows.check_states(arm.label, arm.cfg.optimizer.states, record.zeroed))
         mine_at, ref_at = common(record, ref)
         checks.append(rows.check_same_data(arm.label, record.tokens[mine_at], ref.tokens[ref_at]))
         checks.append(_same_machine(arm, record.environment, ref.environment))

@@ -20,7 +20,7 @@ import numpy as np
 from markupsafe import Markup
 
 import octavo
-from octavo.report import figures
+from octavo.report import figures, savings
 from octavo.report.judge import Arm, Verdict, accuracy, last_step
 from octavo.report.rundir import ReportError, RunRecord
 from octavo.report.verdict import GAP_TOLERATED, percent
@@ -30,10 +30,13 @@ Records = Sequence[tuple[Arm, RunRecord]]
 #: the order and the words of the memory table; kinds that a run adds come after
 KINDS = {
     "weights": "weights",
+    "master": "master weights",
     "gradients": "gradients",
     "optimizer": "optimizer states",
     "codes": "cached FP8 codes",
     "activations": "kept activations",
+    "logits": "logits",
+    "workspace": "workspace",
 }
 #: totals that a run records beside the kinds. The peak of the process is not shown: all arms share one process
 TOTALS = {"peak_cuda": "peak of the GPU"}
@@ -84,6 +87,8 @@ def curves_of(records: Records) -> list[figures.Curve]:
     """The loss curves, each with its colour; FP8 arms count through five colours."""
     curves, fp8 = [], 0
     for arm, record in records:
+        if arm.kind == "saving":
+            continue
         color = {"reference": "base", "noise": "noise"}.get(arm.kind, f"fp8-{fp8 % 5}")
         fp8 += arm.kind == "fp8"
         if record.steps.size:
@@ -109,6 +114,7 @@ def draw(records: Records, directory: Path) -> tuple[dict[str, str], list[Path]]
                 name = "health" if len(fp8) == 1 else f"health-{arm.name}"
                 components = {row["name"]: row.get("component") or "" for row in record.plan.get("rows", ())}
                 keep(name, figures.health_figure(record.health, components, arm.label))
+        # From the bottom: high precision, each saving more, and FP8 with everything on.
         bars = [(arm.label, record.memory) for arm, record in records if record.memory and arm.kind != "noise"]
         if bars:
             kinds = memory_kinds(bars)
@@ -214,6 +220,16 @@ def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> li
     return found
 
 
+def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
+    """The table of what each saving cost; empty where the trial trained no arms for it."""
+    told = {arm["name"]: arm for arm in verdict.data["arms"]}
+    ladder = [told[arm.name] for arm, _ in records if arm.kind == "saving"]
+    if not ladder:
+        return []
+    top = next(arm for arm, _ in records if arm.kind == "fp8")
+    return savings.rungs(ladder, told[top.name], savings.last(top.cfg))
+
+
 def speed_sentence(records: Records, jobs: int = 1) -> str:
     """What the speed figures mean on the device they were read on; ``jobs`` arms trained at a time."""
     shared = f"Up to {jobs} arms trained at a time and shared the machine. " if jobs > 1 else ""
@@ -290,6 +306,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         evaluated=any(arm["eval"] for arm in verdict.data["arms"]),
         drawings=drawings,
         fp8=fp8,
+        savings=savings_of(verdict, records),
         roles=ROLE_WORDS,
         kinds=[(kind, KINDS.get(kind, kind.replace("_", " "))) for kind in memory_kinds(shown)],
         totals=[(k, word) for k, word in TOTALS.items() if any(k in memory for _, memory in shown)],

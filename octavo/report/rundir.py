@@ -44,7 +44,7 @@ class LayerHealth:
 class RunRecord:
     """A run directory as a value. ``eval`` is the last evaluation, or None where nothing was evaluated; ``finished``
     says whether the run reached its end with everything written; ``failure`` is the sentence that its training failed
-    with, and then every array may be empty."""
+    with, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if nobody did."""
 
     directory: Path
     steps: np.ndarray
@@ -62,6 +62,7 @@ class RunRecord:
     config: str
     finished: bool = False
     failure: str | None = None
+    zeroed: int | None = None
 
     @property
     def mean_loss(self) -> float:
@@ -102,6 +103,7 @@ def read(directory: str | Path) -> RunRecord:
     skipped = tuple(int(row["step"]) for row in trained if row.get("skipped"))
     measured = [row for row in rows if row.get("health")]
     evals = [row["eval"] for row in rows if row.get("eval")]
+    zeroed = [int(row["zeroed_v"]) for row in trained if "zeroed_v" in row]
     result = _json(directory / "result.json")
     return RunRecord(
         directory=directory,
@@ -110,6 +112,7 @@ def read(directory: str | Path) -> RunRecord:
         tokens=_column(trained, "tokens"),
         tokens_per_s=_column(trained, "tokens_per_s"),
         skipped=skipped,
+        zeroed=sum(zeroed) if zeroed else None,
         memory=_memory(trained),
         health=_health([row["health"] for row in measured if int(row["step"]) not in skipped]),
         health_steps=tuple(int(row["step"]) for row in measured),

@@ -50,7 +50,10 @@ def train_together(arms: Sequence[Arm], jobs: int, console: Any = None) -> dict[
     and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
     ``SystemExit`` (143, 129).
     """
-    waiting, running = sorted(arms, key=lambda arm: arm.kind != "fp8"), list[_Started]()  # the longest first
+    waiting, running = (
+        sorted(arms, key=lambda arm: arm.kind not in ("fp8", "saving")),
+        list[_Started](),
+    )  # the longest first
     failures: dict[str, str] = {}
     with ExitStack() as stack:
         wishes = stack.enter_context(_wishes())
@@ -92,7 +95,7 @@ def _fp8_failure(started: _Started) -> str | None:
     """What an FP8 arm's training failed with; None where it did not, or where the fault lies before its first step."""
     run = Path(started.arm.cfg.run.dir)
     began = (run / "metrics.jsonl").exists() or (run / "proof.json").exists()
-    if started.process.returncode != 1 or started.arm.kind != "fp8" or not began:
+    if started.process.returncode != 1 or started.arm.kind not in ("fp8", "saving") or not began:
         return None
     told = started.log.read_text(encoding="utf-8", errors="replace").rpartition("octavo train: ")
     return told[2].strip() if told[1] else None

@@ -62,17 +62,21 @@ def write_run(
     speed: float = 5000.0,
     skipped: tuple[int, ...] = (),
     status: str = "finished",
+    memory: dict[str, int] | None = None,
+    zeroed: int | None = None,
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
     for step, value in enumerate(loss.tolist(), 1):
         row: dict[str, Any] = {
             "step": step, "loss": value, "tokens": tokens, "tokens_per_s": speed, "grad_norm": 1.0, "lr": 1e-3,
-            "memory": {"weights": 4_800_000, "gradients": 4_800_000, "optimizer": 9_600_000,
+            "memory": memory or {"weights": 4_800_000, "gradients": 4_800_000, "optimizer": 9_600_000,
                        "codes": 1_200_000 if tables else 0, "activations": 9_000_000, "peak_rss": 900_000_000},
         }  # fmt: skip
         if step in skipped:
             row["skipped"] = True
+        if zeroed is not None and step == 1:
+            row["zeroed_v"] = zeroed
         if tables and step in tables:
             row["health"] = tables[step]
         lines.append(json.dumps(row))
