@@ -1,0 +1,112 @@
+"""What each memory saving costs: the FP8 arm again, first without any of them, then with one more at a time.
+
+A saving is a switch of the configuration that stores something in fewer bytes, or not at all. The last arm of the
+ladder is the FP8 arm of the trial itself, with everything on. Each rung is set beside the one before it: bytes, mean
+loss and tokens per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from octavo.config import Config
+from octavo.config.schema import COMPONENTS, OptimizerSection, RecomputeSection
+
+__all__ = ["Switch", "ladder", "rungs", "without"]
+
+
+class Switch(NamedTuple):
+    """One saving: its words, and the configuration with it off."""
+
+    words: str
+    off: Callable[[Config], Config]
+
+
+def switches(cfg: Config) -> list[Switch]:
+    """The savings that a configuration has on, in the order in which the ladder adds them."""
+    fp8, train, optimizer = cfg.fp8, cfg.train, cfg.optimizer
+    parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
+    activations = fp8.activations == "fp8" or any(part.activations == "fp8" for part in parts.values())
+    param = fp8.param or any(part.param for part in parts.values())
+    recompute = train.recompute
+    told = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
+    found = [
+        (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", _optimizer(states="fp32")),
+        (optimizer.master != "fp32", f"weights as {optimizer.master}", _optimizer(master="fp32")),
+        (activations, "activations in FP8", lambda c: _fp8(c, {"activations": "bf16"}, {"activations": None})),
+        (param, "FP8 weights between steps", lambda c: _fp8(c, {"param": False}, {"param": None})),
+        (fp8.weight_codes == "recast", "weights cast at each use", lambda c: _fp8(c, {"weight_codes": "keep"}, {})),
+        (recompute != RecomputeSection(), f"recompute: {told}", _train(recompute=RecomputeSection())),
+        (optimizer.update == "backward", "update in backward", _optimizer(update="step")),
+        (optimizer.offload, "optimizer states in host memory", _optimizer(offload=False)),
+        (train.offload_activations, "activations in host memory", _train(offload_activations=False)),
+    ]
+    return [Switch(words, off) for on, words, off in found if on]
+
+
+def without(cfg: Config) -> Config:
+    """The configuration with every saving off."""
+    for switch in switches(cfg):
+        cfg = switch.off(cfg)
+    return cfg
+
+
+def ladder(cfg: Config) -> list[tuple[str, Config]]:
+    """(words, configuration) of the rungs below the configuration itself, which is the last rung: none of its savings
+    on, then one more at a time. Empty where it has none.
+
+    A BF16 model rounds its weights' gradients, too, so the rung of the master comes with what it changes alone.
+    """
+    found = switches(cfg)
+    out = []
+    for on in range(len(found)):
+        rung = cfg
+        for switch in found[on:]:
+            rung = switch.off(rung)
+        out.append(("FP8 without savings" if on == 0 else f"+ {found[on - 1].words}", rung))
+    return out
+
+
+def last(cfg: Config) -> str:
+    """What the configuration itself adds to the rung below it."""
+    return f"+ {switches(cfg)[-1].words}"
+
+
+def rungs(arms: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str) -> list[dict[str, Any]]:
+    """The table: each rung's bytes by counted kinds, mean loss and speed, and how they changed from the rung before it.
+
+    Args:
+        arms: what the verdict says of the ladder's arms, in their order.
+        top: the same of the FP8 arm with every saving on.
+        words: what that one adds to the last of ``arms``.
+    """
+    rows: list[dict[str, Any]] = []
+    for label, arm in [*((a["label"], a) for a in arms), (words, top)]:
+        size = sum(n for kind, n in arm["memory"].items() if not kind.startswith("peak"))
+        row = {
+            "label": label, "bytes": size, "gap": arm["gap"], "speed_ratio": arm["speed_ratio"],
+            "right": (arm["eval"] or {}).get("exact_match"), "failure": arm["failure"],
+        }  # fmt: skip
+        before = next((r for r in reversed(rows) if not r["failure"]), None)
+        row["saved"] = None if before is None else before["bytes"] - size
+        # Gaps are relative to the same reference, so the ratio of two mean losses follows from them.
+        row["loss_change"] = None if before is None else (1 + row["gap"]) / (1 + before["gap"]) - 1
+        row["speed_change"] = None if before is None else row["speed_ratio"] / before["speed_ratio"] - 1
+        rows.append(row)
+    return rows
+
+
+def _optimizer(**values: Any) -> Callable[[Config], Config]:
+    assert values.keys() <= OptimizerSection.model_fields.keys()
+    return lambda cfg: cfg.model_copy(update={"optimizer": cfg.optimizer.model_copy(update=values)})
+
+
+def _train(**values: Any) -> Callable[[Config], Config]:
+    return lambda cfg: cfg.model_copy(update={"train": cfg.train.model_copy(update=values)})
+
+
+def _fp8(cfg: Config, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Config:
+    """The fp8 section with ``whole`` put into it and ``part`` into each component that says something of its own."""
+    parts = {n: p.model_copy(update=part) for n in COMPONENTS if (p := getattr(cfg.fp8, n)) is not None}
+    return cfg.model_copy(update={"fp8": cfg.fp8.model_copy(update={**whole, **parts})})
