@@ -225,13 +225,6 @@ def _memory(config: Config) -> Iterator[Finding]:
             "use `precision: auto` or `bf16`, or `master: fp32`",
             (("optimizer", "master"),),
         )
-    if optimizer.update == "backward" and optimizer.offload:
-        yield Finding(
-            ("optimizer", "offload"),
-            "streams all states in one step after backward; with update: backward there is none",
-            "use one of them",
-            (("optimizer", "update"),),
-        )
     if train.offload_activations and train.recompute.foundation == train.recompute.image_encoder == "full":
         yield Finding(
             ("train", "offload_activations"),

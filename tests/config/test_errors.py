@@ -191,7 +191,6 @@ def test_a_wrong_override_names_itself(override, message):
         ("fp8: {activations: fp9}", "fp8.activations: found 'fp9'; did you mean fp8? one of bf16, fp8"),
         ("optimizer: {states: fp16}", "optimizer.states: found 'fp16'; did you mean bf16? one of fp32, bf16, fp8, coat"),
         ("optimizer: {master: bf16}", "optimizer.master: found 'bf16'; "),
-        ("optimizer: {update: backward, offload: true}", "optimizer.offload: streams all states in one step"),
         ("fp8: {recipe: mxfp8, format: hybrid}", "fp8.format: mxfp8 has no hybrid format"),
         (
             "fp8: {format: hybrid, foundation: {recipe: mxfp8}}",
