@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -21,9 +22,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from octavo.fp8.logits import linear_cross_entropy
 from octavo.fp8.logits_head import ChunkedHead, chunked_head
 from octavo.fp8.swapped import unswap
 from octavo.models.tiny_configs import CONFIGS, tiny_config
+
+from .test_fsdp_cache import alone  # noqa: F401
 
 IGNORE = -100
 
@@ -179,3 +183,25 @@ def test_copies_pickles_and_the_way_back():
         assert given.take(twin(**inputs).logits).shape == (2, 3)
     unswap(head)
     assert type(head) is nn.Linear and torch.equal(model(**inputs).logits, want)
+
+
+def test_under_fsdp_the_weight_is_gathered_where_the_head_runs(alone):  # noqa: F811
+    model, (inputs, target) = tiny("llama"), asked()
+    want = plain_losses(model(**inputs).logits, target)
+    want.sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    head = chunked_head(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=alone)
+    fully_shard(model, mesh=alone)
+    for _ in range(2):  # the second step meets weights that were resharded
+        model.zero_grad(set_to_none=True)
+        with head.losses(target) as given:
+            loss = given.take(model(**inputs).logits)
+        torch.testing.assert_close(loss, want, rtol=2e-6, atol=4e-6)
+        loss.sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), grads[name], rtol=1e-4, atol=2e-6)
+    with pytest.raises(TypeError, match="where FSDP has gathered"):
+        linear_cross_entropy(torch.zeros(2, 64), head.weight, target[0, :2])

@@ -1,4 +1,4 @@
-"""The loss without logits on a GPU: the tensor cores' own sums, no wait for the device, and the memory it is there for."""
+"""The loss without logits on a GPU: sums of the tensor cores, no wait for the device, and the memory that it is for."""
 
 from __future__ import annotations
 
