@@ -22,6 +22,7 @@ from octavo.fp8.measure import MeasureError, Measurements
 from octavo.fp8.measurements import Cache, measure
 from octavo.fp8.metrics import calc_diff, cosine, saturation, sqnr, underflow
 from octavo.fp8.observe import HIGH, GemmCounts, count_gemms, uncounted
+from octavo.fp8.param import fp8_state_dict, load_fp8_state_dict
 from octavo.fp8.plan import Plan, PlanRow, apply, plan
 from octavo.fp8.plan_file import load_plan, save_plan
 from octavo.fp8.policy import ComponentPolicy, PlanError, Policy, Rule
@@ -72,11 +73,13 @@ __all__ = [
     "cosine",
     "count_gemms",
     "dequantize",
+    "fp8_state_dict",
     "fuse",
     "health",
     "high_precision",
     "invalidate",
     "linear",
+    "load_fp8_state_dict",
     "load_plan",
     "load_scaling_state",
     "measure",

@@ -30,7 +30,7 @@ from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
 from octavo.fp8.kernels.registry import Borrower, Selection
 from octavo.fp8.linear import Site, _autocast_enabled, _no_autocast
 from octavo.fp8.recipe import Recipe
-from octavo.fp8.weights import Part, is_dtensor
+from octavo.fp8.weights import Part, has_values, is_dtensor
 
 
 def alone(chosen: Recipe, selections: Mapping[str, Selection], device: torch.device) -> str | None:
@@ -175,7 +175,7 @@ def _fwd(
     w_q = _codes(site, "fwd", weight, call.part, gemm.b)
     if watched:
         _look(site.name, "x", x_RK, x_q, groups)
-        for expert, _ in spans(groups):
+        for expert, _ in spans(groups) if has_values(weight) else ():
             own = Quantized(w_q.data[expert], w_q.scale[expert], w_q.spec)
             health.operand(site.name, "w", call.part.of(weight)[expert], own)
     _count(site.name, now.gemm, backend.name, each, groups, now.counted)

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.fp8 import weights as caching
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.formats import E8M0
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.weights import WeightCodes
+from octavo.fp8.param_tensor import Fp8Weight
+from octavo.fp8.weights import Part, WeightCodes
 
 __all__ = ["Joined", "join"]
 
@@ -34,7 +34,7 @@ class Joined:
         self.casts = 0
         self._caches = caches
         self._codes: dict[CastSpec, Quantized] = {}
-        self._storages: list[StorageWeakRef] = []
+        self._sources: list[Any] = []
         self._stamp: list[tuple[Any, ...]] = []
         for cache in caches:
             cache.joined = self
@@ -49,7 +49,7 @@ class Joined:
     def drop(self) -> None:
         """Forget all codes and free their memory."""
         self._codes.clear()
-        self._storages, self._stamp = [], []
+        self._sources, self._stamp = [], []
 
     def get(
         self, weights: tuple[Tensor, ...], spec: CastSpec, backend: Backend, contract: int, forward: bool
@@ -59,12 +59,13 @@ class Joined:
         Only a forward begins a new generation, and a graph capture keeps nothing, as in ``WeightCodes.get``.
         """
         cast = partial(_cast, weights, spec, backend, contract)
-        if any(caching.capturing(w) for w in weights) or not (forward or self._valid(weights)):
+        keep = all(cache.keep for cache in self._caches) and not any(caching.capturing(w) for w in weights)
+        if not keep or not (forward or self._valid(weights)):
             self.casts += 1
             return cast()
         if not self._valid(weights):
             self._codes.clear()
-            self._storages = [StorageWeakRef(w.untyped_storage()) for w in weights]
+            self._sources = [caching.source_of(w) for w in weights]
             self._stamp = self._stamps(weights)
         if spec not in self._codes:
             with torch.inference_mode(False), torch.no_grad():  # they must serve a later training step
@@ -74,8 +75,8 @@ class Joined:
 
     def _valid(self, weights: tuple[Tensor, ...]) -> bool:
         return (
-            bool(self._storages)
-            and all(s.cdata == w.untyped_storage()._cdata for s, w in zip(self._storages, weights, strict=True))
+            bool(self._sources)
+            and all(caching.same_source(s, w) for s, w in zip(self._sources, weights, strict=True))
             and self._stamp == self._stamps(weights)
         )
 
@@ -84,7 +85,12 @@ class Joined:
 
 
 def _cast(weights: tuple[Tensor, ...], spec: CastSpec, backend: Backend, contract: int) -> Quantized:
-    return join([backend.quantize(w.detach(), spec, contract) for w in weights], contract)
+    return join([_codes(w, spec, backend, contract) for w in weights], contract)
+
+
+def _codes(weight: Tensor, spec: CastSpec, backend: Backend, contract: int) -> Quantized:
+    gathered = weight.codes(spec) if isinstance(weight, Fp8Weight) else None
+    return backend.quantize(Part().of(weight), spec, contract) if gathered is None else gathered
 
 
 def join(parts: Sequence[Quantized], contract: int) -> Quantized:

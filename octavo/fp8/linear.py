@@ -6,9 +6,9 @@ With x [M, K], w [N, K], dy [M, N] and the casts of a :class:`~octavo.fp8.recipe
 
 What a forward keeps for its backward: the FP8 codes and scales of x in wgrad layout, and a reference to the weight.
 Nothing in 16 or 32 bits, unless the recipe keeps wgrad itself in high precision. Where the backward can get x again
-(:class:`octavo.fp8.saved.Source`) not even that: x is cast for wgrad there, to the same codes. A frozen weight keeps no x; an input
-without gradient asks for no dgrad. The weight's codes live in the module's cache (:mod:`octavo.fp8.weights`) and serve
-the backward and all micro-steps until the weight changes.
+(:class:`octavo.fp8.saved.Source`) not even that: x is cast for wgrad there, to the same codes. A frozen weight keeps no
+x; an input without gradient asks for no dgrad. The weight's codes live in the module's cache
+(:mod:`octavo.fp8.weights`) and serve the backward and all micro-steps until the weight changes.
 
 The trade-off against keeping x itself: one more cast in the forward (x along M for wgrad) buys half the memory. Where
 x or dy is cast twice, both casts are asked of the backend at once, which may read the tensor once; layers that multiply
@@ -18,6 +18,7 @@ the same x share its codes (:mod:`octavo.fp8.shared_input`), and sisters may run
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class Site:
         self.key = ops.describe(self.recipe, self.selections)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        return Site(self.name, self.recipe, self.selections, None if self.codes is None else WeightCodes())
+        return Site(self.name, self.recipe, self.selections, copy.deepcopy(self.codes, memo))
 
     @property
     def backend(self) -> Selection:
@@ -260,7 +261,8 @@ def _forward_gemm(
     w_q = site.weight("fwd", call.owner, call.part, gemm.b)
     if watched:
         health.operand(site.name, "x", x.matrix(), x_q)
-        health.operand(site.name, "w", weight, w_q)
+        if weights.has_values(weight):
+            health.operand(site.name, "w", weight, w_q)
     _count(site.name, now.gemm, backend.name, flops, now.counted)
     return backend.gemm_fwd(x_q, w_q, x.dtype, bias), w_q
 
@@ -360,6 +362,7 @@ class Linear(HoldsCodes, nn.Linear):
     object, same parameters, hooks and names, so that checkpoints, optimizers and PEFT see nothing new."""
 
     _site: Site
+    _fp8_param = False  # whether octavo.fp8.param made its weight an Fp8Weight
     _group: Any  # octavo.fp8.fusion.Group, where the layer has one
 
     @classmethod
@@ -408,9 +411,9 @@ class Linear(HoldsCodes, nn.Linear):
         """input [..., K] -> [..., N]; the argument is named as in ``nn.Linear``, for callers by keyword."""
         site = self._site
         if torch.compiler.is_compiling():
-            if site.recipe.delayed is None:
+            if site.recipe.delayed is None and not self._fp8_param:
                 return traced.linear(input, self.weight, self.bias, site.key)
-            traced.leave()
+            traced.leave_weight() if self._fp8_param else traced.leave()
         group = self.__dict__.get("_group")
         if group is not None:
             y = group.output(self, input)

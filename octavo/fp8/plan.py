@@ -28,6 +28,7 @@ from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.machine import Machine
 from octavo.fp8.measure import Case, Entry, Measured, Measurements, cases_of, cases_of_sisters
+from octavo.fp8.param import exchange
 from octavo.fp8.plan_blocks import PlanBlock, apart, blocks_of, carry_out, saving_of, sentences
 from octavo.fp8.plan_checks import OUTSIDE, STAYS, applies, check_met, check_names, check_same_model
 from octavo.fp8.plan_sisters import PlanGroup, notes, settle
@@ -375,6 +376,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         else:
             assert isinstance(module, nn.Linear)
             Linear.convert(module, _site(rows[0]))
+    _settle_weights(model, plan)
     carry_out(model, plan.blocks)
     for group in plan.groups:
         why = unite([modules[name] for name in group.names]) if group.fused else None
@@ -384,6 +386,22 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
                 "loaded model, or use fuse='off'."
             )
     return model
+
+
+def _settle_weights(model: nn.Module, plan: Plan) -> None:
+    """What the policy says of weights between steps: whether their codes are kept, and which weights are FP8."""
+    sites: dict[tuple[str, str], Site] = {}
+    keep = plan.policy.weight_codes == "keep"
+    for row in plan.rows:
+        if not row.fp8:
+            continue
+        module: Any = model.get_submodule(row.row.module)
+        parameter = row.name.rpartition(".")[2] if row.kind == "experts" else "weight"
+        site = module._sites[parameter] if row.kind == "experts" else module._site
+        site.codes.keep = keep
+        if plan.policy.param_of(row.component):
+            sites[row.row.module, parameter] = site
+    exchange(model, sites, keep)
 
 
 def _policy_named(given: object) -> Policy:

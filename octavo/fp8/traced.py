@@ -68,3 +68,11 @@ def leave() -> None:
         "delayed scaling writes amax histories in every forward and runs outside the compiled graph. Use another "
         "recipe (tensorwise scales by the current amax), or torch.compile without fullgraph=True."
     )
+
+
+def leave_weight() -> None:
+    """End the graph before a layer whose weight is FP8 between steps; an error under ``fullgraph=True``."""
+    torch._dynamo.graph_break(
+        "an FP8 weight (param: true) finds its codes outside the compiled graph. Use param=False, or torch.compile "
+        "without fullgraph=True."
+    )

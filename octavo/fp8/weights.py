@@ -19,7 +19,6 @@ In-place writes through ``.data`` cannot be seen: they move neither version nor 
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,52 +26,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from octavo.fp8 import epoch as clock
 from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.epoch import listen, watch_optimizers
+from octavo.fp8.epoch import now as epoch
 from octavo.fp8.kernels.registry import Backend
+from octavo.fp8.param_tensor import Fp8Weight, Held
 
 if TYPE_CHECKING:
     from octavo.fp8.joined import Joined
 
-_epoch = 0
-_installed = False
-_lock = threading.Lock()
-
-
-def _raise_epoch(*_: object) -> None:
-    global _epoch
-    _epoch += 1
-    _tell()
-
-
-# Who else remembers something between two layers, and drops it at an optimizer step and when asked to forget.
-_listeners: list[Callable[[], None]] = []
-
-
-def listen(drop: Callable[[], None]) -> None:
-    """Let ``drop`` be called after every optimizer step and by :func:`invalidate`."""
-    _listeners.append(drop)
-
-
-def _tell() -> None:
-    for drop in _listeners:
-        drop()
-
-
-def epoch() -> int:
-    """A number that rises with every optimizer step of the process."""
-    return _epoch
-
-
-def watch_optimizers() -> None:
-    """Let every ``torch.optim`` step raise the epoch; once per process, on first use."""
-    global _installed
-    with _lock:
-        if not _installed:
-            register_optimizer_step_post_hook(_raise_epoch)
-            _installed = True
-
+__all__ = [
+    "HoldsCodes",
+    "Part",
+    "WeightCodes",
+    "capturing",
+    "code_bytes",
+    "codes_of",
+    "epoch",
+    "has_values",
+    "invalidate",
+    "is_dtensor",
+    "listen",
+    "local_of",
+    "master_of",
+    "watch_optimizers",
+]
 
 # Which cache serves a tensor that arrives without its layer, as in a compiled graph: by the address of its storage. The
 # weak reference keeps that address from being used again, and the geometry tells the weight from a part of it.
@@ -95,6 +75,11 @@ def is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def local_of(value: Any) -> Any:
+    """What of a parameter lies on this rank: the local tensor of a DTensor, anything else as it is."""
+    return value._local_tensor if is_dtensor(value) else value
+
+
 class Part(NamedTuple):
     """Which (N, K) matrix of a parameter a GEMM uses: one expert's ``slot``, ``transposed`` if stored as (K, N).
 
@@ -105,7 +90,7 @@ class Part(NamedTuple):
     transposed: bool = False
 
     def of(self, parameter: Tensor) -> Tensor:
-        matrix = parameter.detach()
+        matrix = parameter.values() if isinstance(parameter, Fp8Weight) else parameter.detach()
         if self.slot is not None:
             matrix = matrix[self.slot]
         return matrix.mT if self.transposed else matrix
@@ -114,25 +99,29 @@ class Part(NamedTuple):
 class WeightCodes:
     """The codes of one parameter, by part and cast. ``casts`` counts the casts made, for tests and for the curious.
 
+    ``keep``: False casts anew at each use and holds nothing in between (``Policy.weight_codes="recast"``). Of a weight
+    that FSDP2 gathered as FP8 the codes are taken from the weight itself (:mod:`octavo.fp8.param_tensor`).
+
     Copies and pickles of a module start with an empty cache: codes are derived data. Making a cache is what turns the
     watch on, because a pickle may bring a model into a process that never converted one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: bool = True) -> None:
         watch_optimizers()
+        self.keep = keep
         self.casts = 0
         self._codes: dict[tuple[Part, CastSpec], Quantized] = {}
-        self._storage: StorageWeakRef | None = None  # held weakly, so that its address cannot be reused
+        self._source: Any = None  # what holds the values: held weakly, so that no address can be reused
         self._stamp: tuple[Any, ...] = ()
         self._sharded: Callable[[], Tensor | None] = lambda: None
         self._address = 0  # of the storage that this cache is known by
         self.joined: Joined | None = None  # the codes of this weight and its sisters in one matrix
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCodes:
-        return WeightCodes()
+        return WeightCodes(self.keep)
 
-    def __reduce__(self) -> tuple[type[WeightCodes], tuple[()]]:
-        return WeightCodes, ()
+    def __reduce__(self) -> tuple[type[WeightCodes], tuple[bool]]:
+        return WeightCodes, (self.keep,)
 
     def __len__(self) -> int:
         return len(self._codes)
@@ -140,7 +129,7 @@ class WeightCodes:
     def drop(self) -> None:
         """Forget all codes and free their memory."""
         self._codes.clear()
-        self._stamp = ()
+        self._source, self._stamp = None, ()
         if self.joined is not None:
             self.joined.drop()
 
@@ -154,6 +143,8 @@ class WeightCodes:
 
     def own(self, weight: Tensor) -> None:
         """Be the cache that :func:`codes_of` gives for this weight."""
+        if isinstance(weight, Fp8Weight):
+            return  # such layers run outside compiled graphs, and always have their cache at hand
         storage = weight.untyped_storage()
         address = storage._cdata
         if address != self._address:
@@ -178,16 +169,19 @@ class WeightCodes:
         weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
         nothing. Nor is anything kept or reused while a CUDA graph is captured.
         """
+        if isinstance(owner, Fp8Weight):
+            codes = owner.codes(spec, part.slot)
+            if codes is not None:
+                return codes
         cast = cast or backend.quantize
         # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
         # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
-        if owner.is_inference() or capturing(owner) or not (forward or self._valid(owner)):
+        if not self.keep or owner.is_inference() or capturing(owner) or not (forward or self._valid(owner)):
             self.casts += 1
             return cast(part.of(owner), spec)
         if not self._valid(owner):
             self._codes.clear()
-            self._storage = StorageWeakRef(owner.untyped_storage())
-            self._stamp = self._stamp_of(owner)
+            self._source, self._stamp = source_of(owner), self._stamp_of(owner)
             self.own(owner)
         codes = self._codes.get((part, spec))
         if codes is None:
@@ -199,15 +193,27 @@ class WeightCodes:
         return codes
 
     def _valid(self, owner: Tensor) -> bool:
-        return (
-            self._storage is not None
-            and self._storage.cdata == owner.untyped_storage()._cdata
-            and self._stamp == self._stamp_of(owner)
-        )
+        return same_source(self._source, owner) and self._stamp == self._stamp_of(owner)
 
     def _stamp_of(self, owner: Tensor) -> tuple[Any, ...]:
+        if isinstance(owner, Fp8Weight) and owner.held is not None:
+            return (epoch(), clock.edits(), *owner.stamp())  # not where the master lies, which may be moved about
         sharded = self._sharded()
-        return (_epoch, owner._version, owner.data_ptr(), owner.dtype, None if sharded is None else sharded._version)
+        return (epoch(), owner._version, owner.data_ptr(), owner.dtype, None if sharded is None else sharded._version)
+
+
+def source_of(owner: Tensor) -> Any:
+    """A weak reference to what holds the values of a weight."""
+    if isinstance(owner, Fp8Weight) and owner.held is not None:
+        return weakref.ref(owner.held)
+    return StorageWeakRef(owner.untyped_storage())
+
+
+def same_source(source: Any, owner: Tensor) -> bool:
+    """Whether ``source`` is what :func:`source_of` gives for this weight."""
+    if isinstance(owner, Fp8Weight) and owner.held is not None:
+        return isinstance(source, weakref.ref) and source() is owner.held
+    return isinstance(source, StorageWeakRef) and source.cdata == owner.untyped_storage()._cdata
 
 
 def _disown(address: int, codes: WeightCodes | None = None) -> None:
@@ -236,8 +242,16 @@ class HoldsCodes(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        clock.edited()
         for codes in self._weight_codes().values():
             codes.drop()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """State dicts are stock: of an FP8 weight they hold the master, which may be written to."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._weight_codes():
+            if prefix + name in destination:
+                destination[prefix + name] = master_of(destination[prefix + name])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for codes in self._weight_codes().values():
@@ -279,16 +293,50 @@ def invalidate(model: nn.Module) -> None:
     own, a NumPy view. The same writes to ``p`` itself under ``torch.no_grad()`` are seen. Needed as well between two
     layers of one input if the input is written so between their calls (``x.data.mul_()``).
     """
-    _tell()
+    clock.tell()
+    clock.edited()
     for module in model.modules():
         if isinstance(module, HoldsCodes):
             for codes in module._weight_codes().values():
                 codes.drop()
 
 
+def has_values(weight: Tensor) -> bool:
+    """False for a weight that FSDP2 gathered as codes: there is nothing to hold the codes against."""
+    return not isinstance(weight, Fp8Weight) or weight.held is not None
+
+
+def master_of(value: Any) -> Any:
+    """The plain tensor (or DTensor) that holds the values of an FP8 weight, always the same object while it lies where
+    it does; anything else as it is."""
+    local = local_of(value)
+    if not isinstance(local, Fp8Weight) or local.held is None:
+        return value
+    if local is value:
+        return local.master
+    held, kind = local.held, type(value)
+    if held.face is None or held.face._local_tensor is not held.tensor or held.face._spec != value._spec:
+        held.face = kind(held.tensor, value._spec, requires_grad=False)
+    return held.face
+
+
 def code_bytes(model: nn.Module) -> int:
-    """Bytes of cached weight codes and their scales in a model, those of layers that run as one included."""
-    caches = [c for m in model.modules() if isinstance(m, HoldsCodes) for c in m._weight_codes().values()]
+    """Bytes of cached weight codes and their scales in a model, those of layers that run as one and those of the shards
+    of FP8 weights included."""
+    modules = [m for m in model.modules() if isinstance(m, HoldsCodes)]
+    caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
     joined = {id(c.joined): c.joined for c in caches if c.joined is not None}
     codes = [q for c in caches for q in c._codes.values()] + [q for j in joined.values() for q in j._codes.values()]
-    return sum(t.numel() * t.element_size() for q in codes for t in (q.data, q.scale))
+    rows = {id(h): h.rows.nbytes for m in modules for h in _held(m) if h.rows is not None}
+    return sum(t.numel() * t.element_size() for q in codes for t in (q.data, q.scale)) + sum(rows.values())
+
+
+def _held(module: HoldsCodes) -> list[Held]:
+    """The masters of a module's FP8 weights, also of those that FSDP2 has exchanged for gathered ones."""
+    found = []
+    for name, codes in module._weight_codes().items():
+        for value in (module._parameters.get(name), codes._sharded()):
+            local = local_of(value)
+            if isinstance(local, Fp8Weight) and local.held is not None:
+                found.append(local.held)
+    return found

@@ -1,0 +1,61 @@
+"""When weights may have changed: the clock that everything derived from weights is dated by.
+
+``now()`` rises at every step of every ``torch.optim`` optimizer of the process (a process-wide post-step hook);
+``edits()`` whenever somebody says that weights were written in a way that no step and no version counter shows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_now = 0
+_edits = 0
+_installed = False
+_lock = threading.Lock()
+# Who else remembers something between two layers, and drops it at an optimizer step and when asked to forget.
+_listeners: list[Callable[[], None]] = []
+
+
+def now() -> int:
+    """A number that rises with every optimizer step of the process."""
+    return _now
+
+
+def edits() -> int:
+    """A number that rises with every edit that was announced by hand."""
+    return _edits
+
+
+def listen(drop: Callable[[], None]) -> None:
+    """Let ``drop`` be called after every optimizer step and by :func:`tell`."""
+    _listeners.append(drop)
+
+
+def tell() -> None:
+    """Let all who listen forget what they remember."""
+    for drop in _listeners:
+        drop()
+
+
+def edited() -> None:
+    """Weights were written otherwise than by an optimizer."""
+    global _edits
+    _edits += 1
+
+
+def watch_optimizers() -> None:
+    """Let every ``torch.optim`` step raise the epoch; once per process, on first use."""
+    global _installed
+    with _lock:
+        if not _installed:
+            register_optimizer_step_post_hook(_stepped)
+            _installed = True
+
+
+def _stepped(*_: object) -> None:
+    global _now
+    _now += 1
+    tell()

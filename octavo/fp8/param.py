@@ -1,0 +1,197 @@
+"""``param: true``: the weights of FP8 layers become :class:`~octavo.fp8.param_tensor.Fp8Weight`, and their state dicts.
+
+:func:`exchange` does it in place, as a part of :func:`octavo.fp8.apply`: names, shapes, values and modules stay, the
+``Parameter`` objects are new ones. So it comes before ``fully_shard`` and before the optimizer is made. What stays as
+it is: biases, whatever no FP8 GEMM multiplies by, and a weight that is tied to a layer outside FP8.
+
+In one process this changes no result: codes are cast once per optimizer step from the same values. What it buys:
+forward and dgrad read codes alone, so that the master may lie in host memory; and FSDP2 gathers codes and scales
+instead of 2 or 4 bytes a parameter, 1 byte with one cast of the weight (blockwise, tensorwise), 2 with two (rowwise,
+mxfp8). A gathered weight has no values but those of its codes: layers in ``fp8.high_precision`` and GEMMs that a recipe
+keeps out of FP8 compute with dequantized codes on several ranks, and with the master in one process.
+
+``model.state_dict()`` is stock, in high precision: the masters, which may be written to (call ``fp8.invalidate`` after
+that). :func:`fp8_state_dict` holds codes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.grouped_linear import alone
+from octavo.fp8.linear import Site
+from octavo.fp8.param_rows import Need, Shards, dequantize, gathered
+from octavo.fp8.param_tensor import Fp8Weight, Source
+from octavo.fp8.policy import PlanError
+from octavo.fp8.weights import HoldsCodes, is_dtensor, local_of
+
+__all__ = ["exchange", "fp8_state_dict", "load_fp8_state_dict", "needs_of"]
+
+
+def exchange(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool = True) -> tuple[str, ...]:
+    """Make FP8 weights of the parameters that ``sites`` names, by module and parameter; the names of those made.
+
+    ``keep``: whether the codes of shards are kept between two gathers.
+
+    Raises PlanError for a parameter that is sharded already.
+    """
+    modules = dict(model.named_modules())
+    users: dict[int, list[tuple[str, str]]] = {}
+    for name, module in modules.items():
+        for parameter, value in module._parameters.items():
+            if value is not None:
+                users.setdefault(id(value), []).append((name, parameter))
+    made: list[str] = []
+    for used in users.values():
+        casts: list[Need] = []
+        for user in used:
+            here = needs_of(modules[user[0]], user[1], sites[user]) if user in sites else []
+            if not here:  # in high precision for somebody
+                casts = []
+                break
+            casts += [need for need in here if need not in casts]
+        if casts:
+            first, name = used[0]
+            weight = _exchanged(modules[first]._parameters[name], tuple(casts), keep, f"{first}.{name}")
+            for where, parameter in used:
+                modules[where]._parameters[parameter] = weight
+                modules[where].__dict__["_fp8_param"] = True
+                made.append(f"{where}.{parameter}")
+            _share(modules, used)
+    return tuple(made)
+
+
+def _exchanged(old: Any, casts: tuple[Need, ...], keep: bool, name: str) -> nn.Parameter:
+    if is_dtensor(old):
+        raise PlanError(
+            f"{name} is sharded already, and FP8 weights are made of whole ones. Call fp8.apply before fully_shard."
+        )
+    new = nn.Parameter(Fp8Weight.of(old.detach(), Source(casts, old.shape, keep)), requires_grad=old.requires_grad)
+    new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in new.__dict__})
+    new.grad = old.grad
+    return new
+
+
+def _share(modules: Mapping[str, nn.Module], used: list[tuple[str, str]]) -> None:
+    """One cache for layers that share a weight: its codes are the same."""
+    first = _sites(modules[used[0][0]])[used[0][1]].codes
+    for name, parameter in used[1:]:
+        site = _sites(modules[name])[parameter]
+        if site.codes is not None and first is not None and site.codes.keep == first.keep:
+            site.codes = first
+
+
+def _sites(module: nn.Module) -> dict[str, Site]:
+    own = module.__dict__.get("_sites")
+    return own if own is not None else {"weight": module.__dict__["_site"]}
+
+
+def needs_of(module: nn.Module, name: str, site: Site) -> list[Need]:
+    """The casts of a weight that the GEMMs of its layer ask for: one or two, none if no FP8 GEMM multiplies by it."""
+    weight, recipe = module._parameters[name], site.recipe
+    assert weight is not None
+    turned, grouped = False, False
+    if weight.dim() == 3:
+        turned = bool(getattr(module, "is_transposed", False))
+        grouped = alone(recipe, site.selections, weight.device) is None
+    found: list[Need] = []
+    if recipe.fwd is not None:
+        found.append(Need(recipe.fwd.b, site.selections["fwd"].backend, 1, turned, grouped))
+    if recipe.dgrad is not None and not site.shares_weight:
+        found.append(Need(recipe.dgrad.b, site.selections["dgrad"].backend, 0, turned, grouped))
+    return found
+
+
+def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model with its FP8 weights as codes; whole tensors on every rank, so a collective there.
+
+    ``<name>``: float8_e4m3fn codes of the forward's cast, in the weight's shape (experts as [E, N, K], however they are
+    stored). Beside it the dequant multipliers, ``value ~ code * scale``: ``<name>_scale_inv`` [N / 128, K / 128] for
+    blocks of 128 x 128, under the name that DeepSeek's checkpoints gave them, else ``<name>_scale`` [row blocks, column
+    blocks]; experts with a dimension in front. Everything else is as in ``state_dict()``.
+    """
+    weights = dict(_weights(model))
+    out: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name not in weights:
+            out[name] = value.full_tensor() if is_dtensor(value) else value
+            continue
+        q = _codes(weights[name])
+        out[name] = q.data.contiguous()
+        out[f"{name}{_suffix(q.spec)}"] = q.scale.contiguous()
+    return out
+
+
+def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load what :func:`fp8_state_dict` gave: the masters become the dequantized codes, rounded to their dtype.
+
+    Raises ValueError for codes without scales, and what ``load_state_dict`` raises for names and shapes.
+    """
+    weights = dict(_weights(model))
+    plain = dict(state)
+    for name, weight in weights.items():
+        need = _source(weight).needs[0]
+        if name not in state or state[name].dtype is not need.spec.fmt.dtype:
+            continue  # in high precision, or missing: load_state_dict says so
+        scale = plain.pop(name + _suffix(need.spec), None)
+        if scale is None:
+            raise ValueError(
+                f"{name} holds FP8 codes without the scales {name}{_suffix(need.spec)} of its recipe ({need.spec}). "
+                "Load a state dict that fp8_state_dict gave for the same plan, or one in high precision."
+            )
+        device = weight.device
+        values = dequantize(Quantized(state[name].to(device), scale.to(device), need.spec), need, weight.dtype)
+        plain[name] = values.mT if need.transposed else values
+    parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in list(plain.items()):
+        target = parameters.get(name)
+        if is_dtensor(target) and not is_dtensor(value):
+            plain[name] = _distributed(value, target)
+    model.load_state_dict(plain)
+
+
+def _distributed(value: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every rank has the whole tensor: nothing is sent.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The FP8 weights of a model under all their names, sharded ones as DTensors."""
+    model.state_dict(keep_vars=True)  # lets FSDP2 put the sharded parameters back
+    for prefix, module in model.named_modules():
+        for name in module._weight_codes() if isinstance(module, HoldsCodes) else ():
+            value: Any = module._parameters[name]
+            if isinstance(local_of(value), Fp8Weight):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _source(weight: Any) -> Source:
+    return local_of(weight).source
+
+
+def _codes(weight: Any) -> Quantized:
+    """The codes of the forward's cast of a whole weight, of the matrix that its GEMM multiplies by."""
+    source = _source(weight)
+    if not is_dtensor(weight):
+        return source.needs[0].cast(weight.values())
+    mesh, local = weight.device_mesh, weight._local_tensor
+    if mesh.ndim > 1:
+        mesh = mesh[mesh.mesh_dim_names[-1]]  # FSDP2 shards over the last dimension and replicates over the others
+    sent = local.wire(mesh)
+    outputs = []
+    for part in sent:
+        whole = part.new_empty((mesh.size() * part.shape[0], *part.shape[1:]))
+        torch.distributed.all_gather_into_tensor(whole, part, group=mesh.get_group())
+        outputs.append(whole)
+    return gathered(tuple(outputs), source.needs, source.whole, Shards(source.whole[0], mesh.size(), 0), None)[0]
+
+
+def _suffix(spec: CastSpec) -> str:
+    return "_scale_inv" if spec.block == (128, 128) else "_scale"
