@@ -10,6 +10,7 @@
 The arithmetic is :mod:`octavo.fp8.cast` and :mod:`octavo.fp8.recipe`; the layer is :mod:`octavo.fp8.linear`.
 """
 
+from octavo.fp8.attention import grouped_attention
 from octavo.fp8.cast import CastError, CastSpec, Quantized, dequantize
 from octavo.fp8.experts import Experts
 from octavo.fp8.fusion import Fusion, fuse, unfuse
@@ -17,11 +18,15 @@ from octavo.fp8.health import Health, health
 from octavo.fp8.kernels import registry as _registry
 from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
 from octavo.fp8.linear import Linear, linear
+from octavo.fp8.logits import linear_cross_entropy, token_log_probs
+from octavo.fp8.logits_head import ChunkedHead, chunked_head
 from octavo.fp8.machine import Machine
 from octavo.fp8.measure import MeasureError, Measurements
 from octavo.fp8.measurements import Cache, measure
 from octavo.fp8.metrics import calc_diff, cosine, saturation, sqnr, underflow
 from octavo.fp8.observe import HIGH, GemmCounts, count_gemms, uncounted
+from octavo.fp8.optim.adamw import AdamW
+from octavo.fp8.optim.convert import set_low
 from octavo.fp8.param import fp8_state_dict, load_fp8_state_dict
 from octavo.fp8.plan import Plan, PlanRow, apply, plan
 from octavo.fp8.plan_file import load_plan, save_plan
@@ -30,6 +35,7 @@ from octavo.fp8.precision import high_precision
 from octavo.fp8.predict import Prediction, predict
 from octavo.fp8.proof import Proof, ProofError
 from octavo.fp8.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
+from octavo.fp8.recompute import recompute
 from octavo.fp8.scaling import load_scaling_state, reduce_scaling_state, scaling_state
 from octavo.fp8.topology import Row, topology
 from octavo.fp8.weights import code_bytes, invalidate
@@ -39,10 +45,12 @@ backends = _registry.names
 __all__ = [
     "HIGH",
     "RECIPES",
+    "AdamW",
     "BackendError",
     "Cache",
     "CastError",
     "CastSpec",
+    "ChunkedHead",
     "ComponentPolicy",
     "Experts",
     "Fusion",
@@ -56,8 +64,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanRow",
-    "Prediction",
     "Policy",
+    "Prediction",
     "Proof",
     "ProofError",
     "Quantized",
@@ -69,16 +77,19 @@ __all__ = [
     "apply",
     "backends",
     "calc_diff",
+    "chunked_head",
     "code_bytes",
     "cosine",
     "count_gemms",
     "dequantize",
     "fp8_state_dict",
     "fuse",
+    "grouped_attention",
     "health",
     "high_precision",
     "invalidate",
     "linear",
+    "linear_cross_entropy",
     "load_fp8_state_dict",
     "load_plan",
     "load_scaling_state",
@@ -87,12 +98,15 @@ __all__ = [
     "predict",
     "quantize",
     "recipe",
+    "recompute",
     "reduce_scaling_state",
     "saturation",
     "save_plan",
     "scaling_state",
     "select",
+    "set_low",
     "sqnr",
+    "token_log_probs",
     "topology",
     "uncounted",
     "underflow",
