@@ -4,31 +4,41 @@ A group is 128 consecutive elements of the flattened, unsharded parameter, given
 lies outside the parameter (a ragged last group) is zero, and a zero changes nothing. A format takes a group's extrema
 first and its codes after, so that ranks that share a group can agree on the extrema in between.
 
-**fp8** (2.0625 bytes per parameter for both moments). The second moment is one byte: 0 is zero, and 1 to 255 lie evenly
-*in the fp32 bit pattern* between the group's smallest and largest non-zero v, each kept as its upper 16 bits, rounded
-outward. Bit patterns of positive floats are a logarithm drawn with straight lines, so that 255 codes resolve every v
-of the group to the same relative error, however far apart they are. It is rounded stochastically: v moves by a
-thousandth a step, which a rounding to nearest would undo each time. A v that is not zero never becomes zero. The first
-moment is kept as r = m / sqrt(v), the quantity that the weight steps by, in int8 with one fp32 scale a group.
+**fp8** (2.0625 bytes per parameter for both moments). The second moment has 9 bits: 0 is zero, and 1 to 511 are points
+of a grid that is even *in the fp32 bit pattern*. Bit patterns of positive floats are a logarithm drawn with straight
+lines, so that the codes resolve every v of the group to the same relative error, however far apart they are. A v that
+is not zero never becomes zero. The first moment is kept as r = m / sqrt(v), the quantity that the weight steps by, in
+7 bits, finer for small r, with one fp32 scale a group.
 
-    lo, hi   = smallest non-zero, largest of bits(v)                          int32
-    lo16     = max(lo >> 16, 1)       hi16 = min((hi + 0xFFFF) >> 16, 0x7F7F) range: the two as bfloat16
-    span     = hi16 - lo16
-    rate     = 254 / max(span, 1)                                             IEEE fp32 division
-    d        = min(max(bits(v) - (lo16 << 16), 0), span << 16)                int32
-    code     = min(1 + ((int(float(d) * rate) + u) >> 16), 255), 0 for v = 0  u: high 16 bits of the element's word
-    pace     = (span * 65536) / 254                                           IEEE fp32 division
-    bits(v') = (lo16 << 16) + int(float(code - 1) * pace), 0 for code 0
-    r        = m / sqrt(v'), 0 where v' = 0                                   IEEE fp32 square root and division
-    amax     = largest |r|
-    scale    = amax / 127, grid = 127 / amax; both 0 where amax < 2^-100      IEEE fp32 divisions
-    code     = min(max(rint(r * grid), -127), 127)                            ties to even
-    m'       = (code * scale) * sqrt(v')
+A code must not forget that v moves by a thousandth a step, a tenth of a code: rounded to nearest it would never move,
+and rounded at random it wanders. Two things keep it on its way. The grid stands still: its pace is one of four in an
+octave, and its points are the multiples of the pace, whatever the group's extrema do. And what is added before
+cutting, the dither u, is not random but a Weyl sequence: over the steps it visits all fractions evenly, so that a
+fraction of p of the steps rounds up, give or take one.
 
-int() cuts towards zero, float() rounds to nearest even; every operation is a single fp32 or int32 one, none fused, so
-that every backend has the same bits. (Hence no division by a Python number: on CUDA torch would multiply by its
-inverse.) A group with a NaN or an Inf in v has lo16 = hi16 = 0x7FC0, scale = NaN and codes of m that are 0: it decodes
-to NaN, all but the second moments that are 0. A v beyond 3.39e38 is kept as 3.39e38.
+    u     = ((element * 0xC13FA9A9 + step * 0x9E3779B9 + seed * 0xD2511F53 + parameter * 0xCD9E8D57) mod 2^32) >> 16
+
+    lo, hi = smallest non-zero, largest of bits(v)                            int32
+    width  = max((hi - lo + 507) // 508, 512)
+    p      = (bits(float(width)) + 0x1FFFFF) >> 21                            up to 1, 1.25, 1.5 or 1.75 times 2^e
+    pace   = int(float of bits p << 21)
+    range  = ((p - 544) << 24) | ((lo // pace * pace) >> 7)                   0 where hi = 0
+
+    base   = max((range & 0xFFFFFF) << 7, 1)       rate = 65536 / float(pace)
+    code   = ((int(float(bits(v) - base) * rate) + u) >> 16) + 1, 0 for v = 0
+    bits(v') = base + (code - 1) * pace, 0 for code 0
+    r      = m / sqrt(v'), 0 where v' = 0
+    amax   = largest |r|
+    scale  = amax / 5985       grid = 5985 / amax                             both 0 where amax < 2^-100
+    c      = min(rint(sqrt(|r| * grid + 256) - 16), 63), with the sign of r   ties to even
+    m'     = (float(c * (|c| + 32)) * scale) * sqrt(v')
+
+    bytes: (c << 1) | (code & 1) of m, code >> 1 of v
+
+int() cuts towards zero, float() rounds to nearest even; every operation is a single int32 or IEEE fp32 one and none is
+fused, so that every backend has the same bits. (Hence no division by a Python number: on CUDA torch would multiply by
+its inverse.) A group with a v of 2^127 or more, Inf or NaN has range -1: base = 0x7FC00000, pace = rate = 0,
+scale = NaN, c = 0. It decodes to NaN, all but the second moments that are 0.
 
 **coat** (2.19 bytes per parameter; Xi et al., "COAT: Compressing Optimizer states and Activation for Memory-Efficient
 FP8 Training", ICLR 2025, arXiv 2410.19313). Both moments in E4M3 after |z|^k, with k such that the group fills E4M3's
@@ -62,13 +72,17 @@ __all__ = [
     "decode",
     "decode_m",
     "decode_v",
+    "dither",
     "encode",
     "encode_r",
     "encode_v",
     "extrema",
+    "grid",
+    "pack",
     "r_amax",
     "r_scale",
     "ratio",
+    "unpack",
     "v_range",
 ]
 
@@ -92,7 +106,7 @@ LAYOUT: dict[str, tuple[Kept, ...]] = {
         Kept("exp_avg_codes", torch.int8),
         Kept("exp_avg_scale", torch.float32, ()),
         Kept("exp_avg_sq_codes", torch.uint8),
-        Kept("exp_avg_sq_range", torch.bfloat16, (2,)),
+        Kept("exp_avg_sq_range", torch.int32, ()),
     ),
     "coat": (
         Kept("exp_avg_codes", torch.float8_e4m3fn),
@@ -110,7 +124,10 @@ Agree = Callable[[Tensor], Tensor]
 
 _NONE = 0x7FFFFFFF  # no non-zero value: above every bit pattern
 _INF = 0x7F800000
-_NAN16 = 0x7FC0
+_NAN = 0x7FC00000
+_TOP = 0x7F000000  # 2^127: a grid point above any v below it is still finite
+_LEAST = 544  # the narrowest pace, 512, as the upper bits of a float: (9 + 127) * 4
+_R_TOP = 5985.0  # 63 * (63 + 32): what the largest code of r stands for
 _TINY = 2.0**-100
 _TARGET = 16.614709844115207  # log2(448^2 / 2): the smallest magnitude of a group lands at 448 / 100352
 
@@ -126,39 +143,51 @@ def extrema(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def v_range(lo: Tensor, hi: Tensor) -> Tensor:
-    """The range of v as it is kept: bfloat16 [G, 2], the upper halves of `lo` and `hi` (int32 [G]) rounded outward."""
-    low = torch.where(hi == 0, 0, (lo >> 16).clamp(min=1))
-    high = ((hi + 0xFFFF) >> 16).clamp(max=0x7F7F)
-    both = torch.stack([low, high], 1)
-    return torch.where((hi >= _INF)[:, None], _NAN16, both).to(torch.int16).view(torch.bfloat16)
+    """The grid of each group's v in one word, int32 [G], from its extrema as :func:`extrema` gives them."""
+    width = ((hi - lo + 507) // 508).clamp(min=512)
+    exponent = (width.float().view(torch.int32) + 0x1FFFFF) >> 21
+    pace = _pace(exponent)
+    word = ((exponent - _LEAST) << 24) | ((lo // pace * pace) >> 7)
+    return torch.where(hi == 0, 0, torch.where(hi >= _TOP, -1, word))
 
 
-def encode_v(v: Tensor, range_: Tensor, words: Tensor) -> Tensor:
-    """uint8 codes [G, 128] of `v` (fp32) in ranges bfloat16 [G, 2], rounded by the high 16 bits of `words` (int32)."""
-    low, span = _bounds(range_)
-    rate = torch.full_like(span, 254.0, dtype=torch.float32) / span.clamp(min=1).float()
+def grid(range_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(base, pace) int32 [G, 1] and rate fp32 [G, 1] of the grid that words int32 [G] stand for."""
+    bad = range_ == -1
+    pace = torch.where(bad, 1, _pace((range_ >> 24) + _LEAST))
+    rate = torch.full_like(pace, 65536.0, dtype=torch.float32) / pace.float()
+    base = torch.where(bad, _NAN, ((range_ & 0xFFFFFF) << 7).clamp(min=1))
+    pace, rate = torch.where(bad, 0, pace), torch.where(bad, 0.0, rate)
+    return base[:, None], pace[:, None], rate[:, None]
+
+
+def _pace(exponent: Tensor) -> Tensor:
+    return (exponent << 21).view(torch.float32).to(torch.int32)
+
+
+def dither(seed: int, start: int, count: int, *, step: int, parameter: int, device: torch.device | str) -> Tensor:
+    """What is added to elements `start` to `start + count` before they are cut: int32 [count], 0 to 65535."""
+    fixed = step * 0x9E3779B9 + seed * 0xD2511F53 + parameter * 0xCD9E8D57
+    element = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    return (((element * 0xC13FA9A9 + (fixed & 0xFFFFFFFF)) >> 16) & 0xFFFF).to(torch.int32)
+
+
+def encode_v(v: Tensor, range_: Tensor, dither: Tensor) -> Tensor:
+    """Codes 0 to 511 (int32 [G, 128]) of `v` (fp32) on the grids of `range_` (int32 [G])."""
+    base, _, rate = grid(range_)
     bits = v.view(torch.int32)
-    d = torch.minimum((bits - (low << 16)).clamp(min=0), span << 16)
-    code = ((d.float() * rate).to(torch.int32) + ((words >> 16) & 0xFFFF)) >> 16
-    return torch.where(bits == 0, 0, (code + 1).clamp(max=255)).to(torch.uint8)
+    code = (((bits - base).float() * rate).to(torch.int32) + dither) >> 16
+    return torch.where(bits == 0, 0, code + 1)
 
 
-def decode_v(codes: Tensor, range_: Tensor) -> Tensor:
-    """The second moments (fp32 [G, 128]) that uint8 `codes` stand for in ranges bfloat16 [G, 2]."""
-    low, span = _bounds(range_)
-    pace = (span << 16).float() / torch.full_like(span, 254.0, dtype=torch.float32)
-    codes = codes.to(torch.int32)
-    bits = (low << 16) + ((codes - 1).float() * pace).to(torch.int32)
-    return torch.where(codes == 0, 0, bits).view(torch.float32)
-
-
-def _bounds(range_: Tensor) -> tuple[Tensor, Tensor]:
-    low, high = range_.view(torch.int16).to(torch.int32).unbind(1)
-    return low[:, None], (high - low)[:, None]
+def decode_v(code: Tensor, range_: Tensor) -> Tensor:
+    """The second moments (fp32 [G, 128]) that codes 0 to 511 (int32) stand for."""
+    base, pace, _ = grid(range_)
+    return torch.where(code == 0, 0, base + (code - 1) * pace).view(torch.float32)
 
 
 def ratio(m: Tensor, v: Tensor) -> Tensor:
-    """r = m / sqrt(v) of decoded v (fp32 [G, 128]); 0 where v is 0, and never NaN for a finite m."""
+    """r = m / sqrt(v) of decoded v (fp32 [G, 128]); 0 where v is 0."""
     return torch.where(v == 0, torch.zeros_like(m), m / v.sqrt())
 
 
@@ -168,24 +197,35 @@ def r_amax(r: Tensor) -> Tensor:
 
 
 def r_scale(amax: Tensor) -> Tensor:
-    """What a step of r's code stands for (fp32 [G]), from bit patterns int32 [G]: amax / 127, 0 for amax < 2^-100."""
+    """What r is kept in units of (fp32 [G]), from bit patterns int32 [G]: amax / 5985, 0 for amax < 2^-100."""
     value = amax.view(torch.float32)
-    scale = torch.where(value < _TINY, 0.0, value / torch.full_like(value, 127.0))
+    scale = torch.where(value < _TINY, 0.0, value / torch.full_like(value, _R_TOP))
     return torch.where(amax >= _INF, torch.nan, scale)
 
 
 def encode_r(r: Tensor, amax: Tensor) -> Tensor:
-    """int8 codes [G, 128] of `r` (fp32) in groups whose largest magnitude has the bit patterns `amax` (int32 [G])."""
+    """Codes -63 to 63 (int32 [G, 128]) of `r` (fp32) in groups whose largest magnitude has the bit patterns `amax`."""
     value = amax.view(torch.float32)
     fits = (value >= _TINY) & (amax < _INF)
-    grid = torch.where(fits, torch.full_like(value, 127.0) / value, 0.0)[:, None]
-    codes = (r * grid).round().clamp(-127, 127)
-    return torch.where(fits[:, None], codes, 0.0).to(torch.int8)
+    grid = torch.where(fits, torch.full_like(value, _R_TOP) / value, 0.0)[:, None]
+    code = ((r.abs() * grid + 256.0).sqrt() - 16.0).round().clamp(max=63.0)
+    return torch.where(fits[:, None], torch.copysign(code, r), 0.0).to(torch.int32)
 
 
-def decode_m(codes: Tensor, scale: Tensor, v: Tensor) -> Tensor:
-    """The first moments (fp32 [G, 128]) of int8 `codes`, `scale` fp32 [G] and decoded second moments `v`."""
-    return (codes.float() * scale[:, None]) * v.sqrt()
+def decode_m(code: Tensor, scale: Tensor, v: Tensor) -> Tensor:
+    """The first moments (fp32 [G, 128]) of codes -63 to 63, `scale` fp32 [G] and decoded second moments `v`."""
+    return ((code * (code.abs() + 32)).float() * scale[:, None]) * v.sqrt()
+
+
+def pack(m_code: Tensor, v_code: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8, uint8) of codes of m and v: v's lowest bit is m's byte's lowest bit."""
+    return ((m_code << 1) | (v_code & 1)).to(torch.int8), (v_code >> 1).to(torch.uint8)
+
+
+def unpack(m_byte: Tensor, v_byte: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (int32) of m and v in bytes (int8, uint8): the inverse of :func:`pack`."""
+    byte = m_byte.to(torch.int32)
+    return byte >> 1, (v_byte.to(torch.int32) << 1) | (byte & 1)
 
 
 def coat_figures(lo: Tensor, hi: Tensor, *, least: float) -> Tensor:
@@ -202,14 +242,13 @@ def coat_figures(lo: Tensor, hi: Tensor, *, least: float) -> Tensor:
     return torch.where(bad[:, None], torch.nan, figures)
 
 
-def coat_encode(z: Tensor, figures: Tensor, words: Tensor | None = None) -> Tensor:
-    """E4M3 codes [G, 128] of `z` by `figures` [G, 3]; with `words`, stochastically (z >= 0) and never to zero from
-    a z that is not."""
+def coat_encode(z: Tensor, figures: Tensor, chance: Tensor | None = None) -> Tensor:
+    """E4M3 codes [G, 128] of `z` by `figures` [G, 3]; with `chance` (0 to 65535), stochastically (z >= 0) and never to
+    zero from a z that is not."""
     s, k, c = figures[:, :, None].unbind(1)
     y = (z.abs() / c).pow(k) / s
-    if words is None:
+    if chance is None:
         return torch.copysign(y.clamp(max=448.0), z).to(torch.float8_e4m3fn)
-    chance = (words >> 16) & 0xFFFF
     # normal numbers drop 20 bits of an fp32 mantissa, subnormal ones are multiples of 2^-9
     bits = (y.view(torch.int32) + (chance << 4)) & ~0xFFFFF
     fine = ((y * 2.0**9) + chance.float() * 2.0**-16).floor() * 2.0**-9
@@ -227,8 +266,9 @@ def coat_decode(codes: Tensor, figures: Tensor) -> Tensor:
 def decode(states: str, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(m, v), fp32 [G, 128], from what format `states` keeps of them: [G, 128] a code, [G, ...] a group's figures."""
     if states == "fp8":
-        v = decode_v(kept["exp_avg_sq_codes"], kept["exp_avg_sq_range"])
-        return decode_m(kept["exp_avg_codes"], kept["exp_avg_scale"], v), v
+        m_code, v_code = unpack(kept["exp_avg_codes"], kept["exp_avg_sq_codes"])
+        v = decode_v(v_code, kept["exp_avg_sq_range"])
+        return decode_m(m_code, kept["exp_avg_scale"], v), v
     if states == "coat":
         return (
             coat_decode(kept["exp_avg_codes"], kept["exp_avg_figures"]),
@@ -237,25 +277,29 @@ def decode(states: str, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return kept["exp_avg"].float(), kept["exp_avg_sq"].float()
 
 
-def encode(states: str, m: Tensor, v: Tensor, words: Tensor | None, agree: Agree | None = None) -> dict[str, Tensor]:
-    """What format `states` keeps of `m` and `v` (fp32 [G, 128]), rounded by `words` (int32 [G, 128], fp8 and coat).
+def encode(states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: Agree | None = None) -> dict[str, Tensor]:
+    """What format `states` keeps of `m` and `v` (fp32 [G, 128]), rounded by `chance`, int32 [G, 128] from 0 to 65535.
 
-    `agree` is for groups of which other ranks hold a part: it is called once with the extrema (minima negated, so that
-    all of them are maxima), and for fp8 once more with the largest |r|. Rows hold zero where an element lies elsewhere.
+    `chance` is :func:`dither` for fp8 and bf16, the high 16 bits of the elements' random words for coat. `agree` is for
+    groups of which other ranks hold a part: it is called once with the extrema (minima negated, so that all of them are
+    maxima), and for fp8 once more with the largest |r|. Rows hold zero where an element lies elsewhere.
     """
+    if states == "fp32":
+        return {"exp_avg": m, "exp_avg_sq": v}
+    assert chance is not None
     share = agree or (lambda marks: marks)
     if states == "fp8":
-        assert words is not None
         lo, hi = extrema(v)
         marks = share(torch.stack([-lo, hi]))
         range_ = v_range(-marks[0], marks[1])
-        codes = encode_v(v, range_, words)
-        r = ratio(m, decode_v(codes, range_))
+        v_code = encode_v(v, range_, chance)
+        r = ratio(m, decode_v(v_code, range_))
         amax = share(r_amax(r)[None])[0]
+        m_byte, v_byte = pack(encode_r(r, amax), v_code)
         return {
-            "exp_avg_codes": encode_r(r, amax),
+            "exp_avg_codes": m_byte,
             "exp_avg_scale": r_scale(amax),
-            "exp_avg_sq_codes": codes,
+            "exp_avg_sq_codes": v_byte,
             "exp_avg_sq_range": range_,
         }
     if states == "coat":
@@ -266,8 +310,9 @@ def encode(states: str, m: Tensor, v: Tensor, words: Tensor | None, agree: Agree
         return {
             "exp_avg_codes": coat_encode(m, figures_m),
             "exp_avg_figures": figures_m,
-            "exp_avg_sq_codes": coat_encode(v, figures_v, words),
+            "exp_avg_sq_codes": coat_encode(v, figures_v, chance),
             "exp_avg_sq_figures": figures_v,
         }
-    dtype = torch.bfloat16 if states == "bf16" else torch.float32
-    return {"exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)}
+    bits = v.view(torch.int32)
+    cut = torch.where(bits < _INF, bits + chance, _NAN) >> 16
+    return {"exp_avg": m.to(torch.bfloat16), "exp_avg_sq": cut.to(torch.int16).view(torch.bfloat16)}

@@ -26,14 +26,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.fp8.cast import CastSpec
+from octavo.fp8.kernels.registry import select
 from octavo.fp8.optim import master, moments, philox
 from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree
 
-__all__ = ["MASTERS", "Edge", "Engine", "Hyper", "Piece", "Scalars", "edges", "engine", "reference", "step"]
+__all__ = [
+    "MASTERS",
+    "Edge",
+    "Engine",
+    "Hyper",
+    "Piece",
+    "Scalars",
+    "edges",
+    "engine",
+    "part",
+    "reference",
+    "step",
+    "whole",
+]
 
 MASTERS = ("fp32", "bf16+16", "bf16+sr")
 """Where the fp32 weight is: see :mod:`octavo.fp8.optim.master`."""
 
+_FIGURES = {k.name for kept in LAYOUT.values() for k in kept if k.row is not None}  # a row a group
 _CHUNK = 1 << 16  # elements worked on at a time: a dozen fp32 arrays of them stay in a core's cache
 
 
@@ -127,13 +143,37 @@ def step(
 ) -> None:
     """Step all `pieces` (of one device), in place. `factor` multiplies every gradient. `agree`: see `moments.encode`;
     it is given one column for each of :func:`edges`, in that order, once or twice as the format needs."""
-    if pieces:
-        engine(pieces[0].weight.device)(pieces, hyper, factor, agree)
+    if not pieces:
+        return
+    device = pieces[0].weight.device
+    if any(x.device != device for piece in pieces for x in piece.state.values()):
+        from octavo.fp8.optim import offload  # which builds on this file
+
+        offload.of(device).step(pieces, hyper, factor, agree, engine(device))
+    else:
+        engine(device)(pieces, hyper, factor, agree)
 
 
 def engine(device: torch.device) -> Engine:
-    """What steps pieces on `device`: :func:`reference`."""
-    return reference
+    """What steps pieces on `device`: a backend's kernel where there is one, else :func:`reference`."""
+    return select("adamw", recipe_or_spec=CastSpec(), device=device).backend.adamw
+
+
+def part(piece: Piece, first: int, last: int) -> Piece:
+    """Elements `first` to `last` of a piece, as views."""
+    if (first, last) == (0, piece.weight.numel()):
+        return piece
+    begin, end, group = piece.start + first, piece.start + last, piece.start // GROUP
+    rows = slice(begin // GROUP - group, -(-end // GROUP) - group if last > first else 0)
+    state = {name: x[rows] if name in _FIGURES else x[first:last] for name, x in piece.state.items()}
+    return piece._replace(weight=piece.weight[first:last], grad=piece.grad[first:last], state=state, start=begin)
+
+
+def whole(piece: Piece) -> Piece:
+    """The part of a piece that is whole groups."""
+    count = piece.weight.numel()
+    head = min(-piece.start % GROUP, count)
+    return part(piece, head, head + (count - head) // GROUP * GROUP)
 
 
 def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
@@ -147,12 +187,12 @@ def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | No
             }
             weight = _read(piece, hyper, first, last).view(-1, GROUP)
             grad = piece.grad[first:last].view(-1, GROUP)
-            words = _words(hyper, piece, piece.start + first, last - first).view(-1, GROUP)
+            chance = _chance(hyper, piece, piece.start + first, last - first)
             m, v = moments.decode(hyper.states, kept)
             weight, m, v = _advance(weight, grad, m, v, Scalars.of(hyper, piece.step), factor)
-            for name, value in moments.encode(hyper.states, m, v, words).items():
+            for name, value in moments.encode(hyper.states, m, v, chance).items():
                 kept[name].copy_(value)
-            _write(piece, hyper, first, last, weight.view(-1), words.view(-1))
+            _write(piece, hyper, first, last, weight.view(-1))
     cut = edges(pieces)
     if cut:
         _step_edges(cut, hyper, factor, agree)
@@ -183,7 +223,7 @@ def _chunks(piece: Piece) -> Iterator[tuple[int, int]]:
 def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
     table = [_pad(e, _read(e.piece, hyper, e.first, e.last)) for e in cut]
     grads = [_pad(e, e.piece.grad[e.first : e.last].float()) for e in cut]
-    words = torch.stack([_words(hyper, e.piece, e.group * GROUP, GROUP) for e in cut])
+    chance = [row for e in cut if (row := _chance(hyper, e.piece, e.group * GROUP, GROUP)) is not None]
     kept = {}
     for k in LAYOUT[hyper.states]:
         of = [e.piece.state[k.name] for e in cut]
@@ -195,7 +235,7 @@ def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, ag
         for i, (e, w, g) in enumerate(zip(cut, table, grads, strict=True))
     ]
     m, v = (torch.stack([s[i] for s in stepped]) for i in (1, 2))
-    new = moments.encode(hyper.states, m, v, words, agree)
+    new = moments.encode(hyper.states, m, v, torch.cat(chance) if chance else None, agree)
     for i, e in enumerate(cut):
         lanes = slice(e.lane, e.lane + e.last - e.first)
         for k in LAYOUT[hyper.states]:
@@ -203,7 +243,7 @@ def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, ag
                 e.piece.state[k.name][e.first : e.last].copy_(new[k.name][i, lanes])
             else:
                 e.piece.state[k.name][e.row].copy_(new[k.name][i])
-        _write(e.piece, hyper, e.first, e.last, stepped[i][0][lanes], words[i, lanes])
+        _write(e.piece, hyper, e.first, e.last, stepped[i][0][lanes])
 
 
 def _pad(edge: Edge, part: Tensor) -> Tensor:
@@ -225,6 +265,18 @@ def _advance(
     return w * s.decay - (m * s.pace) / d, m, v
 
 
+def _chance(hyper: Hyper, piece: Piece, start: int, count: int) -> Tensor | None:
+    """What rounds the second moments of a range of whole groups: int32 [G, 128], 0 to 65535."""
+    if hyper.states == "fp32":
+        return None
+    if hyper.states == "coat":
+        return ((_words(hyper, piece, start, count) >> 16) & 0xFFFF).view(-1, GROUP)
+    device = piece.weight.device
+    return moments.dither(hyper.seed, start, count, step=piece.step, parameter=piece.index, device=device).view(
+        -1, GROUP
+    )
+
+
 def _words(hyper: Hyper, piece: Piece, start: int, count: int) -> Tensor:
     device = piece.weight.device
     return philox.words(hyper.seed, start, count, step=piece.step, parameter=piece.index, device=device)
@@ -238,14 +290,14 @@ def _read(piece: Piece, hyper: Hyper, first: int, last: int) -> Tensor:
     return master.join(weight, piece.state["master_low"][first:last]) if hyper.master == "bf16+16" else weight.float()
 
 
-def _write(piece: Piece, hyper: Hyper, first: int, last: int, w: Tensor, words: Tensor) -> None:
+def _write(piece: Piece, hyper: Hyper, first: int, last: int, w: Tensor) -> None:
     weight = piece.weight[first:last]
     if hyper.master == "bf16+16":
         high, low = master.split(w)
         weight.copy_(high)
         piece.state["master_low"][first:last].copy_(low)
     elif hyper.master == "bf16+sr":
-        weight.copy_(master.stochastic(w, words))
+        weight.copy_(master.stochastic(w, _words(hyper, piece, piece.start + first, last - first)))
     else:
         weight.copy_(w)  # a BF16 weight: to nearest even
         if "master" in piece.state:
