@@ -217,7 +217,7 @@ def _exchange(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Any) 
 
 def _amax_bits(own: Tensor, width: int) -> Tensor:
     """int32 patterns of max |x| over all rows of each block of ``width`` columns (-1: one block)."""
-    bits = own.detach().abs().amax(0).float().view(torch.int32)
+    bits = own.detach().abs().amax(0).float().abs().view(torch.int32)  # of a NaN, amax may set the sign
     if width == -1:
         return bits.amax(0, keepdim=True)
     pad = -bits.shape[0] % width
