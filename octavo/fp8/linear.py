@@ -413,7 +413,10 @@ class Linear(HoldsCodes, nn.Linear):
         if torch.compiler.is_compiling():
             if site.recipe.delayed is None and not self._fp8_param:
                 return traced.linear(input, self.weight, self.bias, site.key)
-            traced.leave_weight() if self._fp8_param else traced.leave()
+            if self._fp8_param:
+                traced.leave_weight()
+                return self._apart(input)
+            traced.leave()
         group = self.__dict__.get("_group")
         if group is not None:
             y = group.output(self, input)
@@ -423,6 +426,11 @@ class Linear(HoldsCodes, nn.Linear):
         source = source_of(input) or saved_attention.source(self, input, compute_dtype(input))
         call = Call(site, self.weight, Part(), history, self.training, torch.is_grad_enabled(), source)
         return three_gemms(input, self.weight, self.bias, call)
+
+    @torch._disable_dynamo
+    def _apart(self, input: Tensor) -> Tensor:
+        """The forward outside a compiled graph, which cannot even look at an FP8 weight."""
+        return self.forward(input)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.recipe.short()}, backend={self.backend}"
