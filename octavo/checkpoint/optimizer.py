@@ -20,7 +20,7 @@ from octavo.checkpoint import files
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
 from octavo.fp8.local import span
-from octavo.fp8.optim import state_dict as layout
+from octavo.fp8.optim import layout
 
 # How the step is computed, not what it computes: these belong to the machine, not to the run.
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -88,14 +88,14 @@ def slots(
     for name, keys in saved.items():
         parameter = parameters[name]
         if "states" in group_of[parameter]:  # fp8.AdamW, which says what it keeps
-            fresh = layout.empty(parameter, group_of[parameter])
-            if set(keys) != set(fresh):
+            mine = layout.fresh(parameter, group_of[parameter])
+            if set(keys) != set(mine):
                 raise CheckpointError(
                     f"{path} holds {', '.join(sorted(keys))} of {name}, where this run's optimizer keeps "
-                    f"{', '.join(sorted(fresh))}: it was written by another optimizer. Continue with that one, or "
+                    f"{', '.join(sorted(mine))}: it was written by another optimizer. Continue with that one, or "
                     "start a new run from its weights"
                 )
-            room.update({(name, key): value for key, value in fresh.items()})
+            room.update({(name, key): value for key, value in mine.items()})
             continue
         for key in keys:
             entry = metadata.state_dict_metadata[f"optimizer.{name}.{key}"]
@@ -172,7 +172,7 @@ def check_kinds(group: Mapping[str, Any], former: Mapping[str, Any], path: Path)
     """That a group keeps its states and master weights as they were saved. torch's AdamW keeps both in fp32.
 
     Nothing is converted on resuming: what would follow is not the run that was interrupted, and encoding fp32 states
-    loses what cannot come back. `fp8.AdamW.load_state_dict` and `fp8.optim.copy_state` convert for who wants that.
+    loses what cannot come back. `fp8.AdamW.load_state_dict` and `fp8.copy_state` convert for who wants that.
     """
     for key in ("states", "master"):
         was, asked = former.get(key, "fp32"), group.get(key, "fp32")

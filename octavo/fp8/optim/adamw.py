@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from octavo.fp8.local import plain, span
-from octavo.fp8.optim import sharded, update
-from octavo.fp8.optim.moments import GROUP, LAYOUT, STATES
+from octavo.fp8.optim import layout, sharded, update
+from octavo.fp8.optim import state_dict as state_dict_
+from octavo.fp8.optim.moments import STATES
 from octavo.fp8.optim.philox import LIMIT
 from octavo.fp8.optim.update import MASTERS, Hyper, Piece
-from octavo.fp8.weights import is_dtensor
 
 __all__ = ["AdamW"]
 
@@ -104,12 +104,14 @@ class AdamW(torch.optim.Optimizer):
         none, and its step is counted. The weight of a parameter that is not contiguous is a copy."""
         state = self.state[p]
         if not state:
-            _start(state, p, group)
+            state.update(layout.fresh(p, group))
         state["step"] += 1
         grad = cast(Tensor, p.grad)
         if grad.is_sparse:
             grad = grad.to_dense()
-        flat = {name: plain(x).view(-1) if x.shape == p.shape else x for name, x in state.items() if name != "step"}
+        flat = {
+            name: x if name in layout.PER_GROUP else plain(x).view(-1) for name, x in state.items() if name != "step"
+        }
         return Piece(
             weight=plain(p).contiguous().view(-1),
             grad=plain(grad).contiguous().view(-1),
@@ -119,38 +121,17 @@ class AdamW(torch.optim.Optimizer):
             step=int(state["step"]),
         )
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Values as they were saved, of this class, or the moments of a torch AdamW, encoded; see
+        :func:`octavo.fp8.optim.state_dict.load`. Raises ValueError for what does not fit, before anything changes."""
+        state_dict_.load(self, state_dict)
+
 
 def hyper(group: dict[str, Any]) -> Hyper:
     """The settings of a parameter group, for :func:`octavo.fp8.optim.update.step`."""
     beta1, beta2 = group["betas"]
     names = ("lr", "eps", "weight_decay", "states", "master", "seed")
     return Hyper(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
-
-
-def _start(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
-    """The state of a parameter before its first step, in place."""
-    here, part = plain(p), span(p)
-    touched = -(-part.stop // GROUP) - part.start // GROUP if part.stop > part.start else 0
-    state["step"] = torch.zeros((), dtype=torch.float32)
-    for kept in LAYOUT[group["states"]]:
-        if kept.row is None:
-            state[kept.name] = _like(p, torch.zeros(here.shape, dtype=kept.dtype, device=here.device))
-        else:
-            state[kept.name] = torch.zeros((touched, *kept.row), dtype=kept.dtype, device=here.device)
-    if group["master"] == "bf16+16":
-        state["master_low"] = _like(p, torch.zeros(here.shape, dtype=torch.int16, device=here.device))
-    elif group["master"] == "fp32" and here.dtype == torch.bfloat16:
-        state["master"] = _like(p, here.float().contiguous())
-
-
-def _like(p: Tensor, local: Tensor) -> Tensor:
-    """`local` as the part of this rank of a tensor that is split like parameter `p`."""
-    if not is_dtensor(p):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from octavo.fp8.optim.moments import GROUP
 from octavo.fp8.optim.update import Hyper, Piece
 from octavo.fp8.weights import is_dtensor
 
-__all__ = ["cut_groups", "is_cut", "step"]
+__all__ = ["Agreement", "cut_groups", "is_cut", "step"]
 
 # Rows of each exchange: the extrema as (-lo, hi) of v, for coat before it those of m; then the largest |r|.
 _ROUNDS = {"fp8": (2, 1), "coat": (4,), "bf16": (), "fp32": ()}
@@ -80,31 +80,39 @@ def step(work: Sequence[tuple[Tensor, Piece]], hyper: Hyper, factor: float | Ten
     """
     if not work:
         return
-    agree = _Agreement(work)
-    update.step([piece for _, piece in work if piece.weight.numel()], hyper, factor, agree)
-    agree.finish(_ROUNDS[hyper.states])
+    held = [piece for _, piece in work if piece.weight.numel()]
+    edges = [(edge.piece.index, edge.group) for edge in update.edges(held)]
+    agree = Agreement([(p, piece.index) for p, piece in work], edges, work[0][1].weight.device)
+    update.step(held, hyper, factor, agree)
+    agree.finish(hyper.states)
 
 
-class _Agreement:
-    """What `update.step` asks for the elementwise maximum over the ranks that share each edge."""
+class Agreement:
+    """Gives marks of edges the elementwise maximum over the ranks that share them: what `moments.encode` asks for.
 
-    def __init__(self, work: Sequence[tuple[Tensor, Piece]]) -> None:
-        self._device = work[0][1].weight.device
+    parameters: each with a number of its own; the same on every rank, in the same order.
+    edges: for each column of the marks the number of its parameter and its group in it; those that are no cut group (a
+        parameter's own ragged end) keep their marks.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[Tensor, int]], edges: Sequence[tuple[int, int]], device: torch.device
+    ) -> None:
+        self._device = device
         self._calls = 0
         slots: dict[tuple[int, int], tuple[Any, int]] = {}  # (parameter's number, group) -> (ranks, slot)
         self._sizes: dict[Any, int] = {}  # by process group, in the order of the parameters
-        for parameter, piece in work:
+        for parameter, index in parameters:
             ranks = parameter.device_mesh.get_group(_sharded_over(parameter))  # type: ignore[attr-defined]
             for group in cut_groups(parameter):
                 slot = self._sizes.get(ranks, 0)
-                slots[piece.index, group] = (ranks, slot)
+                slots[index, group] = (ranks, slot)
                 self._sizes[ranks] = slot + 1
         columns: dict[Any, list[int]] = {ranks: [] for ranks in self._sizes}
         places: dict[Any, list[int]] = {ranks: [] for ranks in self._sizes}
-        held = [piece for _, piece in work if piece.weight.numel()]
-        for column, edge in enumerate(update.edges(held)):
-            ranks, slot = slots.get((edge.piece.index, edge.group), (None, -1))
-            if slot >= 0:  # else the parameter's own ragged end, which one rank holds whole
+        for column, edge in enumerate(edges):
+            if edge in slots:
+                ranks, slot = slots[edge]
                 columns[ranks].append(column)
                 places[ranks].append(slot)
         self._columns = {ranks: self._index(found) for ranks, found in columns.items()}
@@ -125,7 +133,7 @@ class _Agreement:
             agreed.index_copy_(1, columns, shared.index_select(1, places))
         return agreed
 
-    def finish(self, rounds: tuple[int, ...]) -> None:
-        """Take part in the exchanges that this rank, without an edge of its own, did not ask for."""
-        for count in rounds[self._calls :]:
+    def finish(self, states: str) -> None:
+        """Take part in the exchanges of a format that this rank, without an edge of its own, did not ask for."""
+        for count in _ROUNDS[states][self._calls :]:
             self(torch.empty((count, 0), dtype=torch.int32, device=self._device))

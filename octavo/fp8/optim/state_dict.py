@@ -1,75 +1,139 @@
-"""What `fp8.AdamW` keeps of each parameter, by name: shapes and dtypes, and conversions from and to torch's AdamW.
+"""Loading state dicts into `fp8.AdamW`: its own as they are, those of torch's AdamW encoded.
 
-A state is `step` (0-d fp32 on the CPU, as torch's) and two kinds of tensors. An *element* tensor has a value for every
-element of the parameter, in its shape, sharded like it. A *group* tensor has a row for every group of 128 elements of
-the flattened whole parameter that this rank's part touches; ranks that share a group hold the same row.
-
-Which there are, `moments.LAYOUT` says for each format of states; master weights add element tensors: `master_low` int16
-for "bf16+16", `master` fp32 for "fp32" behind a BF16 parameter.
+`torch.optim.Optimizer.load_state_dict` casts floating states to the parameter's dtype, which would turn float8 codes
+and fp32 scales into BF16, and it takes what it is given. Here everything is checked before anything is changed, and
+values are copied: the dict stays the caller's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.fp8.local import Span, plain, span
-from octavo.fp8.optim.moments import GROUP, LAYOUT, Kept
+from octavo.fp8.local import plain, span
+from octavo.fp8.optim.convert import encode
+from octavo.fp8.optim.layout import fresh, groups, keeps, touched
 from octavo.fp8.weights import is_dtensor
 
-__all__ = ["PER_GROUP", "empty", "groups", "keeps", "like", "touched"]
+__all__ = ["load"]
+
+_FP32 = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 
 
-PER_GROUP = frozenset(kept.name for kind in LAYOUT.values() for kept in kind if kept.row is not None)
-"""Names of the tensors with a row a group."""
+@torch.no_grad()
+def load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Fill an `fp8.AdamW` from a state dict of one, or of torch's AdamW, whose moments are encoded (a collective where
+    a group of 128 lies on several ranks; weights stay as they are, lower halves and masters too).
 
+    A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
+    from the dict; those it lacks stay. Pre-hooks for loading see the parameter groups alone.
 
-def keeps(states: str, master: str, dtype: torch.dtype) -> tuple[Kept, ...]:
-    """What is kept of a parameter of `dtype` beside `step`."""
-    found = LAYOUT[states]
-    if dtype == torch.bfloat16 and master == "fp32":
-        return (*found, Kept("master", torch.float32))
-    return (*found, Kept("master_low", torch.int16)) if master == "bf16+16" else found
-
-
-def groups(elements: int) -> int:
-    """Groups that begin within the first `elements` elements."""
-    return -(-elements // GROUP)
-
-
-def touched(mine: Span) -> tuple[int, int]:
-    """Groups first to last (exclusive) of the whole parameter that have an element on this rank."""
-    first = mine.start // GROUP
-    return (first, groups(mine.stop)) if mine.stop > mine.start else (first, first)
-
-
-def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """`local`, a plain tensor of the shape of this rank's part, as the parameter is: a DTensor where that is one."""
-    if not is_dtensor(parameter):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,  # type: ignore[attr-defined]
-        parameter.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def empty(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A parameter's state in its group's kind, shapes and dtypes only: to be filled."""
-    here = plain(parameter)
-    first, last = touched(span(parameter))
-    made: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
-    for kept in keeps(group["states"], group["master"], here.dtype):
-        if kept.row is None:
-            made[kept.name] = like(parameter, torch.empty(here.shape, dtype=kept.dtype, device=here.device))
+    Raises ValueError, before anything is changed, for groups of other sizes, other formats of states, missing or
+    foreign tensors, other shapes or dtypes.
+    """
+    mine, saved = optimizer.param_groups, state_dict["param_groups"]
+    work: list[_Entry] = []
+    if [len(g["params"]) for g in mine] == [len(g["params"]) for g in saved]:
+        work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, state_dict["state"])]
+        saved = [
+            {**{key: s.get(key, g[key]) for key in g if key != "params"}, "params": s["params"]}
+            for g, s in zip(mine, saved, strict=True)
+        ]
+    before = optimizer.state
+    torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": saved})  # refuses other sizes
+    for entry in work:
+        p, group, values = entry.parameter, entry.group, entry.values
+        state = before.get(p) or {}
+        if not values and not (entry.foreign and ("master" in state or "master_low" in state)):
+            continue
+        state = optimizer.state[p] = state or fresh(p, group)
+        if entry.foreign:
+            zero = torch.zeros(plain(p).numel(), device=plain(p).device)
+            m, v = (_local(p, values[key]).reshape(-1).to(zero) if values else zero for key in _FP32)
+            encode(p, group, state, m, v)
         else:
-            made[kept.name] = torch.empty((last - first, *kept.row), dtype=kept.dtype, device=here.device)
-    return made
+            for kept in keeps(group["states"], group["master"], plain(p).dtype):
+                value = values[kept.name]
+                value = _local(p, value) if kept.row is None else _rows(p, value)
+                plain(state[kept.name]).copy_(value.view(plain(state[kept.name]).shape))
+        state["step"].fill_(float(values["step"]) if values else 0.0)
+
+
+class _Entry(NamedTuple):
+    """A parameter, its group, and what the dict has of it; `foreign`: in the form of torch's AdamW."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+    values: Mapping[str, Any]
+    foreign: bool
+
+
+def _checked(group: dict[str, Any], saved: Mapping[str, Any], state: Mapping[Any, Any]) -> Iterator[_Entry]:
+    foreign = "states" not in saved
+    first = saved.get("param_names", group.get("param_names", [None] * len(group["params"])))
+    names = [
+        name or f"parameter {i} of shape {list(p.shape)}"
+        for name, i, p in zip(first, saved["params"], group["params"], strict=True)
+    ]
+    if foreign:
+        asked = [key for key in ("amsgrad", "maximize") if saved.get(key)]
+        if asked:
+            raise ValueError(
+                f"The state dict is of an AdamW with {' and '.join(asked)}, beginning with {names[:1]}; fp8.AdamW has "
+                "neither. Train on with torch.optim.AdamW, or begin with fresh states."
+            )
+    else:
+        for key in ("states", "master"):
+            if saved[key] != group[key]:
+                raise ValueError(
+                    f"The state dict keeps {key}={saved[key]!r} of {', '.join(names[:2])} and all of its group, this "
+                    f"optimizer {key}={group[key]!r}. Make the optimizer with {key}={saved[key]!r}, or load it so "
+                    "and convert with fp8.copy_state."
+                )
+    for name, number, p in zip(names, saved["params"], group["params"], strict=True):
+        values = state.get(number) or {}
+        if values:
+            _check(name, p, group, values, foreign)
+        yield _Entry(p, group, values, foreign)
+
+
+def _check(name: str, p: Tensor, group: Mapping[str, Any], values: Mapping[str, Any], foreign: bool) -> None:
+    kinds = {kept.name: kept for kept in keeps(group["states"], group["master"], plain(p).dtype)}
+    wanted = {"step", *(_FP32 if foreign else kinds)}
+    if set(values) != wanted:
+        raise ValueError(
+            f"The state dict has {', '.join(sorted(values))} of {name}, where {', '.join(sorted(wanted))} are needed. "
+            "Load a state dict of this kind of optimizer, whole."
+        )
+    whole, (first, last) = list(p.shape), touched(span(p))
+    here = list(plain(p).shape)
+    for key in sorted(wanted - {"step"}):
+        value, kept = values[key], kinds.get(key) if not foreign else None
+        if kept is not None and kept.row is not None:
+            shapes = [[last - first, *kept.row], [groups(p.numel()), *kept.row]]
+        else:
+            shapes = [whole] if is_dtensor(value) or not is_dtensor(p) else [here, whole]
+        right = value.is_floating_point() if kept is None else value.dtype == kept.dtype
+        if not right or list(value.shape) not in shapes:
+            raise ValueError(
+                f"The state dict's {key} of {name} is {str(value.dtype)[6:]} {list(value.shape)}, where "
+                f"{'floating point' if kept is None else str(kept.dtype)[6:]} {shapes[0]} is needed. Load it into the "
+                "optimizer of the model, and the number of ranks, that it was made with."
+            )
+
+
+def _local(p: Tensor, value: Tensor) -> Tensor:
+    """This rank's part of a value an element, given as a shard or whole."""
+    if is_dtensor(value) or not is_dtensor(p) or (value.shape == plain(p).shape and value.shape != p.shape):
+        return plain(value)
+    mine = span(p)
+    return value.reshape(-1)[mine.start : mine.stop]
+
+
+def _rows(p: Tensor, value: Tensor) -> Tensor:
+    """This rank's rows of a value a group, given so or whole."""
+    first, last = touched(span(p))
+    return value if len(value) == last - first else value[first:last]

@@ -1,0 +1,77 @@
+"""What `fp8.AdamW` keeps of each parameter: names, shapes and dtypes, on one rank or over several.
+
+A state is `step` (0-d fp32 on the CPU, as torch's) and two kinds of tensors. An *element* tensor has a value for every
+element of the parameter, in its shape, sharded like it. A *group* tensor has a row for every group of 128 elements of
+the flattened whole parameter that this rank's part touches; ranks that share a group hold the same row.
+
+Which there are, `moments.LAYOUT` says for each format of states; master weights add element tensors: `master_low` int16
+for "bf16+16", `master` fp32 for "fp32" behind a BF16 parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.local import Span, plain, span
+from octavo.fp8.optim.moments import GROUP, LAYOUT, Kept
+from octavo.fp8.weights import is_dtensor
+
+__all__ = ["PER_GROUP", "fresh", "groups", "keeps", "like", "touched"]
+
+
+PER_GROUP = frozenset(kept.name for kind in LAYOUT.values() for kept in kind if kept.row is not None)
+"""Names of the tensors with a row a group."""
+
+
+def keeps(states: str, master: str, dtype: torch.dtype) -> tuple[Kept, ...]:
+    """What is kept of a parameter of `dtype` beside `step`."""
+    found = LAYOUT[states]
+    if dtype == torch.bfloat16 and master == "fp32":
+        return (*found, Kept("master", torch.float32))
+    return (*found, Kept("master_low", torch.int16)) if master == "bf16+16" else found
+
+
+def groups(elements: int) -> int:
+    """Groups that begin within the first `elements` elements."""
+    return -(-elements // GROUP)
+
+
+def touched(mine: Span) -> tuple[int, int]:
+    """Groups first to last (exclusive) of the whole parameter that have an element on this rank."""
+    first = mine.start // GROUP
+    return (first, groups(mine.stop)) if mine.stop > mine.start else (first, first)
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """`local`, a plain tensor of the shape of this rank's part, as the parameter is: a DTensor where that is one."""
+    if not is_dtensor(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,  # type: ignore[attr-defined]
+        parameter.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A parameter's state before its first step, in its group's formats: both moments zero, its `master` its value."""
+    here = plain(parameter)
+    first, last = touched(span(parameter))
+    made: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
+    for kept in keeps(group["states"], group["master"], here.dtype):
+        if kept.row is None:
+            made[kept.name] = like(parameter, torch.zeros(here.shape, dtype=kept.dtype, device=here.device))
+        else:
+            made[kept.name] = torch.zeros((last - first, *kept.row), dtype=kept.dtype, device=here.device)
+    if "master" in made:
+        plain(made["master"]).copy_(here)
+    return made
