@@ -10,9 +10,11 @@ With x [M, K], the weights of gate and up [I, K] and of down [K, I], h = silu(ga
                dx       = dgate @ w_gate + dup @ w_up,    dw of each layer from the codes
 
 What a forward keeps: the codes of x in wgrad layout (once), gate and up in the dtype of the GEMMs, the codes of h in
-wgrad layout, and references to the weights. The stock module keeps gate, silu(gate), up and h besides. Where activations
-are to be kept in FP8 (:mod:`octavo.fp8.saved`), it is the codes of x, and those of gate and up in blocks of 1 x 128: h
-is computed from the decoded ones, in the forward too, and the backward makes its codes for wgrad again, bit for bit.
+wgrad layout, and references to the weights. The stock module keeps gate, silu(gate), up and h besides.
+
+Where activations are to be kept in FP8 (:mod:`octavo.fp8.saved`), it is the codes of x, and those of gate and up in
+blocks of 1 x 128: h is computed from the decoded ones, in the forward too, and the backward makes its codes for wgrad
+again, bit for bit.
 
 Casts, weight codes, GEMMs, counts and backends are those that the three layers have alone. Values differ by rounding:
 the stock module rounds silu(gate) and then the product, this one h alone; backward likewise rounds once. Of a layer

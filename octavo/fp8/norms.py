@@ -10,7 +10,7 @@ both in fp32, y rounded once (Hugging Face's norms round before the weight as we
 codes are left for the layers to find (:func:`octavo.fp8.shared_input.offer`): whoever is called with y casts nothing,
 and whoever is not, or wants another cast, does what it always did. Under autocast the codes are those of y lowered.
 What a forward keeps is rstd (fp32, one a row), the weight, and x; of x only FP8 codes where activations are to be kept
-so (:mod:`octavo.fp8.saved`): then y comes from x as ever, and the backward reads the decoded codes. A norm that saves so
+so (:mod:`octavo.fp8.saved`): then y comes from x as ever, and the backward reads the decoded codes. A norm that saves
 need not feed anybody: those of q and k, and the last one of a model, do it too.
 
 Which norm feeds which layers is known by the names of a block's children (:data:`FEEDS`). A norm must give the stock

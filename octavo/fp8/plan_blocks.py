@@ -214,4 +214,6 @@ def _staying(what: str, found: Sequence[tuple[PlanBlock, str]]) -> list[str]:
     for block, why in found:
         key = (block.kind, template(block.name), why)
         kinds[key] = kinds.get(key, 0) + 1
-    return [f"{what}: {kind} {name}{f' ({n} of them)' if n > 1 else ''}: {why}" for (kind, name, why), n in kinds.items()]
+    return [
+        f"{what}: {kind} {name}{f' ({n} of them)' if n > 1 else ''}: {why}" for (kind, name, why), n in kinds.items()
+    ]

@@ -33,10 +33,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
             if kind is Linear:
                 classes.append((module, kind))
                 _become(module, nn.Linear)
-            elif isinstance(module, Experts) and "_stock" in kind.__dict__:
-                classes.append((module, kind))
-                _become(module, kind._stock)
-            elif isinstance(module, Swapped) and "_stock" in kind.__dict__:
+            elif isinstance(module, Experts | Swapped) and "_stock" in kind.__dict__:
                 classes.append((module, kind))
                 _become(module, kind._stock)
             elif isinstance(module, Swapped):

@@ -15,7 +15,7 @@ as they were before norm and rotary embedding included. v_proj's output is there
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,4 +103,7 @@ def kept_by_attention(x: Tensor) -> bool:
     node = x.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
-    return node is not None and bool(node.metadata.get(KEEPS_OUTPUT, node.name().startswith(_FUNCTIONS)))
+    if node is None:
+        return False
+    said: Any = node.metadata  # a dictionary, whatever its annotation says
+    return bool(said.get(KEEPS_OUTPUT, node.name().startswith(_FUNCTIONS)))

@@ -94,7 +94,8 @@ def obstacle(module: nn.Module) -> str | None:
     layers = [_layer(module._modules[name]) for name in (*found.first, found.last)]
     if not all(isinstance(m, nn.Linear) for m in layers):
         return "not all of its layers are linear"
-    wrong = next((m.weight.dtype for m in layers if m.weight.dtype not in saved.DTYPES), None)  # type: ignore[union-attr]
+    dtypes = [m.weight.dtype for m in layers if isinstance(m, nn.Linear)]
+    wrong = next((dtype for dtype in dtypes if dtype not in saved.DTYPES), None)
     return agrees(module) if wrong is None else f"its weights are {str(wrong).removeprefix('torch.')}"
 
 
@@ -136,13 +137,14 @@ def agrees(module: nn.Module) -> str | None:
             return f"its forward fails on small layers ({type(error).__name__}: {error})"
         h = h * layers[found.first[1]](x) if len(found.first) == 2 else h
         last = layers[found.last]
-        ours, size = last(h), h.abs() @ last.weight.abs().t()  # type: ignore[union-attr, operator]
+        ours, size = last(h), h.abs() @ last.weight.abs().t()  # type: ignore[operator]
     if not isinstance(stock, Tensor) or stock.shape != ours.shape:
         return "its forward does not return one tensor of the shape of its input"
     size = size if last.bias is None else size + last.bias.detach().abs()  # type: ignore[operator]
     gap = (stock - ours).abs()
     if not bool((gap <= 16 * torch.finfo(torch.float32).eps * size).all()):
-        formula = f"{found.last}({found.act}({found.first[0]}(x)){f' * {found.first[1]}(x)' if found.first[1:] else ''})"
+        second = f" * {found.first[1]}(x)" if found.first[1:] else ""
+        formula = f"{found.last}({found.act}({found.first[0]}(x)){second})"
         return f"its output is not {formula}: off by up to {float(gap.max()):.3g} on random input"
     return None
 

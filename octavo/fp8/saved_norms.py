@@ -80,8 +80,9 @@ class LayerNorm(Swapped):
         if x.dtype not in saved.DTYPES or x.shape[-1:] != self.normalized_shape or not torch.is_grad_enabled():
             return None
         out = _dtype_of(x)
-        if any(is_dtensor(p) or p.device != x.device or (p.dtype != x.dtype and out == x.dtype) for p in own):
-            return None
+        mixed = any(p.dtype != x.dtype for p in own) and out == x.dtype and x.device.type != "cpu"
+        if mixed or any(is_dtensor(p) or p.device != x.device for p in own):
+            return None  # whether a device takes mixed dtypes is for the stock forward to say
         return _LayerNorm.apply(x, weight, bias, _Call(self.eps, out))  # type: ignore[arg-type]
 
 

@@ -1,0 +1,202 @@
+"""What FP8 layers and blocks keep in common: codes of any activation, and an input that a backward makes again."""
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import fp8
+from octavo.fp8 import cast, saved, saved_attention
+from octavo.fp8.kept import kept
+from octavo.fp8.saved import SPEC, Source
+from octavo.fp8.shared_input import forget
+
+
+@pytest.mark.parametrize("k", [1, 16, 72, 80, 127, 128, 129, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_are_e4m3_in_blocks_of_128_under_powers_of_two(k, dtype):
+    x = (torch.randn(2, 3, k) * 2.0 ** torch.randint(-9, 6, (2, 3, 1))).to(dtype)
+    q, want = saved.keep(x), cast.quantize(x.reshape(6, k), SPEC)
+    assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(q.scale, want.scale)
+    y = saved.value(q, dtype)
+    assert y.dtype == dtype and torch.equal(y, cast.dequantize(want).to(dtype))
+
+
+def test_bad_and_extreme_values():
+    x = torch.ones(3, 200)
+    x[0, 5], x[1, 150], x[2, 0] = float("nan"), float("-inf"), 3e38
+    y = saved.value(saved.keep(x), torch.bfloat16)
+    assert y[0, :128].isnan().all() and (y[0, 128:] == 1).all()
+    assert (y[1, :128] == 1).all() and y[1, 128:].isnan().all()
+    assert y[2, 0] > 2e38 and y[2, 128:].eq(1).all()
+    big = torch.tensor([[65504.0, float("nan")], [65504.0, 1.0]]).half()
+    y = saved.value(saved.keep(big), torch.float16)
+    assert y[0].isnan().all() and y[1, 0] == 65504  # the code stands for 65536, which fp16 lacks
+
+
+def layer(recipe="blockwise", **policy):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(96, 64))
+    return fp8.apply(module, fp8.plan(module, fp8.Policy(recipe=recipe, **policy)))[0]
+
+
+def run(module, x, again=None, lowered=False, grad=True):
+    """(output, gradients, what was saved) of a layer, with a source of its input or without."""
+    forget()
+    x = x.detach().clone().requires_grad_(grad)
+    module.zero_grad(set_to_none=True)
+    held = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16, enabled=lowered),
+    ):
+        if again is None:
+            y = module(x)
+        else:
+            with saved.behind(x, again):
+                y = module(x)
+    (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
+    held = [t for t in held if t is not module.weight]
+    return [y.detach(), x.grad, module.weight.grad, module.bias.grad], held
+
+
+CASES = [
+    ("blockwise", {}), ("rowwise", {}), ("tensorwise", {}), ("mxfp8", {}), ("delayed", {}),
+    ("blockwise", {"wgrad": "bf16"}), ("blockwise", {"fwd": "bf16"}), ("delayed", {"fwd": "bf16"}),
+    ("blockwise", {"dgrad": "bf16"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize(("recipe", "policy"), CASES)
+def test_an_input_made_again_gives_the_very_same_gradients(recipe, policy, lowered):
+    x = torch.randn(3, 7, 96)
+    half = Source((x.half(),), lambda t: t.float())  # a source that keeps something else than x
+    x = x.half().float()
+    (want, codes), (got, kept) = (run(layer(recipe, **policy), x, again, lowered) for again in (None, half))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert [t.shape for t in kept if t.dtype == torch.float16] == [x.shape]
+    other = [t for t in kept if t.dtype != torch.float16]
+    assert sum(t.numel() for t in other) == (1 if recipe == "delayed" else 0)  # the scale of a history
+    assert sum(t.numel() for t in codes) >= x.numel()
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+def test_a_frozen_weight_asks_for_no_source(recipe):
+    module = layer(recipe)
+    module.weight.requires_grad_(False)
+    x = torch.randn(5, 96)
+    (_, kept), again = run(module, x, Source((x,), lambda t: t)), []
+    assert not any(t.shape == x.shape for t in kept) and not again
+
+
+def test_only_the_tensor_itself_has_a_source():
+    x, y = torch.randn(4, 96), torch.randn(4, 96)
+    source = Source((x,), lambda t: t)
+    with saved.behind(x, source):
+        assert saved.source_of(x) is source and saved.source_of(y) is None and saved.source_of(x.view(4, 96)) is None
+        with saved.behind(y, source):
+            assert saved.source_of(y) is source and saved.source_of(x) is None
+        assert saved.source_of(x) is source
+        x.add_(1)
+        assert saved.source_of(x) is None
+    assert saved.source_of(y) is None
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
+def test_health_and_counts_see_what_they_saw(recipe):
+    x, figures = torch.randn(9, 96), []
+    for again in (None, Source((x,), lambda t: t)):
+        module = layer(recipe)
+        with fp8.count_gemms() as counts, fp8.health() as h:
+            run(module, x, again)
+        figures.append((dict(counts.calls), dict(counts.due), h.table()))
+    assert figures[0] == figures[1] and "dw_cosine" in figures[0][2]["0"] and "x_wgrad" in figures[0][2]["0"]
+
+
+# --- the output layer of attention ------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Heads of 32; sdpa, or written out."""
+
+    def __init__(self, k=128, flash=True):
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(k, k))
+        self.flash = flash
+
+    def forward(self, x):
+        q, k, v = (m(x).view(*x.shape[:-1], -1, 32).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))
+        if self.flash:
+            y = nn.functional.scaled_dot_product_attention(2 * q, 2 * k, v)
+        else:
+            y = (2 * q @ k.transpose(2, 3)).softmax(-1) @ v
+        return self.o_proj(y.transpose(1, 2).contiguous().view(x.shape))
+
+
+def attention(flash=True, dtype=torch.bfloat16, **policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(flash=flash)).to(dtype)
+    return fp8.apply(model, fp8.plan(model, fp8.Policy(**policy)))
+
+
+def gradients(model, x, lowered=False):
+    model.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+        y = model(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def bytes_kept(model, x, lowered=False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered), kept(model, [("0", model[0])]) as k:
+        y = model(x.clone().requires_grad_())
+    rows = [r for r in k.report().rows if r.kind == "activation"]
+    del y
+    return rows
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_the_output_layer_of_attention_keeps_what_attention_keeps(lowered):
+    dtype = torch.float32 if lowered else torch.bfloat16
+    x = torch.randn(2, 64, 128).to(dtype)
+    plain, twin = (attention(dtype=dtype, activations=a, fuse="off") for a in ("bf16", "fp8"))
+    assert all(torch.equal(a, b) for a, b in zip(*(gradients(m, x, lowered) for m in (plain, twin)), strict=True))
+    sizes = [sum(r.bytes for r in bytes_kept(m, x, lowered)) for m in (plain, twin)]
+    codes = x.numel() * (1 + 4 / 128)
+    assert sizes[0] - sizes[1] == codes
+
+
+def test_a_copy_of_attentions_output_is_nobodys():
+    x = torch.randn(2, 64, 128).bfloat16()
+    plain, twin = (attention(flash=False, activations=a, fuse="off") for a in ("bf16", "fp8"))
+    rows = [bytes_kept(m, x) for m in (plain, twin)]
+    assert sum(r.bytes for r in rows[0]) == sum(r.bytes for r in rows[1])
+    y = torch.randn(2, 64, 4, 32, requires_grad=True).transpose(1, 2)
+    out = nn.functional.scaled_dot_product_attention(y, y, y)
+    shared = saved_attention.kept_by_attention
+    assert shared(out) and shared(out.transpose(1, 2).reshape(2, 64, 128)) and not shared(out * 1) and not shared(y)
+    assert not shared(out.reshape(2, 4, 32, 64).reshape(-1))  # a copy
+    assert not shared(out.clone()) and not shared(torch.cat([out, out])) and not shared(out.detach())
+    out.grad_fn.metadata["keeps_output"] = False
+    assert not shared(out.transpose(1, 2))
+
+
+def test_sisters_that_run_as_one_do_not_hold_each_others_outputs_through_v():
+    x = torch.randn(2, 64, 128).bfloat16()
+    plain, twin = (attention(activations="fp8", fuse=fuse) for fuse in ("off", "on"))
+    assert "_group" in twin[0].q_proj.__dict__
+    rows = [bytes_kept(m, x) for m in (plain, twin)]
+    assert sum(r.bytes for r in rows[0]) == sum(r.bytes for r in rows[1])
+    del twin[0].v_proj.__dict__["_own_output"]
+    assert sum(r.bytes for r in bytes_kept(twin, x)) > sum(r.bytes for r in rows[1])
+    ys = [m(x) for m in (plain, twin)]
+    assert torch.equal(*ys)
+
+
+def test_unfuse_takes_the_mark_off():
+    model = attention(activations="fp8")
+    assert "_after_attention" in model[0].o_proj.__dict__
+    fp8.unfuse(model)
+    assert not {"_after_attention", "_own_output"} & {*model[0].o_proj.__dict__, *model[0].v_proj.__dict__}
