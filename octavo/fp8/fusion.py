@@ -54,6 +54,7 @@ from octavo.fp8.joined import Joined
 from octavo.fp8.kernels.layout import ALIGN
 from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.linear import Linear, _autocast_enabled, compute_dtype, transformed
+from octavo.fp8.local import ordinary
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.shared_input import torch_alone_writes
 from octavo.fp8.swapped import unswap
@@ -264,7 +265,7 @@ class Group:
     def _can(self, x: Tensor) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layer to say."""
         first = self.members[0].weight
-        if watching() or type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.is_inference() or not x.numel():
+        if watching() or not ordinary(x) or x.is_meta or x.is_inference() or not x.numel():
             return False
         if transformed() or not torch_alone_writes(x):
             return False

@@ -41,6 +41,7 @@ from octavo.fp8 import observe, saved, saved_mlp, weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.health import watching
 from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype, transformed
+from octavo.fp8.local import ordinary
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.shared_input import Input, Want, cast_both
 from octavo.fp8.swapped import Planned, Swapped, fused_backend, hooked, planned, probe, swap
@@ -166,7 +167,7 @@ class GatedMlp(Swapped):
             return False
         if act is None or hooked(act) or len(self._modules) != len(_KNOWN):
             return False
-        if type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.dim() == 0 or not x.numel():
+        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
             return False
         linears = [m for m in layers if type(m) is Linear and not hooked(m) and "_group" not in m.__dict__]
         if len(linears) < len(CHILDREN) or compute_dtype(x) not in _DTYPES or x.shape[-1] != linears[0].weight.shape[1]:

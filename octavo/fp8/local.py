@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.fp8.weights import is_dtensor
 
-__all__ = ["Span", "plain", "span"]
+__all__ = ["Span", "ordinary", "plain", "span"]
 
 
 class Span(NamedTuple):
@@ -22,6 +22,12 @@ class Span(NamedTuple):
     start: int
     stop: int
     total: int
+
+
+def ordinary(x: object) -> bool:
+    """Whether this is a tensor or a parameter as torch makes them, not of a subclass with operations of its own. A fake
+    tensor is, too: it has all but the values."""
+    return type(x) in (Tensor, nn.Parameter) or hasattr(x, "fake_mode")
 
 
 def plain(parameter: Tensor) -> Tensor:

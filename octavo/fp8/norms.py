@@ -31,6 +31,7 @@ from octavo.fp8 import saved, shared_input
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.linear import Linear, Site, _no_autocast, compute_dtype, transformed
+from octavo.fp8.local import ordinary
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.shared_input import Want
 from octavo.fp8.swapped import Planned, Swapped, fused_backend, planned, probe, swap
@@ -219,7 +220,7 @@ class RmsNorm(Swapped):
 
     def other(self, x: Tensor) -> Tensor | None:
         weight = self._parameters.get("weight")
-        if type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.dim() == 0 or not x.numel():
+        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
             return None
         if weight is None or is_dtensor(weight) or weight.device != x.device or x.shape[-1] != weight.shape[0]:
             return None

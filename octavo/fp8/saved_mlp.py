@@ -33,6 +33,7 @@ from torch.nn.utils import skip_init
 from octavo.fp8 import saved
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.linear import _no_autocast, transformed
+from octavo.fp8.local import ordinary
 from octavo.fp8.saved import Source
 from octavo.fp8.swapped import Swapped, hooked, probe, swap
 from octavo.fp8.weights import is_dtensor
@@ -180,14 +181,14 @@ class SavedMlp(Swapped):
 def run(module: nn.Module, found: Parts, x: Tensor) -> Tensor | None:
     """The output of an MLP by its children; None where it should take its stock forward."""
     act, last = module._modules[found.act], module._modules[found.last]
-    if act is None or last is None or hooked(act) or type(x) not in (Tensor, nn.Parameter) or transformed():
+    if act is None or last is None or hooked(act) or not ordinary(x) or transformed():
         return None
     if x.is_meta or not x.numel() or x.dtype not in saved.DTYPES:
         return None
     if not all(_idle(m) for name, m in module._modules.items() if name not in found.names):
         return None
     made = [module._modules[name](x) for name in found.first]  # type: ignore[misc]
-    if not all(type(t) is Tensor and t.dtype in saved.DTYPES and t.numel() for t in made):
+    if not all(ordinary(t) and t.dtype in saved.DTYPES and t.numel() for t in made):
         h = act(made[0])
         return last(h * made[1] if len(made) == 2 else h)
     h, source = product(act, *made)

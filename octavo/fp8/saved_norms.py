@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8 import norms, saved
 from octavo.fp8.cast import Quantized
 from octavo.fp8.linear import _autocast_enabled, _no_autocast, transformed
+from octavo.fp8.local import ordinary
 from octavo.fp8.swapped import Swapped, swap
 from octavo.fp8.weights import is_dtensor
 
@@ -75,7 +76,7 @@ class LayerNorm(Swapped):
     def other(self, x: Tensor) -> Tensor | None:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         own = [p for p in (weight, bias) if p is not None]
-        if type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.dim() == 0 or not x.numel() or transformed():
+        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel() or transformed():
             return None
         if x.dtype not in saved.DTYPES or x.shape[-1:] != self.normalized_shape or not torch.is_grad_enabled():
             return None

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from octavo.fp8 import weights
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Backend, Borrower
+from octavo.fp8.local import ordinary
 
 __all__ = ["Input", "Want", "cast_both", "forget", "held_bytes", "offer", "torch_alone_writes"]
 
@@ -197,8 +198,7 @@ def _nothing() -> None:
 
 
 def _recognisable(given: Tensor) -> bool:
-    plain = type(given) in (Tensor, nn.Parameter) or hasattr(given, "fake_mode")  # a fake one has a storage of its own
-    if not plain or given.is_meta or given.is_inference() or not given.numel():
+    if not ordinary(given) or given.is_meta or given.is_inference() or not given.numel():
         return False
     # Codes made in inference mode could not be saved for a backward later.
     return torch_alone_writes(given) and not torch.is_inference_mode_enabled()
