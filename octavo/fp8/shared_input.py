@@ -31,7 +31,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from octavo.fp8 import weights
