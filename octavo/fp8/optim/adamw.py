@@ -121,7 +121,7 @@ class AdamW(torch.optim.Optimizer):
             step=int(state["step"]),
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Values as they were saved, of this class, or the moments of a torch AdamW, encoded; see
         :func:`octavo.fp8.optim.state_dict.load`. Raises ValueError for what does not fit, before anything changes."""
         state_dict_.load(self, state_dict)

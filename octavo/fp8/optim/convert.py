@@ -151,8 +151,9 @@ def encode(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
     edges = [g for g in sorted({first, last - 1}) if g in cut and first < last]
 
     def store(rows: list[tuple[int, int]], agree: Agree | None) -> None:
-        tables = [torch.cat([_table(x, mine, a, b) for a, b in rows]) for x in (m, v)]
-        new = moments.encode(states, *tables, torch.full_like(tables[0], _NEAREST, dtype=torch.int32), agree)
+        m_table, v_table = (torch.cat([_table(x, mine, a, b) for a, b in rows]) for x in (m, v))
+        chance = torch.full_like(m_table, _NEAREST, dtype=torch.int32)
+        new = moments.encode(states, m_table, v_table, chance, agree)
         for kept in kind:
             to, at = _flat(state[kept.name], kept), 0
             for a, b in rows:
