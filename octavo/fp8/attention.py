@@ -9,8 +9,8 @@ repeated copies: 2 x heads x head_dim values a token where 2 x kv_heads x head_d
     backward   k', v' repeated again        dk, dv = sums of dk', dv' over the heads of a group
 
 The output is bit for bit that of ``F.scaled_dot_product_attention`` on the repeated k and v. dk and dv are summed in
-fp32 and rounded once, where the stock path sums in the dtype of k. A boolean mask, which all layers share, is kept as it
-is; the stock path keeps what it makes of it, once for each layer.
+fp32 and rounded once, where the stock path sums in the dtype of k. A boolean mask, which all layers share, is kept as
+it is; the stock path keeps what it makes of it, once for each layer.
 
 Who does what: torch's flash attention for the CPU, forward and backward, is called directly. On other devices without a
 mask the kernel groups by itself and keeps nothing more. What remains, a mask on a GPU, dropout, or head sizes that no
@@ -138,7 +138,7 @@ def _cpu_flash(
     """Whether torch would run its flash attention for the CPU on these, asked of torch itself."""
     if mask is not None and mask.requires_grad:
         return False
-    if hasattr(q, "fake_mode"):  # torch answers for a device, and a fake tensor is on meta's there
+    if torch.compiler.is_compiling() or hasattr(q, "fake_mode"):  # torch answers for real tensors alone
         plain = q.dtype == k.dtype == v.dtype and not dropout and min(*q.shape, *k.shape) > 0
         return plain and k.shape[3] == v.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
     wide_k, wide_v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # shapes count, not values
@@ -152,12 +152,13 @@ class _CpuFlash(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool,
         groups: int,
     ) -> Tensor:  # fmt: skip
+        out: Tensor
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, _repeated(k, groups), _repeated(v, groups), 0.0, is_causal, attn_mask=_added(mask, q), scale=scale
         )
         ctx.save_for_backward(q, k, v, out, lse, mask)
         ctx.scale, ctx.is_causal, ctx.groups = scale, is_causal, groups
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     @once_differentiable
