@@ -57,7 +57,7 @@ from octavo.fp8.linear import Linear, _autocast_enabled, compute_dtype, transfor
 from octavo.fp8.local import ordinary
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.shared_input import torch_alone_writes
-from octavo.fp8.swapped import unswap
+from octavo.fp8.swapped import Swapped, unswap
 from octavo.fp8.weights import is_dtensor
 
 __all__ = ["SISTERS", "Fusion", "Group", "Sister", "families", "fuse", "fused", "obstacle", "unfuse", "unite"]
@@ -122,7 +122,8 @@ def unite(layers: Sequence[nn.Module]) -> str | None:
 def unfuse(model: nn.Module) -> None:
     """Let every layer of a model run its own GEMMs again, and norms and gated MLPs their stock forward."""
     for module in list(model.modules()):
-        unswap(module)
+        if not (isinstance(module, Swapped) and module.precise):
+            unswap(module)
         group = module.__dict__.pop("_group", None)
         if group is not None:
             group.forget()

@@ -72,6 +72,7 @@ class ChunkedHead(Swapped):
     """An ``nn.Linear`` head; see the module's docstring. Made by :func:`chunked_head`."""
 
     prefix = "Chunked"
+    precise = True
     own = ("_given",)
     volatile = ("_given",)
 

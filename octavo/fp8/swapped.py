@@ -49,6 +49,7 @@ class Swapped(nn.Module):
     prefix: ClassVar[str] = "Fp8"  # of the class's name
     own: ClassVar[tuple[str, ...]] = ()  # what swapping put into the module's __dict__
     volatile: ClassVar[tuple[str, ...]] = ()  # the part of it that copies and pickles leave out
+    precise: ClassVar[bool] = False  # computes in high precision, and stays where FP8 is set aside
 
     def other(self, x: Tensor) -> Tensor | None:
         """The output; None sends this call to the stock forward."""
