@@ -27,6 +27,7 @@ from octavo.train.forward import Forward, autocasts, keep_towers_running, model_
 from octavo.train.optim import adamw
 from octavo.train.step import Stepper
 from octavo.train.tokens import Tokens
+from octavo.train.update import check_update, update_for
 
 
 @dataclass
@@ -58,6 +59,7 @@ def build(
     Raises what its steps raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its cure.
     """
     directory = start.directory
+    check_possible(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
     if world.is_main:
         rundir.write_json(directory / "environment.json", {**environment.describe(), "ranks": world.size})
@@ -82,20 +84,23 @@ def build(
             "recipe: auto measures nothing"
         )
 
-    model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device)
+    model, lows = load_weights(cfg, world)
     models.freeze(model, family, cfg.model.freeze)
     fp8.apply(model, plan)
-    if cfg.train.recompute == "full":
-        recompute(model, family)
+    keep_less(model, family, cfg, say)
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
     forward = Forward(model, world, autocasts(cfg, world.device))
     keep_towers_running(model, family, forward, world)
+    head = losses_of(model, cfg, say)
     parallel.shard(model, family, world)
     if cfg.train.compile:
         compiled.compile_blocks(model, family)
     optimizer = adamw(model, cfg)
-    stepper = Stepper(cfg, model, family, optimizer, world, forward, balance, load if load.layers else None)
+    if lows:
+        fp8.set_low(optimizer, model, lows)
+    update = update_for(cfg, model, optimizer, world)
+    stepper = Stepper(cfg, model, family, update, world, forward, balance, load if load.layers else None, head)
     progress = resume(stepper, start, say)
     return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data)
 
@@ -133,6 +138,33 @@ def _told(plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | N
     return "\n".join([plan.table(), *further, *([] if prediction is None else prediction.sentences())])
 
 
+def check_possible(cfg: Config, world: parallel.World) -> None:
+    """Refuse what the configuration alone cannot: it depends on the processes and their device. Raises TrainError."""
+    check_update(cfg, world)
+    asked = {
+        "train.offload_activations": cfg.train.offload_activations,
+        "train.synchronize_per_layer": cfg.train.synchronize_per_layer,
+        "optimizer.offload": cfg.optimizer.offload,
+    }
+    without_effect = [key for key, on in asked.items() if on]
+    if without_effect and world.device.type != "cuda":
+        raise TrainError(
+            f"{' and '.join(without_effect)} needs a GPU: on {world.device} everything is in host memory already, and "
+            f"nothing runs ahead. Set {' '.join(f'{key}=false' for key in without_effect)}"
+        )
+
+
+def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.ChunkedHead | None:
+    """The head that gives losses without full logits, where the model allows it; else None, and `say` is told why."""
+    if cfg.train.logits == "full":
+        return None
+    head = fp8.chunked_head(model)
+    if isinstance(head, str):
+        say(f"note: full logits are computed (train.logits: chunked cannot be): {head}")
+        return None
+    return head
+
+
 def data_settings(cfg: Config) -> Config:
     """The configuration as the data room reads it: pretraining learns every token of the text, prompts included."""
     if cfg.train.phase != "pretrain":
@@ -147,19 +179,24 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def recompute(model: nn.Module, family: models.Family) -> None:
-    """Let every block keep its input only and run its forward again in backward (Chen et al. 2016)."""
-    blocks = [block for _, block in family.layers(model)]
-    able = getattr(model, "supports_gradient_checkpointing", False)
-    if not able or not blocks or not all(hasattr(block, "gradient_checkpointing") for block in blocks):
-        raise TrainError(
-            f"train.recompute: full was asked, but the blocks of {family.name} do not support it in this version of "
-            "transformers. Use recompute: none"
-        )
-    if hasattr(model, "activation_checkpointing_enable"):  # newer transformers; the other name is deprecated there
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def load_weights(cfg: Config, world: parallel.World) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model in the dtype that the optimizer wants, and the lower halves of fp32 weights where that keeps them."""
+    if cfg.optimizer.master == "bf16+16":
+        return models.load_split(cfg.model.path, device=world.device)
+    return models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device), {}
+
+
+def keep_less(model: nn.Module, family: models.Family, cfg: Config, say: Callable[[str], None]) -> None:
+    """What blocks keep for backward beside their FP8 layers: attention without repeated heads, recomputation."""
+    policy = planning.policy_from(cfg)
+    if any(policy.activations_of(component) == "fp8" for component in family.components):
+        try:
+            models.use_attention(model, fp8.grouped_attention)
+        except models.ModelError as error:  # it keeps more, and is as right
+            say(f"note: attention keeps what it does in high precision: {error}")
+    blocks = family.layers(model)
+    for component, how in cfg.train.recompute:
+        fp8.recompute([(name, block) for name, block in blocks if family.component_of(name) == component], how)
 
 
 def resume(stepper: Stepper, start: rundir.Start, say: Callable[[str], None]) -> rundir.Progress:

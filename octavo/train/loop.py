@@ -174,6 +174,8 @@ class _Loop:
         if result.health is not None:
             row["health"] = result.health.table()
             self.health = progress.health = result.health.summary()
+        if result.zeroed is not None:
+            row["zeroed_v"] = result.zeroed
         stop = self._asked_to_stop()
         window = gain.due(cfg.run.gain_steps, step, self.first, settings.steps, self.gain, self.fp8)
         if self._eval_due(step) and not stop:

@@ -1,17 +1,23 @@
-"""AdamW over a model's trainable parameters: one group with weight decay, one without."""
+"""AdamW over a model's trainable parameters: one group with weight decay, one without.
+
+With everything in fp32 it is PyTorch's own; every other way to store states or weights is :class:`octavo.fp8.AdamW`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from octavo import fp8
 from octavo.config import Config
+from octavo.fp8.local import plain
 from octavo.train.errors import TrainError
 
 
-def adamw(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
+def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     """AdamW as `optimizer` and `train.lr` say (decoupled weight decay, Loshchilov & Hutter 2019).
 
     Weight decay spares biases, norms and every other parameter of one dimension. Tied parameters appear once. The
@@ -28,7 +34,31 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise TrainError("every parameter is frozen, so there is nothing to train. Freeze less (model.freeze)")
-    return torch.optim.AdamW(groups, lr=cfg.train.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    common: dict[str, Any] = {"lr": cfg.train.lr, "betas": settings.betas, "eps": settings.eps}
+    if (settings.states, settings.master, settings.update, settings.offload) == ("fp32", "fp32", "step", False):
+        return torch.optim.AdamW(groups, **common, fused=True)
+    return fp8.AdamW(groups, **common, states=settings.states, master=settings.master, seed=cfg.run.seed)
+
+
+def zeroed_moments(optimizer: torch.optim.Optimizer, norm: Tensor, cfg: Config) -> int | None:
+    """Elements whose second moment is zero right after a step whose gradient was not, so that its next update would be
+    m / eps: what a format must never do. Counted on this rank, of gradients that are still there (None: there are none,
+    as with update in backward, or the format has no codes).
+
+    `norm` is the gradients' norm before clipping: squares that fp32 itself cannot hold do not count.
+    """
+    if not isinstance(optimizer, fp8.AdamW):
+        return None
+    factor = min(1.0, cfg.train.clip / (float(norm) + 1e-6)) if cfg.train.clip else 1.0
+    found: list[int] = []
+    for group in optimizer.param_groups:
+        rest = 1.0 - group["betas"][1]
+        for p in group["params"]:
+            codes = optimizer.state[p].get("exp_avg_sq_codes") if p.grad is not None else None
+            if codes is not None:
+                moved = (plain(p.grad).float() * factor).square() * rest > torch.finfo(torch.float32).tiny
+                found.append(int((moved & (plain(codes).view(torch.uint8) == 0)).sum()))
+    return sum(found) if found else None
 
 
 def spares(name: str, parameter: torch.Tensor) -> bool:

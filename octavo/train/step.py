@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,16 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.parallel import World
 from octavo.train import compiled, losses
 from octavo.train.forward import Forward
-from octavo.train.memory import Kept
-from octavo.train.optim import set_lr, trained
+from octavo.train.memory import Memory
+from octavo.train.optim import set_lr, zeroed_moments
 from octavo.train.routing import ExpertLoad
+from octavo.train.update import Loss, Update
 
 Batches = Sequence[dict[str, Any]]
 VISION = ("image_encoder", "image_projector")
@@ -40,7 +39,9 @@ class StepResult:
     """What one step gave, the same on every rank. `applied` is False where loss or gradient norm were not finite and
     the weights stayed; `tokens` counts all tokens of the global batch without padding, `loss_tokens` those with a loss.
     `counts`, `health` and `memory` are this rank's own, where they were asked for; `experts` is the load of all ranks.
-    `loss` is the cross-entropy alone, `aux_loss` the load-balancing loss before its factor (None: not computed)."""
+    `loss` is the cross-entropy (label smoothing and z-loss in it where they are asked for), `aux_loss` the
+    load-balancing loss before its factor (None: not computed); `zeroed` counts second moments that the step rounded to
+    zero."""
 
     loss: float
     grad_norm: float
@@ -52,24 +53,31 @@ class StepResult:
     memory: Mapping[str, int] | None = None
     aux_loss: float | None = None
     experts: Mapping[str, Any] | None = None
+    zeroed: int | None = None
 
 
 @dataclass
 class Stepper:
-    """Everything a step touches. `run` is the step. `balance` multiplies the routers' loss (0: there is none)."""
+    """Everything a step touches. `run` is the step. `balance` multiplies the routers' loss (0: there is none); `head`
+    gives losses in place of logits, where the model allows that."""
 
     cfg: Config
     model: nn.Module
     family: models.Family
-    optimizer: torch.optim.Optimizer
+    update: Update
     world: World
     forward: Forward
     balance: float = 0.0
     load: ExpertLoad | None = None
+    head: fp8.ChunkedHead | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.update.optimizer
 
     def run(self, batches: Batches, lr: float, look: Look) -> StepResult:
         """Train on one global batch, of which `batches` are this rank's micro-batches."""
-        kept = Kept(self.model, self.family) if look.memory else None
+        memory = Memory(self.model, self.family) if look.memory else None
         load = self.load if look.experts else None
         if load:
             load.begin(self.world.device)
@@ -78,35 +86,26 @@ class Stepper:
         counted = compiled.step(self.cfg.train.compile, eager=look.gemms or look.health)
         with counted, _maybe(fp8.count_gemms, look.gemms) as counts, _maybe(fp8.health, look.health) as health:
             totals = self._totals(batches)
-            both = torch.zeros(2, dtype=torch.float32, device=self.world.device)
-            for batch in batches:
-                share = batch["meta"].tokens / max(float(totals[1]), 1.0)
-                both += self.backward(batch, float(totals[0]), share, kept)
-        both = self.world.sum(both)
-        norm = self._clip()
-        applied = bool(both.isfinite().all() & norm.isfinite())
-        if applied:
-            self.optimizer.step()
-        elif histories:  # a step that is not applied leaves no trace, and cached codes follow the scales
+            tokens = max(float(totals[1]), 1.0)
+            shares = (batch["meta"].tokens / tokens for batch in batches)
+            losses = (self.loss(b, float(totals[0]), share, memory) for b, share in zip(batches, shares, strict=True))
+            done = self.update.run(losses)
+        if not done.applied and histories:  # a step that is not applied leaves no trace; cached codes follow the scales
             fp8.load_scaling_state(self.model, histories)
             fp8.invalidate(self.model)
-        memory = kept.report(self.optimizer) if kept else None
+        zeroed = zeroed_moments(self.optimizer, done.norm, self.cfg) if look.health and done.applied else None
+        kinds = memory.report(self.optimizer) if memory else None
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:
             fp8.reduce_scaling_state(self.model)
-        loss, aux = both.tolist()
+        loss, aux = done.parts.tolist()
         return StepResult(
-            loss, float(norm), int(totals[1]), int(totals[2]), applied, counts, health, memory,
-            aux if self.balance else None, load.end(self.world) if load else None,
+            loss, float(done.norm), int(totals[1]), int(totals[2]), done.applied, counts, health, kinds,
+            aux if self.balance else None, load.end(self.world) if load else None, zeroed,
         )  # fmt: skip
 
-    def backward(
-        self, batch: dict[str, Any], denominator: float, share: float = 1.0, kept: Kept | None = None
-    ) -> Tensor:
-        """Forward and backward of one micro-batch, which has `share` of the step's tokens.
-
-        Its parts of the step's two losses, detached: cross-entropy, and load balancing before its factor.
-        """
+    def loss(self, batch: dict[str, Any], denominator: float, share: float = 1.0, memory: Memory | None = None) -> Loss:
+        """The forward of one micro-batch, which has `share` of the step's tokens."""
         if self.load:
             self.load.batch(batch, self.world.device)
         labels = batch["labels"]
@@ -115,17 +114,28 @@ class Stepper:
         keep = (losses.targets(labels) != losses.IGNORE).any(dim=0).nonzero().flatten()
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.int64)
         weight = losses.weights(labels, self.cfg.train.loss, denominator)[:, keep].to(self.world.device)
-        with kept.forward() if kept else _nothing():
+        with memory.forward() if memory else _nothing():
+            each, aux = self._losses(batch, keep, losses.targets(labels)[:, keep].to(self.world.device))
+            loss = (each * weight).sum()
+            aux = None if aux is None else aux.float() * share
+            total = loss if aux is None else loss + self.balance * aux
+        return Loss(total, torch.stack([loss, torch.zeros_like(loss) if aux is None else aux]).detach())
+
+    def _losses(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(c_t [B, P] at the positions `keep`, the load-balancing loss if it is asked for)."""
+        more = {"label_smoothing": self.cfg.train.label_smoothing, "z_loss": self.cfg.train.z_loss}
+        with self.head.losses(target, **more) if self.head else _nothing() as given:
             if self.balance:
                 logits, aux = self.forward.balanced(batch, keep)
-                aux = aux.float() * share
             else:
                 logits, aux = self.forward(batch, keep), None
-            target = losses.targets(labels)[:, keep].to(self.world.device)
-            loss = (losses.cross_entropy(logits, target) * weight).sum()
-            total = loss if aux is None else loss + self.balance * aux
-        total.backward()
-        return torch.stack([loss, torch.zeros_like(loss) if aux is None else aux]).detach()
+            each = losses.cross_entropy(logits, target, **more) if given is None else given.take(logits)
+        return each, aux
+
+    def backward(self, batch: dict[str, Any], denominator: float, share: float = 1.0) -> None:
+        """Forward and backward of one micro-batch outside a step: gradients stay in `.grad`."""
+        self.update.free()
+        self.loss(batch, denominator, share).total.backward()
 
     def _totals(self, batches: Batches) -> Tensor:
         """[denominator, tokens, loss tokens], each summed over ranks: one collective before the first backward."""
@@ -137,12 +147,6 @@ class Stepper:
             sum(sum(meta.loss_tokens) for meta in metas),
         ]
         return self.world.sum(torch.tensor(mine, dtype=torch.float64))
-
-    def _clip(self) -> Tensor:
-        """The gradient norm over all ranks; the gradients are scaled down to `train.clip` (0: left as they are)."""
-        limit = self.cfg.train.clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(list(trained(self.model)), limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def forwards(self, batches: Batches) -> dict[str, int]:
         """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image."""

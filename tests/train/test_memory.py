@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from octavo.train.memory import Kept
+from octavo.train.memory import Memory
 
-FAMILY = SimpleNamespace(layers=lambda model: [])
+FAMILY = SimpleNamespace(layers=lambda model: [], component_of=lambda name: None)
 
 
 def kept(model: nn.Module) -> int:
-    counted = Kept(model, FAMILY)
+    counted = Memory(model, FAMILY)
     with counted.forward():
         loss = model(torch.ones(3, 64)).square().sum()
     loss.backward()

@@ -14,7 +14,7 @@ from octavo import fp8, models, train
 from octavo.models import tiny
 from octavo.parallel import World
 from octavo.train import losses, planning, routing
-from octavo.train.build import recompute
+from octavo.fp8 import recompute
 from octavo.train.rundir import read_rows
 from octavo.train.step import Stepper
 from tests.train.test_ranks import torchrun
@@ -154,7 +154,7 @@ def test_two_ranks_balance_and_count_as_one(moe):
 
 def test_only_training_forwards_are_counted_and_each_once(folder):
     model = models.load(folder, dtype=torch.float32)
-    recompute(model, models.describe(model))
+    recompute(models.describe(model).layers(model), "full")
     load, ids = routing.ExpertLoad(model), torch.arange(40).view(2, 20)
     load.begin(ids.device)
     model.train()

@@ -9,6 +9,7 @@ import torch
 
 from octavo import models, train
 from octavo.train.forward import autocasts, model_dtype
+from octavo.train.update import AfterBackward
 from octavo.train.rundir import read_rows
 
 
@@ -102,26 +103,24 @@ def test_a_skipped_step_leaves_no_amax_in_the_histories(make, monkeypatch):
         after.append(fp8.scaling_state(self.model))
         return result
 
-    clip = Stepper._clip
+    clip = AfterBackward._clipped
     monkeypatch.setattr(Stepper, "run", watched)
-    monkeypatch.setattr(Stepper, "_clip", lambda self: clip(self) * (float("inf") if len(before) == 2 else 1))
+    monkeypatch.setattr(AfterBackward, "_clipped", lambda self: clip(self) * (float("inf") if len(before) == 2 else 1))
     train.run(make("train.steps=3", "data.eval=[]", "fp8.recipe=delayed"))
     same = [all(torch.equal(old[k], new[k]) for k in old) for old, new in zip(before, after, strict=True)]
     assert before[0] and same == [False, True, False]
 
 
 def test_one_bad_step_is_skipped_counted_and_reported(make, monkeypatch):
-    from octavo.train.step import Stepper
-
     cfg = make("train.steps=4", "data.eval=[]")
-    clip, seen = Stepper._clip, []
+    clip, seen = AfterBackward._clipped, []
 
     def once(self):
         norm = clip(self)
         seen.append(norm)
         return norm * float("inf") if len(seen) == 2 else norm
 
-    monkeypatch.setattr(Stepper, "_clip", once)
+    monkeypatch.setattr(AfterBackward, "_clipped", once)
     result = train.run(cfg)
     rows = read_rows(result.dir / "metrics.jsonl")
     assert [row.get("skipped", False) for row in rows] == [False, True, False, False]

@@ -1,0 +1,121 @@
+"""From the losses of a step to new weights: backward, the gradients' norm, the check that all is finite, the update.
+
+Two ways. After backward: the gradients of all micro-batches add up, and one update follows. In backward
+(`optimizer.update: backward`): each weight is updated as soon as its gradient is complete, so that gradients are never
+held; a step then is one micro-batch a process (:mod:`octavo.fp8.optim.in_backward`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from octavo import fp8
+from octavo.config import Config
+from octavo.fp8.optim.in_backward import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
+from octavo.parallel import World
+from octavo.train.errors import TrainError
+from octavo.train.optim import trained
+
+
+class Loss(NamedTuple):
+    """Of one micro-batch: what is differentiated, and the parts of the step's figures in it [cross-entropy, load
+    balancing], detached."""
+
+    total: Tensor
+    parts: Tensor
+
+
+class Outcome(NamedTuple):
+    """`parts` summed over micro-batches and ranks; the gradients' norm before clipping; whether weights were updated."""
+
+    parts: Tensor
+    norm: Tensor
+    applied: bool
+
+
+class Update(Protocol):
+    optimizer: torch.optim.Optimizer
+
+    def run(self, losses: Iterable[Loss]) -> Outcome: ...
+
+    def free(self) -> None:
+        """Let gradients of a backward outside a step stay in `.grad`, until the next step."""
+
+
+def check_update(cfg: Config, world: World) -> None:
+    """Raise TrainError where weights would be updated in backward and a step has more than one: gradients would have to
+    be held from one to the next."""
+    each = cfg.train.micro_batch * world.size
+    if cfg.optimizer.update == "backward" and cfg.train.global_batch > each:
+        raise TrainError(
+            f"optimizer.update: backward takes one micro-batch a step and process, and {cfg.train.global_batch} "
+            f"samples (train.global_batch) are {-(-cfg.train.global_batch // each)} of {cfg.train.micro_batch} on "
+            f"{world.size} process(es). Set train.global_batch={each}, raise train.micro_batch, or use "
+            "optimizer.update: step"
+        )
+
+
+def update_for(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Update:
+    """The way that `optimizer.update` asks for."""
+    if cfg.optimizer.update == "step":
+        return AfterBackward(optimizer, model, cfg.train.clip, world)
+    assert isinstance(optimizer, fp8.AdamW)
+    return InBackward(optimizer, model, cfg.train.clip, world)
+
+
+class AfterBackward:
+    """Add the gradients of all micro-batches, then clip and update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, clip: float, world: World) -> None:
+        self.optimizer, self.model, self.clip, self.world = optimizer, model, clip, world
+
+    def run(self, losses: Iterable[Loss]) -> Outcome:
+        parts = torch.zeros(2, dtype=torch.float32, device=self.world.device)
+        for loss in losses:
+            loss.total.backward()
+            parts += loss.parts
+        parts = self.world.sum(parts)
+        ours = self.optimizer if isinstance(self.optimizer, fp8.AdamW) else None
+        norm = self._clipped() if ours is None else gradient_norm(trained(self.model))
+        applied = bool(parts.isfinite().all() & norm.isfinite())
+        if applied and ours is not None:  # clipped inside the update, without a pass over the gradients
+            ours.step(factor=clip_factor(norm, self.clip) if self.clip else None)
+        elif applied:
+            self.optimizer.step()
+        return Outcome(parts, norm, applied)
+
+    def free(self) -> None:
+        pass
+
+    def _clipped(self) -> Tensor:
+        """The gradient norm over all ranks; the gradients are scaled down to the limit."""
+        norm = torch.nn.utils.clip_grad_norm_(list(trained(self.model)), self.clip or math.inf)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class InBackward:
+    """Update each weight in backward; see :class:`octavo.fp8.optim.in_backward.UpdateInBackward`."""
+
+    def __init__(self, optimizer: fp8.AdamW, model: nn.Module, clip: float, world: World) -> None:
+        self.optimizer, self.clip, self.world = optimizer, clip, world
+        self._updating = UpdateInBackward(optimizer, model)
+
+    def run(self, losses: Iterable[Loss]) -> Outcome:
+        (loss,) = losses  # update_for saw to it that there is one
+        parts = self.world.sum(loss.parts)
+        if not bool(parts.isfinite().all()):
+            return Outcome(parts, torch.full((), math.nan), False)
+        try:
+            done = self._updating.run(lambda retain: loss.total.backward(retain_graph=retain), self.clip)
+        except PartialUpdate as error:
+            raise TrainError(str(error)) from error
+        return Outcome(parts, done.norm, done.applied)
+
+    def free(self) -> None:
+        self._updating.remove()  # the next step puts its hooks back
