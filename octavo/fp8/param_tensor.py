@@ -52,10 +52,21 @@ class Held:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.casts = 0
+        self.ahead = 0  # by how much the versions of tensors that were the master before exceed that of this one
         self.edits = 0  # writes through the facade: the same on every rank, also on one without rows
         self.rows: Rows | None = None
         self.stamp: tuple[Any, ...] = ()
         self.face: Any = None  # the DTensor of the master that state dicts get
+
+    @property
+    def version(self) -> int:
+        """Rises with every write to the tensor that torch sees; does not change when the values move elsewhere."""
+        return self.ahead + self.tensor._version
+
+    def move(self, tensor: Tensor) -> None:
+        """Let ``tensor``, of the same values, be the master."""
+        self.ahead = self.version - tensor._version
+        self.tensor = tensor
 
     def drop(self) -> None:
         """Free the codes of the rows."""
@@ -115,7 +126,7 @@ class Fp8Weight(Tensor):
         stay valid, since no value changes. Casts bring the values over for as long as they take."""
         assert self.held is not None
         moved = self.held.tensor.detach().to(device)
-        self.held.tensor = moved.pin_memory() if pin else moved
+        self.held.move(moved.pin_memory() if pin else moved)
 
     def values(self) -> Tensor:
         """High precision, on the device of the facade: the master, or the dequantized codes of a gathered weight."""
@@ -150,7 +161,7 @@ class Fp8Weight(Tensor):
         """What must be the same for codes of this weight to be valid, besides the epoch."""
         if self.held is None:
             return ()
-        return (self.held.edits, self.held.tensor._version)
+        return (self.held.edits, self.held.version)
 
     @property
     def _version(self) -> int:  # type: ignore[override]
@@ -272,7 +283,7 @@ class Fp8Weight(Tensor):
         # Who casts takes part in a collective where blocks are cut, so all ranks must come to the same answer. The
         # master's version cannot be asked then: a rank without rows sees no write to it.
         cut = any(shards.cuts(need) for need in needs)
-        stamp = (epoch.now(), epoch.edits(), held.edits, 0 if cut else held.tensor._version, shards)
+        stamp = (epoch.now(), epoch.edits(), held.edits, 0 if cut else held.version, shards)
         if held.rows is not None and held.stamp == stamp:
             return param_rows.wire(held.rows, shards)
         with torch.inference_mode(False), torch.no_grad():
