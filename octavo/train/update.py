@@ -32,7 +32,7 @@ class Loss(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`parts` summed over micro-batches and ranks; the gradients' norm before clipping; whether weights were updated."""
+    """`parts` summed over micro-batches and ranks; the norm of all gradients before clipping; whether weights moved."""
 
     parts: Tensor
     norm: Tensor
