@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from octavo import checkpoint
+from octavo.fp8.optim.adamw import AdamW
 
 
 class One:
@@ -37,13 +38,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def optimizer_for(model: nn.Module, **settings) -> torch.optim.AdamW:
+def optimizer_for(model: nn.Module, **settings) -> torch.optim.Optimizer:
+    """torch's AdamW, or `fp8.AdamW` where the settings name states."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for n, p in trained if not n.endswith("bias")], "weight_decay": 0.1},
         {"params": [p for n, p in trained if n.endswith("bias")], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, **{"lr": 1e-2, "betas": (0.9, 0.95), **settings})
+    kind = AdamW if "states" in settings else torch.optim.AdamW
+    return kind(groups, **{"lr": 1e-2, "betas": (0.9, 0.95), **settings})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, part: slice = slice(None)) -> list[float]:
@@ -75,6 +78,15 @@ def fresh(**settings) -> tuple[Model, torch.optim.AdamW]:
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def small(states: str = "fp8", master: str = "bf16+16", seed: int = 0, **settings) -> tuple[Model, AdamW]:
+    """A model whose parameters end inside groups of 128, and its optimizer; BF16 where the master is."""
+    torch.manual_seed(seed)
+    model = Model(width=40)
+    if master != "fp32":
+        model.bfloat16()
+    return model, optimizer_for(model, states=states, master=master, **settings)
 
 
 def same(left: object, right: object) -> bool:
