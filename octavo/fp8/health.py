@@ -99,6 +99,19 @@ def health() -> Iterator[Health]:
             _collectors[:] = [c for c in _collectors if c is not collector]
 
 
+@contextmanager
+def muted() -> Iterator[None]:
+    """Nothing inside enters a collector: a backward that runs again over the same graph."""
+    with _lock:
+        held = list(_collectors)
+        _collectors.clear()
+    try:
+        yield
+    finally:
+        with _lock:
+            _collectors[:] = held
+
+
 def watching() -> bool:
     return bool(_collectors)
 

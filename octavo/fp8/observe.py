@@ -168,6 +168,19 @@ def uncounted() -> Iterator[None]:
             spans.add(first, last)
 
 
+@contextmanager
+def muted() -> Iterator[None]:
+    """GEMMs inside enter no count: a backward that runs again over the same graph, which owes each of them once."""
+    with _lock:
+        held = list(_collectors)
+        _collectors.clear()
+    try:
+        yield
+    finally:
+        with _lock:
+            _collectors[:] = held
+
+
 def phase() -> Phase:
     """The phase of a forward that starts now."""
     recompute = torch._C._current_graph_task_id() != -1

@@ -137,7 +137,10 @@ def _compiled(module: str, index: int, arch: int) -> dict[str, Any]:
     variant = _variants(module)[index]
     row = {"name": variant.name, "kernel": variant.kernel.__name__, "module": module.rpartition(".")[2], "arch": arch}
     try:
-        return {**row, "error": None, **_examined(_compile(variant, arch))}
+        compiled = _compile(variant, arch)
+        if not variant.fused and "fma.rn.f32" in compiled.asm["ptx"]:
+            raise ValueError("it must round products and sums apart, and has fma instructions")
+        return {**row, "error": None, **_examined(compiled)}
     except Exception as error:  # any failure of the compiler belongs into the report, beside the forms that compile
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return {**row, "error": f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"}
@@ -160,6 +163,7 @@ def _compile(variant: Any, arch: int) -> Any:
     aligned = [n for n, kind in variant.signature.items() if kind.startswith("*") or kind.endswith(":16")]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "maxnreg": variant.maxnreg}
+    options["enable_fp_fusion"] = variant.fused
     source = ASTSource(variant.kernel, signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 

@@ -17,6 +17,7 @@ in: autocast is switched off inside, and under a lowered precision the product i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,10 +31,14 @@ from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.recipe import Recipe
 
+if TYPE_CHECKING:
+    from octavo.fp8.optim.moments import Agree
+    from octavo.fp8.optim.update import Hyper, Piece
+
 __all__ = ["ReferenceBackend", "scaled"]
 
 _GEMMS = ("fwd", "dgrad", "wgrad")
-_ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward")
+_ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward", "adamw")
 
 
 class ReferenceBackend(Backend):
@@ -134,6 +139,14 @@ class ReferenceBackend(Backend):
     ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
         """See :mod:`octavo.fp8.kernels.reference_fused`."""
         return fused.swiglu_backward_quantize(dh, gate, up, row, col)
+
+    def adamw(
+        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
+    ) -> None:
+        """See :mod:`octavo.fp8.optim.update`."""
+        from octavo.fp8.optim import update
+
+        update.reference(pieces, hyper, factor, agree)
 
 
 def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out_dtype: torch.dtype) -> Tensor:

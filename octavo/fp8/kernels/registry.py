@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from torch import Tensor
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.recipe import Recipe
+
+if TYPE_CHECKING:
+    from octavo.fp8.optim.moments import Agree
+    from octavo.fp8.optim.update import Hyper, Piece
 
 __all__ = ["OPS", "Backend", "BackendError", "Borrower", "Selection", "get", "names", "quantize", "register", "select"]
 
@@ -32,9 +36,10 @@ OPS = (
     "rmsnorm",
     "swiglu",
     "swiglu_backward",
+    "adamw",
 )
-"""What a backend can be asked for: casts, the three GEMMs with their casts, the same for groups of experts, and the
-two elementwise layers that emit quantized outputs."""
+"""What a backend can be asked for: casts, the three GEMMs with their casts, the same for groups of experts, the two
+elementwise layers that emit quantized outputs, and the optimizer's step."""
 
 
 class BackendError(RuntimeError):
@@ -173,6 +178,12 @@ class Backend:
         computed in fp32, rounded to gate's dtype, cast; never written in 16 bits. None for None."""
         raise self._missing("swiglu_backward")
 
+    def adamw(
+        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
+    ) -> None:
+        """One step of AdamW, in place: see ``octavo.fp8.optim.update.reference``."""
+        raise self._missing("adamw")
+
     def _missing(self, op: str) -> BackendError:
         return BackendError(f"Backend {self.name!r} has no {op}. Ask select() for one that has.")
 
@@ -267,7 +278,7 @@ def select(
 
     Args:
         op: one of :data:`OPS`.
-        recipe_or_spec: the CastSpec of a quantize, the Recipe of a GEMM.
+        recipe_or_spec: the CastSpec of a quantize, the Recipe of a GEMM; any for adamw, which casts nothing.
         device: where it will run.
         shape: of x for quantize; (M, N, K) for a GEMM, None in place of what is unknown. None: all unknown.
         requested: "auto", or the name of the backend that must do it.

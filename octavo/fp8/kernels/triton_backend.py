@@ -12,6 +12,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.recipe import Recipe
 
+if TYPE_CHECKING:
+    from octavo.fp8.optim.moments import Agree
+    from octavo.fp8.optim.update import Hyper, Piece
+
 __all__ = ["TritonBackend"]
 
 OLDEST = (8, 9)  # Ada: the first tensor cores that multiply FP8
@@ -31,7 +36,7 @@ ALONG, ACROSS = (-1, 32, 128), (-1, 1, 128)  # sides of blocks for a GEMM, along
 
 
 class TritonBackend(Backend):
-    """Casts, GEMMs, grouped GEMMs and fused layers in Triton."""
+    """Casts, GEMMs, grouped GEMMs, fused layers and the optimizer's step in Triton."""
 
     name = "triton"
 
@@ -162,6 +167,13 @@ class TritonBackend(Backend):
         from octavo.fp8.kernels.triton_kernels import fused
 
         return fused.swiglu_backward_quantize(dh, gate, up, row, col)
+
+    def adamw(
+        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
+    ) -> None:
+        from octavo.fp8.kernels.triton_kernels import adamw
+
+        adamw.step(pieces, hyper, factor, agree)
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,8 @@ class Variant(NamedTuple):
 
     ``signature`` gives Triton's type of each argument that is no constant (``"*bf16"``, ``"*fp8e4nv"``, ``"*u8"``,
     ``"i32"``; ``":16"`` behind it: a multiple of 16, as Triton finds out by itself at a launch); ``constants`` the
-    constexpr arguments; ``architectures`` those it is used on; ``maxnreg`` the most registers a thread may have.
+    constexpr arguments; ``architectures`` those it is used on; ``maxnreg`` the most registers a thread may have;
+    ``fused`` whether a product may be rounded together with the sum it enters.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Variant(NamedTuple):
     num_stages: int = 3
     architectures: tuple[int, ...] = (89, 90, 100, 120)
     maxnreg: int | None = None
+    fused: bool = True
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -1,0 +1,173 @@
+"""AdamW in one launch: tables of pieces for ``adamw_kernels.py``, and the forms it is compiled in.
+
+Bytes an element that a step reads and writes, gradient in BF16 (8-bit states count their figures)::
+
+    states x master        reads                            writes            together
+    fp8 x bf16+sr          w 2, g 2, states 2.06            w 2, states 2.06    10.1
+    fp8 x bf16+16          w 4, g 2, states 2.06            w 4, states 2.06    14.1
+    fp32 x fp32 (g fp32)   w 4, g 4, states 8               w 4, states 8       28
+
+All pieces of one kind (types, states, master) go in one launch, however many there are and however long each is: a
+row a piece says where its tensors are, and a program finds its piece by halving. The table is written on the host and
+copied from pinned memory, so that nothing waits for the device. Pieces whose addresses, starts and sizes are multiples
+of 16 have a form that reads 8 to 16 bytes a thread at once; the others, biases of odd length and shards that begin
+inside 16 elements, have one that reads element by element.
+
+Groups of 128 that a shard's border cuts need the extrema of other ranks between their moments and their codes. With
+such groups (``agree``) the kernel does the whole groups and the reference does the cut ones, all of them together: a
+few rows, a few dozen small operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from octavo.fp8.kernels.triton_kernels.adamw_kernels import COLUMNS, adamw_step
+from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
+from octavo.fp8.optim import update
+from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree
+from octavo.fp8.optim.update import Hyper, Piece, Scalars
+
+__all__ = ["step", "variants"]
+
+GROUPS, TILES = 8, 4  # groups a tile, tiles a program: 4096 elements
+WARPS = 4
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_WIDE = 1 << 63
+
+
+def step(
+    pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None = None, agree: Agree | None = None
+) -> None:
+    """Step all ``pieces`` in place as ``octavo.fp8.optim.update.reference`` does.
+
+    Bit for bit with the states fp8, bf16 and fp32 and every master. With coat the powers are those of the device: its
+    figures differ in the last places, a code in some hundreds by one, and weights by as much as that moves a moment.
+
+    Raises:
+        TypeError: a gradient of another dtype than bfloat16, float16 and float32.
+    """
+    cut: list[Piece] = []
+    if agree is not None:
+        cut = [update.part(e.piece, e.first, e.last) for e in update.edges(pieces)]
+        pieces = [update.whole(piece) for piece in pieces]
+    kinds: dict[tuple[Any, ...], list[Piece]] = {}
+    for piece in pieces:
+        if piece.grad.dtype not in _TYPES:
+            raise TypeError(f"AdamW's kernel takes no gradient of {piece.grad.dtype}; cast it to bfloat16 or float32.")
+        if piece.weight.numel():
+            own = "master" if "master" in piece.state else hyper.master
+            kind = (piece.weight.dtype, piece.grad.dtype, own, _aligned(piece, hyper))
+            kinds.setdefault(kind, []).append(piece)
+    if factor is None or isinstance(factor, Tensor):
+        times = factor
+    else:
+        times = torch.full((), factor, dtype=torch.float32, device=pieces[0].weight.device)
+    for (weight, grad, own, aligned), found in kinds.items():
+        _launch(found, hyper, times, weight, grad, own, aligned)
+    if cut:  # each of which has one edge: the columns that agree() was told of
+        update.reference(cut, hyper, factor, agree)
+
+
+def _launch(
+    pieces: list[Piece],
+    hyper: Hyper,
+    factor: Tensor | None,
+    weight: torch.dtype,
+    grad: torch.dtype,
+    own: str,
+    aligned: bool,
+) -> None:
+    rows, programs = [], 0
+    for piece in pieces:
+        rows.append(_row(piece, hyper, programs))
+        groups = (piece.start % GROUP + piece.weight.numel() + GROUP - 1) // GROUP
+        programs += (groups + GROUPS * TILES - 1) // (GROUPS * TILES)
+    device = pieces[0].weight.device
+    scalars = {s: Scalars.of(hyper, s) for s in {piece.step for piece in pieces}}
+    each = scalars[pieces[0].step]
+    launch(
+        adamw_step,
+        (programs,),
+        _table(rows, torch.int64, device),
+        _numbers([scalars[piece.step] for piece in pieces], device),
+        None if factor is None else factor.float(),
+        len(pieces),
+        1 << (len(pieces) - 1).bit_length() >> 1,
+        *(each.beta1, each.rest1, each.beta2, each.rest2, each.eps),
+        STATES=hyper.states,
+        MASTER=own,
+        W=_TYPES[weight],
+        G=_TYPES[grad],
+        ALIGNED=aligned,
+        GROUPS=GROUPS,
+        TILES=TILES,
+        num_warps=WARPS,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+
+
+def _row(piece: Piece, hyper: Hyper, program: int) -> list[int]:
+    """A piece in the order of the kernel's columns."""
+    low = piece.state.get("master", piece.state.get("master_low"))
+    m, *rest = (piece.state[k.name].data_ptr() for k in LAYOUT[hyper.states])
+    m_figures, v, v_figures = rest if len(rest) == 3 else (0, rest[0], 0)
+    seed = (hyper.seed + _WIDE) % (2 * _WIDE) - _WIDE  # 64 bits, as an int64 has them
+    row = [piece.weight.data_ptr(), piece.grad.data_ptr(), 0 if low is None else low.data_ptr()]
+    row += [m, m_figures, v, v_figures]
+    row += [piece.weight.numel(), piece.start, program, piece.step, piece.index, seed]
+    assert len(row) == COLUMNS.value
+    return row
+
+
+def _table(rows: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    made = torch.tensor(rows, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def _numbers(scalars: list[Scalars], device: torch.device) -> Tensor:
+    """[pieces, 3]: root, decay, pace. A learning rate on the device is read there."""
+    if not isinstance(scalars[0].pace, Tensor):
+        return _table([[s.root, s.decay, s.pace] for s in scalars], torch.float32, device)
+    roots = _table([s.root for s in scalars], torch.float32, device)
+    return torch.stack([roots, *(torch.stack([getattr(s, n) for s in scalars]) for n in ("decay", "pace"))], 1)
+
+
+def _aligned(piece: Piece, hyper: Hyper) -> bool:
+    """Whether every tensor with a value an element begins, in memory and in its group, at a multiple of 16."""
+    held = [piece.weight, piece.grad, *(piece.state[k.name] for k in LAYOUT[hyper.states] if k.row is None)]
+    held += [piece.state[name] for name in ("master", "master_low") if name in piece.state]
+    return not (piece.start % 16 or piece.weight.numel() % 16 or any(t.data_ptr() % 16 for t in held))
+
+
+def variants() -> list[Variant]:
+    """Every pair of states and master with BF16 gradients, the fp32 ones with fp32 gradients; and odd pieces."""
+    kinds = [
+        (states, master, "bf16" if master != "fp32" else "fp32", grad, aligned)
+        for states in LAYOUT
+        for master in ("fp32", "master", "bf16+16", "bf16+sr")
+        for grad in (("fp32", "bf16") if master == "fp32" else ("bf16",))
+        for aligned in ((True, False) if states == "fp8" else (True,))
+    ]
+    signature = {"places": "*i64", "numbers": "*fp32", "factor": "*fp32", "count": "i32", "top": "i32"}
+    signature |= dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
+    types = {"fp32": tl.float32, "bf16": tl.bfloat16}
+    return [
+        Variant(
+            f"adamw {states} {master} g={grad}{'' if aligned else ' odd'}",
+            adamw_step,
+            signature,
+            {"STATES": states, "MASTER": master, "W": types[weight], "G": types[grad], "ALIGNED": aligned}
+            | {"GROUPS": GROUPS, "TILES": TILES},
+            num_warps=WARPS,
+            num_stages=1,
+            fused=False,
+        )
+        for states, master, weight, grad, aligned in kinds
+    ]

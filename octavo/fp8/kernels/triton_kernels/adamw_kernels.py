@@ -1,0 +1,404 @@
+"""The kernel of AdamW: one launch steps many pieces of parameters. ``adamw.py`` builds its tables and starts it.
+
+The arithmetic is that of ``octavo/fp8/optim/update.py``, ``moments.py`` and ``master.py``, operation by operation: IEEE
+division and square root, integers for codes and random bits, and no multiplication fused with an addition (the launch
+says ``enable_fp_fusion=False``; a fused one rounds once where the reference rounds twice). Only ``coat`` uses powers,
+of which the device's are approximate.
+
+A tile is GROUPS groups of 128 elements of the whole parameter, [GROUPS, 128]; a program does TILES of them in turn.
+What of a tile lies outside the piece reads as 0 and is not written. Random words are made four at a time, [GROUPS, 32]
+counters to [GROUPS, 128] words: ten rounds an element would cost more than all the rest.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.fp8.kernels.triton_kernels.bits import INF_BITS, NAN_BITS, decode_bits, encode_bits, round_to, widen
+
+__all__ = ["COLUMNS", "GROUP", "adamw_step", "philox_words"]
+
+GROUP = tl.constexpr(128)
+COLUMNS = tl.constexpr(13)  # of a piece's row in the table of places, in this order:
+WEIGHT = tl.constexpr(0)  # addresses
+GRAD = tl.constexpr(1)
+LOW = tl.constexpr(2)  # master_low or master; 0 where there is none
+M_CODES = tl.constexpr(3)
+M_FIGURES = tl.constexpr(4)
+V_CODES = tl.constexpr(5)
+V_FIGURES = tl.constexpr(6)
+COUNT = tl.constexpr(7)  # elements
+START = tl.constexpr(8)  # the first one's place in the whole parameter
+PROGRAM = tl.constexpr(9)  # the first program that works on it
+STEP = tl.constexpr(10)
+INDEX = tl.constexpr(11)
+SEED = tl.constexpr(12)
+
+NO_BITS = tl.constexpr(0x7FFFFFFF)  # above every pattern of a magnitude
+TINY = tl.constexpr(2.0**-100)
+TOP_BITS = tl.constexpr(0x7F000000)  # 2^127
+NARROWEST = tl.constexpr(544)  # a pace of 512, as the upper bits of a float
+R_TOP = tl.constexpr(5985.0)  # 63 * (63 + 32), what the largest code of r stands for
+TARGET = tl.constexpr(16.614709844115207)  # log2(448^2 / 2)
+
+
+@triton.jit
+def philox_words(c0, step, index, seed):
+    """Philox4x32-10 of counters (c0 [R, 32] uint32, step, index, 0) under the 64 bits of ``seed``: the words of each
+    counter's four elements side by side, uint32 [R, 128]."""
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    c1 = tl.zeros_like(c0) + step.to(tl.uint32)
+    c2 = tl.zeros_like(c0) + index.to(tl.uint32)
+    c3 = tl.zeros_like(c0)
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = p1.to(tl.uint32)
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = p0.to(tl.uint32)
+        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)  # modulo 2^32, which the interpreter would warn of
+        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    four = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # [R, 32, 2, 2]: c0, c1, c2, c3
+    return tl.reshape(four, [c0.shape[0], 4 * c0.shape[1]])
+
+
+@triton.jit
+def _constant(like, value: tl.constexpr):
+    """A tensor of one number: a division by a literal could become a product with its rounded inverse."""
+    return tl.zeros_like(like) + value
+
+
+@triton.jit
+def _pow(x, k):
+    """x^k for x >= 0, to a few units in the last place."""
+    logs = tl.log2(tl.where(x > 0, x, 1.0))
+    return tl.where(x == 0, 0.0, tl.where(x > 0, tl.exp2(k * logs), x))  # the last x is a NaN
+
+
+@triton.jit
+def _extrema(z):
+    """Patterns of the smallest non-zero and of the largest magnitude of each row, [R, 1]."""
+    bits = z.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    low = tl.min(tl.where(bits == 0, NO_BITS, bits), axis=1, keep_dims=True)
+    return low, tl.max(bits, axis=1, keep_dims=True)
+
+
+@triton.jit
+def _dither(element, step, index, seed):
+    """What is added to second moments before they are cut, int32 from 0 to 65535: a Weyl sequence over the steps.
+    ``element``: the lower 32 bits of its place, uint32."""
+    fixed = step * 0x9E3779B9 + seed * 0xD2511F53 + index * 0xCD9E8D57  # int64, modulo 2^64
+    return ((element * 0xC13FA9A9 + (fixed & 0xFFFFFFFF).to(tl.uint32)) >> 16).to(tl.int32)
+
+
+@triton.jit
+def _grid(word):
+    """(base, pace, rate) of the grid of second moments that a group's word stands for, [R, 1]."""
+    bad = word == -1
+    pace = tl.where(bad, 1, (((word >> 24) + NARROWEST) << 21).to(tl.float32, bitcast=True).to(tl.int32))
+    wide = pace.to(tl.float32)
+    rate = tl.where(bad, 0.0, tl.div_rn(_constant(wide, 65536.0), wide))
+    base = tl.where(bad, NAN_BITS, tl.maximum((word & 0xFFFFFF) << 7, 1))
+    return base, tl.where(bad, 0, pace), rate
+
+
+@triton.jit
+def _word(v):
+    """The word of each row's grid, [R, 1]: int32."""
+    low, high = _extrema(v)
+    # A row of zeros has no smallest value, a bad one no width that fits: neither is used.
+    plain = (high == 0) | (high >= TOP_BITS)
+    low = tl.where(plain, 0, low)
+    width = tl.maximum((tl.where(plain, 0, high) - low + 507) // 508, 512)
+    exponent = (width.to(tl.float32).to(tl.int32, bitcast=True) + 0x1FFFFF) >> 21
+    pace = (exponent << 21).to(tl.float32, bitcast=True).to(tl.int32)
+    word = ((exponent - NARROWEST) << 24) | ((low // pace * pace) >> 7)
+    return tl.where(high == 0, 0, tl.where(high >= TOP_BITS, -1, word))
+
+
+@triton.jit
+def _v_decoded(codes, base, pace):
+    bits = base + (codes - 1) * pace
+    return tl.where(codes == 0, 0, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fp8_decoded(m_bytes, v_bytes, scale, word):
+    """(m, v) of bytes int8 and uint8."""
+    byte = m_bytes.to(tl.int32)
+    base, pace, _ = _grid(word)
+    v = _v_decoded((v_bytes.to(tl.int32) << 1) | (byte & 1), base, pace)
+    code = byte >> 1
+    size = tl.maximum(code, -code)
+    return ((code * (size + 32)).to(tl.float32) * scale) * tl.sqrt_rn(v), v
+
+
+@triton.jit
+def _fp8_encoded(m, v, chance):
+    """(bytes of m int8, scale [R, 1], bytes of v uint8, words of the grids [R, 1]) of a tile."""
+    word = _word(v)
+    base, pace, rate = _grid(word)
+    bits = v.to(tl.int32, bitcast=True)
+    v_codes = ((((bits - base).to(tl.float32) * rate).to(tl.int32) + chance) >> 16) + 1
+    v_codes = tl.where(bits == 0, 0, v_codes)
+
+    kept = _v_decoded(v_codes, base, pace)
+    # Where v is 0 the quotient is not used; a root of 1 keeps it finite.
+    r = tl.where(kept == 0, 0.0, tl.div_rn(m, tl.sqrt_rn(tl.where(kept == 0, 1.0, kept))))
+    top = tl.max(r.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True)
+    amax = top.to(tl.float32, bitcast=True)
+    fits = (top < INF_BITS) & (amax >= TINY)
+    safe = tl.where(fits, amax, 1.0)
+    grid = tl.where(fits, tl.div_rn(_constant(safe, R_TOP), safe), 0.0)
+    scale = tl.where(fits, tl.div_rn(safe, _constant(safe, R_TOP)), 0.0)
+    scale = tl.where(top >= INF_BITS, NAN_BITS, scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    size = tl.sqrt_rn(tl.abs(tl.where(fits, r, 0.0)) * grid + 256.0) - 16.0
+    # Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
+    magic = _constant(r, 12582912.0)
+    code = tl.minimum((size + magic) - magic, 63.0).to(tl.int32)
+    code = tl.where(r < 0, -code, code)
+    return ((code << 1) | (v_codes & 1)).to(tl.int8), scale, (v_codes >> 1).to(tl.uint8), word
+
+
+@triton.jit
+def _coat_figures(z, LEAST: tl.constexpr):
+    """(s, k, c) of each row, [R, 1]."""
+    least, most = _extrema(z)
+    empty = most == 0
+    bad = most >= INF_BITS
+    plain = empty | bad
+    low = tl.where(plain, 1.0, least.to(tl.float32, bitcast=True))
+    high = tl.where(plain, 1.0, most.to(tl.float32, bitcast=True))
+    octaves = tl.log2(high) - tl.log2(low)
+    same = least == most
+    ratio = tl.div_rn(_constant(octaves, TARGET), tl.where(octaves > 0, octaves, 1.0))
+    # Neighbours whose logarithms are equal have an infinite quotient.
+    k = tl.where(octaves > 0, tl.minimum(tl.maximum(ratio, LEAST), 16.0), 16.0)
+    k = tl.where(same | plain, 1.0, k)
+    c = tl.sqrt_rn(high) * tl.sqrt_rn(low)
+    s = _pow(tl.div_rn(high, c), k)
+    s = tl.div_rn(s, _constant(s, 448.0))
+    nan = tl.full(s.shape, float("nan"), tl.float32)
+    s, k, c = tl.where(empty, 1.0, s), tl.where(empty, 1.0, k), tl.where(empty, 1.0, c)
+    return tl.where(bad, nan, s), tl.where(bad, nan, k), tl.where(bad, nan, c)
+
+
+@triton.jit
+def _coat_decoded(codes, s, k, c):
+    """Moments of E4M3 codes (uint8) under figures [R, 1]."""
+    code = decode_bits(codes, False)
+    size = _pow(tl.abs(code) * s, tl.div_rn(_constant(k, 1.0), k)) * c
+    return tl.where(code.to(tl.int32, bitcast=True) < 0, -size, size)
+
+
+@triton.jit
+def _coat_scaled(z, s, k, c):
+    return tl.div_rn(_pow(tl.div_rn(tl.abs(z), tl.broadcast_to(c, z.shape)), k), tl.broadcast_to(s, z.shape))
+
+
+@triton.jit
+def _coat_m_codes(m, s, k, c):
+    y = tl.minimum(_coat_scaled(m, s, k, c), 448.0)
+    y = tl.where(tl.broadcast_to(s, m.shape) == s, y, float("nan"))  # a minimum may drop a NaN
+    sign = m.to(tl.int32, bitcast=True) & -0x80000000
+    return encode_bits((y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), False)
+
+
+@triton.jit
+def _coat_v_codes(v, s, k, c, chance):
+    y = _coat_scaled(v, s, k, c)
+    bad = y != y
+    y = tl.where(bad, 1.0, y)
+    # A normal number drops 20 bits of its mantissa; a subnormal one is a multiple of 2^-9.
+    bits = (y.to(tl.int32, bitcast=True) + (chance << 4)) & -0x100000
+    fine = tl.floor(y * 512.0 + chance.to(tl.float32) * (2.0**-16)) * (2.0**-9)
+    rounded = tl.where(y < 2.0**-6, fine, bits.to(tl.float32, bitcast=True))
+    rounded = tl.minimum(tl.maximum(rounded, 2.0**-9), 448.0)
+    rounded = tl.where(bad, float("nan"), rounded)
+    return encode_bits(tl.where(v == 0, 0.0, rounded), False)
+
+
+@triton.jit
+def _clean(w):
+    """Patterns of fp32, every NaN as 0x7FC00000, so that no sum below carries into its sign."""
+    bits = w.to(tl.int32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) > INF_BITS, NAN_BITS, bits)
+
+
+@triton.jit
+def _upper(bits):
+    """The upper 16 bits of patterns as bf16."""
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _pointer(where, begin, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to element ``begin`` of the tensor at the address ``where``."""
+    if ALIGNED:
+        where = tl.multiple_of(where, 16)
+        begin = tl.multiple_of(begin, 16)
+    pointer = where.to(tl.pointer_type(TYPE)) + begin
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit(do_not_specialize=["count", "top"])
+def adamw_step(
+    places,
+    numbers,
+    factor,
+    count,
+    top,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    STATES: tl.constexpr,
+    MASTER: tl.constexpr,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """TILES tiles of one of ``count`` pieces, the last whose PROGRAM is not beyond this program; ``top``: the largest
+    power of two below ``count``, 0 for one piece. ``numbers`` [count, 3] fp32: root, decay, pace. ``factor``: one fp32,
+    or None.
+
+    W and G: types of weights and gradients. MASTER: "fp32" (the weights themselves), "master" (fp32 copies behind BF16
+    weights), "bf16+16" or "bf16+sr". ALIGNED: addresses, counts and starts of all pieces are multiples of 16.
+    """
+    program = tl.program_id(0)
+    piece = program * 0
+    half = top
+    while half > 0:
+        candidate = piece + half
+        first = tl.load(places + candidate.to(tl.int64) * COLUMNS + PROGRAM, mask=candidate < count, other=NO_BITS)
+        piece = tl.where(first <= program, candidate, piece)
+        half = half // 2
+    row = places + piece.to(tl.int64) * COLUMNS
+    n = tl.load(row + COUNT)
+    start = tl.load(row + START)
+    root = tl.load(numbers + piece * 3)
+    decay = tl.load(numbers + piece * 3 + 1)
+    pace = tl.load(numbers + piece * 3 + 2)
+    lane = start % GROUP
+    groups = (lane + n + GROUP - 1) // GROUP
+    weight_address, grad_address, low_address = tl.load(row + WEIGHT), tl.load(row + GRAD), tl.load(row + LOW)
+    m_codes_address, m_figures_address = tl.load(row + M_CODES), tl.load(row + M_FIGURES)
+    v_codes_address, v_figures_address = tl.load(row + V_CODES), tl.load(row + V_FIGURES)
+    step, index, seed = tl.load(row + STEP), tl.load(row + INDEX), tl.load(row + SEED)
+    if factor is not None:
+        times = tl.load(factor)
+    tile = (program - tl.load(row + PROGRAM)) * TILES
+    tiles = tl.minimum((groups + GROUPS - 1) // GROUPS - tile, TILES)
+
+    at = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    line = tl.arange(0, GROUPS)[:, None]
+    wide: tl.constexpr = tl.float32 if STATES == "fp32" else tl.bfloat16
+    m_type: tl.constexpr = tl.int8 if STATES == "fp8" else (tl.uint8 if STATES == "coat" else wide)
+    v_type: tl.constexpr = tl.uint8 if STATES == "fp8" or STATES == "coat" else wide
+    for t in range(tiles):
+        group = (tile + t) * GROUPS
+        begin = group * GROUP - lane  # negative where the piece begins inside the first group
+        stop = tl.minimum(n - begin, GROUPS * GROUP).to(tl.int32)
+        skip = tl.maximum(-begin, 0).to(tl.int32)
+        if ALIGNED:
+            stop = tl.multiple_of(stop, 16)
+            skip = tl.multiple_of(skip, 16)
+        inside = (at >= skip) & (at < stop)
+        known = group + line < groups
+
+        grad = _pointer(grad_address, begin, G, ALIGNED) + at
+        weight = _pointer(weight_address, begin, W, ALIGNED) + at
+        m_at = _pointer(m_codes_address, begin, m_type, ALIGNED) + at
+        v_at = _pointer(v_codes_address, begin, v_type, ALIGNED) + at
+
+        g = widen(tl.load(grad, mask=inside, other=0.0))
+        if factor is not None:
+            g = g * times
+        if STATES == "fp8":
+            scale_at = _pointer(m_figures_address, group, tl.float32, False) + line
+            range_at = _pointer(v_figures_address, group, tl.int32, False) + line
+            word = tl.load(range_at, mask=known, other=0)
+            scale = tl.load(scale_at, mask=known, other=0.0)
+            m_bytes, v_bytes = tl.load(m_at, mask=inside, other=0), tl.load(v_at, mask=inside, other=0)
+            m, v = _fp8_decoded(m_bytes, v_bytes, scale, word)
+        elif STATES == "coat":
+            m_figures = _pointer(m_figures_address, group * 3, tl.float32, False) + line * 3
+            v_figures = _pointer(v_figures_address, group * 3, tl.float32, False) + line * 3
+            s = tl.load(m_figures, mask=known, other=1.0)
+            k = tl.load(m_figures + 1, mask=known, other=1.0)
+            c = tl.load(m_figures + 2, mask=known, other=1.0)
+            m = _coat_decoded(tl.load(m_at, mask=inside, other=0), s, k, c)
+            s = tl.load(v_figures, mask=known, other=1.0)
+            k = tl.load(v_figures + 1, mask=known, other=1.0)
+            c = tl.load(v_figures + 2, mask=known, other=1.0)
+            v = _coat_decoded(tl.load(v_at, mask=inside, other=0), s, k, c)
+        else:
+            m = widen(tl.load(m_at, mask=inside, other=0.0))
+            v = widen(tl.load(v_at, mask=inside, other=0.0))
+        if MASTER == "bf16+16":
+            low_at = _pointer(low_address, begin, tl.int16, ALIGNED) + at
+            high_half = tl.load(weight, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+            low_half = tl.load(low_at, mask=inside, other=0).to(tl.int32)
+            w = ((high_half << 16) + low_half).to(tl.float32, bitcast=True)
+        elif MASTER == "master":
+            low_at = _pointer(low_address, begin, tl.float32, ALIGNED) + at
+            w = tl.load(low_at, mask=inside, other=0.0)
+        else:
+            w = widen(tl.load(weight, mask=inside, other=0.0))
+
+        m = m * beta1 + g * rest1
+        v = v * beta2 + (g * rest2) * g
+        d = tl.sqrt_rn(v) * root + eps
+        w = w * decay - tl.div_rn(m * pace, d)
+
+        if STATES == "coat" or MASTER == "bf16+sr":
+            counter = (start // GROUP + group + line) * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
+            words = philox_words(counter.to(tl.uint32), step, index, seed)
+        if STATES == "coat":
+            chance = (words >> 16).to(tl.int32)
+        elif STATES != "fp32":
+            chance = _dither((start + begin).to(tl.uint32) + at.to(tl.uint32), step, index, seed)
+
+        if STATES == "fp8":
+            m_bytes, scale, v_bytes, word = _fp8_encoded(m, v, chance)
+            tl.store(m_at, m_bytes, mask=inside)
+            tl.store(v_at, v_bytes, mask=inside)
+            tl.store(scale_at, scale, mask=known)
+            tl.store(range_at, word, mask=known)
+        elif STATES == "coat":
+            s, k, c = _coat_figures(m, 1.0)
+            tl.store(m_at, _coat_m_codes(m, s, k, c), mask=inside)
+            tl.store(m_figures, s, mask=known)
+            tl.store(m_figures + 1, k, mask=known)
+            tl.store(m_figures + 2, c, mask=known)
+            s, k, c = _coat_figures(v, 0.0625)
+            tl.store(v_at, _coat_v_codes(v, s, k, c, chance), mask=inside)
+            tl.store(v_figures, s, mask=known)
+            tl.store(v_figures + 1, k, mask=known)
+            tl.store(v_figures + 2, c, mask=known)
+        elif STATES == "bf16":
+            bits = v.to(tl.int32, bitcast=True)
+            tl.store(m_at, round_to(m, tl.bfloat16), mask=inside)
+            tl.store(v_at, _upper(tl.where(bits < INF_BITS, bits + chance, NAN_BITS)), mask=inside)
+        else:
+            tl.store(m_at, m, mask=inside)
+            tl.store(v_at, v, mask=inside)
+
+        if MASTER == "bf16+16":
+            bits = _clean(w)
+            tl.store(weight, _upper(bits + 0x8000), mask=inside)
+            tl.store(low_at, bits.to(tl.int16), mask=inside)
+        elif MASTER == "bf16+sr":
+            tl.store(weight, _upper(_clean(w) + (words & 0xFFFF).to(tl.int32)), mask=inside)
+        else:
+            tl.store(weight, round_to(w, W), mask=inside)
+            if MASTER == "master":
+                tl.store(low_at, w, mask=inside)

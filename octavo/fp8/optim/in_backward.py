@@ -1,0 +1,263 @@
+"""Update in backward: each parameter is stepped as soon as its gradient is complete, and the gradient is freed at once.
+
+No gradient outlives the layer it belongs to, which saves the whole gradient buffer: 2 bytes a parameter in BF16, 4 in
+fp32. With ``bf16+sr`` and FP8 states a parameter then costs 4.1 bytes in all.
+
+    updating = UpdateInBackward(optimizer, model)
+    loss = forward(batch)
+    done = updating.run(lambda retain: loss.backward(retain_graph=retain), clip=1.0)
+    done.norm, done.applied
+
+**Clipping** wants the norm of all gradients before the first update. So ``run`` goes through the same graph twice: the
+first pass only adds up squared norms and frees each gradient, the second computes the same gradients again and updates
+with the factor, now known. The norm is exact, and the step equals the ordinary one bit for bit. It costs a second
+backward, about two thirds of a step more, and no bytes: what the forward saved lives until the second pass frees it.
+Without clipping (``clip=0``) one pass does both.
+
+**What is not finite.** With two passes the norm is known before anything was written: the step is skipped whole
+(``applied`` is False). With one pass it shows when other weights have been updated already: updating stops and ``run``
+raises :class:`PartialUpdate`, since no weight can be taken back.
+
+**Gradient accumulation** cannot be: a step has one backward. A second one raises.
+
+The optimizer itself is not changed. A parameter that got no gradient (an expert without tokens, a frozen one) is left
+alone, as ``torch.optim`` leaves it. A parameter that is used twice is stepped when both parts have been added; only
+reentrant checkpointing around both of its uses shows each part alone, and is refused as a second backward. Under FSDP2
+hooks see the sharded gradient after its reduction, in the same order on every rank, and the norm takes one all-reduce.
+DistributedDataParallel calls such hooks before it has reduced a gradient: use FSDP2. Where layers are compiled with
+``torch.compile``, two passes need ``torch._functorch.config.donated_buffer = False`` before the first forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.fp8 import observe, scaling
+from octavo.fp8.health import muted
+from octavo.fp8.local import plain
+from octavo.fp8.optim.adamw import AdamW
+from octavo.fp8.weights import is_dtensor
+
+__all__ = ["PartialUpdate", "UpdateInBackward", "Updated", "clip_factor", "gradient_norm"]
+
+
+class PartialUpdate(RuntimeError):
+    """A gradient was not finite when other weights of the step had been written already."""
+
+
+class Updated(NamedTuple):
+    """``norm``: of all gradients before clipping, 0-d fp32, the same on every rank; ``applied``: False where it was not
+    finite, so that nothing was written."""
+
+    norm: Tensor
+    applied: bool
+
+
+class UpdateInBackward:
+    """Hooks on the parameters of an optimizer that step each one in backward; see this file's head.
+
+    ``model`` is where delayed scaling keeps its histories, which two passes must record once; a list of parameters will
+    do for a model without. While the hooks are there every backward goes through :meth:`run`; :meth:`remove` ends that.
+    """
+
+    def __init__(self, optimizer: AdamW, model: nn.Module | Iterable[nn.Parameter]) -> None:
+        self.optimizer = optimizer
+        self._model = model if isinstance(model, nn.Module) else None
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        given = list(model.parameters() if isinstance(model, nn.Module) else model)
+        foreign = sum(p.requires_grad and id(p) not in own for p in given)
+        if foreign:
+            raise ValueError(
+                f"{foreign} of {len(given)} parameters ask for a gradient and are not in the optimizer, so nobody "
+                "would free it. Freeze them (requires_grad_(False)) or give them to the optimizer."
+            )
+        self._hooks: dict[int, Any] = {}
+        self._act: Callable[[nn.Parameter], None] | None = None
+        self._seen: set[int] = set()
+        self._wrote = False
+        self._hook()
+
+    def run(self, backward: Callable[[bool], None], clip: float = 0.0) -> Updated:
+        """One step: ``backward(retain)`` must run the backward of the step's one loss, with ``retain_graph=retain``.
+
+        Args:
+            backward: called twice where ``clip > 0``, first with True; else once, with False.
+            clip: the largest norm that gradients may have together; 0: any.
+
+        Waits for the device once, to know whether the norm is finite.
+
+        Raises:
+            PartialUpdate: a gradient was not finite, and with ``clip=0`` some weights had been written.
+            RuntimeError: a parameter got a second gradient in this step, or had one before it.
+        """
+        parameters = self._hook()
+        held = sum(p.grad is not None for p in parameters)
+        if held:
+            raise RuntimeError(
+                f"{held} parameters hold a gradient from before this step, which update in backward would add to. "
+                "Call optimizer.zero_grad() first."
+            )
+        if clip < 0:
+            raise ValueError(f"Gradients cannot be clipped to a norm of {clip}; use a positive one, or 0 for none.")
+        norms: dict[int, Tensor] = {}
+        if not clip:
+            return self._one_pass(backward, parameters, norms)
+        before = scaling.scaling_state(self._model) if self._model is not None else {}
+        with self._pass(lambda p: norms.__setitem__(id(p), _norm(p))):
+            backward(True)
+        norm = _total(parameters, norms)
+        if not bool(norm.isfinite()):
+            return Updated(norm, False)
+        factor = clip_factor(norm, clip)
+        if before and self._model is not None:  # the same scales again, and one entry a step
+            scaling.load_scaling_state(self._model, before)
+        with self._pass(lambda p: self.optimizer.update([p], factor)), observe.muted(), muted():
+            backward(False)
+        self._finish()
+        return Updated(norm, True)
+
+    def remove(self) -> None:
+        """Take the hooks off: gradients stay in ``.grad`` again."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def _one_pass(
+        self, backward: Callable[[bool], None], parameters: list[nn.Parameter], norms: dict[int, Tensor]
+    ) -> Updated:
+        watch = _Watch()
+
+        def update(p: nn.Parameter) -> None:
+            norms[id(p)] = _norm(p)
+            watch.add(norms[id(p)])
+            if not watch.stopped():
+                self.optimizer.update([p], None)
+                self._wrote = True
+
+        self._wrote = False
+        with self._pass(update):
+            backward(False)
+        norm = _total(parameters, norms)
+        if not bool(norm.isfinite()):
+            raise PartialUpdate(
+                f"The gradient norm of this step is {float(norm)}, and without clipping update in backward learns of "
+                "that after the first weights were updated: the model is updated in part. Resume from the last "
+                "checkpoint; with train.clip > 0 such a step is skipped whole, before anything is written."
+            )
+        self._finish()
+        return Updated(norm, True)
+
+    def _finish(self) -> None:
+        """A step without gradients updates nothing, and lets everybody who listens to steps know that weights moved:
+        cached FP8 codes, schedules, hooks of the optimizer."""
+        self.optimizer.step()
+
+    def _hook(self) -> list[nn.Parameter]:
+        """The parameters that ask for a gradient, each with its hook: one thawed meanwhile gets one, too."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for p in parameters:
+            if id(p) not in self._hooks:
+                self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._complete)
+        return parameters
+
+    @contextmanager
+    def _pass(self, act: Callable[[nn.Parameter], None]) -> Iterator[None]:
+        self._act, self._seen = act, set()
+        try:
+            yield
+        finally:
+            self._act = None
+
+    def _complete(self, p: nn.Parameter) -> None:
+        """The hook: the gradient of ``p`` is complete."""
+        try:
+            if self._act is None:
+                raise RuntimeError(
+                    "A backward ran outside UpdateInBackward.run, where no update is due. Update in backward takes one "
+                    "backward a step: to accumulate gradients over micro-batches use optimizer.update=step, else "
+                    "call remove() first."
+                )
+            if id(p) in self._seen:
+                raise RuntimeError(
+                    f"A parameter of shape {list(p.shape)} got a second gradient in one step, and the first is freed "
+                    "already. Update in backward takes one backward a step (train.grad_accum: 1) and no reentrant "
+                    "checkpointing around two uses of one parameter; use optimizer.update=step for that."
+                    + (" Some weights have been updated: resume from the last checkpoint." if self._wrote else "")
+                )
+            self._seen.add(id(p))
+            self._act(p)
+        finally:
+            p.grad = None
+
+
+class _Watch:
+    """Whether a norm that was not finite has been seen, without waiting: on a GPU each is copied to the host behind the
+    work before it and looked at when it has arrived, a few parameters later."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[Tensor, Any]] = deque()
+        self._bad = False
+
+    def add(self, norm: Tensor) -> None:
+        if norm.is_cuda:
+            here = torch.empty((), dtype=norm.dtype, pin_memory=True)
+            here.copy_(norm, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._under_way.append((here, event))
+        else:
+            self._bad |= not bool(norm.isfinite())
+
+    def stopped(self) -> bool:
+        while self._under_way and self._under_way[0][1].query():
+            self._bad |= not bool(self._under_way.popleft()[0].isfinite())
+        return self._bad
+
+
+# --- the norm ---------------------------------------------------------------------------------------------------------
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of all gradients in ``.grad`` over all ranks, 0-d fp32: the same operations as the first pass, so that
+    a step clips alike with both."""
+    parameters = [p for p in parameters if p.requires_grad]
+    return _total(parameters, {id(p): _norm(p) for p in parameters if p.grad is not None})
+
+
+def clip_factor(norm: Tensor, clip: float) -> Tensor:
+    """What multiplies every gradient so that their norm does not exceed ``clip``, as ``clip_grad_norm_`` has it."""
+    return (clip / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _norm(p: nn.Parameter) -> Tensor:
+    """The norm of what this rank holds of a gradient, 0-d fp32."""
+    assert p.grad is not None
+    return torch.linalg.vector_norm(plain(p.grad), dtype=torch.float32)
+
+
+def _total(parameters: list[nn.Parameter], norms: dict[int, Tensor]) -> Tensor:
+    """The norm of norms, in the order of the parameters whatever that of the backward; shards summed over ranks."""
+    if not parameters:
+        return torch.zeros(())
+    parts: dict[Any, list[Tensor]] = {}
+    for p in parameters:  # also those without a gradient here: ranks must agree on the collectives
+        of_ranks = (p.device_mesh, tuple(p.placements)) if is_dtensor(p) else None  # type: ignore[attr-defined]
+        found = parts.setdefault(of_ranks, [])
+        if id(p) in norms:
+            found.append(norms[id(p)])
+    squares = []
+    for of_ranks, found in parts.items():
+        square = torch.stack(found).square().sum() if found else torch.zeros((), device=plain(parameters[0]).device)
+        if of_ranks is not None:
+            mesh, placements = of_ranks
+            for dim, placement in enumerate(placements):
+                if placement.is_shard():
+                    torch.distributed.all_reduce(square, group=mesh.get_group(dim))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()

@@ -1,0 +1,331 @@
+"""Optimizer states in host memory: each batch of pieces is on the device only while it is updated.
+
+States (moments, and the lower halves or fp32 copies of master weights) lie pinned in host memory; weights and gradients
+stay where they are. A step goes through the pieces in batches of about 64 MiB of states. While one batch is updated,
+the next comes in on one side stream and the last goes back on another, so that PCI Express works in both directions at
+once beside the arithmetic::
+
+    inward    |  fetch 0  |  fetch 1  |  fetch 2  |
+    update                | update 0  | update 1  | update 2  |
+    outward                           |  write 0  |  write 1  |  write 2  |
+
+A large parameter is cut at borders of groups of 128, so three buffers of a batch's size are all that the device needs.
+The batch that followed last time is fetched ahead across calls, which serves an update in backward, where every
+parameter is a call of its own. What was fetched ahead is used only if the host's copy was not written meanwhile.
+
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-4, master="bf16+sr")       # the rest as ever
+
+What it costs: the states cross the bus twice a step (FP8 states with ``bf16+sr``: 4.1 bytes a parameter, 8.2 with
+``bf16+16``). A state dict reads host memory, after :meth:`Offload.settle`. PyTorch rounds pinned blocks up to a power
+of two, so the host may need up to twice the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.local import plain
+from octavo.fp8.optim import update
+from octavo.fp8.optim.adamw import AdamW
+from octavo.fp8.optim.moments import GROUP, Agree
+from octavo.fp8.optim.update import Engine, Hyper, Piece
+from octavo.fp8.weights import is_dtensor
+
+__all__ = ["BATCH", "CudaTransfers", "Offload", "OffloadedAdamW", "Transfers", "of"]
+
+BATCH = 64 << 20  # bytes of states
+_ALIGN = 256  # bytes: every tensor of a batch begins where a kernel may read 16 bytes at once
+_BUFFERS = 3  # one coming in, one in use, one going out
+
+Pairs = list[tuple[Tensor, Tensor]]  # (of the device, of the host)
+
+
+class Transfers(Protocol):
+    """How bytes get from the host to a device and back, ordered against its work; ``slot`` numbers the buffers."""
+
+    def host(self, size: int) -> Tensor:
+        """``size`` bytes of host memory, uint8."""
+        ...
+
+    def device(self, size: int) -> Tensor:
+        """``size`` bytes of device memory, uint8."""
+        ...
+
+    def fetch(self, slot: int, pairs: Pairs) -> None:
+        """Begin to copy host to device, once what was written back from this slot has left it."""
+        ...
+
+    def arrive(self, slot: int) -> None:
+        """Let the work that follows wait for the fetch of this slot."""
+        ...
+
+    def write_back(self, slot: int, pairs: Pairs) -> None:
+        """Begin to copy device to host, behind the work so far."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all of it has happened."""
+        ...
+
+
+class CudaTransfers:
+    """Pinned memory, one stream inward and one outward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on = device
+        self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._arrived = [torch.cuda.Event() for _ in range(_BUFFERS)]
+        self._left = [torch.cuda.Event() for _ in range(_BUFFERS)]
+
+    def host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def device(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._on)
+
+    def fetch(self, slot: int, pairs: Pairs) -> None:
+        # A batch may be small enough to come round before it has been written: all that left the device comes first.
+        for left in self._left:
+            self._inward.wait_event(left)
+        with torch.cuda.stream(self._inward):
+            for there, here in pairs:
+                there.copy_(here, non_blocking=True)
+            self._arrived[slot].record()
+
+    def arrive(self, slot: int) -> None:
+        torch.cuda.current_stream(self._on).wait_event(self._arrived[slot])
+
+    def write_back(self, slot: int, pairs: Pairs) -> None:
+        self._outward.wait_stream(torch.cuda.current_stream(self._on))
+        with torch.cuda.stream(self._outward):
+            for there, here in pairs:
+                here.copy_(there, non_blocking=True)
+            self._left[slot].record()
+
+    def settle(self) -> None:
+        self._outward.synchronize()
+
+
+class _Batch(NamedTuple):
+    """Pieces whose states are fetched together. ``host``: all their state tensors, in order."""
+
+    pieces: tuple[Piece, ...]
+    host: tuple[Tensor, ...]
+
+    @property
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """What the host's memory must still be for a fetch to be good: the same places, not written since."""
+        return tuple((t.data_ptr(), t.numel(), t._version) for t in self.host)
+
+    @property
+    def place(self) -> tuple[tuple[int, int], ...]:
+        return tuple((t.data_ptr(), t.numel()) for t in self.host)
+
+
+class _Fetched(NamedTuple):
+    slot: int
+    stamp: tuple[tuple[int, int, int], ...]
+    device: tuple[Tensor, ...]
+
+
+class Offload:
+    """Keeps states on the host and brings them to ``device`` for their update.
+
+    Args:
+        device: where weights and gradients are.
+        batch: bytes of states that are fetched together.
+        transfers: another way to move bytes; by default pinned memory and streams of a CUDA device.
+
+    Raises:
+        ValueError: ``device`` is no CUDA device (and no ``transfers`` were given): there is nothing to offload from.
+    """
+
+    def __init__(self, device: torch.device | str, batch: int = BATCH, transfers: Transfers | None = None) -> None:
+        device = torch.device(device)
+        if transfers is None:
+            if device.type != "cuda":
+                raise ValueError(
+                    f"Optimizer states were to be offloaded from {device}, but on a run without a GPU they are in host "
+                    "memory already. Leave out optimizer.offload."
+                )
+            transfers = CudaTransfers(device)
+        if batch < 16 * GROUP:
+            raise ValueError(f"A batch of {batch} bytes holds no group of {GROUP} elements; use {16 * GROUP} or more.")
+        self.device, self.batch = device, batch
+        self._move = transfers
+        self._buffers: list[Tensor | None] = [None] * _BUFFERS
+        self._next_slot = 0
+        self._ahead: _Fetched | None = None
+        self._after: dict[tuple[tuple[int, int], ...], _Batch] = {}
+        self._last: _Batch | None = None
+
+    def host(self, like: Tensor) -> Tensor:
+        """A copy of a plain tensor in host memory, pinned where that means something."""
+        flat = self._move.host(like.numel() * like.element_size())
+        made = flat.view(like.dtype).view(like.shape)
+        made.copy_(like)
+        return made
+
+    def step(
+        self,
+        pieces: Sequence[Piece],
+        hyper: Hyper,
+        factor: float | Tensor | None,
+        agree: Agree | None,
+        engine: Engine,
+    ) -> None:
+        """``engine(pieces, hyper, factor, agree)`` batch by batch, with states that are on the device for that time.
+
+        Groups that several ranks share (``agree``) are asked for once: all of them are the last batch, a few rows.
+        """
+        cut = [] if agree is None else [update.part(e.piece, e.first, e.last) for e in update.edges(pieces)]
+        batches = list(self._batches(pieces if agree is None else map(update.whole, pieces)))
+        if cut:
+            batches.append(_batch(cut))
+        for i, batch in enumerate(batches):
+            fetched = self._take(batch)
+            ahead = batches[i + 1] if i + 1 < len(batches) else self._after.get(batch.place)
+            if ahead is not None:
+                self._ahead = self._fetch(ahead)
+            self._move.arrive(fetched.slot)
+            last = bool(cut) and i + 1 == len(batches)
+            engine(_on_device(batch, fetched.device), hyper, factor, agree if last else None)
+            self._move.write_back(fetched.slot, list(zip(fetched.device, batch.host, strict=True)))
+            if self._last is not None:
+                self._after[self._last.place] = batch
+            self._last = batch
+
+    def settle(self) -> None:
+        """Wait until host memory holds what the last step wrote: before anybody reads it, as a state dict does."""
+        self._move.settle()
+
+    def forget(self) -> None:
+        """Drop what was fetched ahead and what is known of the order: states were loaded or parameters removed."""
+        self._ahead, self._last = None, None
+        self._after.clear()
+
+    def _take(self, batch: _Batch) -> _Fetched:
+        ahead, self._ahead = self._ahead, None
+        return ahead if ahead is not None and ahead.stamp == batch.stamp else self._fetch(batch)
+
+    def _fetch(self, batch: _Batch) -> _Fetched:
+        slot, self._next_slot = self._next_slot, (self._next_slot + 1) % _BUFFERS
+        sizes = [-(-t.numel() * t.element_size() // _ALIGN) * _ALIGN for t in batch.host]
+        buffer = self._buffers[slot]
+        if buffer is None or buffer.numel() < sum(sizes):
+            self._move.settle()
+            self._buffers[slot] = buffer = self._move.device(max(sum(sizes), self.batch))
+        device, at = [], 0
+        for tensor, size in zip(batch.host, sizes, strict=True):
+            part = buffer[at : at + tensor.numel() * tensor.element_size()]
+            device.append(part.view(tensor.dtype).view(tensor.shape))
+            at += size
+        self._move.fetch(slot, list(zip(device, batch.host, strict=True)))
+        return _Fetched(slot, batch.stamp, tuple(device))
+
+    def _batches(self, pieces: Iterable[Piece]) -> Iterator[_Batch]:
+        """Pieces, cut where they are too large, as many together as a batch holds."""
+        found: list[Piece] = []
+        held = 0
+        for piece in pieces:
+            for part in self._cut(piece) if piece.weight.numel() else ():
+                size = _bytes(part)
+                if found and held + size > self.batch:
+                    yield _batch(found)
+                    found, held = [], 0
+                found.append(part)
+                held += size
+        if found:
+            yield _batch(found)
+
+    def _cut(self, piece: Piece) -> Iterator[Piece]:
+        """Parts of at most a batch's size that begin where a group of the whole parameter begins."""
+        count, size = piece.weight.numel(), _bytes(piece)
+        if size <= self.batch:
+            yield piece
+            return
+        step = max(int(count * (self.batch / size)) // GROUP - 1, 1) * GROUP
+        first = 0
+        while first < count:
+            last = min(first + step - (piece.start + first) % GROUP, count)
+            yield update.part(piece, first, last)
+            first = last
+
+
+@lru_cache(maxsize=16)
+def of(device: torch.device) -> Offload:
+    """The one that serves a device; ``update.step`` asks for it where states lie elsewhere than their weight."""
+    return Offload(device)
+
+
+class OffloadedAdamW(AdamW):
+    """:class:`octavo.fp8.AdamW` whose states are in pinned host memory, and on the GPU only for their update.
+
+    A parameter's state is made on its device and moved away before the next one's is made. ``optimizer.state`` and
+    state dicts hold CPU tensors (in a DTensor, too); what is loaded goes to the host. Results are those of AdamW, bit
+    for bit. Raises ValueError for parameters that are not on a CUDA device.
+    """
+
+    def __init__(self, params: Any, *args: Any, **settings: Any) -> None:
+        super().__init__(params, *args, **settings)
+        for device in self._devices():
+            of(device)  # raises where there is nothing to offload from
+        self.register_state_dict_pre_hook(lambda _: self.settle())
+        self.register_load_state_dict_post_hook(lambda _: self._rehost())
+
+    def piece(self, p: Tensor, group: dict[str, Any], index: int) -> Piece:
+        """As AdamW's, with states on the host."""
+        if not self.state[p]:
+            super().piece(p, group, index)
+            self.state[p]["step"] -= 1
+            self._to_host(p)
+        return super().piece(p, group, index)
+
+    def settle(self) -> None:
+        """Wait until host memory holds what the last step wrote: before anybody reads ``optimizer.state``."""
+        for device in self._devices():
+            of(device).settle()
+
+    def _devices(self) -> set[torch.device]:
+        return {plain(p).device for group in self.param_groups for p in group["params"]}
+
+    def _rehost(self) -> None:
+        for device in self._devices():
+            of(device).forget()
+        for p in self.state:
+            self._to_host(p)
+
+    def _to_host(self, p: Tensor) -> None:
+        state = self.state[p]
+        for name, x in state.items():
+            here = plain(x)
+            if name == "step" or here.device.type == "cpu":
+                continue
+            there = of(plain(p).device).host(here)
+            state[name] = _local(x, there) if is_dtensor(x) else there
+
+
+def _local(like: Any, here: Tensor) -> Tensor:
+    """A DTensor like ``like`` whose part of this rank is ``here``, on whatever device: ``from_local`` would move it."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(here, like._spec, requires_grad=False)
+
+
+def _bytes(piece: Piece) -> int:
+    return sum(-(-t.numel() * t.element_size() // _ALIGN) * _ALIGN for t in piece.state.values())
+
+
+def _batch(pieces: list[Piece]) -> _Batch:
+    return _Batch(tuple(pieces), tuple(t for piece in pieces for t in piece.state.values()))
+
+
+def _on_device(batch: _Batch, device: tuple[Tensor, ...]) -> list[Piece]:
+    """The pieces of a batch with the states that were fetched."""
+    rest = iter(device)
+    return [piece._replace(state={name: next(rest) for name in piece.state}) for piece in batch.pieces]
