@@ -1,0 +1,331 @@
+"""What a run will need of a card's memory, in bytes by kind, before a weight is read.
+
+    weights       parameters, in the dtype of the model
+    master        what makes a BF16 weight exactly fp32 beside it
+    gradients     as they stand after backward
+    optimizer     both moments
+    codes         FP8 codes of weights that live from step to step
+    activations   what a forward keeps for its backward, tokens of the largest micro-batch
+    logits        what the head and the loss keep
+    workspace     the largest of what comes and goes within a step
+
+The first five follow from shapes and the plan (:mod:`octavo.train.static`), to the byte. Activations and logits are
+counted in a forward without values (:mod:`octavo.train.rehearsal`). The workspace is estimated here, formula by
+formula; nothing of it is measured. A run reports the same kinds (:mod:`octavo.train.memory`), the workspace excepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo import fp8, models
+from octavo.config import Config
+from octavo.config.schema import RecomputeSection
+from octavo.train import planning, static
+from octavo.train.errors import TrainError
+from octavo.train.forward import autocasts
+from octavo.train.rehearsal import Rehearsal, rehearse
+from octavo.train.tokens import Tokens
+
+KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "workspace")
+
+# Largest number of elements of logits that a chunk of the head makes (octavo.fp8.logits), by device.
+CHUNK = {"cuda": 2**25, "cpu": 2**23}
+# What an optimizer in host memory needs on the device: three buffers of a batch of states (octavo.fp8.optim.offload).
+STREAM = 3 * (64 << 20)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """``kinds``: kind -> bytes on the rank that holds most. ``per_token``: component -> bytes of activations a token of
+    that component. ``host``: bytes in host memory (offloaded). ``parts``: what the workspace consists of."""
+
+    kinds: Mapping[str, int]
+    per_token: Mapping[str, float]
+    host: int
+    parts: Mapping[str, int]
+    tokens: Tokens
+    ranks: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ranks": self.ranks,
+            "tokens": {**self.tokens.counts, "row": self.tokens.row, "image": self.tokens.image},
+            "bytes": dict(self.kinds),
+            "total": self.total,
+            "per_token": dict(self.per_token),
+            "host": self.host,
+            "workspace": dict(self.parts),
+        }
+
+
+class Footprints:
+    """Footprints of one model under configurations that differ in how they keep memory; each forward is counted once.
+
+    Args:
+        cfg: the configuration as given; what it says of recipes is that of all others.
+        model: stock, on the meta device, frozen.
+        plan: that of ``cfg``.
+        tokens: of one micro-batch of ``cfg``.
+        device: the type of device that will train, "cuda" or "cpu".
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        model: nn.Module,
+        family: models.Family,
+        plan: fp8.Plan,
+        tokens: Tokens,
+        device: str = "cuda",
+    ) -> None:
+        self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
+        self.device = device
+        self.held = static.held(model, family)
+        self._rehearsals: dict[Any, Rehearsal] = {}
+        self._standing: dict[Any, dict[str, int]] = {}
+        self._plans: dict[Any, fp8.Plan] = {_of_plan(cfg): plan}
+
+    def plan_of(self, cfg: Config) -> fp8.Plan:
+        """The plan, made again where other activations are asked for: its recipes stay those that were chosen."""
+        key = _of_plan(cfg)
+        if key not in self._plans:
+            made, _, _ = planning.plan_model(cfg, self.model, self.family, 1, None, None)
+            self._plans[key] = made
+        return self._plans[key]
+
+    def rehearsal(self, cfg: Config, rows: int) -> Rehearsal:
+        """What a forward of so many rows keeps: one is counted, and more keep as much each."""
+        key = (_of_plan(cfg), _of_forward(cfg))
+        if key not in self._rehearsals:
+            autocast = autocasts(cfg, torch.device(self.device))
+            kept = rehearse(self.model, self.family, self.plan_of(cfg), _one_row(self.tokens), cfg, autocast)
+            self._rehearsals[key] = replace(kept, recomputed=self._recomputed(cfg, kept))
+        return self._rehearsals[key].times(rows)
+
+    def _recomputed(self, cfg: Config, kept: Rehearsal) -> dict[str, int]:
+        """What a block keeps while its backward runs that it did not keep before."""
+        again = [component for component, how in cfg.train.recompute if how != "none" and kept.largest.get(component)]
+        if not again:
+            return {}
+        whole = self.rehearsal(changed(cfg, {"train.recompute": "none"}), 1)
+        return {component: whole.largest[component] - kept.largest[component] for component in again}
+
+    def of(self, cfg: Config, ranks: int = 1) -> Footprint:
+        """The footprint of a configuration that differs from the first in switches of memory and ``micro_batch``."""
+        rows = max(1, self.tokens.counts.get("foundation", 0) // self.tokens.row)
+        rows = max(1, rows * cfg.train.micro_batch // self.cfg.train.micro_batch)
+        return self.put_together(cfg, self.rehearsal(cfg, rows), rows, ranks)
+
+    def put_together(self, cfg: Config, kept: Rehearsal, rows: int, ranks: int = 1) -> Footprint:
+        """The footprint, given what a forward keeps."""
+        tokens = _rows(self.tokens, rows)
+        plan = self.plan_of(cfg)
+        still = self._still(cfg, plan, ranks)
+        away = {kind: still[kind] for kind in ("master", "optimizer")}
+        activations, resident = kept.activations, kept.activations
+        if cfg.train.offload_activations:  # a block's are on their way out or in, the next one's are used
+            resident = sum(kept.outside.values()) + kept.copies + 2 * max(kept.largest.values(), default=0)
+        parts = self._workspace(cfg, plan, kept, tokens, ranks)
+        kinds = {
+            **still,
+            **(dict.fromkeys(away, 0) if cfg.optimizer.offload else {}),
+            "activations": min(activations, resident),
+            "logits": kept.logits,
+            "workspace": sum(parts.values()),
+        }
+        host = sum(away.values()) if cfg.optimizer.offload else 0
+        host += activations - kinds["activations"]
+        per_token = {}
+        for name, count in tokens.counts.items():
+            found = kept.blocks.get(name, 0) + kept.outside.get(name, 0)
+            if count and found:
+                per_token[name] = found / count
+        return Footprint(kinds, per_token, host, parts, tokens, ranks)
+
+    def _still(self, cfg: Config, plan: fp8.Plan, ranks: int) -> dict[str, int]:
+        """The kinds that stand between steps."""
+        key = (ranks, cfg.optimizer.master, cfg.optimizer.states, cfg.optimizer.update, _of_plan(cfg))
+        if key not in self._standing:
+            held = self.held
+            self._standing[key] = {
+                "weights": static.weights(cfg, held, ranks),
+                "master": static.master(cfg, held, ranks),
+                "gradients": static.gradients(cfg, held, ranks),
+                "optimizer": static.states(cfg, held, ranks),
+                "codes": static.codes(cfg, plan, ranks),
+            }
+        return self._standing[key]
+
+    def _workspace(self, cfg: Config, plan: fp8.Plan, kept: Rehearsal, tokens: Tokens, ranks: int) -> dict[str, int]:
+        """What comes and goes, at the moment when most of it is there while all activations still are:
+
+        loss       the chunk of logits that is worked on (as a GEMM leaves it, in fp32, and its gradient in both), and
+                   the gradient of the hidden states in fp32; with full logits their gradient in both dtypes
+        blocks     the gradients inside one block: three tensors of its widest layer in 16 bits (an MLP's product, gate
+                   and up), each with its codes for dgrad and for wgrad; and what the block keeps where it is recomputed
+        gradient   of one weight before it is added, or with `update: backward` before it is used
+        codes      of one weight, where they are cast at each use
+        gathered   under FSDP2: the root's weights and gradients whole, those of two blocks (one is fetched ahead)
+        stream     buffers of an optimizer whose states come and go
+
+        The first two are at different times: the larger counts, and with `update: backward` the head's gradient belongs
+        to the first.
+        """
+        each, about = static.width(cfg), self._about
+        low = 2 if each == 2 or autocasts(cfg, torch.device(self.device)) else 4
+        positions = tokens.counts.get("foundation", 0)
+        if cfg.train.logits == "chunked":
+            chunk = min(CHUNK.get(self.device, 2**23), positions * about.vocabulary)
+            loss = chunk * (low + 4 + 4 + low) + 4 * positions * about.hidden
+        else:
+            loss = positions * about.vocabulary * (low + 4 + low)
+        blocks = max(
+            tokens.counts.get(name, 0) * wide * (3 * low + (6 if name in about.fp8 else 0))
+            + kept.recomputed.get(name, 0)
+            for name, wide in about.widest.items()
+        )
+        inner, outer = each * about.largest_inside, each * about.largest
+        parts: dict[str, int] = {}
+        if cfg.optimizer.update == "backward":
+            first = loss + outer > blocks + inner
+            parts["loss" if first else "blocks"] = loss if first else blocks
+            parts["gradient"] = outer if first else inner
+        else:
+            parts["loss" if loss > blocks else "blocks"] = max(loss, blocks)
+            parts["gradient"] = outer if planning.micro_steps_of(cfg, ranks) > 1 else 0
+        if cfg.fp8.weight_codes == "recast":
+            parts["codes"] = about.codes
+        if ranks > 1:
+            parts["gathered"] = self._gathered(cfg, plan)
+        if cfg.optimizer.offload:
+            parts["stream"] = STREAM
+        return {name: size for name, size in parts.items() if size}
+
+    def _gathered(self, cfg: Config, plan: fp8.Plan) -> int:
+        whole, grads = static.gathered(cfg, self.held, plan), static.ungathered(cfg, self.held)
+        blocks = max((size for name, size in whole.items() if name), default=0)
+        of_grads = max((size for name, size in grads.items() if name), default=0)
+        return whole.get("", 0) + grads.get("", 0) + 2 * blocks + 2 * of_grads
+
+    @cached_property
+    def _about(self) -> _About:
+        return _About.of(self.held, self.plan)
+
+
+@dataclass(frozen=True)
+class _About:
+    """What the workspace depends on: ``vocabulary`` and ``hidden`` of the head, component -> its ``widest`` layer, the
+    components with FP8 layers, elements of the ``largest`` weight and of the largest inside a block, bytes of the
+    largest layer's ``codes``."""
+
+    vocabulary: int
+    hidden: int
+    widest: Mapping[str, int]
+    fp8: frozenset[str]
+    largest: int
+    largest_inside: int
+    codes: int
+
+    @classmethod
+    def of(cls, held: tuple[static.Held, ...], plan: fp8.Plan) -> _About:
+        heads = [row.shape for row in plan.rows if row.component == "lm_head"]
+        vocabulary, hidden = heads[0] if heads else (0, 0)
+        widest: dict[str, int] = {}
+        for row in plan.rows:
+            if row.component != "lm_head":
+                widest[row.component] = max(widest.get(row.component, 0), *row.shape)
+        trained = [p for p in held if p.trained]
+        return cls(
+            vocabulary,
+            hidden,
+            widest,
+            frozenset(row.component for row in plan.rows if row.fp8),
+            max((p.elements() for p in trained), default=0),
+            max((p.elements() for p in trained if p.block), default=0),
+            max((static.codes_of(row, 1) for row in plan.rows), default=0),
+        )
+
+
+def changed(cfg: Config, settings: Mapping[str, Any]) -> Config:
+    """A copy with other values under dotted keys, its rules not checked: combinations that a run refuses can be sized,
+    too."""
+    out = cfg
+    for key, value in settings.items():
+        section, name = key.split(".")
+        if key == "train.recompute" and isinstance(value, str):
+            value = RecomputeSection(image_encoder=value, foundation=value)
+        part = getattr(out, section).model_copy(update={name: value})
+        out = out.model_copy(update={section: part})
+    return out
+
+
+def _of_plan(cfg: Config) -> Any:
+    """What of a configuration the plan depends on, among all that only changes memory."""
+    parts = (cfg.fp8.image_encoder, cfg.fp8.image_projector, cfg.fp8.foundation)
+    return (cfg.fp8.activations, *(p and p.activations for p in parts), cfg.fp8.weight_codes, cfg.fp8.param)
+
+
+def _of_forward(cfg: Config) -> Any:
+    train = cfg.train
+    return (cfg.optimizer.master == "fp32", train.recompute, train.logits, train.precision)
+
+
+def _one_row(tokens: Tokens) -> Tokens:
+    rows = max(1, tokens.counts.get("foundation", 0) // tokens.row)
+    return replace(tokens, counts={name: n // rows for name, n in tokens.counts.items()})
+
+
+def _rows(tokens: Tokens, rows: int) -> Tokens:
+    return replace(tokens, counts={name: n * rows for name, n in _one_row(tokens).counts.items()})
+
+
+# --- cards ------------------------------------------------------------------------------------------------------------
+
+# What nobody's tensors are: the CUDA context with its kernels and the workspaces of cuBLAS and NCCL (about 1 GB), and
+# what the allocator cannot use because free blocks have other sizes. An assumption, until a run says better.
+CONTEXT, FRAGMENTS = 1.0e9, 0.02
+
+
+@dataclass(frozen=True)
+class Card:
+    """``size`` in bytes, as given: 80GB is 80e9 (such a card has 85e9, and the difference is left to the careful)."""
+
+    name: str
+    size: int
+
+    @property
+    def reserve(self) -> int:
+        """Bytes that a run's tensors must leave free."""
+        return int(CONTEXT + FRAGMENTS * self.size)
+
+    @property
+    def usable(self) -> int:
+        return self.size - self.reserve
+
+    @classmethod
+    def parse(cls, text: str) -> Card:
+        """``80GB``, ``24GiB``, ``141``. Raises TrainError for anything else."""
+        given = text.strip().lower()
+        number, unit = given, 1e9
+        for ending, size in (("gib", 2.0**30), ("gb", 1e9)):
+            if given.endswith(ending):
+                number, unit = given[: -len(ending)], size
+                break
+        try:
+            value = float(number)
+        except ValueError:
+            value = 0.0
+        if not 1 <= value <= 10000:
+            raise TrainError(f"a card is given by its memory, as in 80GB, 24GB or 141GB; found {text!r}")
+        return cls(text.strip(), int(value * unit))

@@ -1,0 +1,347 @@
+"""A forward without values: what a micro-batch keeps for its backward, counted on the modules that will run.
+
+What a block keeps depends on its norms, its attention, on which layers share an input, on recomputation: on code rather
+than on a formula. So the blocks themselves run here, after the plan was applied, on fake tensors: tensors with a shape,
+a dtype and a storage of so many bytes that nobody allocates. The accountant (:mod:`octavo.fp8.kept`) counts what stays
+alive. A layer of 8 billion parameters' width and 8192 tokens takes a tenth of a second.
+
+Only token ids, positions and masks are real, because models look at them. Blocks that are equal (in class, shapes and
+recipes) keep equal amounts, so one of each kind runs and stands for the others; it runs between two real neighbours,
+since what becomes of its output is up to the next one. The rest of the model runs whole.
+
+Fake tensors live on the CPU. What a GPU keeps differs in little: the state of a random generator in attention, and
+under autocast the operations that CUDA runs in fp32 and the CPU does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo import fp8, models
+from octavo.config import Config
+from octavo.fp8.kept import ACTIVATION, Kept, kept
+from octavo.fp8.choose import backends_for
+from octavo.train import build, losses
+from octavo.train.errors import TrainError
+from octavo.train.forward import model_dtype
+from octavo.train.tokens import Tokens
+
+__all__ = ["Rehearsal", "rehearse"]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Bytes that one forward keeps, scaled to the whole model. ``blocks``: component -> all its repeating blocks;
+    ``outside``: component -> what its other modules keep (embeddings' output, final norm, merger); ``largest``: the
+    block that keeps most; ``copies``: 16-bit copies of weights that autocast makes and keeps until the step's backward.
+    ``logits``: what the head and the loss keep; ``shared``: positions, masks and the batch, there once, no activations;
+    ``recomputed``: component -> what one of its blocks keeps besides while its backward runs, if it is recomputed.
+    """
+
+    blocks: Mapping[str, int]
+    outside: Mapping[str, int]
+    largest: Mapping[str, int]
+    copies: int
+    logits: int
+    shared: int
+    recomputed: Mapping[str, int]
+
+    def times(self, rows: int) -> Rehearsal:
+        """What so many times the tokens keep, in rows of the same length."""
+
+        def more(found: Mapping[str, int]) -> dict[str, int]:
+            return {name: rows * size for name, size in found.items()}
+
+        return Rehearsal(
+            more(self.blocks),
+            more(self.outside),
+            more(self.largest),
+            self.copies,
+            rows * self.logits,
+            rows * self.shared,
+            more(self.recomputed),
+        )
+
+    @property
+    def activations(self) -> int:
+        return sum(self.blocks.values()) + sum(self.outside.values()) + self.copies
+
+
+def rehearse(
+    model: nn.Module,
+    family: models.Family,
+    plan: fp8.Plan,
+    tokens: Tokens,
+    cfg: Config,
+    autocast: bool,
+) -> Rehearsal:
+    """Count what a forward of these tokens keeps.
+
+    Args:
+        model: stock, on the meta device, frozen as in the run; it stays as it is.
+        plan: of this model. It is applied with the reference backend, which keeps what every backend keeps.
+        tokens: rows of ``tokens.row`` tokens, all of one length, and images of ``tokens.image`` patches.
+        autocast: whether the forward runs under BF16 autocast.
+        cfg: says the dtype of the parameters, what blocks recompute, and how the loss is made.
+
+    Raises TrainError where the images' tokens do not fit into the rows, or such a forward is not possible.
+    """
+    dtype = model_dtype(cfg)
+    small, standing = _shrunk(model, family, _kinds(model, family, plan))
+    fp8.apply(small, _cut(plan, small))
+    head = fp8.chunked_head(small) if cfg.train.logits == "chunked" else None
+    small.train()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _without_values(small, mode, dtype)
+    some = replace(family, layer_globs=tuple(standing))
+    build.keep_less(small, some, cfg, lambda text: None)
+    batch = _batch(small, family, tokens, mode, torch.float32 if autocast else dtype)
+    computing = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    blocks = [(name, small.get_submodule(name)) for name in standing]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
+        with fp8.uncounted(), _RealIndices(), kept(small, blocks) as counted, computing:
+            try:
+                loss = _loss(small, batch, None if isinstance(head, str) else head, cfg)
+            except (RuntimeError, NotImplementedError) as error:
+                raise TrainError(
+                    f"what a forward of {tokens.row} tokens a row keeps cannot be counted, because "
+                    f"{type(model).__name__} does not run it: {' '.join(str(error).split())[:300]}"
+                ) from error
+        found = counted.report()
+    del loss
+    return _scaled(found, small, family, standing, {tuple(p.shape) for p in small.parameters()})
+
+
+def _loss(model: nn.Module, batch: dict[str, Any], head: fp8.ChunkedHead | None, cfg: Config) -> Tensor:
+    """The loss of a micro-batch in which every token but a row's last predicts the next."""
+    ids = batch["input_ids"]
+    keep = torch.arange(max(1, ids.shape[1] - 1))
+    target = ids[:, keep]
+    trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+    more: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
+    smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
+    if head is None:
+        logits = model(**batch, **more, use_cache=False).logits
+        return losses.cross_entropy(logits if trims else logits[:, keep], target, **smooth).sum()
+    with head.losses(target, **smooth, chunk=target.numel()) as given:
+        return given.take(model(**batch, **more, use_cache=False).logits).sum()
+
+
+# --- one block for all of its kind ------------------------------------------------------------------------------------
+
+
+def _kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tuple[str, Any]]:
+    """(name, what decides what a block keeps) for every block."""
+    recipes = [(row.row.module, row.recipe, row.row.frozen) for row in plan.rows]
+    fused = [(block.name, block.fused) for block in plan.blocks]
+    fused += [(name, group.fused) for group in plan.groups for name in group.names]
+    out = []
+    for name, block in family.layers(model):
+        inside = tuple((m.removeprefix(name), *rest) for m, *rest in recipes + fused if m.startswith(f"{name}."))
+        shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in block.named_parameters())
+        out.append((name, (name.rpartition(".")[0], type(block), inside, shapes)))
+    return out
+
+
+def _shrunk(model: nn.Module, family: models.Family, kinds: list[tuple[str, Any]]) -> tuple[nn.Module, dict[str, int]]:
+    """A copy with the blocks that are needed, and block -> how many of the model's it stands for (0: a neighbour)."""
+    members: dict[Any, list[int]] = {}
+    towers: dict[str, list[int]] = {}
+    for i, (name, kind) in enumerate(kinds):
+        members.setdefault(kind, []).append(i)
+        towers.setdefault(name.rpartition(".")[0], []).append(i)
+    stands = {tower[0]: 0 for tower in towers.values()}  # the first shows what blocks return
+    for alike in members.values():
+        stands[alike[len(alike) // 2]] = len(alike)
+    for tower in towers.values():
+        for i in [i for i in tower if stands.get(i, 0) > 1 and i + 1 in tower]:
+            stands.setdefault(i + 1, 0)
+    shapes: dict[str, list[int]] = {tower: [] for tower in towers}
+    blocks = family.layers(model)
+    memo: dict[int, Any] = {
+        id(block): _Passing(shapes[name.rpartition(".")[0]])
+        for i, (name, block) in enumerate(blocks)
+        if i not in stands
+    }
+    small = copy.deepcopy(model, memo)
+    for i in stands:
+        small.get_submodule(kinds[i][0]).register_forward_hook(_Telling(shapes[kinds[i][0].rpartition(".")[0]]))
+    return small, {kinds[i][0]: n for i, n in sorted(stands.items())}
+
+
+class _Telling:
+    """A forward hook of the blocks that run: how many values their tuple has, nothing where they return a tensor."""
+
+    def __init__(self, parts: list[int]) -> None:
+        self.parts = parts
+
+    def __call__(self, block: nn.Module, args: Any, output: Any) -> None:
+        self.parts[:] = [len(output)] if isinstance(output, tuple) else []
+
+
+class _Passing(nn.Module):
+    """In place of a block that does not run: hands the hidden states on in the form that the block would."""
+
+    def __init__(self, parts: list[int]) -> None:
+        super().__init__()
+        self.parts = parts  # filled by the blocks of this tower that run, the first of them before all others
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states, *[None] * (self.parts[0] - 1)) if self.parts else hidden_states
+
+
+def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
+    """The plan of what is left, on backends that run on the CPU."""
+    names = {name for name, _ in small.named_modules()}
+    cpu = torch.device("cpu")
+
+    def moved(row: fp8.PlanRow) -> fp8.PlanRow:
+        if row.recipe is None:
+            return row
+        return replace(row, selections=backends_for(row.recipe, cpu, (None, *row.shape), "reference", row.kind))
+
+    return replace(
+        plan,
+        rows=tuple(moved(row) for row in plan.rows if row.row.module in names),
+        groups=tuple(g for g in plan.groups if names.issuperset(g.names)),
+        blocks=tuple(b for b in plan.blocks if b.name in names),
+    )
+
+
+# --- tensors without values -------------------------------------------------------------------------------------------
+
+
+def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
+    """Exchange every parameter and buffer for a fake one on the CPU, floating parameters in ``dtype``; ties stay."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        parameter = isinstance(tensor, nn.Parameter)
+        kind = dtype if parameter and tensor.is_floating_point() else tensor.dtype
+        with mode:
+            empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = made.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
+        if isinstance(module, fp8.weights.HoldsCodes):
+            module.own_weights()
+
+
+class _RealIndices(TorchDispatchMode):
+    """A boolean mask says by its values how much it selects. Masks are real here: they become indices, which do not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _INDEXING and isinstance(args[0], FakeTensor):
+            indices: list[Tensor | None] = []
+            for index in args[1]:
+                real = isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+                indices += index.nonzero().unbind(1) if real else [index]
+            args = (args[0], indices, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+_aten = torch.ops.aten
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
+
+
+# --- a micro-batch ----------------------------------------------------------------------------------------------------
+
+
+def _batch(
+    model: nn.Module, family: models.Family, tokens: Tokens, mode: FakeTensorMode, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Rows of equal length: real ids, fake pixels, as many images as the tokens of the encoder make."""
+    rows = max(1, tokens.counts.get("foundation", 0) // tokens.row)
+    ids = torch.zeros(rows, tokens.row, dtype=torch.int64)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    patches = tokens.counts.get("image_encoder", 0)
+    if family.has_vision and patches and tokens.image:
+        batch |= _images(model.config, ids, patches, tokens.image, family.image_token_id, mode, dtype)
+    known = inspect.signature(model.forward).parameters
+    if "mm_token_type_ids" in known and family.has_vision:
+        batch["mm_token_type_ids"] = (ids == family.image_token_id).to(torch.int64)
+    return batch
+
+
+def _images(
+    config: Any, ids: Tensor, patches: int, image: int, token: int | None, mode: FakeTensorMode, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
+    vision, rows = config.vision_config, len(ids)
+    if "qwen" in config.model_type:
+        each = max(1, round(patches / image / rows))  # images a row
+        merge = vision.spatial_merge_size
+        side = max(1, int((patches / (each * rows)) ** 0.5) // merge)
+        other = max(1, round(patches / (each * rows * side * merge * merge)))
+        length = side * other
+        grid = torch.tensor([[1, side * merge, other * merge]]).repeat(each * rows, 1)
+        features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        shape: tuple[int, ...] = (int(grid.prod(-1).sum()), features)
+        more = {"image_grid_thw": grid}
+    else:  # tiles of one size
+        (height, width), (ph, pw) = vision.image_size, vision.patch_size
+        cells = (height // ph) * (width // pw)
+        each = max(1, round(patches / (cells + 1) / rows))
+        length = int(cells * config.downsample_ratio**2)
+        shape, more = (each * rows, vision.num_channels, height, width), {}
+    if each * (length + 1) > ids.shape[1]:
+        raise TrainError(
+            f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "
+            f"{ids.shape[1]} tokens. Give fewer tokens for image_encoder, or more for foundation (train.seq_length)"
+        )
+    for i in range(each):  # a token of text between two images
+        start = i * (length + 1)
+        ids[:, start + 1 : start + 1 + length] = token
+    with mode:
+        pixels = torch.empty(shape, dtype=dtype, device="cpu")
+    return {"pixel_values": pixels, **more}
+
+
+# --- what was counted, for the whole model ----------------------------------------------------------------------------
+
+
+def _scaled(
+    found: Kept,
+    small: nn.Module,
+    family: models.Family,
+    standing: Mapping[str, int],
+    weights: set[tuple[int, ...]],
+) -> Rehearsal:
+    per_block: dict[str, int] = {}
+    outside: dict[str, int] = {}
+    copies = shared = logits = 0
+    for row in found.rows:
+        if row.kind != ACTIVATION:
+            shared += row.bytes
+        elif not row.module or family.component_of(row.module) == "lm_head":
+            logits += row.bytes
+        elif row.dtype == torch.bfloat16 and row.shape in weights and "_to_copy" in row.op:
+            copies += row.bytes * max(1, standing.get(row.block, 1))
+        elif row.block:
+            per_block[row.block] = per_block.get(row.block, 0) + row.bytes
+        else:
+            component = family.component_of(row.module) or "foundation"
+            outside[component] = outside.get(component, 0) + row.bytes
+    blocks: dict[str, int] = {}
+    largest: dict[str, int] = {}
+    for name, count in standing.items():
+        component, size = family.component_of(name) or "foundation", per_block.get(name, 0)
+        blocks[component] = blocks.get(component, 0) + count * size
+        largest[component] = max(largest.get(component, 0), size)
+    return Rehearsal(blocks, outside, largest, copies, logits, shared, {})

@@ -1,0 +1,154 @@
+"""Bytes that a configuration holds between steps, from shapes and the plan alone: weights, master, gradients, states.
+
+Under FSDP2 every parameter is cut along its first dimension into equal numbers of rows, the last ranks getting less, so
+rank 0 holds the most; that rank is counted. Counts are exact: `tests/train/test_footprint.py` compares them with the
+storages of real models and optimizers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from octavo import fp8, models
+from octavo.config import Config
+from octavo.fp8.cast import CastSpec, layout
+from octavo.train.forward import model_dtype
+
+GROUP = 128  # elements of a parameter that share the figures of its 8-bit states: octavo.fp8.optim
+
+# Bytes of both moments: (an element, a group of 128).
+STATES = {
+    "fp32": (8, 0),
+    "bf16": (4, 0),
+    "fp8": (2, 8),  # one fp32 scale of m, two BF16 bounds of v
+    "coat": (2, 24),  # scale, exponent and centre in fp32, of m and of v
+}
+_STEP = 4  # the step's number, fp32, one for each parameter
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter, tied ones once: its name, shape, whether it is trained, and its block ("": the root's)."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    block: str
+    component: str
+
+    def rows(self, ranks: int) -> int:
+        """Rows on rank 0."""
+        return math.ceil(self.shape[0] / ranks) if self.shape else 1
+
+    def elements(self, ranks: int = 1) -> int:
+        """Elements on rank 0."""
+        return self.rows(ranks) * math.prod(self.shape[1:])
+
+
+def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
+    """The parameters of a model, which may be on the meta device."""
+    inside = {f"{name}.{inner}": name for name, block in family.layers(model) for inner, _ in block.named_parameters()}
+    return tuple(
+        Held(
+            name,
+            tuple(p.shape),
+            p.requires_grad,
+            inside.get(name, ""),
+            family.component_of(name.rpartition(".")[0]) or "foundation",
+        )
+        for name, p in model.named_parameters()
+    )
+
+
+def width(cfg: Config) -> int:
+    """Bytes of an element of a weight, and of its gradient."""
+    return model_dtype(cfg).itemsize
+
+
+def weights(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
+    return width(cfg) * sum(p.elements(ranks) for p in found)
+
+
+def master(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
+    """What makes a BF16 weight exactly fp32: its other 16 bits. An fp32 weight is its own master."""
+    each = 2 if cfg.optimizer.master == "bf16+16" else 0
+    return each * sum(p.elements(ranks) for p in found if p.trained)
+
+
+def gradients(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
+    """After backward; none where each is used and freed in backward."""
+    if cfg.optimizer.update == "backward":
+        return 0
+    return width(cfg) * sum(p.elements(ranks) for p in found if p.trained)
+
+
+def states(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
+    """Both moments."""
+    element, group = STATES[cfg.optimizer.states]
+    trained = [p.elements(ranks) for p in found if p.trained]
+    return sum(_STEP + element * n + group * math.ceil(n / GROUP) for n in trained)
+
+
+def codes(cfg: Config, plan: fp8.Plan, ranks: int = 1) -> int:
+    """FP8 codes of weights that outlive a step, with their scales. Under FSDP2 none do: they go with the gathered
+    weight."""
+    if cfg.fp8.weight_codes == "recast" or ranks > 1:
+        return 0
+    return sum(codes_of(row) for row in _once(plan.rows))
+
+
+def codes_of(row: fp8.PlanRow, casts: int | None = None) -> int:
+    """Bytes of the codes of one layer's weight: those of the forward, and of dgrad where that casts it anew.
+
+    ``casts``: how many of them (None: all)."""
+    if row.recipe is None:
+        return 0
+    specs = [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
+    found = [bytes_of(row.shape, spec) for spec in dict.fromkeys(specs)]
+    return (row.row.experts or 1) * sum(found[:casts])
+
+
+def bytes_of(shape: tuple[int, int], spec: CastSpec) -> int:
+    """Codes and scales of a matrix."""
+    rows, cols = layout(*shape, spec.block).grid
+    return shape[0] * shape[1] + rows * cols * (1 if spec.scale == "e8m0" else 4)
+
+
+def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
+    """Rows without those whose weight is another's."""
+    seen: set[str] = set()
+    for row in rows:
+        if not seen.intersection(row.row.tied):
+            yield row
+        seen.add(row.name)
+        seen.add(f"{row.name}.weight")
+
+
+def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
+    """Block -> bytes of its weights when FSDP2 has gathered them, with their codes; the root under ""."""
+    out: dict[str, int] = {}
+    for p in found:
+        out[p.block] = out.get(p.block, 0) + width(cfg) * p.elements()
+    blocks = [name for name in out if name]
+    for row in plan.rows:
+        home = next((b for b in blocks if row.name.startswith(f"{b}.")), "")
+        if cfg.fp8.weight_codes == "keep":
+            out[home] = out.get(home, 0) + codes_of(row)
+    return out
+
+
+def ungathered(cfg: Config, found: Iterable[Held]) -> dict[str, int]:
+    """Block -> bytes of its whole gradients before they are summed over ranks; the root under ""."""
+    out: dict[str, int] = {}
+    for p in found:
+        out[p.block] = out.get(p.block, 0) + (width(cfg) * p.elements() if p.trained else 0)
+    return out
+
+
+def dtype_of(cfg: Config) -> torch.dtype:
+    return model_dtype(cfg)
