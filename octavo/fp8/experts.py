@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8 import observe, scaling
+from octavo.fp8 import observe, saved_experts, scaling
 from octavo.fp8.grouped_linear import GroupedCall, alone, grouped_gemms, one_by_one
 from octavo.fp8.kernels.groups import Groups, route
 from octavo.fp8.linear import Call, Site, _autocast_enabled, three_gemms
+from octavo.fp8.saved import source_of
 from octavo.fp8.weights import HoldsCodes, Part, WeightCodes
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -125,7 +127,8 @@ class Experts(HoldsCodes):
 
         ``torch.compile`` leaves it out in one piece, as it does the linear layers that look at caches and counters.
         """
-        return _mixture(self, hidden_states, top_k_index, top_k_weights, self._project)
+        saves = saved_experts.MARK in self.__dict__
+        return _mixture(self, hidden_states, top_k_index, top_k_weights, self._project, saves)
 
     def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
         """One projection of all rows: grouped where recipe and backends can, else expert by expert."""
@@ -134,7 +137,8 @@ class Experts(HoldsCodes):
         assert owner is not None
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
         if alone(site.recipe, site.selections, x.device) is None:
-            return grouped_gemms(x, owner, bias, groups, GroupedCall(site, Part(None, transposed), grad))
+            call = GroupedCall(site, Part(None, transposed), grad, source_of(x))
+            return grouped_gemms(x, owner, bias, groups, call)
         weights, biases = _matrices(self, name), _biases(self, name)
 
         def run(expert: int, own: Tensor) -> Tensor:
@@ -199,8 +203,16 @@ def _biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
     return (None,) * weight.shape[0] if bias is None else bias.unbind(0)
 
 
-def _mixture(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project) -> Tensor:
-    """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k."""
+def _mixture(
+    module: nn.Module,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    project: Project,
+    saves: bool = False,
+) -> Tensor:
+    """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
+    ``saves``: what lies between the projections and behind them is kept in FP8."""
     weight = module._parameters["gate_up_proj"]
     assert weight is not None
     top_k = top_k_index.shape[-1]
@@ -209,11 +221,16 @@ def _mixture(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weigh
     low = _autocast_enabled(hidden) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(hidden.device.type) if low else hidden.dtype
     x = _ToRows.apply(hidden, pair_of, row_of, top_k, dtype)
-    y = project("down_proj", _gate(module, project("gate_up_proj", x, groups)), groups)
+    gate_up, gate = project("gate_up_proj", x, groups), partial(_gate, module)
+    if saves:
+        y = saved_experts.gated(gate, gate_up, lambda h: project("down_proj", h, groups))
+    else:
+        y = project("down_proj", gate(gate_up), groups)
     pairs, nobody = _ToPairs.apply(y, pair_of, row_of), (row_of >= groups.rows).unsqueeze(1)
     if getattr(module, "has_post_expert_norm", False):
         pairs = module.post_expert_norm(pairs.masked_fill(nobody, 0))  # type: ignore[operator]
-    weighted = pairs * top_k_weights.reshape(-1, 1).masked_fill(nobody, 0)
+    weights = top_k_weights.reshape(-1, 1).masked_fill(nobody, 0)
+    weighted = saved_experts.weighted(pairs, weights) if saves else pairs * weights
     # Gathering and adding in a fixed order is deterministic; index_add_ is not on a GPU.
     out = weighted.view(*top_k_index.shape, weighted.shape[-1]).sum(-2).to(hidden.dtype)
     return out if out.shape == hidden.shape else out.view(hidden.shape)

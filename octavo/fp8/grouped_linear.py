@@ -6,8 +6,8 @@ expert e alone::
     fwd    y_e  = x_e @ w_e.T (+ bias_e)     dgrad  dx_e = dy_e @ w_e     wgrad  dw_e = dy_e.T @ x_e
 
 What a forward keeps is what :mod:`octavo.fp8.linear` keeps: the codes of x in wgrad layout, and none where the weight
-is frozen. Nothing here waits for the device: sizes of experts stay there, and FLOPs of real rows are added up when
-somebody reads them.
+is frozen or the backward can get x again. Nothing here waits for the device: sizes of experts stay there, and FLOPs of
+real rows are added up when somebody reads them.
 
 Where grouped GEMMs cannot be (delayed scaling, whose histories are each expert's own; a backend without them) the
 experts run one by one, each with the three GEMMs of a linear layer; :func:`alone` says why, and the plan shows it.
@@ -30,6 +30,7 @@ from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
 from octavo.fp8.kernels.registry import Borrower, Selection
 from octavo.fp8.linear import Site, _autocast_enabled, _no_autocast
 from octavo.fp8.recipe import Recipe
+from octavo.fp8.saved import Source
 from octavo.fp8.weights import Part, has_values, is_dtensor
 
 
@@ -53,6 +54,7 @@ class GroupedCall(NamedTuple):
     site: Site
     part: Part  # the whole parameter, transposed if stored as [E, K, N]
     grad: bool  # gradients are enabled
+    source: Source | None = None  # how the backward gets x again, where it need not be kept
 
 
 def grouped_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, call: GroupedCall) -> Tensor:
@@ -80,7 +82,8 @@ class _GroupedGemms(torch.autograd.Function):
         needs_x, needs_w, needs_b = (call.grad and n for n in ctx.needs_input_grad[:3])
         watched = health.watching() and now.counted
         with _no_autocast(x_RK):
-            x_q, kept = _codes_of_x(x_RK, groups, site, needs_w)
+            source = call.source if needs_w else None
+            x_q, kept = _codes_of_x(x_RK, groups, site, needs_w and source is None)
             y_RN = _fwd(x_RK, x_q, weight, bias, groups, call, now, watched and not now.recompute)
         if now.counted and observe.counting():
             for gemm, needed in (("dgrad", needs_x), ("wgrad", needs_w)):
@@ -88,13 +91,16 @@ class _GroupedGemms(torch.autograd.Function):
                     observe.promise(site.name, gemm, now, groups.experts)
             if not call.grad and not now.recompute:
                 observe.gradless(site.name, groups.experts)
-        codes = () if kept is None else (kept.data, kept.scale) if isinstance(kept, Quantized) else (kept,)
+        codes: tuple[Tensor, ...] = () if source is None else source.tensors
+        if kept is not None:
+            codes = (kept.data, kept.scale) if isinstance(kept, Quantized) else (kept,)
+        ctx.remake = None if source is None else source.remake
         exact = (x_RK,) if watched and needs_w and isinstance(kept, Quantized) else ()
         ctx.save_for_backward(*groups[:3], *((weight,) if needs_x else ()), *codes, *exact)
         ctx.site, ctx.part, ctx.rows = site, call.part, groups.rows
         ctx.counted, ctx.born, ctx.watched = now.counted, now.gemm, watched
         ctx.needs = (needs_x, needs_w, needs_b)
-        ctx.kept_spec = kept.spec if isinstance(kept, Quantized) else None
+        ctx.kept_spec = None if site.recipe.wgrad is None else site.recipe.wgrad.b
         ctx.x_dtype, ctx.w_dtype, ctx.inputs = x_RK.dtype, weight.dtype, x_RK.shape[1]
         ctx.b_dtype = None if bias is None else bias.dtype
         return y_RN
@@ -111,7 +117,7 @@ class _GroupedGemms(torch.autograd.Function):
             if needs_x:
                 dx = _dgrad(ctx, dy_RN, groups, saved.pop(0), casts)
             if needs_w:
-                dw = _wgrad(ctx, dy_RN, groups, saved, casts)
+                dw = _wgrad(ctx, dy_RN, groups, saved if ctx.remake is None else _again(ctx, groups, saved), casts)
             if needs_b:
                 db = grouped_high.bias_grad(dy_RN, groups).to(ctx.b_dtype)
         return dx, dw, db, None, None
@@ -132,6 +138,15 @@ def _codes_of_x(
     if x_q is not None:
         return x_q, x_q
     return None, site.selections["wgrad"].backend.quantize_rows(x_RK, wgrad.b, groups, 0)
+
+
+def _again(ctx: Any, groups: Groups, saved: list[Tensor]) -> list[Tensor]:
+    """What the forward would have kept of x, made again, and x: [codes, scales, x], or [x] in high precision."""
+    x_RK, gemm = ctx.remake(*saved).to(ctx.x_dtype), ctx.site.recipe.wgrad
+    if gemm is None:
+        return [x_RK]
+    x_q = ctx.site.selections["wgrad"].backend.quantize_rows(x_RK, gemm.b, groups, 0)
+    return [x_q.data, x_q.scale, x_RK]
 
 
 def _codes_of_dy(ctx: Any, dy_RN: Tensor, groups: Groups) -> dict[CastSpec, Quantized]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from octavo.fp8 import gated_mlp, norms, saved_attention, saved_mlp, saved_norms
+from octavo.fp8 import gated_mlp, norms, saved_attention, saved_experts, saved_mlp, saved_norms
 from octavo.fp8.globs import template
 from octavo.fp8.plan_sisters import PlanGroup
 from octavo.fp8.policy import PlanError, Policy
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanBlock", "apart", "blocks_of", "carry_out", "saving_of", "sentences"]
 
-NORM, MLP, PLAIN, ATTENTION = "norm", "gated MLP", "MLP", "attention"
+NORM, MLP, PLAIN, ATTENTION, EXPERTS = "norm", "gated MLP", "MLP", "attention", "experts"
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ def _saving(
     component, out = component_namer(components), []
     attention = {a.name: a for a in saved_attention.outputs(model)}
     by_name = {r.name: r for r in rows}
+    experts = {r.row.module for r in rows if r.kind == "experts" and r.fp8}
     for name, module in model.named_modules():
         if component(name) not in saving:
             continue
@@ -133,6 +134,8 @@ def _saving(
         elif parts is not None:
             kind = MLP if len(parts.first) == 2 else PLAIN
             out.append(_saved(name, kind, saved_mlp.obstacle(module)))
+        elif name in experts:
+            out.append(_saved(name, EXPERTS, None))
         if name in attention:
             row = by_name.get(attention[name].output_name)
             if row is not None and row.fp8:
@@ -168,6 +171,8 @@ def carry_out(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
         module, saves, why = model.get_submodule(block.name), bool(block.saves), None
         if block.kind == ATTENTION:
             saved_attention.mark(attention[block.name])
+        elif block.kind == EXPERTS:
+            saved_experts.mark(module)
         elif block.fused and block.kind == MLP:
             why = gated_mlp.unite(module, saves)
         elif block.fused:
@@ -188,6 +193,7 @@ _SAVED = (
     (NORM, "norms keep FP8 codes of their input"),
     (MLP, "gated MLPs keep gate and up in FP8"),
     (PLAIN, "MLPs keep the input of their activation in FP8"),
+    (EXPERTS, "modules of experts keep gate and up in FP8, and their answers where a router is trained"),
     (ATTENTION, "output layers of attention keep no codes of what attention keeps"),
 )
 

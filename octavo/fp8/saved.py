@@ -9,12 +9,13 @@ module               keeps                                        otherwise
 norm                 E4M3 codes of its input, fp32 statistics     the input, and the normalised copy of most RMSNorms
 gated MLP            E4M3 codes of gate and of up                 gate, silu(gate), up and their product
 MLP                  E4M3 codes of the activation's input         that input, and the activation
+experts              E4M3 codes of gate and up, of each answer    gate, up, silu(gate), their product, each answer
 attention's output   a reference to what attention keeps itself   codes besides
 ===================  ===========================================  ====================================================
 
 Codes are E4M3 in blocks of 1 x 128 under powers of two, 1.03 bytes an element. **Norms** (:mod:`octavo.fp8.norms`,
 :mod:`octavo.fp8.saved_norms`) compute their output from the exact input and their gradient from its codes. **MLPs**
-(:mod:`octavo.fp8.saved_mlp`) multiply the *decoded* codes in the forward as well, so that the backward can make the
+(:mod:`octavo.fp8.saved_mlp`) and experts (:mod:`octavo.fp8.saved_experts`) multiply the *decoded* codes in the forward as well, so that the backward can make the
 product again, bit for bit, and cast it for wgrad then: the gradient is the exact gradient of the forward that ran, but
 for the rounding itself, which passes gradients through. The rounding happens without a graph too (evaluation, the first
 run of a reentrant checkpoint), so that a model has one forward. **Attention's output layer**

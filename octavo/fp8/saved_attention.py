@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from octavo.fp8.saved import Source
 
-__all__ = ["OWN_OUTPUT", "Attention", "kept_by_attention", "mark", "outputs", "source", "unmark"]
+__all__ = ["EXPERTS", "OWN_OUTPUT", "Attention", "kept_by_attention", "mark", "outputs", "source", "unmark"]
 
 _INPUTS = (("q_proj", "k_proj", "v_proj"), ("qkv",), ("query", "key", "value"))
 _OUTPUTS = ("o_proj", "out_proj", "proj", "projection_layer", "dense")
 
 _MARK = "_after_attention"  # in the __dict__ of the layer
+EXPERTS = "_saves_rows"  # in the __dict__ of a module of experts (octavo.fp8.saved_experts)
 OWN_OUTPUT = "_own_output"  # in the __dict__ of a sister whose output must not hold the others' memory
 
 _VIEWS = {
@@ -78,9 +79,9 @@ def mark(attention: Attention) -> None:
 
 
 def unmark(module: nn.Module) -> None:
-    """Take :func:`mark` back for one layer."""
-    module.__dict__.pop(_MARK, None)
-    module.__dict__.pop(OWN_OUTPUT, None)
+    """Take back what says that a module keeps FP8, of layers around attention and of experts."""
+    for name in (_MARK, OWN_OUTPUT, EXPERTS):
+        module.__dict__.pop(name, None)
 
 
 def source(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> Source | None:

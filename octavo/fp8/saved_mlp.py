@@ -21,6 +21,7 @@ input (:func:`agrees`). One with anything besides (dropout, a norm between) stay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ from octavo.fp8.swapped import Swapped, hooked, probe, swap
 from octavo.fp8.weights import is_dtensor
 
 __all__ = ["ACTS", "KINDS", "HighLinear", "Parts", "SavedMlp", "agrees", "obstacle", "parts", "product", "run", "save"]
+
+Act = Callable[[Tensor], Tensor]
 
 KINDS = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -199,7 +202,7 @@ def run(module: nn.Module, found: Parts, x: Tensor) -> Tensor | None:
         return last(h)
 
 
-def product(act: nn.Module, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Source | None]:
+def product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Source | None]:
     """(act(a^) * b^, how to make it again: None where a, b ask for no gradient) of a, b [..., I] as FP8 holds them.
 
     Off autocast, which would choose dtypes anew in the backward. Gradients reach a and b.
@@ -222,7 +225,7 @@ Specs = tuple[tuple[CastSpec, torch.dtype], ...]
 
 
 class _Call(NamedTuple):
-    act: nn.Module
+    act: Act
     specs: Specs
     shape: torch.Size
     tensors: tuple[Tensor, ...]
@@ -235,7 +238,7 @@ def _values(specs: Specs, shape: torch.Size, tensors: tuple[Tensor, ...]) -> lis
     ]
 
 
-def _remade(act: nn.Module, specs: Specs, shape: torch.Size, *tensors: Tensor) -> Tensor:
+def _remade(act: Act, specs: Specs, shape: torch.Size, *tensors: Tensor) -> Tensor:
     """h from the codes: what the forward computes, and the backward again."""
     with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
         values = _values(specs, shape, tensors)

@@ -123,7 +123,9 @@ def test_bit_for_bit_the_mlp_on_rounded_values(kind, recipe, policy, dtype):
     for _ in range(2):  # a second step casts with the histories of the first
         (want, counts), (got, counts2) = run(mlp, x, lowered, rounding(mlp)), run(twin, x, lowered)
         if recipe == "off" and lowered:  # the stock layer rounds the gradient of its bias to BF16 on the way
-            assert all(torch.equal(a, b) or torch.equal(a, b.bfloat16().float()) for a, b in zip(want, got, strict=True))
+            assert all(
+                torch.equal(a, b) or torch.equal(a, b.bfloat16().float()) for a, b in zip(want, got, strict=True)
+            )
         else:
             assert same(want, got)
         assert counts == counts2
