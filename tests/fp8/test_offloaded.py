@@ -1,0 +1,263 @@
+"""Offload, with a device that is made up: bytes that were fetched are wrong until the device waited for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8
+from octavo.fp8.kept import kept
+from octavo.fp8.offloaded import offload, synchronize_per_layer
+from octavo.fp8.recompute import recompute
+from tests.fp8.test_recompute import Block, same, stack, step
+
+
+class Slow:
+    """Copies that happen when somebody waits for them, in the order in which they began."""
+
+    def __init__(self):
+        self.log: list[str] = []
+        self.queue: list[tuple[int, Tensor, Tensor]] = []
+        self.numbers = 0
+        self.moved = 0
+        self.waiting: dict[int, int] = {}
+
+    def _later(self, to: Tensor, source: Tensor) -> int:
+        self.numbers += 1
+        self.queue.append((self.numbers, to, source))
+        return self.numbers
+
+    def out(self, here: Tensor) -> tuple[Tensor, int]:
+        assert here.dtype == torch.uint8 and here.dim() == 1
+        self.log.append("out")
+        self.moved += here.numel()
+        there = torch.full_like(here, 255)
+        return there, self._later(there, here)
+
+    def back(self, there: Tensor) -> tuple[Tensor, int]:
+        self.log.append("back")
+        here = torch.full_like(there, 255)  # NaN in every float
+        return here, self._later(here, there)
+
+    def wait(self, ready: int) -> None:
+        while self.queue and self.queue[0][0] <= ready:
+            _, to, source = self.queue.pop(0)
+            to.copy_(source)
+
+
+def offloaded(model: nn.Module, least: int = 1) -> Slow:
+    copies = Slow()
+    offload(model.named_children(), least=least, copies=copies)
+    return copies
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_those_of_what_stayed(how, dropout):
+    model = stack(3, dropout, how)
+    copies = offloaded(model)
+    for _ in range(2):
+        model.zero_grad()
+        assert same(step(model), step(stack(3, dropout)))
+    assert copies.log.count("out") > 0 and copies.log.count("back") > 0
+
+
+def test_fewer_bytes_move_when_blocks_keep_less():
+    moved = {}
+    for how in ("none", "selective", "full"):
+        model = stack(3, how=how)
+        copies = offloaded(model)
+        step(model)
+        moved[how] = copies.moved
+    each = 2 * 8 * 32 * 4
+    assert moved["full"] == 3 * each
+    assert moved["full"] < moved["selective"] < 0.75 * moved["none"]
+
+
+def test_a_storage_moves_once_and_only_what_belongs_to_the_block():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x, cos):
+            y = x * cos  # saves cos, not x: x needs no... its gradient needs cos
+            return (y[:2] * y[2:]) @ self.weight.t()
+
+    block, copies = Views(), Slow()
+    offload([("0", block)], least=1, copies=copies)
+    x, cos = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    block(x, cos).sum().backward()
+    # y, in one piece for its two halves; the product, which the weight's gradient needs. Not cos, not the weight.
+    assert copies.moved == 4 * 8 * 4 + 2 * 8 * 4
+    assert torch.allclose(x.grad[0], (x * cos)[2] * 8 * cos[0])
+
+
+def test_one_block_ahead_and_no_more():
+    model, events = stack(4), []
+    copies = Slow()
+    for name in ("out", "back"):
+        plain = getattr(copies, name)
+        setattr(copies, name, lambda x, plain=plain, name=name: (events.append(name), plain(x))[1])
+    offload(model.named_children(), least=1, copies=copies)
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    y = model(x)
+    for number, block in enumerate(model):
+        block.mlp.down.weight.register_hook(lambda g, number=number: events.append(number))
+    y.sum().backward()
+    backward = [e for e in events if e != "out"]
+    each = events.count("out") // 4
+    order = [e for i, e in enumerate(backward) if i == 0 or backward[i - 1] != e]
+    # The last block is on the device still; while it goes backward, the one before it comes.
+    assert order == ["back", 3, "back", 2, "back", 1, 0]
+    assert backward.count("back") == 3 * each
+
+
+def test_at_most_two_blocks_are_on_the_device_after_the_forward():
+    model = stack(6)
+    copies = offloaded(model)
+    hosts: set[int] = set()
+    plain = copies.out
+
+    def out(here):
+        there, ready = plain(here)
+        hosts.add(there.untyped_storage()._cdata)
+        return there, ready
+
+    copies.out = out
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    with kept(model, model.named_children()) as k:
+        y = model(x)
+    on_device = k.report().total - copies.moved  # the host's copies are alive as well, and made in the forward
+    with kept(stack(1)) as one:
+        z = stack(1)(x)
+    assert on_device <= 2 * one.report().total + 2 * y.numel() * 4 and z is not None
+
+
+def test_a_graph_that_is_kept_can_be_gone_through_again():
+    model = stack(3)
+    offloaded(model)
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
+
+
+def test_two_forwards_before_their_backwards():
+    model, plain = stack(3), stack(3)
+    offloaded(model)
+    for m in (model, plain):
+        torch.manual_seed(1)
+        a, b = (m(torch.randn(2, 8, 32)).square().sum() for _ in range(2))
+        a.backward()
+        b.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_fp8_layers_move_codes(how):
+    moved, steps = [], []
+    for offloads in (False, True):
+        model = stack(2)
+        fp8.apply(model, fp8.plan(model, "blockwise"))
+        recompute(model.named_children(), how)
+        copies = offloaded(model) if offloads else None
+        with fp8.count_gemms() as counts:
+            steps.append(step(model))
+        moved.append((dict(counts), copies.moved if copies else 0))
+    assert same(*steps) and moved[0][0] == moved[1][0]
+    plain = stack(2, how=how)
+    copies = offloaded(plain)
+    step(plain)
+    assert moved[1][1] == copies.moved if how == "full" else moved[1][1] < copies.moved
+
+
+def test_small_tensors_weights_and_autocasts_copies_of_them_stay():
+    model = stack(1)
+    copies = offloaded(model, least=10**9)
+    assert same(step(model), step(stack(1))) and not copies.log
+
+    layer, copies = nn.Sequential(nn.Linear(32, 32)), Slow()
+    offload([("0", layer)], least=1, copies=copies)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(torch.randn(4, 32, requires_grad=True))
+    y.sum().backward()
+    assert copies.moved == 4 * 32 * 2  # x as autocast made it
+
+
+def test_without_gradient_nothing_moves_and_hooks_come_off():
+    model = stack(2)
+    copies = Slow()
+    hooks = offload(model.named_children(), least=1, copies=copies)
+    with torch.no_grad():
+        model(torch.randn(2, 8, 32))
+    assert not copies.log
+    hooks.remove()
+    step(model)
+    assert not copies.log
+
+
+def test_a_saved_tensor_that_is_written_to_is_told():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            y = (x * self.weight).exp()
+            y.mul_(2)
+            return y
+
+    block = Writes()
+    offload([("0", block)], least=1, copies=Slow())
+    with pytest.raises(RuntimeError, match="written to"):
+        block(torch.randn(4, 8, requires_grad=True))
+
+
+def test_an_exception_in_a_block_leaves_no_hooks_behind():
+    class Fails(Block):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    model = nn.Sequential(Block(), Fails())
+    copies = offloaded(model)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(2, 8, 32))
+    before = copies.moved
+    torch.randn(4, 4, requires_grad=True).exp().sum().backward()
+    assert copies.moved == before
+
+
+def test_a_cpu_has_no_second_memory():
+    with pytest.raises(
+        ValueError, match="offload_activations: true.*found the blocks on cpu.*offload_activations: false"
+    ):
+        offload(stack(1).named_children())
+    with pytest.raises(ValueError, match="synchronize_per_layer: true.*on cpu"):
+        synchronize_per_layer(stack(1).named_children())
+    with pytest.raises(ValueError, match="no blocks at all"):
+        offload([])
+    with pytest.raises(ValueError, match="no blocks at all"):
+        synchronize_per_layer([])
+
+
+def test_the_host_waits_after_each_block():
+    model, events = stack(3), []
+    hooks = synchronize_per_layer(model.named_children(), wait=lambda: events.append("wait"))
+    for number, block in enumerate(model):
+        block.mlp.down.weight.register_hook(lambda g, number=number: events.append(number))
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    y = model(x)
+    assert events == ["wait"] * 3
+    y.sum().backward()
+    assert events[3:] == [2, "wait", 1, "wait", 0, "wait"]
+    events.clear()
+    with torch.no_grad():
+        model(x)
+    assert events == ["wait"] * 3
+    hooks.remove()
+    step(model)
+    assert events.count("wait") == 3
