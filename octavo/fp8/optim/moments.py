@@ -73,6 +73,7 @@ __all__ = [
     "decode_m",
     "decode_v",
     "dither",
+    "dither_start",
     "encode",
     "encode_r",
     "encode_v",
@@ -80,6 +81,7 @@ __all__ = [
     "grid",
     "pack",
     "r_amax",
+    "r_grid",
     "r_scale",
     "ratio",
     "unpack",
@@ -167,9 +169,14 @@ def _pace(exponent: Tensor) -> Tensor:
 
 def dither(seed: int, start: int, count: int, *, step: int, parameter: int, device: torch.device | str) -> Tensor:
     """What is added to elements `start` to `start + count` before they are cut: int32 [count], 0 to 65535."""
-    fixed = step * 0x9E3779B9 + seed * 0xD2511F53 + parameter * 0xCD9E8D57
-    element = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    return (((element * 0xC13FA9A9 + (fixed & 0xFFFFFFFF)) >> 16) & 0xFFFF).to(torch.int32)
+    element = torch.arange(count, dtype=torch.int64, device=device)
+    first = dither_start(seed, start, step=step, parameter=parameter)
+    return (((element * 0xC13FA9A9 + first) >> 16) & 0xFFFF).to(torch.int32)
+
+
+def dither_start(seed: int, start: int, *, step: int, parameter: int) -> int:
+    """The 32 bits of element `start`, of which the dither is the upper half; an element on adds 0xC13FA9A9."""
+    return (start * 0xC13FA9A9 + step * 0x9E3779B9 + seed * 0xD2511F53 + parameter * 0xCD9E8D57) & 0xFFFFFFFF
 
 
 def encode_v(v: Tensor, range_: Tensor, dither: Tensor) -> Tensor:
@@ -203,13 +210,16 @@ def r_scale(amax: Tensor) -> Tensor:
     return torch.where(amax >= _INF, torch.nan, scale)
 
 
+def r_grid(amax: Tensor) -> Tensor:
+    """What r is multiplied by before it is coded (fp32 [G]): 5985 / amax, 0 for amax < 2^-100."""
+    value = amax.view(torch.float32)
+    return torch.where(value < _TINY, 0.0, torch.full_like(value, _R_TOP) / value)
+
+
 def encode_r(r: Tensor, amax: Tensor) -> Tensor:
     """Codes -63 to 63 (int32 [G, 128]) of `r` (fp32) in groups whose largest magnitude has the bit patterns `amax`."""
-    value = amax.view(torch.float32)
-    fits = (value >= _TINY) & (amax < _INF)
-    grid = torch.where(fits, torch.full_like(value, _R_TOP) / value, 0.0)[:, None]
-    code = ((r.abs() * grid + 256.0).sqrt() - 16.0).round().clamp(max=63.0)
-    return torch.where(fits[:, None], torch.copysign(code, r), 0.0).to(torch.int32)
+    code = ((r.abs() * r_grid(amax)[:, None] + 256.0).sqrt() - 16.0).round().clamp(max=63.0)
+    return torch.where((amax >= _INF)[:, None], 0.0, torch.copysign(code, r)).to(torch.int32)
 
 
 def decode_m(code: Tensor, scale: Tensor, v: Tensor) -> Tensor:
@@ -314,5 +324,5 @@ def encode(states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: Agre
             "exp_avg_sq_figures": figures_v,
         }
     bits = v.view(torch.int32)
-    cut = torch.where(bits < _INF, bits + chance, _NAN) >> 16
+    cut = torch.where(bits & 0x7FFFFFFF < _INF, bits + chance, _NAN) >> 16
     return {"exp_avg": m.to(torch.bfloat16), "exp_avg_sq": cut.to(torch.int16).view(torch.bfloat16)}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from octavo.fp8.cast import CastSpec
 from octavo.fp8.kernels.registry import select
-from octavo.fp8.optim import master, moments, philox
+from octavo.fp8.optim import cpu, master, moments, philox
 from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Scalars",
     "edges",
     "engine",
+    "on_cpu",
     "part",
     "reference",
     "step",
@@ -50,7 +51,7 @@ MASTERS = ("fp32", "bf16+16", "bf16+sr")
 """Where the fp32 weight is: see :mod:`octavo.fp8.optim.master`."""
 
 _FIGURES = {k.name for kept in LAYOUT.values() for k in kept if k.row is not None}  # a row a group
-_CHUNK = 1 << 16  # elements worked on at a time: a dozen fp32 arrays of them stay in a core's cache
+_CHUNK = 1 << 22  # elements worked on at a time where launches cost more than memory
 
 
 class Piece(NamedTuple):
@@ -155,7 +156,9 @@ def step(
 
 
 def engine(device: torch.device) -> Engine:
-    """What steps pieces on `device`: a backend's kernel where there is one, else :func:`reference`."""
+    """What steps pieces on `device`: :func:`on_cpu`, a backend's kernel where there is one, else :func:`reference`."""
+    if device.type == "cpu":
+        return on_cpu
     return select("adamw", recipe_or_spec=CastSpec(), device=device).backend.adamw
 
 
@@ -176,10 +179,26 @@ def whole(piece: Piece) -> Piece:
     return part(piece, head, head + (count - head) // GROUP * GROUP)
 
 
+def on_cpu(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+    """:func:`reference` bit for bit, in the cache: see :mod:`octavo.fp8.optim.cpu`."""
+    if hyper.states == "coat":
+        reference(pieces, hyper, factor, agree)
+        return
+    jobs = [
+        (piece, Scalars.of(hyper, piece.step), first, last)
+        for piece in pieces
+        for first, last in _chunks(piece, cpu.CHUNK)
+    ]
+    if factor is not None and not isinstance(factor, Tensor):
+        factor = _fp32(factor)
+    cpu.run(jobs, hyper, factor)
+    _step_edges(edges(pieces), hyper, factor, agree)
+
+
 def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
     """The step in plain torch, on any device: whole groups in chunks, then all cut and ragged groups in one table."""
     for piece in pieces:
-        for first, last in _chunks(piece):
+        for first, last in _chunks(piece, cpu.CHUNK if piece.weight.device.type == "cpu" else _CHUNK):
             rows = slice((piece.start % GROUP + first) // GROUP, (piece.start % GROUP + last) // GROUP)
             kept = {
                 k.name: piece.state[k.name][first:last].view(-1, GROUP) if k.row is None else piece.state[k.name][rows]
@@ -193,9 +212,7 @@ def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | No
             for name, value in moments.encode(hyper.states, m, v, chance).items():
                 kept[name].copy_(value)
             _write(piece, hyper, first, last, weight.view(-1))
-    cut = edges(pieces)
-    if cut:
-        _step_edges(cut, hyper, factor, agree)
+    _step_edges(edges(pieces), hyper, factor, agree)
 
 
 def edges(pieces: Sequence[Piece]) -> list[Edge]:
@@ -212,15 +229,17 @@ def edges(pieces: Sequence[Piece]) -> list[Edge]:
     return found
 
 
-def _chunks(piece: Piece) -> Iterator[tuple[int, int]]:
-    """Ranges of whole groups in a piece's elements."""
+def _chunks(piece: Piece, size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of whole groups in a piece's elements, of at most `size` elements."""
     head = -piece.start % GROUP
     stop = head + max(piece.weight.numel() - head, 0) // GROUP * GROUP
-    for first in range(head, stop, _CHUNK):
-        yield first, min(first + _CHUNK, stop)
+    for first in range(head, stop, size):
+        yield first, min(first + size, stop)
 
 
 def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+    if not cut:
+        return
     table = [_pad(e, _read(e.piece, hyper, e.first, e.last)) for e in cut]
     grads = [_pad(e, e.piece.grad[e.first : e.last].float()) for e in cut]
     chance = [row for e in cut if (row := _chance(hyper, e.piece, e.group * GROUP, GROUP)) is not None]
