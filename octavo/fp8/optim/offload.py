@@ -33,6 +33,7 @@ from octavo.fp8.local import plain
 from octavo.fp8.optim import update
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.moments import GROUP, Agree
+from octavo.fp8.optim.pieces import part, whole
 from octavo.fp8.optim.update import Engine, Hyper, Piece
 from octavo.fp8.weights import is_dtensor
 
@@ -183,8 +184,8 @@ class Offload:
 
         Groups that several ranks share (``agree``) are asked for once: all of them are the last batch, a few rows.
         """
-        cut = [] if agree is None else [update.part(e.piece, e.first, e.last) for e in update.edges(pieces)]
-        batches = list(self._batches(pieces if agree is None else map(update.whole, pieces)))
+        cut = [] if agree is None else [part(e.piece, e.first, e.last) for e in update.edges(pieces)]
+        batches = list(self._batches(pieces if agree is None else map(whole, pieces)))
         if cut:
             batches.append(_batch(cut))
         for i, batch in enumerate(batches):
@@ -222,8 +223,8 @@ class Offload:
             self._buffers[slot] = buffer = self._move.device(max(sum(sizes), self.batch))
         device, at = [], 0
         for tensor, size in zip(batch.host, sizes, strict=True):
-            part = buffer[at : at + tensor.numel() * tensor.element_size()]
-            device.append(part.view(tensor.dtype).view(tensor.shape))
+            place = buffer[at : at + tensor.numel() * tensor.element_size()]
+            device.append(place.view(tensor.dtype).view(tensor.shape))
             at += size
         self._move.fetch(slot, list(zip(device, batch.host, strict=True)))
         return _Fetched(slot, batch.stamp, tuple(device))
@@ -233,12 +234,12 @@ class Offload:
         found: list[Piece] = []
         held = 0
         for piece in pieces:
-            for part in self._cut(piece) if piece.weight.numel() else ():
-                size = _bytes(part)
+            for own in self._cut(piece) if piece.weight.numel() else ():
+                size = _bytes(own)
                 if found and held + size > self.batch:
                     yield _batch(found)
                     found, held = [], 0
-                found.append(part)
+                found.append(own)
                 held += size
         if found:
             yield _batch(found)
@@ -253,7 +254,7 @@ class Offload:
         first = 0
         while first < count:
             last = min(first + step - (piece.start + first) % GROUP, count)
-            yield update.part(piece, first, last)
+            yield part(piece, first, last)
             first = last
 
 

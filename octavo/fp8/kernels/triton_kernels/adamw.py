@@ -31,6 +31,7 @@ from octavo.fp8.kernels.triton_kernels.adamw_kernels import COLUMNS, adamw_step
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
 from octavo.fp8.optim import update
 from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree
+from octavo.fp8.optim.pieces import part, whole
 from octavo.fp8.optim.update import Hyper, Piece, Scalars
 
 __all__ = ["step", "variants"]
@@ -54,8 +55,8 @@ def step(
     """
     cut: list[Piece] = []
     if agree is not None:
-        cut = [update.part(e.piece, e.first, e.last) for e in update.edges(pieces)]
-        pieces = [update.whole(piece) for piece in pieces]
+        cut = [part(e.piece, e.first, e.last) for e in update.edges(pieces)]
+        pieces = [whole(piece) for piece in pieces]
     kinds: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
         if piece.grad.dtype not in _TYPES:

@@ -1,0 +1,198 @@
+"""States in host memory: the results are those of AdamW, copies happen in an order that never reads what is not there
+yet, and what was fetched ahead is used only while it is true.
+
+The host and the device are both the CPU here; a copy is put off until something waits for it, as late as streams allow,
+so that whoever does not wait reads garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from octavo.fp8.optim import update
+from octavo.fp8.optim.moments import GROUP, LAYOUT
+from octavo.fp8.optim.offload import Offload, OffloadedAdamW, Pairs
+from octavo.fp8.optim.update import Hyper, Piece
+
+
+class Late:
+    """Transfers that happen as late as they may: a fetch when its slot must have arrived, a write-back when a later
+    fetch or the end must find it done. ``log`` has what was asked for, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self._fetches: dict[int, Pairs] = {}
+        self._writes: list[tuple[int, Pairs]] = []
+        self.most = 0
+
+    def host(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def device(self, size: int) -> torch.Tensor:
+        return torch.full((size,), 0xA5, dtype=torch.uint8)
+
+    def fetch(self, slot: int, pairs: Pairs) -> None:
+        self.log.append(("fetch", slot))
+        self._write_all()
+        self._fetches[slot] = pairs
+        self.most = max(self.most, len(self._fetches))
+
+    def arrive(self, slot: int) -> None:
+        self.log.append(("arrive", slot))
+        for there, here in self._fetches.pop(slot):
+            there.copy_(here)
+
+    def write_back(self, slot: int, pairs: Pairs) -> None:
+        self.log.append(("write", slot))
+        self._writes.append((slot, pairs))
+
+    def settle(self) -> None:
+        self.log.append(("settle", -1))
+        self._write_all()
+
+    def _write_all(self) -> None:
+        for _, pairs in self._writes:
+            for there, here in pairs:
+                here.copy_(there)
+                there.view(torch.uint8).fill_(0xA5)  # whoever still reads this slot finds no states
+        self._writes.clear()
+
+
+def piece(count: int, start: int, index: int, states: str) -> Piece:
+    make = torch.Generator().manual_seed(index)
+    groups = -(-(start % GROUP + count) // GROUP)
+    state = {
+        k.name: torch.zeros((count,) if k.row is None else (groups, *k.row), dtype=k.dtype) for k in LAYOUT[states]
+    }
+    state["master_low"] = torch.zeros(count, dtype=torch.int16)
+    weight = torch.randn(count, generator=make).bfloat16()
+    return Piece(weight, torch.zeros(count), state, start, index, 1)
+
+
+def copied(pieces: Sequence[Piece]) -> list[Piece]:
+    return [
+        p._replace(weight=p.weight.clone(), grad=p.grad.clone(), state={k: v.clone() for k, v in p.state.items()})
+        for p in pieces
+    ]
+
+
+def assert_same(one: Sequence[Piece], other: Sequence[Piece]) -> None:
+    for p, q in zip(one, other, strict=True):
+        assert torch.equal(p.weight, q.weight), p.index
+        for name, x in p.state.items():
+            assert torch.equal(x.view(torch.uint8), q.state[name].view(torch.uint8)), (p.index, name)
+
+
+def step(pieces: Sequence[Piece], number: int) -> list[Piece]:
+    for p in pieces:
+        p.grad.copy_(torch.randn(p.grad.shape, generator=torch.Generator().manual_seed(100 * number + p.index)))
+    return [p._replace(step=number) for p in pieces]
+
+
+SHAPES = [(128 * 90, 0), (1000, 256), (7, 5), (20000, 77), (0, 128), (50, 100)]
+
+
+@pytest.mark.parametrize("states", ["fp8", "bf16", "fp32"])  # coat's powers depend on how a tensor is cut, on CPUs
+def test_it_equals_the_step_without_offload(states: str) -> None:
+    ordinary = [piece(*shape, index, states) for index, shape in enumerate(SHAPES)]
+    away, late = copied(ordinary), Late()
+    offload = Offload("cpu", batch=16 << 10, transfers=late)
+    hyper, factor = Hyper(1e-2, states=states, master="bf16+16", weight_decay=0.1), torch.tensor(0.5)
+    seen: list[int] = []
+
+    def engine(pieces, *rest):
+        seen.append(sum(x.numel() * x.element_size() for p in pieces for x in p.state.values()))
+        assert all(p.weight.numel() == 0 or p.start % GROUP == 0 or p.start in (5, 77, 100) for p in pieces)
+        update.reference(pieces, *rest)
+
+    for number in range(1, 4):
+        update.reference(step(ordinary, number), hyper, factor, None)
+        offload.step(step(away, number), hyper, factor, None, engine)
+    offload.settle()
+    assert_same(ordinary, away)
+    assert len(seen) > 12 and max(seen) <= 16 << 10, "batches were too large"
+    held = sum(buffer.numel() for buffer in offload._buffers if buffer is not None)
+    assert held == 3 * (16 << 10), "device memory is three batches"
+
+
+def test_one_batch_comes_in_and_one_goes_out_while_one_is_updated() -> None:
+    late = Late()
+    offload = Offload("cpu", batch=16 << 10, transfers=late)
+    pieces = step([piece(8 * 2816, 0, 0, "fp8")], 1)
+
+    def engine(given, *rest):
+        late.log.append(("update", 0))
+        update.reference(given, *rest)
+
+    offload.step(pieces, Hyper(states="fp8", master="bf16+16", lr=1e-2), None, None, engine)
+    words = [word for word, _ in late.log if word != "settle"]
+    assert words[:9] == ["fetch", "fetch", "arrive", "update", "write", "fetch", "arrive", "update", "write"]
+    slots = {word: [slot for w, slot in late.log if w == word] for word in ("fetch", "arrive", "write")}
+    count = len(slots["fetch"])
+    assert count > 3 and slots["fetch"] == slots["arrive"] == slots["write"] == [i % 3 for i in range(count)]
+    assert late.most == 2, "more than one batch ahead"
+
+
+def test_calls_of_one_piece_each_fetch_the_next_ahead_once_the_order_is_known() -> None:
+    late = Late()
+    offload = Offload("cpu", transfers=late)
+    ordinary = [piece(300, 0, i, "fp8") for i in range(4)]
+    away, hyper = copied(ordinary), Hyper(states="fp8", master="bf16+16", lr=1e-2)
+    for number in range(1, 4):
+        update.reference(step(ordinary, number), hyper, None, None)
+        begin = len(late.log)
+        for p in reversed(step(away, number)):
+            offload.step([p], hyper, None, None, update.reference)
+        if number > 2:  # the order is known, the first piece came in behind the last one of the step before
+            words = [word for word, _ in late.log[begin:]]
+            assert words[:2] == ["fetch", "arrive"] and words.count("fetch") == 4
+    # a piece without a gradient: what was fetched ahead for it is dropped
+    for p in reversed(step(away, 4)):
+        if p.index != 2:
+            offload.step([p], hyper, None, None, update.reference)
+    update.reference([p for p in step(ordinary, 4) if p.index != 2], hyper, None, None)
+    offload.settle()
+    assert_same(ordinary, away)
+
+
+def test_what_was_written_on_the_host_since_is_fetched_again() -> None:
+    offload = Offload("cpu", transfers=Late())
+    ordinary = [piece(300, 0, i, "fp8") for i in range(2)]
+    away, hyper = copied(ordinary), Hyper(states="fp8", master="bf16+16", lr=1e-2)
+    for number in range(1, 6):
+        offload.step(step(away, number), hyper, None, None, update.reference)
+        update.reference(step(ordinary, number), hyper, None, None)
+        offload.settle()
+        for pieces in (ordinary, away):
+            pieces[0].state["exp_avg_scale"].mul_(0.5)  # as a state dict that is loaded in place
+    assert_same(ordinary, away)
+
+
+def test_groups_that_ranks_share_are_asked_for_once_and_last() -> None:
+    states = "fp8"
+    ordinary = [piece(1000, 5, 0, states), piece(700, 256, 1, states), piece(20000, 64, 2, states)]
+    away, hyper = copied(ordinary), Hyper(states=states, master="bf16+16", lr=1e-2)
+    offload, asked = Offload("cpu", batch=16 << 10, transfers=Late()), []
+
+    def agree(marks: torch.Tensor) -> torch.Tensor:
+        asked.append(marks.shape[1])
+        return torch.where((marks > 0) & (marks < 0x7E000000), marks + (1 << 20), marks)
+
+    for number in range(1, 3):
+        update.reference(step(ordinary, number), hyper, None, agree)
+        offload.step(step(away, number), hyper, None, agree, update.reference)
+    offload.settle()
+    assert_same(ordinary, away)
+    assert set(asked) == {len(update.edges(ordinary))}
+
+
+def test_without_a_gpu_there_is_nothing_to_offload_from() -> None:
+    with pytest.raises(ValueError, match=r"from cpu.*in host memory already.*Leave out optimizer\.offload"):
+        Offload("cpu")
+    with pytest.raises(ValueError, match=r"Leave out optimizer\.offload"):
+        OffloadedAdamW(torch.nn.Linear(4, 4).parameters())
+    with pytest.raises(ValueError, match="A batch of 100 bytes holds no group"):
+        Offload("cpu", batch=100, transfers=Late())
