@@ -17,6 +17,7 @@ Each storage is put down to the deepest module whose forward created it, and has
     output      what the model returned and no backward keeps: the caller holds it
     input       made before the forward and saved for the backward (the caller's tensors; weights are never counted)
     gathered    what FSDP2 gathers of the weights
+    host        in the memory of the host, while the model is on a device: what offload moved there
 
 Parameters, buffers, gradients and the cached FP8 codes of weights are left out. What layers of one input remember of it
 for each other (:mod:`octavo.fp8.shared_input`) is dropped before counting, and cycles of Python objects are collected.
@@ -214,10 +215,13 @@ class Accountant:
         shared_input.forget()
         gc.collect()
         owned = {storage._cdata for tensor in self._owned() for storage in _storages(tensor)}
+        on_host = all(p.device.type == "cpu" for p in self.model.parameters())
         rows = []
         for seen in self._seen.values():
             storage = None if seen.storage.cdata in owned else _alive(seen.storage)
             kind = _kind(seen)
+            if kind == ACTIVATION and storage is not None and storage.device.type == "cpu" and not on_host:
+                kind = "host"
             if storage is not None and storage.nbytes() and kind is not None:
                 place = (seen.module, seen.block, kind, seen.dtype)
                 rows.append(Row(*place, storage.nbytes(), seen.shape, seen.op))

@@ -205,6 +205,22 @@ def test_sparse_tensors_count_their_indices_and_values():
     assert k.report().total == 16 * 4 + 2 * 16 * 8 and held.layout is torch.sparse_coo
 
 
+def test_what_a_model_elsewhere_keeps_in_host_memory_is_apart():
+    model = nn.Linear(8, 16, device="meta")
+    with kept(model) as k:
+        there, here = torch.ones(4, 8) * 2, torch.ones(4, 8, device="meta") * 2
+    assert k.report().apart == {"host": 4 * 8 * 4} and k.report().total == 4 * 8 * 4 and there.shape == here.shape
+
+
+def test_buffers_of_a_gathering_are_apart():
+    import torch.distributed.fsdp  # its operations
+
+    with kept(nn.Identity()) as k:
+        whole, parts = torch.ones(8, 4), [torch.empty(8, 1), torch.empty(8, 3)]
+        torch.ops.fsdp.split_with_sizes_copy(whole, [1, 3], 1, out=parts)
+    assert k.report().apart == {"gathered": 2 * 8 * 4 * 4} and k.report().total == 0
+
+
 # --- the layer that the issue speaks of, as transformers ships it -----------------------------------------------------
 
 

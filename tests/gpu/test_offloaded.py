@@ -1,0 +1,152 @@
+"""Activation memory on a GPU: offload moves it and gives the same gradients, counts agree with the allocator, attention
+keeps k and v as they came."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo import fp8
+from octavo.fp8.attention import grouped_attention
+from octavo.fp8.kept import kept
+from octavo.fp8.offloaded import offload, synchronize_per_layer
+from octavo.fp8.recompute import recompute
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+SIZE, TOKENS = 512, 2048
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x):
+        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.proj = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE // 2), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        heads = [y.unflatten(-1, (-1, 64)).transpose(1, 2) for y in (self.q(x), *self.kv(x).chunk(2, -1))]
+        return self.proj(grouped_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = Norm(), Attention(), Norm()
+        self.mlp = nn.Sequential(nn.Linear(SIZE, 4 * SIZE), nn.GELU(), nn.Linear(4 * SIZE, SIZE))
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def stack(depth=8, how="none", in_fp8=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(depth))).to("cuda", torch.bfloat16)
+    if in_fp8:
+        fp8.apply(model, fp8.plan(model, "blockwise"))
+    recompute(model.named_children(), how)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    """Flash attention's backward adds in any order unless it is told not to."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def step(model):
+    torch.manual_seed(1)
+    x = torch.randn(1, TOKENS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    y = model(x)
+    after = torch.cuda.memory_allocated() - before
+    y.float().square().mean().backward()
+    torch.cuda.synchronize()
+    return after, [x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_offload_gives_the_same_gradients_and_frees_the_device(how, in_fp8):
+    stayed, grads = step(stack(how=how, in_fp8=in_fp8))
+    model = stack(how=how, in_fp8=in_fp8)
+    hooks = offload(model.named_children(), least=1 << 16)
+    for _ in range(3):
+        model.zero_grad()
+        moved, own = step(model)
+        assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True))
+    assert moved < stayed / 2  # two blocks of eight
+    hooks.remove()
+    model.zero_grad()
+    again, own = step(model)
+    assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True)) and again > 2 * moved
+
+
+def test_the_synchronizing_hooks_change_no_value():
+    _, grads = step(stack(2))
+    model = stack(2)
+    synchronize_per_layer(model.named_children())
+    _, own = step(model)
+    assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True))
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_counted_bytes_are_those_of_the_allocator(in_fp8):
+    model = stack(4, in_fp8=in_fp8)
+    step(model)
+    model.zero_grad()
+    x = torch.randn(1, TOKENS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    codes, before = fp8.code_bytes(model), torch.cuda.memory_allocated()
+    with kept(model, model.named_children()) as k:
+        y = model(x)
+    report = k.report()
+    counted = report.total + report.apart["output"] + fp8.code_bytes(model) - codes
+    assert counted == pytest.approx(torch.cuda.memory_allocated() - before, rel=0.02)
+    del y
+
+
+def test_what_offload_moved_is_counted_as_the_hosts():
+    model = stack(4)
+    offload(model.named_children(), least=1 << 16)
+    with kept(model, model.named_children()) as k:
+        y = model(torch.randn(1, TOKENS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+    assert k.report().apart["host"] > k.report().total
+    del y
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "boolean", "added"])
+def test_grouped_attention_is_that_of_repeated_heads_and_keeps_no_copies(kind):
+    torch.manual_seed(0)
+    heads, groups, size = 8, 4, 64
+    shapes = ((heads, size), (heads // groups, size), (heads // groups, size))
+    qkv = [torch.randn(2, n, 128, d, device="cuda", dtype=torch.bfloat16) for n, d in shapes]
+    tril = torch.ones(1, 1, 128, 128, device="cuda", dtype=torch.bool).tril()
+    mask = {"boolean": tril, "added": torch.randn(1, 1, 128, 128, device="cuda", dtype=torch.bfloat16)}.get(kind)
+
+    def run(function):
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        with kept(nn.Identity()) as k:
+            out = function(*(x * 1 for x in leaves), mask, is_causal=kind == "causal")
+        out.float().square().sum().backward()
+        return out.detach(), [x.grad for x in leaves], k.report().total
+
+    def stock(q, k, v, mask, is_causal):
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
+
+    out, grads, total = run(grouped_attention)
+    expected, theirs, more = run(stock)
+    assert torch.equal(out, expected)
+    for a, b in zip(grads, theirs, strict=True):
+        assert fp8.calc_diff(a.float(), b.float()) < 1e-4
+    assert total <= more - 2 * 2 * (heads - heads // groups) * 128 * size * 2 + 4096
