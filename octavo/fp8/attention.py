@@ -28,6 +28,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
+from octavo.fp8.saved_attention import KEEPS_OUTPUT
+
 __all__ = ["grouped_attention"]
 
 
@@ -74,6 +76,9 @@ def grouped_attention(
         _stock, q, k, v, mask, scale, is_causal, dropout, groups,
         use_reentrant=False, preserve_rng_state=dropout > 0,
     )  # fmt: skip
+    if again.grad_fn is not None:
+        forgotten: Any = again.grad_fn.metadata  # a dictionary, whatever its annotation says
+        forgotten[KEEPS_OUTPUT] = False  # the layer behind must not count on it
     return again
 
 

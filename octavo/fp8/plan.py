@@ -232,7 +232,7 @@ def plan(
     check_met(policy, out)
     total = sum(r.flops for r in out if r.kind not in OUTSIDE) or 1.0
     done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in out)
-    said = (*_notes(done, tokens), *_experts_notes(done, device), *_measured_notes(policy, measurements, done))
+    said = (*_notes(done, tokens, device), *_measured_notes(policy, measurements, done))
     blocks = blocks_of(model, done, policy.fuse == "on", saving_of(policy, components), components)
     groups = apart(groups, blocks)
     said = (*said, *notes(groups, policy.fuse), *sentences(blocks))
@@ -463,13 +463,7 @@ def _share(rows: Iterable[PlanRow]) -> float:
     return sum(r.fp8_flops for r in inside) / total if total else 0.0
 
 
-def _experts_notes(rows: tuple[PlanRow, ...], device: torch.device) -> tuple[str, ...]:
-    """Which experts run one by one, and why."""
-    whys = [alone(r.recipe, r.selections, device) for r in rows if r.kind == "experts" and r.recipe is not None]
-    return tuple(f"{whys.count(why)} rows of experts run expert by expert: {why}" for why in dict.fromkeys(whys) if why)
-
-
-def _notes(rows: tuple[PlanRow, ...], tokens: Mapping[str, int] | None) -> tuple[str, ...]:
+def _notes(rows: tuple[PlanRow, ...], tokens: Mapping[str, int] | None, device: torch.device) -> tuple[str, ...]:
     fp8 = [r for r in rows if r.fp8]
     used = {r.recipe.name for r in fp8 if r.recipe is not None}
     notes = []
@@ -487,6 +481,8 @@ def _notes(rows: tuple[PlanRow, ...], tokens: Mapping[str, int] | None) -> tuple
         notes.append("experts per token are unknown: FLOPs count every expert as active")
     if tokens is None and len({r.component for r in rows if r.kind not in OUTSIDE}) > 1:
         notes.append("shares weigh every component by one token; give tokens per component to weigh by a real step")
+    whys = [alone(r.recipe, r.selections, device) for r in rows if r.kind == "experts" and r.recipe is not None]
+    notes += [f"{whys.count(why)} rows of experts run expert by expert: {why}" for why in dict.fromkeys(whys) if why]
     return tuple(notes)
 
 

@@ -15,16 +15,17 @@ attention's output   a reference to what attention keeps itself   codes besides
 
 Codes are E4M3 in blocks of 1 x 128 under powers of two, 1.03 bytes an element. **Norms** (:mod:`octavo.fp8.norms`,
 :mod:`octavo.fp8.saved_norms`) compute their output from the exact input and their gradient from its codes. **MLPs**
-(:mod:`octavo.fp8.saved_mlp`) and experts (:mod:`octavo.fp8.saved_experts`) multiply the *decoded* codes in the forward as well, so that the backward can make the
-product again, bit for bit, and cast it for wgrad then: the gradient is the exact gradient of the forward that ran, but
-for the rounding itself, which passes gradients through. The rounding happens without a graph too (evaluation, the first
-run of a reentrant checkpoint), so that a model has one forward. **Attention's output layer**
-(:mod:`octavo.fp8.saved_attention`) casts its input again in backward.
+(:mod:`octavo.fp8.saved_mlp`) and experts (:mod:`octavo.fp8.saved_experts`) multiply the *decoded* codes in the forward
+as well, so that the backward can make the product again, bit for bit, and cast it for wgrad then: the gradient is the
+exact gradient of the forward that ran, but for the rounding itself, which passes gradients through. The rounding
+happens without a graph too (evaluation, the first run of a reentrant checkpoint), so that a model has one forward.
+**Attention's output layer** (:mod:`octavo.fp8.saved_attention`) casts its input again in backward.
 
 What is left in 16 bits in a decoder layer: q, k, v and the output of attention. Exchanging modules cannot reach what a
 block's own forward computes: a layer scale that is a bare parameter (InternVL's ``lambda_1 * x``) keeps x, and
 Qwen3-VL's single qkv keeps q and k alive through v, a view of the same buffer. Residual additions and rotary embeddings
-keep nothing. A stock linear layer, which the plan left in high precision, keeps its input.
+keep nothing. A stock linear layer, which the plan left in high precision, keeps its input; so does a router.
+Compiled blocks (``torch.compile``) run and keep as the stock model does.
 
 This module holds what they share: casting to codes and back, and the :class:`Source` of a linear layer's input.
 """

@@ -102,9 +102,11 @@ def kept_by_attention(x: Tensor) -> bool:
     Only names are looked at: unpacking what a node saved would recompute a checkpointed region.
     """
     node = x.grad_fn
-    while node is not None and node.name() in _VIEWS:
+    while node is not None:
+        said: Any = node.metadata  # a dictionary, whatever its annotation says
+        if KEEPS_OUTPUT in said:
+            return bool(said[KEEPS_OUTPUT])
+        if node.name() not in _VIEWS:
+            return node.name().startswith(_FUNCTIONS)
         node = node.next_functions[0][0]
-    if node is None:
-        return False
-    said: Any = node.metadata  # a dictionary, whatever its annotation says
-    return bool(said.get(KEEPS_OUTPUT, node.name().startswith(_FUNCTIONS)))
+    return False

@@ -299,7 +299,11 @@ def test_sisters_around_it_stay_one():
     assert [f.reason for f in fuse(fused)] == ["fused before", None]
     x = given(128, dtype=torch.bfloat16)
     (want, counts), (got, counts2) = run(twin, x), run(fused, x)
-    assert counts == counts2 and torch.equal(want[0], got[0]) and all(cosine(a, b) > 0.999 for a, b in zip(want, got))
+    assert (
+        counts == counts2
+        and torch.equal(want[0], got[0])
+        and all(cosine(a, b) > 0.999 for a, b in zip(want, got, strict=True))
+    )
     assert sum(r.bytes for r in rows(twin, x)) == sum(r.bytes for r in rows(fused, x))
 
 
