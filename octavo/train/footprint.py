@@ -16,6 +16,7 @@ formula; nothing of it is measured. A run reports the same kinds (:mod:`octavo.t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -106,7 +107,7 @@ class Footprints:
 
     def rehearsal(self, cfg: Config, rows: int) -> Rehearsal:
         """What a forward of so many rows keeps: one is counted, and more keep as much each."""
-        key = (_of_plan(cfg), _of_forward(cfg))
+        key = (_of_plan(cfg)[:-2], _of_forward(cfg))
         if key not in self._rehearsals:
             autocast = autocasts(cfg, torch.device(self.device))
             kept = rehearse(self.model, self.family, self.plan_of(cfg), _one_row(self.tokens), cfg, autocast)
@@ -152,6 +153,11 @@ class Footprints:
             if count and found:
                 per_token[name] = found / count
         return Footprint(kinds, per_token, host, parts, tokens, ranks)
+
+    def standing(self, cfg: Config, ranks: int = 1) -> int:
+        """Bytes on the device between steps, and gradients."""
+        still = self._still(cfg, self.plan_of(cfg), ranks)
+        return sum(still.values()) - (still["master"] + still["optimizer"] if cfg.optimizer.offload else 0)
 
     def _still(self, cfg: Config, plan: fp8.Plan, ranks: int) -> dict[str, int]:
         """The kinds that stand between steps."""
@@ -217,6 +223,32 @@ class Footprints:
         blocks = max((size for name, size in whole.items() if name), default=0)
         of_grads = max((size for name, size in grads.items() if name), default=0)
         return whole.get("", 0) + grads.get("", 0) + 2 * blocks + 2 * of_grads
+
+    @cached_property
+    def elements(self) -> int:
+        """Trained parameters."""
+        return sum(p.elements() for p in self.held if p.trained)
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """Component -> its repeating blocks."""
+        return Counter(self.family.component_of(name) or "foundation" for name, _ in self.family.layers(self.model))
+
+    @cached_property
+    def flops(self) -> Mapping[str, float]:
+        """Component -> FLOPs of its linear layers in a forward, per token."""
+        out: dict[str, float] = {}
+        for row in self.plan.rows:
+            n, k = row.shape
+            out[row.component] = out.get(row.component, 0.0) + 2.0 * n * k * (row.row.experts_per_token or 1)
+        return out
+
+    def input_of(self, component: str, cfg: Config) -> int:
+        """Bytes of the hidden states of a row between two blocks, which is what a block recomputed in full keeps."""
+        config = self.model.config
+        vision = component == "image_encoder"
+        width = (config.vision_config if vision else config.get_text_config()).hidden_size
+        return _one_row(self.tokens).counts.get(component, 0) * width * static.width(cfg)
 
     @cached_property
     def _about(self) -> _About:

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import fp8, models
 from octavo.config import Config
-from octavo.fp8.kept import ACTIVATION, Kept, kept
 from octavo.fp8.choose import backends_for
+from octavo.fp8.kept import ACTIVATION, Kept, kept
 from octavo.train import build, losses
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype

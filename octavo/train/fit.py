@@ -1,0 +1,297 @@
+"""The fastest setting that fits a card: every combination of switches, its bytes predicted, its time estimated.
+
+Bytes are those of :mod:`octavo.train.footprint`. Times are **estimates** for comparing settings with each other, made
+of FLOPs and bytes over assumed speeds; nothing is measured. Of a step with F the FLOPs of a forward over its tokens:
+
+    3 F                  forward and backward
+    + F of a component   its blocks are recomputed in full; selective 0.65 of it (norms and MLP)
+    + 2 F                weights are updated in backward and the norm is clipped: a second backward, and what is
+                         recomputed is so twice
+    + F of the head      chunked logits
+    + bytes / HBM        weights read in every micro-step, gradients added, weights and states updated; weights cast at
+                         each use; activations saved in FP8: one more pass over what they replace
+    + bytes / LINK       states moved to host memory and back; activations as far as that takes longer than computing
+
+Settings within 1 % of the fastest count as equal; among them the more exact one is taken: fp32 or `bf16+16` master
+before `bf16+sr`, then moments in more bits, then activations in more bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.config import Config
+from octavo.config.rules import check
+from octavo.train.footprint import Card, Footprint, Footprints, changed
+from octavo.train.planning import micro_steps_of
+from octavo.train.rehearsal import Rehearsal
+from octavo.train.tokens import attention_flops
+
+FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed: FLOP/s of GEMMs, bytes/s of the card's memory and to the host
+SELECTIVE = 0.65
+TIE = 1.01
+RANKS = (2, 4, 8, 16, 32, 64)
+
+Settings = Mapping[str, Any]
+_RECOMPUTE = ("none", "selective", "full")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "optimizer.master": ("fp32", "bf16+16", "bf16+sr"),
+    "optimizer.states": ("fp32", "bf16", "fp8"),  # coat takes more bytes than fp8 and is less exact
+    "optimizer.update": ("step", "backward"),
+    "optimizer.offload": (False, True),
+    "fp8.activations": ("bf16", "fp8"),
+    "fp8.weight_codes": ("keep", "recast"),
+    "train.logits": ("full", "chunked"),
+    "train.offload_activations": (False, True),
+}
+_EXACT = {
+    "optimizer.master": {"fp32": 0, "bf16+16": 0, "bf16+sr": 1},
+    "optimizer.states": {"fp32": 0, "bf16": 1, "fp8": 2},
+    "fp8.activations": {"bf16": 0, "fp8": 1},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A combination: its settings by dotted key, their footprint, and its estimated time, 1 being the fastest of all
+    combinations, whether they fit or not."""
+
+    settings: Settings
+    footprint: Footprint
+    seconds: float
+    relative: float = 1.0
+
+    def over(self, card: Card) -> int:
+        """Bytes that it needs beyond what the card has; negative: bytes that stay free."""
+        return self.footprint.total - card.usable
+
+    def yaml(self) -> list[str]:
+        """Lines for a configuration file."""
+        sections: dict[str, list[str]] = {}
+        for key, value in self.settings.items():
+            section, name = key.split(".")
+            sections.setdefault(section, []).append(f"{name}: {_word(value)}")
+        return [f"{section}: {{{', '.join(lines)}}}" for section, lines in sections.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "settings": dict(self.settings),
+            "memory": self.footprint.to_json(),
+            "estimated_seconds": self.seconds,
+            "relative_time": self.relative,
+        }
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``best``: the fastest setting that fits (None: none does). ``reasons``: what each of its switches is for.
+    ``faster``: the fastest that do not fit. ``smallest``: the one that needs least. ``ranks``: over how many GPUs
+    something would fit where nothing fits (None: over none that was tried, or not asked)."""
+
+    card: Card
+    best: Setting | None
+    reasons: tuple[str, ...]
+    faster: tuple[Setting, ...]
+    smallest: Setting
+    ranks: int | None
+    tried: int
+
+
+def fit(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
+    """Search. ``held``: dotted keys whose value in the configuration is not to be changed."""
+    kept = frozenset(held)
+    every = list(_settings(sizes, card, ranks, kept))
+    best_time = min(s.seconds for s in every)
+    every = [replace(s, relative=s.seconds / best_time) for s in every]
+    fitting = [s for s in every if s.over(card) <= 0]
+    best = _fastest(fitting)
+    smallest = min(every, key=lambda s: s.footprint.total)
+    if best is None:
+        wider = (n for n in RANKS if n > ranks and sizes.cfg.train.global_batch % n == 0)
+        more = next((n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, kept))), None)
+        return Fit(card, None, (), (), smallest, more, len(every))
+    ahead = sorted((s for s in every if s.over(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
+    return Fit(card, best, tuple(_reasons(best, every, card)), tuple(_spread(ahead)), smallest, None, len(every))
+
+
+def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -> Iterator[Setting]:
+    """All combinations but those whose weights and states alone are too much; all, where none would be left."""
+    cfg = sizes.cfg
+    choices = dict(_CHOICES)
+    if cfg.fp8.plan is not None or not sizes.plan.share:  # a plan file decides; without FP8 there are no codes
+        held |= {"fp8.activations", "fp8.weight_codes"}
+    for key in held & set(choices):
+        section, name = key.split(".")
+        choices[key] = (getattr(getattr(cfg, section), name),)
+    towers = [c for c, _ in cfg.train.recompute if c in sizes.family.components]
+    ways = [dict(zip(towers, how, strict=True)) for how in itertools.product(_RECOMPUTE, repeat=len(towers))]
+    if held & {"train.recompute"}:
+        ways = [{c: how for c, how in cfg.train.recompute if c in towers}]
+    batches = [cfg.train.micro_batch] if "train.micro_batch" in held else _batches(cfg, ranks)
+    given_all = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    bases = [(given, changed(cfg, given)) for given in given_all]
+    bases = [(given, base) for given, base in bases if not any(True for _ in check(base))]
+    standing = [sizes.standing(base, ranks) for _, base in bases]
+    limit = max(card.usable, min(standing, default=0))
+    for (given, base), still in zip(bases, standing, strict=True):
+        if still > limit:
+            continue
+        for micro, way in itertools.product(batches, ways):
+            if given["optimizer.update"] == "backward" and cfg.train.global_batch > micro * ranks:
+                continue
+            if given["train.offload_activations"] and set(way.values()) == {"full"}:
+                continue
+            made = changed(base, {"train.micro_batch": micro})
+            kept = _kept(sizes, made, way)
+            if kept is None:
+                continue
+            rows = micro * max(1, _rows(sizes) // cfg.train.micro_batch)
+            found = sizes.put_together(made, kept.times(rows), rows, ranks)
+            settings = {**given, "train.recompute": _named(way), "train.micro_batch": micro}
+            yield Setting(settings, found, _seconds(sizes, made, way, found, kept.times(rows), ranks))
+
+
+def _rows(sizes: Footprints) -> int:
+    return max(1, sizes.tokens.counts.get("foundation", 0) // sizes.tokens.row)
+
+
+def _batches(cfg: Config, ranks: int) -> list[int]:
+    """Micro-batches that divide what a rank has of the global batch."""
+    each = max(1, cfg.train.global_batch // ranks)
+    return [n for n in range(1, each + 1) if each % n == 0]
+
+
+def _named(way: Mapping[str, str]) -> Any:
+    values = set(way.values())
+    return values.pop() if len(values) == 1 else dict(way)
+
+
+def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> Rehearsal | None:
+    """What a row keeps under these ways to recompute, put together of what each component keeps under its own.
+
+    None: this model has nothing that could run again so."""
+    chunked = changed(cfg, {"train.recompute": "none", "train.logits": "chunked"})
+    plain = sizes.rehearsal(chunked, 1)
+    if cfg.train.logits == "full":  # whatever the blocks keep
+        full = {"train.logits": "full", "fp8.activations": sizes.cfg.fp8.activations}
+        plain = replace(plain, logits=sizes.rehearsal(changed(chunked, full), 1).logits)
+    blocks, largest, recomputed = dict(plain.blocks), dict(plain.largest), {}
+    for component, how in way.items():
+        if how == "none" or not plain.blocks.get(component):
+            continue
+        if how == "full":
+            count = sizes.counts[component]
+            one = sizes.input_of(component, cfg)
+            blocks[component], largest[component] = count * one, one
+        else:
+            try:
+                other = sizes.rehearsal(changed(chunked, {"train.recompute": how}), 1)
+            except ValueError:
+                return None
+            blocks[component], largest[component] = other.blocks[component], other.largest[component]
+        recomputed[component] = max(0, plain.largest[component] - largest[component])
+    return replace(plain, blocks=blocks, largest=largest, recomputed=recomputed)
+
+
+def _seconds(
+    sizes: Footprints, cfg: Config, way: Mapping[str, str], found: Footprint, kept: Rehearsal, ranks: int
+) -> float:
+    """An estimate of one step on one rank; see this file's head."""
+    steps = micro_steps_of(cfg, ranks)
+    forward = _forward_flops(sizes, found)
+    again = sum(forward.get(c, 0.0) * {"none": 0.0, "selective": SELECTIVE, "full": 1.0}[how] for c, how in way.items())
+    total = 3 * sum(forward.values()) + again
+    twice = cfg.optimizer.update == "backward" and cfg.train.clip > 0
+    if twice:
+        total += 2 * sum(forward.values()) + again
+    if cfg.train.logits == "chunked":
+        total += forward.get("lm_head", 0.0)
+    compute = steps * total / FLOPS
+    weights, grads = found.kinds["weights"], sizes.elements * (2 if cfg.optimizer.master != "fp32" else 4)
+    states = found.kinds["optimizer"] + found.kinds["master"] + (found.host if cfg.optimizer.offload else 0)
+    moved = 3 * weights * steps + 2 * grads * steps + 2 * (weights + states)
+    if cfg.fp8.weight_codes == "recast":
+        moved += 2 * 3 * sizes.elements * steps
+    if cfg.fp8.activations == "fp8":
+        moved += kept.activations * steps
+    seconds = compute + moved / HBM
+    if cfg.train.offload_activations:
+        seconds += max(0.0, 2 * steps * (kept.activations - found.kinds["activations"]) / LINK - compute)
+    if cfg.optimizer.offload:
+        seconds += 2 * states / LINK
+    return seconds
+
+
+def _forward_flops(sizes: Footprints, found: Footprint) -> dict[str, float]:
+    """Component -> FLOPs of its linear layers in one forward; attention with the language model."""
+    out: dict[str, float] = {}
+    for component, per_token in sizes.flops.items():
+        out[component] = per_token * found.tokens.counts.get(component, 0)
+    attention = attention_flops(sizes.model.config, found.tokens)
+    out["foundation"] = out.get("foundation", 0.0) + (attention or 0.0) / 3.5
+    return out
+
+
+def _inexact(settings: Settings) -> tuple[int, ...]:
+    return tuple(ranked[settings[key]] for key, ranked in _EXACT.items())
+
+
+def _fastest(found: list[Setting]) -> Setting | None:
+    if not found:
+        return None
+    limit = TIE * min(s.seconds for s in found)
+    tied = [s for s in found if s.seconds <= limit]
+    return min(tied, key=lambda s: (_inexact(s.settings), s.seconds))
+
+
+def _reasons(best: Setting, every: list[Setting], card: Card) -> Iterator[str]:
+    """For each switch that is on: what the same setting would need without it."""
+    index = {_key(s.settings): s for s in every}
+    plain = {key: values[0] for key, values in _CHOICES.items()} | {"train.recompute": "none"}
+    for key, off in plain.items():
+        if best.settings[key] == off:
+            continue
+        values = _CHOICES.get(key, _RECOMPUTE)
+        value = best.settings[key]
+        before = values[values.index(value) - 1] if value in values else off
+        other = index.get(_key({**best.settings, key: before}))
+        if other is None:
+            continue
+        over, slower = other.over(card), other.seconds / best.seconds - 1
+        what = f"with {key}: {_word(before)} it would need {gb(other.footprint.total)}, "
+        if over > 0:
+            yield f"{key}: {_word(value)}, because {what}{gb(over)} too much"
+        else:
+            yield f"{key}: {_word(value)}: {what}which fits, in {100 * slower:+.1f} % of the time"
+
+
+def _key(settings: Settings) -> tuple[str, ...]:
+    return tuple(f"{key}={value}" for key, value in sorted(settings.items()))
+
+
+def _spread(ahead: list[Setting], most: int = 3) -> Iterator[Setting]:
+    """The fastest, then the next that needs clearly less: near neighbours say nothing new."""
+    last = None
+    for setting in ahead:
+        if last is None or setting.footprint.total < 0.95 * last:
+            last = setting.footprint.total
+            yield setting
+            most -= 1
+            if not most:
+                return
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}"
+    return str(value)
+
+
+def gb(size: float) -> str:
+    """10^9 bytes, for people."""
+    return f"{size / 1e9:.1f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.1f} MB"
