@@ -155,7 +155,7 @@ class _Tokens(NamedTuple):
 def _tokens(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore: int) -> _Tokens:
     _check(hidden, weight, target, bias)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    if target.device.type != "cpu":
+    if target.device.type != "cpu" or hasattr(target, "fake_mode"):  # a fake tensor has no values
         known = flat != ignore
         return _Tokens(rows, flat, None, known, target.shape)
     keep = (flat != ignore).nonzero().flatten()

@@ -11,7 +11,7 @@ gathered there, and its gradient is reduced as ever. Class, names and state dict
 (:mod:`~octavo.fp8.swapped`), and outside the ``with`` so does its forward: generation and evaluation see logits.
 
 Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunked_head` runs
-the model's own forward once, on two numbers a token and with all modules but the head replaced, and refuses a model
+the model's own forward once, on two tokens and with every module in it replaced, and refuses a model
 whose ``out.logits`` is not what its head returned; :meth:`Given.take` looks again at every step.
 """
 
@@ -59,13 +59,17 @@ class Given:
         mine = self._losses
         if mine is None:
             raise RuntimeError("the model's head was not called inside `with head.losses(...)`; use full logits")
-        same = (logits.shape, logits.dtype, logits.data_ptr()) == (mine.shape, mine.dtype, mine.data_ptr())
-        if not same or logits._version != self._version:
+        if _place(logits) != _place(mine) or logits._version != self._version:
             raise RuntimeError(
                 f"the model changed what its head returned: losses {list(mine.shape)} {mine.dtype} became "
                 f"{list(logits.shape)} {logits.dtype} or were written to. Use full logits with this model"
             )
         return logits
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """What a view of the whole tensor has in common with it, and nothing else has."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage()._cdata
 
 
 class ChunkedHead(Swapped):
@@ -170,8 +174,8 @@ def _altered(model: nn.Module, head: nn.Linear) -> str | None:
     name = type(owner).__name__
     if "forward" in owner.__dict__:
         return f"the forward of {name} was replaced on the instance (an accelerate hook?)"
-    hidden, losses = torch.zeros(1, 2, head.in_features), torch.tensor([[1.25, 40.5]])
-    wanted = losses.clone()
+    hidden, losses = torch.zeros(1, 2, head.in_features), torch.zeros(1, 2)
+    untouched = losses._version
     stand = _Stand(losses)
     children = {n: stand if m is head else _Stand(_Anything(hidden)) for n, m in owner._modules.items()}
     known = inspect.signature(type(owner).forward).parameters
@@ -187,6 +191,6 @@ def _altered(model: nn.Module, head: nn.Linear) -> str | None:
         return (
             f"the forward of {name} called its head {stand.calls} times and returned {type(logits).__name__} as logits"
         )
-    if logits.data_ptr() != losses.data_ptr() or logits.shape != wanted.shape or not torch.equal(logits, wanted):
+    if logits is not losses or logits._version != untouched:  # no look at values: they may be fake
         return f"{name} changes the logits after its head (soft-capping, a scale): a loss inside the head would miss it"
     return None

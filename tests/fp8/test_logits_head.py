@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
@@ -39,14 +40,11 @@ def tiny(family: str) -> nn.Module:
     return (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_config(config)
 
 
-KEEP = torch.tensor([2, 3, 7])
-
-
 def asked(seed=0):
     g = torch.Generator().manual_seed(seed)
     ids, target = torch.randint(3, 400, (2, 9), generator=g), torch.randint(0, 512, (2, 3), generator=g)
     target[0, 1] = IGNORE
-    return {"input_ids": ids, "logits_to_keep": KEEP, "use_cache": False}, target
+    return {"input_ids": ids, "logits_to_keep": torch.tensor([2, 3, 7]), "use_cache": False}, target
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -130,6 +128,16 @@ def test_further_families_on_the_meta_device(config):
         pictures = hasattr(config, "vision_config")
         model = (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_config(config)
     assert isinstance(chunked_head(model), ChunkedHead)
+
+
+def test_fake_tensors_have_no_values_to_look_at():
+    with FakeTensorMode():
+        model, (inputs, target) = tiny("qwen3"), asked()
+        head = chunked_head(model)
+        with head.losses(target) as given:
+            loss = model(**inputs).logits
+        given.take(loss).sum().backward()
+    assert loss.shape == (2, 3) and model.lm_head.weight.grad.shape == model.lm_head.weight.shape
 
 
 def test_a_change_that_the_probe_did_not_see_stops_the_step():
