@@ -21,6 +21,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
 from octavo.fp8.local import span
 from octavo.fp8.optim import layout
+from octavo.fp8.optim.adamw import AdamW
 
 # How the step is computed, not what it computes: these belong to the machine, not to the run.
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -31,6 +32,8 @@ Slots = dict[tuple[str, str], torch.Tensor]
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state as DCP takes it, `optimizer.<parameter>.<key>`: live tensors, to be read or written in place."""
     names = _names(model, optimizer)
+    if isinstance(optimizer, AdamW):
+        optimizer.settle()
     return {
         f"optimizer.{names[parameter]}.{key}": form(parameter, key, value)
         for parameter, entries in optimizer.state.items()
@@ -87,8 +90,8 @@ def slots(
     room: Slots = {}
     for name, keys in saved.items():
         parameter = parameters[name]
-        if "states" in group_of[parameter]:  # fp8.AdamW, which says what it keeps
-            mine = layout.fresh(parameter, group_of[parameter])
+        if isinstance(optimizer, AdamW):
+            mine = optimizer.fresh(parameter, group_of[parameter])
             if set(keys) != set(mine):
                 raise CheckpointError(
                     f"{path} holds {', '.join(sorted(keys))} of {name}, where this run's optimizer keeps "
@@ -117,7 +120,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, room: Slots, docume
             present = group.get(key)
             if isinstance(present, torch.Tensor):
                 present.fill_(value)
-            elif key in group or "states" not in group:
+            elif key in group or not isinstance(optimizer, AdamW):
                 group[key] = tuple(value) if isinstance(present, tuple) else value
         if group.get("fused") or group.get("capturable"):
             on_device.update(saved["parameters"])

@@ -104,7 +104,7 @@ class AdamW(torch.optim.Optimizer):
         none, and its step is counted. The weight of a parameter that is not contiguous is a copy."""
         state = self.state[p]
         if not state:
-            state.update(layout.fresh(p, group))
+            state.update(self.fresh(p, group))
         state["step"] += 1
         grad = cast(Tensor, p.grad)
         if grad.is_sparse:
@@ -120,6 +120,13 @@ class AdamW(torch.optim.Optimizer):
             index=index,
             step=int(state["step"]),
         )
+
+    def fresh(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of a parameter before its first step, where this optimizer keeps states."""
+        return layout.fresh(p, group)
+
+    def settle(self) -> None:
+        """Wait until `state` holds what the last step wrote, where that takes time: here it always does."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Values as they were saved, of this class, or the moments of a torch AdamW, encoded; see
@@ -141,6 +148,17 @@ def _check(group: dict[str, Any]) -> None:
         raise ValueError(f"states={states!r} is none of {', '.join(STATES)}.")
     if kind not in MASTERS:
         raise ValueError(f"master={kind!r} is none of {', '.join(MASTERS)}.")
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    if not isinstance(lr, Tensor) and not lr >= 0:  # a tensor is not read: it may lie on a device
+        raise ValueError(f"lr={lr} is not a learning rate: take 0 or more.")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr is a tensor of shape {list(lr.shape)}: take a number or a tensor of one element.")
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas=({beta1}, {beta2}) must lie in [0, 1), as (0.9, 0.999) do.")
+    if not group["eps"] >= 0 or not group["weight_decay"] >= 0:
+        raise ValueError(f"eps={group['eps']} and weight_decay={group['weight_decay']} must be 0 or more.")
+    if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 1 << 64):
+        raise ValueError(f"seed={group['seed']!r} is no integer of 64 bits: take one from 0 to 2^64 - 1.")
     for p in group["params"]:
         dtype = plain(p).dtype
         if dtype not in (torch.float32, torch.bfloat16):

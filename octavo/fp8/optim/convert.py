@@ -8,14 +8,14 @@ for good: fp32 -> fp8 -> fp32 is not where it began.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from octavo.fp8.local import Span, plain, span
 from octavo.fp8.optim import master, moments, sharded
-from octavo.fp8.optim.layout import fresh, like, touched
+from octavo.fp8.optim.layout import like, touched
 from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree, Kept
 
 __all__ = ["copy_state", "decode", "encode", "fp32_weight", "set_low", "to_torch"]
@@ -31,6 +31,7 @@ def to_torch(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     Made for an fp32 model; of a BF16 one take the weights from :func:`fp32_weight` first. The moments of all parameters
     are in memory at once.
     """
+    _settle(optimizer)
     order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     form = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"][0]
     groups, state = [], {}
@@ -52,10 +53,11 @@ def to_torch(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 @torch.no_grad()
 def fp32_weight(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     """The weight that the optimizer steps, in fp32 and a copy: of "bf16+16" both halves, of a `master` that one."""
+    _settle(optimizer)
     here, state = plain(parameter), optimizer.state.get(parameter, {})
     if "master_low" in state:
-        return like(parameter, master.join(here, plain(state["master_low"])))
-    return like(parameter, plain(state.get("master", parameter)).to(torch.float32, copy=True))
+        return like(parameter, master.join(here, plain(state["master_low"]).to(here.device)))
+    return like(parameter, plain(state.get("master", parameter)).to(here.device, torch.float32, copy=True))
 
 
 @torch.no_grad()
@@ -88,7 +90,7 @@ def set_low(optimizer: torch.optim.Optimizer, model: nn.Module, lows: Mapping[st
             )
         state = optimizer.state[p]
         if not state:
-            state.update(fresh(p, group))
+            state.update(cast(Any, optimizer).fresh(p, group))
         plain(state["master_low"]).view(-1).copy_(low.reshape(-1)[mine.start : mine.stop])
 
 
@@ -113,13 +115,18 @@ def copy_state(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> 
         new.update({key: old[key] for key in ("lr", "betas", "eps", "weight_decay")})
         for p, q in zip(new["params"], old["params"], strict=True):
             weight, former = plain(fp32_weight(source, q)), source.state.get(q)
-            state = fresh(p, new) if "states" in new else {}
+            state = cast(Any, target).fresh(p, new) if "states" in new else {}
             if former and former["step"]:
                 _take(p, new, state, former["step"], *decode(q, old, former))
             _write(p, state, weight)
             target.state.pop(p, None)
             if former or "master" in state or "master_low" in state:
                 target.state[p] = state
+
+
+def _settle(optimizer: torch.optim.Optimizer) -> None:
+    if hasattr(optimizer, "settle"):  # an fp8.AdamW, whose states may be on their way
+        optimizer.settle()
 
 
 def decode(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,20 @@ values are copied: the dict stays the caller's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.fp8.local import plain, span
 from octavo.fp8.optim.convert import encode
-from octavo.fp8.optim.layout import fresh, groups, keeps, touched
+from octavo.fp8.optim.layout import groups, keeps, touched
 from octavo.fp8.weights import is_dtensor
+
+if TYPE_CHECKING:
+    from octavo.fp8.optim.adamw import AdamW
 
 __all__ = ["load"]
 
@@ -24,32 +28,37 @@ _FP32 = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 
 
 @torch.no_grad()
-def load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
     """Fill an `fp8.AdamW` from a state dict of one, or of torch's AdamW, whose moments are encoded (a collective where
     a group of 128 lies on several ranks; weights stay as they are, lower halves and masters too).
 
     A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
-    from the dict; those it lacks stay. Pre-hooks for loading see the parameter groups alone.
+    from the dict; those it lacks stay. Tensors that are there are written into.
 
     Raises ValueError, before anything is changed, for groups of other sizes, other formats of states, missing or
     foreign tensors, other shapes or dtypes.
     """
-    mine, saved = optimizer.param_groups, state_dict["param_groups"]
-    work: list[_Entry] = []
-    if [len(g["params"]) for g in mine] == [len(g["params"]) for g in saved]:
-        work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, state_dict["state"])]
-        saved = [
-            {**{key: s.get(key, g[key]) for key in g if key != "params"}, "params": s["params"]}
-            for g, s in zip(mine, saved, strict=True)
-        ]
-    before = optimizer.state
-    torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": saved})  # refuses other sizes
+    given = dict(state_dict)
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = before(optimizer, given)
+        given = given if changed is None else changed
+    optimizer.settle()
+    mine, saved = optimizer.param_groups, given["param_groups"]
+    sizes = [[len(g["params"]) for g in groups] for groups in (saved, mine)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"The state dict has groups of {sizes[0]} parameters, this optimizer groups of {sizes[1]}. Make the "
+            "optimizer with the groups that were saved."
+        )
+    work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, given["state"])]
+    for group, former in zip(mine, saved, strict=True):
+        group.update({key: copy.deepcopy(former[key]) for key in group if key in former and key != "params"})
     for entry in work:
         p, group, values = entry.parameter, entry.group, entry.values
-        state = before.get(p) or {}
+        state = optimizer.state.pop(p, {})
         if not values and not (entry.foreign and ("master" in state or "master_low" in state)):
             continue
-        state = optimizer.state[p] = state or fresh(p, group)
+        state = optimizer.state[p] = state or optimizer.fresh(p, group)
         if entry.foreign:
             zero = torch.zeros(plain(p).numel(), device=plain(p).device)
             m, v = (_local(p, values[key]).reshape(-1).to(zero) if values else zero for key in _FP32)
@@ -60,6 +69,8 @@ def load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Non
                 value = _local(p, value) if kept.row is None else _rows(p, value)
                 plain(state[kept.name]).copy_(value.view(plain(state[kept.name]).shape))
         state["step"].fill_(float(values["step"]) if values else 0.0)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
 
 
 class _Entry(NamedTuple):

@@ -232,8 +232,8 @@ MISFITS = [
         "keeps states='coat' of .* optimizer states='fp8'.*copy_state",
     ),
     (lambda s: s["param_groups"][0].update(master="bf16+sr"), r"keeps master='bf16\+sr'"),
-    (lambda s: s["param_groups"].pop(), "different number of parameter groups"),
-    (lambda s: s["param_groups"][0]["params"].pop(), "doesn't match the size"),
+    (lambda s: s["param_groups"].pop(), r"groups of \[2\] parameters, this optimizer groups of \[2, 3\]"),
+    (lambda s: s["param_groups"][0]["params"].pop(), r"groups of \[1, 3\] parameters"),
 ]
 
 
@@ -261,6 +261,24 @@ def test_names_are_told_where_the_optimizer_has_them_and_amsgrad_is_refused():
     saved["state"][0]["exp_avg_codes"] = torch.zeros(2)
     with pytest.raises(ValueError, match="exp_avg_codes of layer.0 is float32"):
         named.load_state_dict(saved)
+
+
+def test_hooks_of_loading_see_the_dict_and_the_loaded_states():
+    optimizer, other = _make(), _make()
+    _run(optimizer, range(1))
+    seen: list = []
+    other.register_load_state_dict_pre_hook(lambda o, d: seen.append(sorted(d["state"])))
+    other.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)))
+    other.load_state_dict(optimizer.state_dict())
+    assert seen == [[0, 1, 2, 4], 4]
+
+
+def test_a_tensor_learning_rate_is_copied():
+    optimizer, other = _make(), _make()
+    _run(optimizer, range(1))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.3)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == 0.3 and other.param_groups[0]["lr"] is not optimizer.param_groups[0]["lr"]
 
 
 def test_a_copy_and_a_pickle_go_on_alike():
