@@ -63,6 +63,7 @@ def grouped_attention(
     q, k, v, mask = _lowered(q, k, v, mask)
     if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad):
         return _stock(q, k, v, mask, scale, is_causal, dropout, groups)
+    v = _own_memory(v, q, k)
     if groups == 1 and (mask is None or mask.dtype != torch.bool):
         return _stock(q, k, v, mask, scale, is_causal, dropout, groups)  # keeps nothing twice
     if q.device.type == "cpu" and _cpu_flash(q, k, v, mask, scale, is_causal, dropout, groups):
@@ -109,6 +110,14 @@ def _lowered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tens
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
     return lower(q), lower(k), lower(v), None if mask is None else lower(mask)
+
+
+def _own_memory(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """v apart from the q and k that were made in one buffer with it (one GEMM for all three): keeping a part keeps the
+    whole, and after rotary embedding q and k are others. Where they are not, the buffer stays in any case."""
+    wide = v.stride(2) > v.shape[1] * v.shape[3]  # rows farther apart than v's heads are long
+    storage = v.untyped_storage()._cdata
+    return v.clone() if wide and all(x.untyped_storage()._cdata != storage for x in (q, k)) else v
 
 
 def _repeated(x: Tensor, groups: int) -> Tensor:

@@ -200,3 +200,21 @@ def test_unfuse_takes_the_mark_off():
     assert "_after_attention" in model[0].o_proj.__dict__
     fp8.unfuse(model)
     assert not {"_after_attention", "_own_output"} & {*model[0].o_proj.__dict__, *model[0].v_proj.__dict__}
+
+
+def test_v_does_not_hold_the_q_and_k_of_its_gemm():
+    """As in vision towers with one layer for q, k and v, whose q and k are turned before attention."""
+    sizes = []
+    for turn in (lambda t: 2 * t, lambda t: t):
+        x = torch.randn(1, 64, 3 * 128, dtype=torch.bfloat16, requires_grad=True)
+
+        def attend(attention, x=x, turn=turn):
+            q, key, v = (2 * x).view(1, 64, 3, 4, 32).permute(2, 0, 3, 1, 4)
+            return attention(turn(q), turn(key), v)
+
+        with kept(nn.Identity()) as k:
+            y = attend(fp8.grouped_attention)
+        assert torch.equal(y, attend(nn.functional.scaled_dot_product_attention))
+        sizes.append(sum(r.bytes for r in k.report().rows if r.kind == "activation" and r.dtype == torch.bfloat16))
+    one = 64 * 128 * 2
+    assert sizes == [4 * one, 4 * one]  # q, k, v and the output; or the buffer of all three and the output
