@@ -1,0 +1,212 @@
+"""The optimizer as a torch optimizer: whatever parameters, gradients and settings come."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import fp8
+from octavo.fp8 import weights
+from octavo.fp8.optim.moments import STATES
+
+
+def trained(parameter, gradients, **settings):
+    optimizer = fp8.AdamW([parameter], **{"lr": 1e-2, **settings})
+    for g in gradients:
+        parameter.grad = g
+        optimizer.step()
+    return optimizer
+
+
+def some(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (127,), (128,), (129,), (3, 50), (4, 16, 24), (0, 8)])
+def test_any_shape_follows_torch(states, shape):
+    ours, theirs = nn.Parameter(some(shape)), nn.Parameter(some(shape))
+    gradients = [some(shape, seed) for seed in range(1, 11)]
+    trained(ours, gradients, states=states)
+    reference = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0)
+    for g in gradients:
+        theirs.grad = g
+        reference.step()
+    assert ours.shape == theirs.shape
+    travelled = (theirs.detach() - some(shape)).norm()
+    assert float((ours - theirs).detach().norm()) <= 0.1 * float(travelled)
+
+
+def test_states_take_the_bytes_they_say():
+    n = 128 * 50
+    for states, master, want in [
+        ("fp8", "fp32", 2.0625 + 4),
+        ("fp8", "bf16+16", 2.0625 + 2),
+        ("fp8", "bf16+sr", 2.0625),
+        ("coat", "bf16+sr", 2.1875),
+        ("bf16", "bf16+sr", 4),
+        ("fp32", "bf16+sr", 8),
+    ]:
+        p = nn.Parameter(some(n).bfloat16())
+        state = trained(p, [some(n).bfloat16()], states=states, master=master).state[p]
+        assert sum(t.numel() * t.element_size() for name, t in state.items() if name != "step") == want * n
+        assert state["step"].shape == () and state["step"].dtype == torch.float32 and float(state["step"]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_any_float_are_taken_at_their_value(dtype):
+    exact, other = nn.Parameter(some(200)), nn.Parameter(some(200))
+    coarse = [some(200, s).to(dtype) for s in range(1, 4)]
+    trained(exact, [g.float() for g in coarse])
+    other.grad_dtype = None  # torch would refuse a gradient of another dtype than the weight's
+    trained(other, coarse)
+    assert torch.equal(exact, other)
+
+
+def test_groups_have_their_own_settings_and_frozen_parameters_stay():
+    a, b, frozen = (nn.Parameter(some(300, s).bfloat16()) for s in range(3))
+    frozen.requires_grad_(False)
+    before = frozen.clone()
+    optimizer = fp8.AdamW([{"params": [a], "states": "coat", "master": "bf16+sr"}, {"params": [frozen, b]}], lr=1e-3)
+    optimizer.add_param_group(
+        {"params": [c := nn.Parameter(some(5))], "states": "fp32", "lr": 1.0, "weight_decay": 0.5}
+    )
+    for p in (a, b, c):
+        p.grad = some(p.shape, 9).to(p.dtype)
+    optimizer.step()
+    assert "exp_avg_figures" in optimizer.state[a] and "master" not in optimizer.state[a]
+    assert "exp_avg_sq_range" in optimizer.state[b] and optimizer.state[b]["master"].dtype == torch.float32
+    assert set(optimizer.state[c]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert frozen not in optimizer.state and torch.equal(frozen, before)
+    assert torch.allclose(c.detach(), some(5) * 0.5 - some(5, 9).sign(), atol=1e-6)
+
+
+def test_a_parameter_keeps_its_random_bits_when_others_are_frozen():
+    def run(freeze):
+        first, second = nn.Parameter(some(256).bfloat16()), nn.Parameter(some(256, 1).bfloat16())
+        optimizer = fp8.AdamW([first, second], lr=1e-3, master="bf16+sr")
+        for seed in range(5):
+            first.grad = None if freeze else some(256, seed).bfloat16()
+            second.grad = some(256, seed).bfloat16()
+            optimizer.step()
+        return second.detach()
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_the_seed_decides_and_repeats():
+    def run(seed, states="fp8"):
+        p = nn.Parameter(some(1024).bfloat16())
+        trained(p, [some(1024, s).bfloat16() for s in range(4)], master="bf16+sr", seed=seed, states=states)
+        return p.detach()
+
+    assert torch.equal(run(1), run(1)) and not torch.equal(run(1), run(2))
+    assert not torch.equal(run(1, "fp32"), run(1 + (1 << 40), "fp32"))
+
+
+def test_sparse_gradients_count_as_dense_ones():
+    table, dense = nn.Embedding(10, 40, sparse=True), nn.Embedding(10, 40)
+    dense.load_state_dict(table.state_dict())
+    for layer in (table, dense):
+        optimizer = fp8.AdamW(layer.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.tensor([1, 1, 7])).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(table.weight, dense.weight)
+
+
+def test_weights_that_do_not_lie_in_a_row_step_like_those_that_do():
+    lying, flat = nn.Parameter(some((30, 20)).t()), nn.Parameter(some((30, 20)).t().contiguous())
+    assert not lying.is_contiguous()
+    gradients = [some((20, 30), s) for s in range(1, 5)]
+    trained(lying, gradients)
+    trained(flat, gradients)
+    assert torch.equal(lying, flat)
+
+
+def test_factor_multiplies_gradients():
+    a, b, c = (nn.Parameter(some(300)) for _ in range(3))
+    for p, factor, value in ((a, 0.25, 4.0), (b, torch.tensor(0.25), 4.0), (c, None, 1.0)):
+        optimizer = fp8.AdamW([p], eps=1e-2)
+        for seed in range(3):
+            p.grad = some(300, seed) * value
+            optimizer.step(factor=factor)
+    assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_a_closure_is_called_with_gradients_on():
+    p = nn.Parameter(some(10))
+    optimizer = fp8.AdamW([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    before = float(p.detach().square().sum())
+    assert optimizer.step(closure).item() == pytest.approx(before)
+    assert float(p.detach().square().sum()) < before
+
+
+def test_schedulers_and_tensor_learning_rates_work():
+    a, b = nn.Parameter(some(50)), nn.Parameter(some(50))
+    for p, lr in ((a, 0.125), (b, torch.tensor(0.125))):
+        optimizer = fp8.AdamW([p], lr=lr)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for seed in range(3):
+            p.grad = some(50, seed)
+            optimizer.step()
+            schedule.step()
+    assert torch.equal(a, b)
+
+
+def test_cached_codes_of_weights_are_renewed_by_a_step():
+    p = nn.Parameter(some(10))
+    p.grad = some(10)
+    optimizer = fp8.AdamW([p])
+    weights.watch_optimizers()  # as the first weight that is cast does
+    before = weights.epoch()
+    optimizer.step()
+    assert weights.epoch() > before
+
+
+def test_a_copy_goes_on_by_itself():
+    p = nn.Parameter(some(200))
+    optimizer = trained(p, [some(200, 1)])
+    twin = copy.deepcopy(optimizer)
+    other = twin.param_groups[0]["params"][0]
+    for each, chosen in ((p, optimizer), (other, twin)):
+        each.grad = some(200, 2)
+        chosen.step()
+    assert torch.equal(p, other) and other is not p
+    for name, value in optimizer.state[p].items():
+        assert torch.equal(value.float(), twin.state[other][name].float()), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"states": "fp4"}, "none of fp8, coat, bf16, fp32"),
+        ({"master": "bf16"}, r"none of fp32, bf16\+16, bf16\+sr"),
+        ({"master": "bf16+sr"}, r"\.bfloat16\(\)"),
+        ({"master": "bf16+16"}, r"take master='fp32'"),
+        ({"lr": -1.0}, "take 0 or more"),
+        ({"lr": torch.ones(2)}, "one element"),
+        ({"betas": (0.9, 1.0)}, r"\[0, 1\)"),
+        ({"eps": -1e-8}, "0 or more"),
+        ({"seed": -1}, "from 0 to"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_with_the_cure(settings, message):
+    with pytest.raises(ValueError, match=message):
+        fp8.AdamW([nn.Parameter(torch.zeros(3))], **settings)
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was():
+    optimizer = fp8.AdamW([nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match=r"\.float\(\) or \.bfloat16\(\)"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=torch.float16))]})
+    assert len(optimizer.param_groups) == 1

@@ -1,0 +1,175 @@
+"""The step: the same bits on every path and under every cut, exact halves, fair rounding, and what NaN does."""
+
+import pytest
+import torch
+
+from octavo.fp8.optim import update
+from octavo.fp8.optim.moments import GROUP, LAYOUT, STATES
+from octavo.fp8.optim.update import Hyper, Piece
+
+MASTERS = [
+    ("fp32", torch.float32),
+    ("fp32", torch.bfloat16),
+    ("bf16+16", torch.bfloat16),
+    ("bf16+sr", torch.bfloat16),
+]
+
+
+def fresh(w, start, states, master):
+    groups = -(-(start + w.numel()) // GROUP) - start // GROUP
+    state = {
+        k.name: torch.zeros((w.numel(),) if k.row is None else (groups, *k.row), dtype=k.dtype) for k in LAYOUT[states]
+    }
+    if master == "bf16+16":
+        state["master_low"] = torch.zeros(w.numel(), dtype=torch.int16)
+    elif master == "fp32" and w.dtype == torch.bfloat16:
+        state["master"] = w.float()
+    return state
+
+
+def same(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def gradient(n, step):
+    generator = torch.Generator().manual_seed(step)
+    g = torch.randn(n, generator=generator) * (torch.randn(n, generator=generator) * 3).exp() * 1e-3
+    g[::7] = 0
+    g[256:512] = 0
+    g[300] *= 1e-18
+    return g
+
+
+@pytest.mark.parametrize(("master", "dtype"), MASTERS)
+@pytest.mark.parametrize("states", ["fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("start", [0, 77])
+def test_the_step_in_the_cache_has_the_bits_of_the_reference(states, master, dtype, start):
+    n = 20_000
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(n, generator=generator).to(dtype)
+    weights = [w.clone(), w.clone()]
+    kept = [fresh(w, start, states, master) for _ in weights]
+    hyper = Hyper(1e-3, weight_decay=0.1, states=states, master=master, seed=5)
+    for step in range(1, 6):
+        g = gradient(n, step)
+        if step == 4:
+            g[5000], g[9000] = float("nan"), float("inf")
+        for engine, weight, state in zip((update.reference, update.on_cpu), weights, kept, strict=True):
+            engine([Piece(weight, g, state, start, 3, step)], hyper, 0.7, None)
+        assert same(*weights)
+        for name in kept[0]:
+            assert same(kept[0][name], kept[1][name]), name
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize(("master", "dtype"), [MASTERS[0], MASTERS[3]])
+def test_a_parameter_steps_alike_in_one_piece_and_in_parts_of_whole_groups(states, master, dtype):
+    n = 1500
+    w = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
+    one, parts = w.clone(), w.clone()
+    hyper = Hyper(1e-3, states=states, master=master)
+    state = fresh(w, 0, states, master)
+    cuts = [(0, 128), (128, 896), (896, 1500)]
+    split = [fresh(w[a:b], a, states, master) for a, b in cuts]
+    for step in range(1, 6):
+        g = gradient(n, step)
+        update.step([Piece(one, g, state, 0, 1, step)], hyper)
+        update.step([Piece(parts[a:b], g[a:b], s, a, 1, step) for (a, b), s in zip(cuts, split, strict=True)], hyper)
+    assert same(one, parts)
+    for name in state:
+        assert same(state[name], torch.cat([s[name] for s in split])), name
+
+
+def test_fp32_states_follow_torch():
+    n = 1000
+    w = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    ours, theirs = w.clone(), torch.nn.Parameter(w.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=1e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
+    state = fresh(w, 0, "fp32", "fp32")
+    hyper = Hyper(1e-3, 0.8, 0.99, 1e-6, 0.1, states="fp32")
+    for step in range(1, 101):
+        g = gradient(n, step)
+        theirs.grad = g.clone()
+        optimizer.step()
+        update.step([Piece(ours, g, state, 0, 0, step)], hyper)
+    assert float((ours - theirs.detach()).norm() / (ours - w).norm()) < 1e-5
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+def test_a_bf16_weight_and_16_bits_train_exactly_as_an_fp32_weight(grad_dtype, states):
+    n = 700
+    high = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole = high.float()
+    split_state, whole_state = fresh(high, 0, states, "bf16+16"), fresh(whole, 0, states, "fp32")
+    split_hyper = Hyper(1e-3, weight_decay=0.01, states=states, master="bf16+16")
+    whole_hyper = Hyper(1e-3, weight_decay=0.01, states=states)
+    for step in range(1, 1001):
+        g = (gradient(n, step) * 0.995**step).to(grad_dtype)
+        update.step([Piece(high, g, split_state, 0, 0, step)], split_hyper)
+        update.step([Piece(whole, g, whole_state, 0, 0, step)], whole_hyper)
+    bits = (high.view(torch.int16).to(torch.int32) << 16) + split_state["master_low"]
+    assert torch.equal(bits, whole.view(torch.int32))
+    assert float((high.float() - whole).abs().max() / whole.abs().max()) < 2**-8
+
+
+def test_weights_rounded_by_chance_move_as_much_as_exact_ones_on_average():
+    """Steps of a hundredth of a BF16 step: rounded to nearest no weight would move at all."""
+    n = 1 << 16
+    w = torch.full((n,), 1.0 + 2**-7)
+    rounded, exact = w.to(torch.bfloat16), w.clone()
+    hyper = Hyper(1e-4, 0.0, 0.0, 0.0, states="fp32", master="bf16+sr")
+    state, exact_state = fresh(rounded, 0, "fp32", "bf16+sr"), fresh(exact, 0, "fp32", "fp32")
+    steps = 20
+    for step in range(1, steps + 1):
+        g = torch.ones(n)
+        update.step([Piece(rounded, g, state, 0, 0, step)], hyper)
+        update.step([Piece(exact, g, exact_state, 0, 0, step)], Hyper(1e-4, 0.0, 0.0, 0.0, states="fp32"))
+    moved, want = float((w - rounded.float()).double().mean()), float((w - exact).double().mean())
+    deviation = (steps * 1e-4 * 2**-7 / n) ** 0.5  # a sum of draws that are mostly 0 and seldom 2^-7
+    assert want > 100 * deviation and abs(moved - want) < 4 * deviation
+
+
+def test_a_gradient_that_is_no_number_makes_its_weight_nan_and_no_other():
+    for states in STATES:
+        w = torch.ones(300)
+        state = fresh(w, 0, states, "fp32")
+        g = torch.ones(300)
+        g[130] = float("nan")
+        update.step([Piece(w, g, state, 0, 0, 1)], Hyper(1e-3, states=states))
+        assert w.isnan().nonzero().flatten().tolist() == [130]
+        update.step([Piece(w, torch.ones(300), state, 0, 0, 2)], Hyper(1e-3, states=states))
+        spread = list(range(128, 256)) if states in ("fp8", "coat") else [130]
+        assert w.isnan().nonzero().flatten().tolist() == spread
+
+
+def test_no_second_moment_is_lost_in_a_run():
+    n = 640
+    w = torch.zeros(n)
+    state = fresh(w, 0, "fp8", "fp32")
+    exact = torch.zeros(n)
+    for step in range(1, 301):
+        g = gradient(n, step) * 0.97**step
+        exact = exact * 0.999 + g * g * 0.001
+        update.step([Piece(w, g, state, 0, 0, step)], Hyper(1e-3))
+    lost = (state["exp_avg_sq_codes"] == 0) & (state["exp_avg_codes"] & 1 == 0) & (exact > 1e-37)
+    assert int(lost.sum()) == 0 and w.isfinite().all() and float(w.abs().max()) < 0.3
+
+
+def test_a_learning_rate_in_a_tensor_gives_the_same_numbers():
+    # "meta" has no values: what is computed must not be read; a CPU tensor's is
+    number = update.Scalars.of(Hyper(3e-4, weight_decay=0.1), 7)
+    assert update.Scalars.of(Hyper(torch.tensor(3e-4, dtype=torch.float64), weight_decay=0.1), 7) == number
+    assert isinstance(update.Scalars.of(Hyper(torch.tensor(3e-4, device="meta")), 7).pace, torch.Tensor)
+
+
+def test_edges_are_the_groups_that_a_piece_holds_in_part():
+    def cut(n, start):
+        w = torch.zeros(n)
+        return [tuple(e)[1:] for e in update.edges([Piece(w, w, {}, start, 0, 1)])]
+
+    assert cut(256, 0) == [] and cut(0, 5) == []
+    assert cut(1, 0) == [(0, 1, 0, 0, 0)]
+    assert cut(10, 5) == [(0, 10, 0, 5, 0)]
+    assert cut(300, 100) == [(0, 28, 0, 100, 0), (284, 300, 3, 0, 3)]
+    assert cut(28, 100) == [(0, 28, 0, 100, 0)]
