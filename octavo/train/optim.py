@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from octavo import fp8
 from octavo.config import Config
 from octavo.fp8.local import plain
+from octavo.fp8.optim.convert import decode
 from octavo.train.errors import TrainError
 
 
@@ -54,10 +55,11 @@ def zeroed_moments(optimizer: torch.optim.Optimizer, norm: Tensor, cfg: Config) 
     for group in optimizer.param_groups:
         rest = 1.0 - group["betas"][1]
         for p in group["params"]:
-            codes = optimizer.state[p].get("exp_avg_sq_codes") if p.grad is not None else None
-            if codes is not None:
-                moved = (plain(p.grad).float() * factor).square() * rest > torch.finfo(torch.float32).tiny
-                found.append(int((moved & (plain(codes).view(torch.uint8) == 0)).sum()))
+            if p.grad is None or "exp_avg_sq_codes" not in optimizer.state[p]:
+                continue
+            _, v = decode(p, group, optimizer.state[p])
+            moved = (plain(p.grad).float().flatten() * factor).square() * rest > torch.finfo(torch.float32).tiny
+            found.append(int((moved & (v == 0)).sum()))
     return sum(found) if found else None
 
 
