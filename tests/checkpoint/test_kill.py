@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from octavo.checkpoint import files, latest
-from tests.checkpoint.models import One, fresh, load, save, trained
+from tests.checkpoint.models import One, fresh, load, same, save, small, train, trained
 
 ROOT = Path(__file__).resolve().parents[2]
 SAVER = """
@@ -74,6 +74,52 @@ def test_many_kills(tmp_path):
     step = 0
     for _ in range(12):
         step = _check(tmp_path, _kill_while_saving(tmp_path, step, generator.random()))
+
+
+TRAINER = """
+import sys, torch
+torch.set_num_threads(1)
+from octavo import checkpoint
+from tests.checkpoint.models import One, load, save, small, train
+model, optimizer = small()
+path = checkpoint.latest(sys.argv[1], One())
+step = load(path, model, optimizer).step if path else 0
+print("ready", flush=True)
+while step < int(sys.argv[2]):
+    loss, = train(model, optimizer, range(step, step + 1))
+    step += 1
+    save(sys.argv[1], step, model, optimizer, keep=2)
+    print(step, loss.hex(), flush=True)
+"""
+
+
+def test_a_run_of_small_states_killed_in_mid_save_goes_on_bit_for_bit(tmp_path):
+    """FP8 moments and weights in two halves: what follows a kill is what an uninterrupted run computes."""
+    model, optimizer = small()
+    straight = train(model, optimizer, range(12))
+    seen: dict[int, float] = {}
+
+    def go_on(until: int) -> int:
+        """Let a process train and save at every step; kill it soon after it told of step `until`, in its next save."""
+        command = [sys.executable, "-c", TRAINER, str(tmp_path), "12"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        for line in process.stdout:
+            step, loss = line.split()
+            seen[int(step)] = float.fromhex(loss)
+            if int(step) == until:
+                time.sleep(0.01)
+                process.kill()
+        return process.wait()
+
+    assert go_on(4) == -signal.SIGKILL and max(seen) < 12
+    assert go_on(12) in (0, -signal.SIGKILL)
+    assert seen == {step: straight[step - 1] for step in seen}
+    assert len(seen) >= 11  # a kill between a save and its line leaves one untold
+    other, other_optimizer = small(seed=3)
+    load(latest(tmp_path, One()), other, other_optimizer)
+    assert same(other.state_dict(), model.state_dict())
+    assert same(other_optimizer.state_dict(), optimizer.state_dict())
 
 
 class Killed(BaseException):
