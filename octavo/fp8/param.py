@@ -147,7 +147,7 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         device = weight.device
         values = dequantize(Quantized(state[name].to(device), scale.to(device), need.spec), need, weight.dtype)
         plain[name] = values.mT if need.transposed else values
-    parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in list(plain.items()):
         target = parameters.get(name)
         if is_dtensor(target) and not is_dtensor(value):
@@ -188,7 +188,7 @@ def _codes(weight: Any) -> Quantized:
     outputs = []
     for part in sent:
         whole = part.new_empty((mesh.size() * part.shape[0], *part.shape[1:]))
-        torch.distributed.all_gather_into_tensor(whole, part, group=mesh.get_group())
+        torch.distributed.all_gather(list(whole.split(part.shape[0])), part, group=mesh.get_group())
         outputs.append(whole)
     return gathered(tuple(outputs), source.needs, source.whole, Shards(source.whole[0], mesh.size(), 0), None)[0]
 

@@ -7,7 +7,8 @@ What is particular here:
 - Whatever is no block (embeddings, final norm, projector, lm_head) stays in the root's group. So tied embeddings
   and lm_head are always in one group, which FSDP2 demands of a shared parameter.
 - Frozen and trainable parameters may share a block; only trainable ones take part in the gradient's reduction.
-- Parameters are gathered in their own dtype: what a rank computes with is bit for bit what one process has.
+- Parameters are gathered in their own dtype, FP8 weights (`fp8.param`) as codes and scales: what a rank computes with
+  is bit for bit what one process has.
 
 Every rank must run every block in every step, forward and backward alike: collectives are matched by order. A vision
 tower therefore always runs; `models.attach_dummy_image` sees to it on ranks without an image.
@@ -70,7 +71,9 @@ def shard(model: nn.Module, family: HasLayers, world: World, reshard_after_forwa
 def _check_unshared(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
     """A parameter of a block must live in that block alone; FSDP2 would only say so in the first forward."""
     owner: dict[int, str] = {}
-    inside = {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
+    inside = {
+        f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters(remove_duplicate=False)
+    }
     for name, parameter in model.named_parameters(remove_duplicate=False):
         home = inside.get(name, "the root")
         if owner.setdefault(id(parameter), home) != home:
