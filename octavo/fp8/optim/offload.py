@@ -33,8 +33,7 @@ from octavo.fp8.local import plain
 from octavo.fp8.optim import update
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.moments import GROUP, Agree
-from octavo.fp8.optim.pieces import part, whole
-from octavo.fp8.optim.update import Engine, Hyper, Piece
+from octavo.fp8.optim.update import Engine, Hyper, Piece, part, whole
 from octavo.fp8.weights import is_dtensor
 
 __all__ = ["BATCH", "CudaTransfers", "Offload", "OffloadedAdamW", "Transfers", "of"]
@@ -57,8 +56,8 @@ class Transfers(Protocol):
         """``size`` bytes of device memory, uint8."""
         ...
 
-    def fetch(self, slot: int, pairs: Pairs) -> None:
-        """Begin to copy host to device, once what was written back from this slot has left it."""
+    def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
+        """Begin to copy host to device, once what was last written back from the slots ``behind`` has arrived."""
         ...
 
     def arrive(self, slot: int) -> None:
@@ -87,12 +86,13 @@ class CudaTransfers:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def device(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._on)
+        made = torch.empty(size, dtype=torch.uint8, device=self._on)
+        self._inward.wait_stream(torch.cuda.current_stream(self._on))  # which may still use what was freed there
+        return made
 
-    def fetch(self, slot: int, pairs: Pairs) -> None:
-        # A batch may be small enough to come round before it has been written: all that left the device comes first.
-        for left in self._left:
-            self._inward.wait_event(left)
+    def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
+        for other in behind:
+            self._inward.wait_event(self._left[other])
         with torch.cuda.stream(self._inward):
             for there, here in pairs:
                 there.copy_(here, non_blocking=True)
@@ -160,6 +160,7 @@ class Offload:
         self.device, self.batch = device, batch
         self._move = transfers
         self._buffers: list[Tensor | None] = [None] * _BUFFERS
+        self._wrote: list[set[int]] = [set() for _ in range(_BUFFERS)]  # addresses on the host
         self._next_slot = 0
         self._ahead: _Fetched | None = None
         self._after: dict[tuple[tuple[int, int], ...], _Batch] = {}
@@ -197,6 +198,7 @@ class Offload:
             last = bool(cut) and i + 1 == len(batches)
             engine(_on_device(batch, fetched.device), hyper, factor, agree if last else None)
             self._move.write_back(fetched.slot, list(zip(fetched.device, batch.host, strict=True)))
+            self._wrote[fetched.slot] = {place for place, _ in batch.place}
             if self._last is not None:
                 self._after[self._last.place] = batch
             self._last = batch
@@ -226,7 +228,11 @@ class Offload:
             place = buffer[at : at + tensor.numel() * tensor.element_size()]
             device.append(place.view(tensor.dtype).view(tensor.shape))
             at += size
-        self._move.fetch(slot, list(zip(device, batch.host, strict=True)))
+        # The slot itself must be empty, and memory that was written from another one complete: few batches come round
+        # before that.
+        mine = {place for place, _ in batch.place}
+        behind = [other for other, wrote in enumerate(self._wrote) if other == slot or not mine.isdisjoint(wrote)]
+        self._move.fetch(slot, list(zip(device, batch.host, strict=True)), behind)
         return _Fetched(slot, batch.stamp, tuple(device))
 
     def _batches(self, pieces: Iterable[Piece]) -> Iterator[_Batch]:

@@ -69,6 +69,11 @@ def fine(x, n, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(x + at, tl.load(x + at, mask=at < n), mask=at < n)
 
+@triton.jit
+def fusing(x, N: tl.constexpr):
+    at = x + tl.arange(0, N)
+    tl.store(at, tl.fma(tl.load(at), tl.load(at), 1.0))
+
 def variants():
     types = {"x": "*fp32", "y": "*fp32"}
     return [
@@ -76,6 +81,8 @@ def variants():
         Variant("old only", fine, {"x": "*fp32", "n": "i32"}, {"N": 1024}, architectures=(89,)),
         Variant("no such", no_such, {"x": "*fp32"}, {"N": 16}),
         Variant("greedy", greedy, types, {"N": 8192}, num_warps=1),
+        Variant("may fuse", fusing, {"x": "*fp32"}, {"N": 128}),
+        Variant("fuses", fusing, {"x": "*fp32"}, {"N": 128}, fused=False),
         Variant("unsaid", fine, {"x": "*fp32"}, {"N": 1024}),
         Variant("stray", fine, {"x": "*fp32", "n": "i32", "m": "i32"}, {"N": 1024}),
     ]
@@ -103,7 +110,8 @@ def test_what_fails_is_listed_and_the_exit_code_says_so(tmp_path: Path) -> None:
         f"broken: greedy for sm_90 spills {rows['greedy', 90]['spill']} bytes a thread, more than {aot.SPILL_BOUND}",
         "broken: unsaid for sm_89 does not compile: ValueError: variant 'unsaid' says nothing of the argument 'n'",
         "broken: stray for sm_89 does not compile: ValueError: variant 'stray' describes 'm', which is no argument",
-        "11 compiled, 8 at fault",
+        "broken: fuses for sm_90 does not compile: ValueError: it must round products and sums apart",
+        "15 compiled, 10 at fault",
     ):
         assert text in done.stdout, done.stdout
     assert "nothing" in rows["no such", 90]["error"]

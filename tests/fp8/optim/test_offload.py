@@ -19,13 +19,13 @@ from octavo.fp8.optim.update import Hyper, Piece
 
 
 class Late:
-    """Transfers that happen as late as they may: a fetch when its slot must have arrived, a write-back when a later
-    fetch or the end must find it done. ``log`` has what was asked for, in order."""
+    """Transfers that happen as late as they may: a fetch when its slot must have arrived, a write-back when a fetch is
+    told to come behind it, or at the end. ``log`` has what was asked for, in order."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
         self._fetches: dict[int, Pairs] = {}
-        self._writes: list[tuple[int, Pairs]] = []
+        self._writes: dict[int, Pairs] = {}
         self.most = 0
 
     def host(self, size: int) -> torch.Tensor:
@@ -34,9 +34,11 @@ class Late:
     def device(self, size: int) -> torch.Tensor:
         return torch.full((size,), 0xA5, dtype=torch.uint8)
 
-    def fetch(self, slot: int, pairs: Pairs) -> None:
+    def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
         self.log.append(("fetch", slot))
-        self._write_all()
+        for other in behind:
+            self._write(other)
+        assert slot not in self._writes, "a slot was taken before its states had left it"
         self._fetches[slot] = pairs
         self.most = max(self.most, len(self._fetches))
 
@@ -47,18 +49,18 @@ class Late:
 
     def write_back(self, slot: int, pairs: Pairs) -> None:
         self.log.append(("write", slot))
-        self._writes.append((slot, pairs))
+        assert slot not in self._writes
+        self._writes[slot] = pairs
 
     def settle(self) -> None:
         self.log.append(("settle", -1))
-        self._write_all()
+        for slot in list(self._writes):
+            self._write(slot)
 
-    def _write_all(self) -> None:
-        for _, pairs in self._writes:
-            for there, here in pairs:
-                here.copy_(there)
-                there.view(torch.uint8).fill_(0xA5)  # whoever still reads this slot finds no states
-        self._writes.clear()
+    def _write(self, slot: int) -> None:
+        for there, here in self._writes.pop(slot, []):
+            here.copy_(there)
+            there.view(torch.uint8).fill_(0xA5)  # whoever still reads this slot finds no states
 
 
 def piece(count: int, start: int, index: int, states: str) -> Piece:
@@ -154,6 +156,19 @@ def test_calls_of_one_piece_each_fetch_the_next_ahead_once_the_order_is_known() 
         if p.index != 2:
             offload.step([p], hyper, None, None, update.reference)
     update.reference([p for p in step(ordinary, 4) if p.index != 2], hyper, None, None)
+    offload.settle()
+    assert_same(ordinary, away)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_batches_come_round_only_when_they_are_complete(count: int) -> None:
+    offload = Offload("cpu", transfers=Late())
+    ordinary = [piece(300, 0, i, "fp8") for i in range(count)]
+    away, hyper = copied(ordinary), Hyper(states="fp8", master="bf16+16", lr=1e-2)
+    for number in range(1, 6):
+        for p in step(away, number):
+            offload.step([p], hyper, None, None, update.reference)
+        update.reference(step(ordinary, number), hyper, None, None)
     offload.settle()
     assert_same(ordinary, away)
 

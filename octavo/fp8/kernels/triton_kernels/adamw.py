@@ -31,8 +31,7 @@ from octavo.fp8.kernels.triton_kernels.adamw_kernels import COLUMNS, adamw_step
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
 from octavo.fp8.optim import update
 from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree
-from octavo.fp8.optim.pieces import part, whole
-from octavo.fp8.optim.update import Hyper, Piece, Scalars
+from octavo.fp8.optim.update import Hyper, Piece, Scalars, part, whole
 
 __all__ = ["step", "variants"]
 
