@@ -1,0 +1,249 @@
+"""Does AdamW with 8-bit moments go where AdamW with fp32 moments goes, and at what speed on the CPU?
+
+    python benchmarks/optimizer.py
+
+Writes results/optimizer_cpu.json and optimizer_cpu.png beside it. Three parts:
+
+closed loop   Every optimizer gets the same gradients for hundreds of steps: how far are its weights from those of fp32
+              moments, relative to the distance these travelled, and how many second moments became zero? The error of
+              one step does not show this: what a format loses adds up, or does not.
+training      A small transformer reads scikit-learn's digits: loss curves and held-out accuracy.
+speed         A step beside torch's own AdamW, by turns in one run: only the ratio means something.
+
+torchao's 8-bit optimizers take part where it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import environment, fp8
+from octavo.fp8.optim import moments
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Make = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
+SPEED = 10_000_000  # parameters
+CASES = {  # spread of gradients within a group (sigma of a log-normal), signal to noise, what is left at the end
+    "decay to 1/100": (0.5, 0.3, 0.01),
+    "wide, decay to 1/1000": (1.5, 0.3, 0.001),
+    "steady, noisy": (1.0, 0.1, 1.0),
+}
+
+
+def contenders() -> tuple[dict[str, Make], dict[str, str]]:
+    """The optimizers by name, and who could not take part, and why."""
+    made: dict[str, Make] = {
+        f"octavo {states}": lambda params, lr, states=states: fp8.AdamW(params, lr=lr, states=states)
+        for states in ("fp32", "bf16", "fp8", "coat")
+    }
+    try:
+        from torchao.optim import AdamW8bit, AdamWFp8
+    except ImportError as error:
+        return made, {"torchao": f"not installed ({error})"}
+    torch.compiler.set_stance("force_eager")  # they compile their step, which changes no number that counts here
+    made["torchao AdamWFp8"] = lambda params, lr: AdamWFp8(params, lr=lr, weight_decay=0.0)
+    made["torchao AdamW8bit"] = lambda params, lr: AdamW8bit(params, lr=lr, weight_decay=0.0)
+    return made, {}
+
+
+def second_moments(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Tensor:
+    """What an optimizer holds of v, decoded and flat."""
+    state = optimizer.state[p]
+    if isinstance(optimizer, fp8.AdamW):
+        states = optimizer.param_groups[0]["states"]
+        kept = {k.name: state[k.name] for k in moments.LAYOUT[states]}
+        kept = {k.name: kept[k.name].view(-1, 128) if k.row is None else kept[k.name] for k in moments.LAYOUT[states]}
+        return moments.decode(states, kept)[1].flatten()
+    v = state["exp_avg_sq"]
+    return (v.dequantize() if hasattr(v, "dequantize") and type(v) is not Tensor else v).float().flatten()
+
+
+def gradients(case: str, groups: int, steps: int) -> Iterator[Tensor]:
+    sigma, signal, left = CASES[case]
+    generator = torch.Generator().manual_seed(1)
+    size = (torch.randn(groups, 1, generator=generator) * 2).exp() * 1e-4
+    size = size * (torch.randn(groups, 128, generator=generator) * sigma).exp()
+    mean = torch.randn(groups, 128, generator=generator) * signal
+    for step in range(1, steps + 1):
+        yield size * (mean + torch.randn(groups, 128, generator=generator)) * left ** (step / steps)
+
+
+def closed_loop(makers: dict[str, Make], steps: int, groups: int = 64) -> list[dict[str, Any]]:
+    found = []
+    for case in CASES:
+        params = {name: nn.Parameter(torch.zeros(groups, 128)) for name in makers}
+        optimizers = {name: make([params[name]], 1e-3) for name, make in makers.items()}
+        for g in gradients(case, groups, steps):
+            for name, p in params.items():
+                p.grad = g.clone()
+                optimizers[name].step()
+        there = params["octavo fp32"].detach()
+        nonzero = second_moments(optimizers["octavo fp32"], params["octavo fp32"]) > 0
+        for name, p in params.items():
+            off = float((p.detach() - there).norm() / there.norm())
+            zeroed = int((nonzero & (second_moments(optimizers[name], p) == 0)).sum())
+            found.append({"case": case, "steps": steps, "optimizer": name, "distance": off, "zeroed": zeroed})
+    return found
+
+
+class Reader(nn.Module):
+    """Two transformer layers over the rows of an 8 x 8 picture."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, width), nn.Linear(width, 10)
+        self.place = nn.Parameter(torch.randn(8, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(x.view(-1, 8, 8)) + self.place).mean(1))
+
+
+def training(makers: dict[str, Make], steps: int, seeds: int = 2) -> list[dict[str, Any]]:
+    """Loss curves from the same start over the same batches. Needs scikit-learn."""
+    from sklearn.datasets import load_digits
+
+    pictures, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(pictures, dtype=torch.float32) / 16, torch.tensor(labels)
+    found = []
+    for name, make in makers.items():
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            model = Reader()
+            optimizer = make(list(model.parameters()), 1e-3)
+            order = torch.Generator().manual_seed(seed)
+            losses = []
+            for step in range(steps):
+                for group in optimizer.param_groups:
+                    lr = 1e-3 * (1 - step / steps)
+                    if isinstance(group["lr"], Tensor):
+                        group["lr"].fill_(lr)
+                    else:
+                        group["lr"] = lr
+                rows = torch.randint(0, 1500, (64,), generator=order)
+                loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            with torch.no_grad():
+                logits = model(x[1500:])
+            found.append(
+                {
+                    "optimizer": name,
+                    "seed": seed,
+                    "mean_loss": statistics.fmean(losses),
+                    "last_loss": statistics.fmean(losses[-50:]),
+                    "held_out_loss": float(nn.functional.cross_entropy(logits, y[1500:])),
+                    "held_out_accuracy": float((logits.argmax(1) == y[1500:]).float().mean()),
+                    "losses": [round(value, 5) for value in losses],
+                }
+            )
+    return found
+
+
+def speed(count: int = SPEED, rounds: int = 7) -> list[dict[str, Any]]:
+    """Seconds of a step, medians over rounds in which everybody has a turn, and ratios to torch's two."""
+
+    def make(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype) -> Any:
+        params = [nn.Parameter(torch.randn(count // 2, dtype=dtype)) for _ in range(2)]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer = build(params)
+        optimizer.step()
+        return optimizer
+
+    full, half = torch.float32, torch.bfloat16
+    made = {
+        "torch default": make(lambda p: torch.optim.AdamW(p), full),
+        "torch fused": make(lambda p: torch.optim.AdamW(p, fused=True), full),
+    }
+    for states, master, dtype in [
+        ("fp32", "fp32", full),
+        ("bf16", "fp32", full),
+        ("fp8", "fp32", full),
+        ("fp8", "bf16+16", half),
+        ("fp8", "bf16+sr", half),
+    ]:
+        made[f"octavo {states}, master {master}"] = make(
+            lambda p, states=states, master=master: fp8.AdamW(p, states=states, master=master), dtype
+        )
+    taken: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(rounds):
+        for name, optimizer in made.items():
+            begin = time.perf_counter()
+            optimizer.step()
+            taken[name].append(time.perf_counter() - begin)
+    middle = {name: statistics.median(values) for name, values in taken.items()}
+    return [
+        {
+            "optimizer": name,
+            "parameters": count,
+            "seconds": seconds,
+            "over_torch_default": seconds / middle["torch default"],
+            "over_torch_fused": seconds / middle["torch fused"],
+        }
+        for name, seconds in middle.items()
+    ]
+
+
+def picture(found: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    names = [row["optimizer"] for row in found["training"] if row["seed"] == 0 and row["optimizer"] != "octavo fp32"]
+    longest = max(row["steps"] for row in found["closed_loop"])
+    for i, case in enumerate(CASES):
+        rows = {r["optimizer"]: r for r in found["closed_loop"] if r["case"] == case and r["steps"] == longest}
+        heights = [rows[name]["distance"] for name in names]
+        left.barh([k + 0.25 * (1 - i) for k in range(len(names))], heights, height=0.25, label=case)
+    left.set_yticks(range(len(names)), names)
+    left.set_xscale("log")
+    left.invert_yaxis()
+    left.set_title(f"Distance from fp32 moments' weights over distance travelled, {longest} steps", fontsize=9)
+    left.legend(fontsize=8)
+    for row in found["training"]:
+        if row["seed"] == 0:
+            curve = torch.tensor(row["losses"]).unfold(0, 25, 1).mean(1)
+            right.plot(range(25, 25 + len(curve)), curve, label=row["optimizer"], linewidth=1)
+    right.set_yscale("log")
+    right.set_title("Loss of a small transformer on digits (mean of 25 steps)", fontsize=9)
+    right.set_xlabel("step")
+    right.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    makers, absent = contenders()
+    found: dict[str, Any] = {"command": "python benchmarks/optimizer.py", "absent": absent}
+    found["closed_loop"] = [row for steps in (200, 1000) for row in closed_loop(makers, steps)]
+    for row in found["closed_loop"]:
+        print(f"{row['steps']:5d} {row['case']:22} {row['optimizer']:18} {row['distance']:.4f} zeroed {row['zeroed']}")
+    found["training"] = training(makers, 400)
+    for row in found["training"]:
+        print(*(f"{value:.4f}" if isinstance(value, float) else value for value in list(row.values())[:-1]))
+    found["speed"] = speed()
+    for row in found["speed"]:
+        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()))
+    found["machine"] = environment.describe()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / "optimizer_cpu.json"
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    picture(found, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
