@@ -3,6 +3,10 @@
 Weights go through transformers' own conversion (disk names differ from module names in Qwen2.5-VL and InternVL,
 and Qwen3-VL-MoE's experts are transposed on disk), from a stock model on the meta device: nothing of what was swapped
 into the trained model can leak into the folder.
+
+What is written is what trains: a model of BF16 parameters gives a folder in BF16, also where it was loaded from fp32
+and an optimizer keeps lower halves of its weights (master bf16+16), since forwards never saw those. Who wants them
+gives `fp8.fp32_weight` of each parameter as the state dict.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import errno
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +83,10 @@ def save_hf(
 
 
 def _write(stock: nn.Module, weights: dict[str, Tensor], source: Path, made: Path) -> None:
-    written = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in weights.values():
+        sizes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
+    written = max(sizes, key=sizes.__getitem__, default=torch.float32)  # a router's fp32 bias does not make it fp32
     with quiet():
         stock.save_pretrained(made, state_dict=weights)
     _write_config(source, made, written)

@@ -13,6 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from octavo import models
+from octavo.fp8.optim.master import join
+from octavo.models import loading
 
 
 @pytest.fixture
@@ -193,3 +195,62 @@ def test_a_vision_tensor_is_missed_too(checkpoint, tmp_path):
         name = next(key for key in tensors.keys() if "experts.down_proj" in key)  # noqa: SIM118
     edit_weights(folder, lambda weights: weights.pop(name))
     refused(folder, "1 missing in the folder .*experts.down_proj")
+
+
+def fp32(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3_moe"])
+def test_an_fp32_checkpoint_is_split_without_loss(checkpoint, family):
+    model, lows = models.load_split(checkpoint(family))
+    whole = models.load(checkpoint(family))
+    high = models.load(checkpoint(family), torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and not model.training
+    assert lows and all(low.dtype == torch.int16 for low in lows.values())
+    for name, p in fp32(model).items():
+        low = lows.get(name, torch.zeros(p.shape, dtype=torch.int16))
+        assert torch.equal(join(p, low), fp32(whole)[name]), name
+    norms = [name for name in fp32(model) if name.endswith("norm.weight")]
+    assert norms and not set(norms) & set(lows)  # ones have no lower half to keep
+    assert [(n, b.dtype) for n, b in model.named_buffers()] == [(n, b.dtype) for n, b in high.named_buffers()]
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), high.buffers(), strict=True))
+    parts = [(m.config, h.config) for m, h in ((model, high),)]
+    parts += [(getattr(m, name), getattr(h, name)) for m, h in parts for name in m.sub_configs]
+    assert all(mine.dtype == theirs.dtype == torch.bfloat16 for mine, theirs in parts)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == (
+        whole.lm_head.weight is whole.get_input_embeddings().weight
+    )
+
+
+def test_a_bf16_checkpoint_has_no_lower_halves_and_is_never_held_in_fp32(checkpoint, tmp_path, monkeypatch):
+    folder = models.save_hf(models.load(checkpoint("qwen3_vl")), checkpoint("qwen3_vl"), tmp_path / "m", torch.bfloat16)
+    asked = []
+    real = loading.load
+    monkeypatch.setattr(loading, "load", lambda path, dtype, *rest: asked.append(dtype) or real(path, dtype, *rest))
+    model, lows = models.load_split(folder)
+    assert asked == [torch.bfloat16] and lows == {}
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), models.load(folder).parameters(), strict=True))
+
+
+def test_one_finer_tensor_among_bf16_ones_keeps_its_lower_half(folder):
+    def change(weights):
+        for name, value in weights.items():
+            weights[name] = value.bfloat16() if "q_proj" not in name else value
+
+    edit_weights(folder, change)
+    model, lows = models.load_split(folder)
+    assert lows and all("q_proj" in name for name in lows)
+    assert fp32(model).keys() >= lows.keys()
+
+
+def test_a_damaged_folder_is_refused_when_split_too(folder):
+    edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(models.ModelError, match="1 missing in the folder"):
+        models.load_split(folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(models.ModelError, match="damaged or truncated"):
+        models.load_split(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(models.ModelError, match="config.json is missing"):
+        models.load_split(folder)

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from octavo import models
+from octavo.fp8.optim.adamw import AdamW
+from octavo.fp8.optim.convert import fp32_weight, set_low
 from octavo.models import save, tiny
 from tests.models.conftest import batch
 
@@ -69,6 +71,51 @@ def test_bf16_is_written_as_bf16(checkpoint, tmp_path):
     loaded = models.load(out, torch.bfloat16).state_dict()
     assert all(torch.equal(value.bfloat16(), loaded[name]) for name, value in model.state_dict().items())
     assert next(model.parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3_moe"])
+def test_a_model_of_bf16_parameters_is_written_as_it_trains(checkpoint, tmp_path, family):
+    source = checkpoint(family)  # fp32
+    model, lows = models.load_split(source)
+    assert lows
+    disturb(model)
+    out = models.save_hf(model, source, tmp_path / "hf")
+    with safe_open(out / "model.safetensors", "pt") as tensors:
+        assert {tensors.get_slice(key).get_dtype() for key in tensors.keys()} == {"BF16"}  # noqa: SIM118
+    config = json.loads((out / "config.json").read_text())
+    assert {v for k, v in walk(config) if k in ("dtype", "torch_dtype")} == {"bfloat16"}
+    inputs = batch(models.load_processor(out), image=models.describe(model).has_vision)
+    inputs = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
+    found = stock(out, "auto")
+    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, found(**inputs).logits)
+    again, none = models.load_split(out)
+    assert none == {} and all(torch.equal(p, q) for p, q in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def walk(node):
+    for key, value in node.items():
+        yield from walk(value) if isinstance(value, dict) else [(key, value)]
+
+
+def test_exact_weights_can_be_written_from_both_halves(checkpoint, tmp_path):
+    source = checkpoint("qwen3_vl")
+    model, lows = models.load_split(source)
+    optimizer = AdamW(model.parameters(), master="bf16+16")
+    set_low(optimizer, model, lows)
+    exact = {name: fp32_weight(optimizer, p) for name, p in model.named_parameters()}
+    out = models.save_hf(model, source, tmp_path / "hf", state_dict=exact)
+    whole, written = models.load(source).state_dict(), models.load(out).state_dict()
+    assert all(torch.equal(value, written[name]) for name, value in whole.items())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_the_dtype_of_most_weights_is_the_folders(checkpoint, tmp_path):
+    source = checkpoint("qwen3")
+    weights = {k: v.bfloat16() if "layernorm" not in k else v for k, v in models.load(source).state_dict().items()}
+    out = models.save_hf(models.empty(source), source, tmp_path / "hf", state_dict=weights)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_gathered_weights_are_taken_instead_of_the_models(checkpoint, tmp_path):
