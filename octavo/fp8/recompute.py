@@ -4,16 +4,19 @@
 
 ``full``       a block keeps its input and runs its forward again.
 ``selective``  a block's norms (those in its attention, too) and its MLP keep their inputs and run again; its attention,
-               projections and scores, stays. What goes is wide and soon made: an MLP holds four times 3 x hidden
-               values for two GEMMs, a norm two copies of its input for none. Nothing grows with the square of the
-               sequence that is run again.
+               projections and scores, stays. What goes is wide and soon made: an MLP holds four tensors of its inner
+               width for two GEMMs, a norm more than its input for none. Nothing is run again whose work grows with
+               the square of the sequence.
 
-A decoder layer as transformers ships it (4096, 12288, 32 heads, 8 of k and v, QK-norm, BF16) keeps, in bytes per token
-as counted by :mod:`octavo.fp8.kept`, and runs again, of the FLOPs of its linear layers in the forward::
+What a decoder layer (4096, 12288, 32 heads, 8 of k and v, QK-norm, BF16) keeps, counted by :mod:`octavo.fp8.kept`, and
+what it runs again, as a share of the FLOPs of its linear layers in the forward; stock as transformers ships it, FP8
+saved as under ``Policy(activations="fp8")``::
 
-    none        210.3 KiB    0 %
-    selective    62.1 KiB   52 %  (gate and up; in FP8 78 %, the whole MLP)
-    full          8.0 KiB   74 %  (all but down, and the scores; in FP8 100 %)
+                 bytes a token         FLOPs run again
+                 stock      FP8 saved  stock                       FP8
+    none         210.3 KiB  66.7 KiB    0 %                         0 %
+    selective     62.1 KiB  45.8 KiB   52 % (gate and up)          78 % (down, too)
+    full           8.0 KiB   8.0 KiB   74 % (not down), scores    100 %, scores
 
 A norm that leaves FP8 codes for the layers behind it, or keeps its input in FP8, is not run again: it would then keep
 that input in 16 bits. An MLP that keeps gate and up in FP8 is: its input alone takes less.

@@ -292,6 +292,7 @@ def sharded(world) -> list:
     return [sorted([r.module, r.kind, r.bytes] for r in k.rows if r.kind not in ("gathered", "input")) for k in runs]
 
 
+@pytest.mark.long
 def test_gathered_weights_do_not_count():
     for plain, first, again in ranks.run(sharded, 2):
         assert plain == first == again

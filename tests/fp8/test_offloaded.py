@@ -10,6 +10,8 @@ from octavo import fp8
 from octavo.fp8.kept import kept
 from octavo.fp8.offloaded import offload, synchronize_per_layer
 from octavo.fp8.recompute import recompute
+from tests import ranks
+from tests.fp8.test_fused_models import made
 from tests.fp8.test_recompute import Block, same, stack, step
 
 
@@ -173,6 +175,44 @@ def test_fp8_layers_move_codes(how):
     copies = offloaded(plain)
     step(plain)
     assert moved[1][1] == copies.moved if how == "full" else moved[1][1] < copies.moved
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_a_model_that_saves_fp8_goes_through_its_graph_twice(how):
+    grads = []
+    for offloads in (False, True):
+        model, described, inputs = made("qwen3")
+        fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="on", activations="fp8"), described.components))
+        recompute(described.layers(model), how)
+        if offloads:
+            offload(described.layers(model), least=1, copies=Slow())
+        loss = model.train()(**inputs, use_cache=False).loss
+        loss.backward(retain_graph=True)
+        grads.append([p.grad.clone() for p in model.parameters()])
+        loss.backward()
+        assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), grads[-1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def sharded(world) -> list:
+    from torch.distributed.fsdp import fully_shard
+
+    def run(split: bool, how: str) -> list:
+        model = stack(3, how=how)
+        copies = offloaded(model)
+        if split:
+            for block in model:
+                fully_shard(block)
+            fully_shard(model)
+        return [step(model)["x"].flatten().tolist(), copies.moved]
+
+    return [run(split, how) for how in ("none", "full") for split in (False, True)]
+
+
+@pytest.mark.long
+def test_gathered_weights_stay():
+    for plain, split, plain_full, split_full in ranks.run(sharded, 2):
+        assert plain == split and plain_full == split_full and plain[1] > plain_full[1] > 0
 
 
 def test_small_tensors_weights_and_autocasts_copies_of_them_stay():

@@ -147,6 +147,18 @@ def test_keywords_copies_pickles_and_evaluation(how):
     assert k.report().total == k2.report().total and torch.equal(y, z)
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_blocks_that_are_compiled_recompute_without_leaving_the_graph(how):
+    import torch._dynamo
+
+    model, expected = stack(how=how), step(stack())
+    for block in model:
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    found = step(model)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
+    torch._dynamo.reset()
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="one of none, selective, full; found 'some'"):
         recompute(stack().named_children(), "some")
@@ -179,9 +191,9 @@ def pictured():
     return model, described, {"input_ids": ids, "labels": ids.clone(), **image}
 
 
-def family_step(family: str, how: str, fuse: str) -> tuple[Tensor, dict[str, Tensor], fp8.GemmCounts]:
+def family_step(family: str, how: str, policy: fp8.Policy) -> tuple[Tensor, dict[str, Tensor], fp8.GemmCounts]:
     model, described, inputs = pictured() if family == "internvl" else made(family)
-    plan = fp8.plan(model, fp8.Policy(fuse=fuse), described.components)
+    plan = fp8.plan(model, policy, described.components)
     fp8.apply(model, plan)
     recompute(described.layers(model), how)
     with fp8.count_gemms() as counts:
@@ -192,13 +204,17 @@ def family_step(family: str, how: str, fuse: str) -> tuple[Tensor, dict[str, Ten
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, counts
 
 
-@pytest.mark.parametrize("fuse", ["off", "on"])
+POLICIES = {"apart": {"fuse": "off"}, "fused": {"fuse": "on"}, "saved": {"fuse": "on", "activations": "fp8"}}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_families_in_fp8_take_the_same_step_and_the_proof_holds(family, fuse):
-    loss, grads, counts = family_step(family, "none", fuse)
+def test_families_in_fp8_take_the_same_step_and_the_proof_holds(family, policy):
+    policy = fp8.Policy(**POLICIES[policy])
+    loss, grads, counts = family_step(family, "none", policy)
     assert counts.total("recompute") == 0
     for how in HOW:
-        again, own, counted = family_step(family, how, fuse)
+        again, own, counted = family_step(family, how, policy)
         assert torch.equal(loss, again)
         assert grads.keys() == own.keys() and all(torch.equal(grads[n], own[n]) for n in grads)
         for gemm in ("fwd", "dgrad", "wgrad"):
