@@ -1,0 +1,185 @@
+"""Blocks that keep FP8 on a GPU: the codes of the reference, gradients near those of blocks that keep 16 bits, a
+recomputation bit for bit, fewer bytes by the allocator, nothing waits, a captured step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import fp8
+from octavo.fp8 import cast, saved
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+class Norm(nn.Module):
+    def __init__(self, k, eps=1e-6):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(k)), eps
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, k, head):
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(k, k, bias=False))
+        self.q_norm, self.k_norm, self.head = Norm(head), Norm(head), head
+
+    def forward(self, x):
+        q, k, v = (m(x).view(*x.shape[:-1], -1, self.head) for m in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(x.shape))
+
+
+class Mlp(nn.Module):
+    def __init__(self, k, n):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(k, n, bias=False), nn.Linear(k, n, bias=False)
+        self.down_proj, self.act_fn = nn.Linear(n, k, bias=False), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, k=512, n=1376, head=64):
+        super().__init__()
+        self.input_layernorm, self.self_attn = Norm(k), Attention(k, head)
+        self.post_attention_layernorm, self.mlp = Norm(k), Mlp(k, n)
+
+    def forward(self, x):
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Vision(nn.Module):
+    """Ragged sizes, LayerNorms, a GELU."""
+
+    def __init__(self, k=1152, n=4304):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(k), VisionMlp(k, n)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class VisionMlp(nn.Module):
+    def __init__(self, k, n):
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(k, n), nn.Linear(n, k), nn.GELU("tanh")
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+def pair(kind=Block, dtype=torch.bfloat16, fuse="off", recipe="blockwise"):
+    """A block that keeps 16 bits, and its twin that keeps FP8."""
+    torch.manual_seed(0)
+    plain = kind().to("cuda", dtype)
+    twin = copy.deepcopy(plain)
+    for m, kept in ((plain, "bf16"), (twin, "fp8")):
+        plan = fp8.plan(m, fp8.Policy(recipe=recipe, fuse=fuse, activations=kept))
+        fp8.apply(m, plan)
+    assert plan.blocks and all(b.saves for b in plan.blocks)
+    return plain, twin
+
+
+def given(kind=Block, dtype=torch.bfloat16, rows=300):
+    return torch.randn(2, rows, 512 if kind is Block else 1152, device="cuda", dtype=dtype)
+
+
+def step(m, x, lowered=False):
+    m.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16, enabled=lowered):
+        y = m(x)
+    (y.float() * torch.linspace(-1, 2, y.shape[-1], device="cuda")).mean().backward()
+    return [y.detach(), x.grad, *(p.grad for p in m.parameters())]
+
+
+@pytest.mark.parametrize("k", [64, 72, 80, 128, 1152, 3420, 4304])
+def test_codes_are_those_of_the_reference(k):
+    x = torch.randn(257, k, device="cuda", dtype=torch.bfloat16) * 100
+    x[3, 7], x[5, -1] = float("nan"), float("inf")
+    got, want = saved.keep(x), cast.quantize(x.cpu(), saved.SPEC)
+    assert torch.equal(got.data.cpu().view(torch.uint8), want.data.view(torch.uint8))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(saved.value(got, dtype).cpu().nan_to_num(7), cast.dequantize(want).to(dtype).nan_to_num(7))
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize(("kind", "fuse"), [(Block, "off"), (Block, "on"), (Vision, "off")])
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
+def test_gradients_near_those_of_16_bits(recipe, kind, fuse, lowered):
+    dtype = torch.float32 if lowered else torch.bfloat16
+    x = given(kind, dtype)
+    for exact, found in zip(*(step(m, x, lowered) for m in pair(kind, dtype, fuse, recipe)), strict=True):
+        assert exact.dtype == found.dtype and fp8.cosine(exact, found) > 0.99
+
+
+@pytest.mark.parametrize("fuse", ["off", "on"])
+def test_recomputed_bit_for_bit(fuse):
+    from torch.utils.checkpoint import checkpoint
+
+    _, twin = pair(fuse=fuse)
+    x = given().requires_grad_()
+    grads = []
+    for again in (False, True):
+        twin.zero_grad(set_to_none=True)
+        y = checkpoint(twin, x, use_reentrant=False) if again else twin(x)
+        (dx,) = torch.autograd.grad(y.float().square().sum(), x)
+        grads.append((y.detach(), dx))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "fuse", "most"), [(Block, "off", 0.6), (Block, "on", 0.7), (Vision, "off", 0.6)])
+def test_less_is_kept_for_the_backward(kind, fuse, most):
+    kept, x = [], given(kind, rows=2048)
+    for m in pair(kind, fuse=fuse):
+        step(m, x)
+        leaf = x.clone().requires_grad_()
+        before = torch.cuda.memory_allocated()
+        y = m(leaf)
+        kept.append(torch.cuda.memory_allocated() - before - y.numel() * y.element_size())
+        del y
+    assert kept[1] < most * kept[0], [n / x.shape[:-1].numel() for n in kept]
+
+
+@pytest.mark.parametrize(("kind", "fuse"), [(Block, "off"), (Block, "on"), (Vision, "off")])
+def test_nothing_waits(kind, fuse):
+    _, twin = pair(kind, fuse=fuse)
+    x = given(kind)
+    step(twin, x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(twin, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("fuse", ["off", "on"])
+def test_a_captured_step(fuse):
+    _, twin = pair(fuse=fuse)
+    x = given()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(twin, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(twin, x)
+    x.normal_()
+    graph.replay()
+    captured = [t.clone() for t in captured]
+    for a, b in zip(captured, step(twin, x), strict=True):
+        assert fp8.calc_diff(a, b) < 1e-4
