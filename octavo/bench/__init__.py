@@ -24,6 +24,7 @@ SUITES: Mapping[str, str] = {
     "gemm": "the three GEMMs alone, on operands that are FP8 already",
     "linear": "a linear layer with quantization: fwd, dgrad, wgrad, sum; torchao and TransformerEngine beside it",
     "moe": "a layer of experts, forward and backward",
+    "optimizer": "a step of AdamW for every format of states and master, as bandwidth against torch's fused AdamW",
     "layer": "a decoder block and a block of the vision tower",
     "step": "whole training steps of a published size",
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.cli import terminal
 
-SUITES = ("cast", "gemm", "linear", "moe", "layer", "step")
+SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -39,6 +39,18 @@ def test_a_suite_times_every_recipe_on_small_sizes(suite: str) -> None:
         assert (result.ratio(row) is None) == (row.baseline == "")
 
 
+def test_the_optimizer_suite_times_every_format_against_torch() -> None:
+    result = bench.run(["optimizer"], session())
+    assert not result.absent and not result.cut
+    names = {f"{s} x {m}" for s in ("fp8", "coat", "bf16", "fp32") for m in ("fp32", "bf16+16", "bf16+sr")}
+    assert {r.candidate for r in result.rows} == names | {"torch fused fp32"}
+    by_name = {r.candidate: r for r in result.rows}
+    base, smallest = by_name["torch fused fp32"], by_name["fp8 x bf16+sr"]
+    assert smallest.bytes / base.bytes == pytest.approx(10.125 / 28)
+    ratio = (smallest.bytes / smallest.seconds) / (base.bytes / base.seconds)
+    assert result.ratio(smallest) == pytest.approx(ratio) and result.ratio(base) is None
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("suite", ["linear", "layer", "step"])
 def test_the_compiling_suites_time_every_recipe_eager_and_compiled(suite: str) -> None:
