@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from octavo.fp8.local import span
-from octavo.fp8.optim import sharded, update
+from octavo.fp8.optim import convert, sharded, update
 from octavo.fp8.optim.adamw import AdamW
 from octavo.parallel import World
 from tests import ranks
@@ -60,6 +60,29 @@ def _differs(whole: torch.Tensor, mine: torch.Tensor, parameter: torch.Tensor) -
     return whole.dtype != mine.dtype or not torch.equal(whole, mine)
 
 
+def _converted(kind: tuple[str, str], place) -> list[list[torch.Tensor]]:
+    """Weights and states from a state dict of torch's AdamW, whole tensors, and lower halves; and what comes back."""
+    states, master = kind
+    plain = [nn.Parameter(_draw(i, 0)) for i in range(len(SHAPES))]
+    torchs = torch.optim.AdamW(plain, lr=1e-3)
+    for i, p in enumerate(plain):
+        p.grad = _draw(i, 1)
+    torchs.step()
+    model = nn.ParameterList(place(p.detach().to(torch.float32 if master == "fp32" else torch.bfloat16)) for p in plain)
+    optimizer = AdamW(model.parameters(), states=states, master=master)
+    if master == "bf16+16":
+        lows = {str(i): torch.arange(p.numel(), dtype=torch.int16).view(p.shape) for i, p in enumerate(plain)}
+        convert.set_low(optimizer, model, lows)
+    optimizer.load_state_dict(torchs.state_dict())
+    own = AdamW(model.parameters(), states=states, master=master)
+    own.load_state_dict(optimizer.state_dict())
+    back = convert.to_torch(own)["state"]
+    return [
+        [p, *(own.state[p][key] for key in sorted(own.state[p])), convert.fp32_weight(own, p), *back[i].values()]
+        for i, p in enumerate(model.parameters())
+    ]
+
+
 def _work(world: World) -> dict:
     mesh = init_device_mesh("cpu", (world.size,))
     answer: dict = {"calls": {}}
@@ -73,10 +96,12 @@ def _work(world: World) -> dict:
 
         torch.distributed.all_reduce = counted
         try:
-            mine = _train(kind, lambda t: distribute_tensor(t, mesh, [Shard(0)]))
+            mine = _train(kind, lambda t: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None))
         finally:
             torch.distributed.all_reduce = real
         whole = _train(kind, lambda t: t.clone())
+        mine = [*mine, *_converted(kind, lambda t: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None))]
+        whole = [*whole, *_converted(kind, lambda t: t.clone())]
         answer[" ".join(kind)] = [
             (i, n)
             for i, (left, right) in enumerate(zip(whole, mine, strict=True))

@@ -1,0 +1,92 @@
+"""States of the optimizer between a GPU and the host, and an agreement between ranks that waits for no device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.tensor
+from torch import nn
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from octavo.fp8.optim import convert, sharded
+from octavo.fp8.optim.adamw import AdamW
+
+SHAPES = [(5, 60), (3,), (2, 128), (7, 40)]
+
+
+def _optimizer(states: str, master: str, device: str) -> AdamW:
+    gen = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if master == "fp32" else torch.bfloat16
+    params = [nn.Parameter(torch.randn(shape, generator=gen).to(device, dtype)) for shape in SHAPES]
+    return AdamW(params, lr=1e-2, states=states, master=master)
+
+
+def _grads(optimizer: AdamW, step: int) -> None:
+    gen = torch.Generator().manual_seed(step)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.randn(p.shape, generator=gen).to(p.device, p.dtype)
+
+
+def _states(optimizer: AdamW) -> list[dict]:
+    return [
+        {k: v.detach().cpu().reshape(-1).view(torch.uint8).tolist() for k, v in optimizer.state[p].items()}
+        for p in optimizer.param_groups[0]["params"]
+    ]
+
+
+@pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
+@pytest.mark.parametrize("master", ["fp32", "bf16+16", "bf16+sr"])
+def test_a_state_dict_goes_to_the_gpu_and_back_in_every_bit(states, master):
+    host, gpu, back = (_optimizer(states, master, device) for device in ("cpu", "cuda", "cpu"))
+    _grads(host, 1)
+    host.step()
+    gpu.load_state_dict(host.state_dict())
+    assert {v.device.type for s in gpu.state.values() for k, v in s.items() if k != "step"} == {"cuda"}
+    back.load_state_dict(gpu.state_dict())
+    assert _states(gpu) == _states(host) == _states(back)
+
+
+@pytest.mark.parametrize("states", ["fp8", "bf16", "fp32"])
+def test_moments_are_encoded_alike_on_both(states):
+    torchs = torch.optim.AdamW([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
+    _grads(torchs, 2)
+    torchs.step()
+    host, gpu = (_optimizer(states, "bf16+16", device) for device in ("cpu", "cuda"))
+    host.load_state_dict(torchs.state_dict())
+    gpu.load_state_dict(torchs.state_dict())
+    assert _states(host) == _states(gpu)
+    for mine, theirs in zip(
+        convert.to_torch(host)["state"].values(), convert.to_torch(gpu)["state"].values(), strict=True
+    ):
+        assert all(torch.equal(mine[key], theirs[key].cpu()) for key in mine)
+
+
+class _Mesh:
+    """Two ranks, of which the other one's marks are always smaller."""
+
+    def size(self, dim: int) -> int:
+        return 2
+
+    def get_group(self, dim: int) -> str:
+        return "both"
+
+
+def test_an_agreement_waits_for_no_device(monkeypatch):
+    p = nn.Parameter(torch.zeros(7, 40, device="cuda"))
+    p.device_mesh, p.placements = _Mesh(), (torch.distributed.tensor.Shard(0),)
+    monkeypatch.setattr(sharded, "is_dtensor", lambda value: True)
+    seen = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, op, group: seen.append((tuple(t.shape), group)))
+    assert sharded.cut_groups(p) == (1,)
+    marks = torch.tensor([[-5, -7, -9], [5, 7, 9]], dtype=torch.int32, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        agree = sharded.Agreement([(p, 0)], [(0, 1), (0, 2), (1, 1)], marks.device)
+        agreed = agree(marks)
+        agree.finish("fp8")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen == [((2, 1), "both"), ((1, 1), "both")]
+    assert torch.equal(agreed, marks)
