@@ -1,0 +1,140 @@
+"""A longer trial: text and images, several seeds, high precision beside FP8 with every memory saving.
+
+    python benchmarks/long_run.py [--steps 3000] [--seeds 3] [--jobs 2] [--dir build/long]
+
+Trains a tiny Qwen3-VL on pictures of handwritten digits and on digits drawn in characters, each seed once in high
+precision and once with FP8 activations, FP8 weights, FP8 optimizer states and stochastically rounded BF16 weights. What
+is finished is read, what was stopped goes on. Writes results/long_run_cpu.json (or _gpu) and a plot; docs/lab.md quotes
+them. Weights are updated after backward: updating in backward gives the same bits and takes a second pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from rich.console import Console
+
+from octavo.config import Config, load_config_text
+from octavo.data import digits
+from octavo.models import tiny
+from octavo.report import figures
+from octavo.report.compare import finished, high_precision
+from octavo.report.judge import Arm
+from octavo.report.rundir import RunRecord, read
+from octavo.report.side_by_side import train_together
+
+RESULTS = Path(__file__).resolve().parent / "results"
+MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
+GREYS = ("base", "noise", "kind-5")
+CONFIG = """
+model: {{path: {here}/model}}
+fp8: {{recipe: blockwise, activations: fp8, param: true}}
+data:
+  train: [{{path: {here}/digits/train.json, images: {here}/digits}}, {{path: {here}/digits/train_text.json}}]
+  eval:
+    - {{path: {here}/digits/test.json, images: {here}/digits, max_samples: 250}}
+    - {{path: {here}/digits/test_text.json, max_samples: 250}}
+train: {{steps: {steps}, seq_length: 256, micro_batch: 8, global_batch: 8, lr: 1e-3, schedule: onecycle}}
+optimizer: {{states: fp8, master: bf16+sr, betas: [0.9, 0.98], weight_decay: 0.5}}
+run: {{health_every: 500, save_every: 500, threads: 1, tensorboard: false, hf: false}}
+"""
+
+
+def arms_of(cfg: Config, seeds: int, directory: Path) -> list[Arm]:
+    """Each seed in high precision and in FP8, with the same data in the same order."""
+    arms = []
+    for seed in range(seeds):
+        for kind, label, chosen in (("reference", "high precision", high_precision(cfg)), ("fp8", "FP8", cfg)):
+            name = f"{label.replace(' ', '-').lower()}-{seed}"
+            run = chosen.run.model_copy(update={"dir": str(directory / "arms" / name), "resume": "auto", "seed": seed})
+            arms.append(Arm(name, f"{label}, seed {seed}", kind, chosen.model_copy(update={"run": run})))
+    return arms
+
+
+def figures_of(arms: list[Arm], records: list[RunRecord]) -> dict:
+    """Each arm's figures; the gap of each seed's pair, and how far the seeds alone lie apart."""
+    rows = [
+        {
+            "arm": arm.label,
+            "kind": arm.kind,
+            "seed": arm.cfg.run.seed,
+            "mean_loss": record.mean_loss,
+            "last_tenth": float(np.nanmean(record.losses[-max(1, len(record.losses) // 10) :])),
+            "right": (record.eval or {}).get("exact_match"),
+            "held_out_loss": (record.eval or {}).get("loss"),
+            "skipped": len(record.skipped),
+            "zeroed_v": record.zeroed,
+            "bytes": {kind: size for kind, size in record.memory.items() if not kind.startswith("peak")},
+        }
+        for arm, record in zip(arms, records, strict=True)
+    ]
+    plain = {row["seed"]: row for row in rows if row["kind"] == "reference"}
+    gaps = [row["mean_loss"] / plain[row["seed"]]["mean_loss"] - 1 for row in rows if row["kind"] == "fp8"]
+    means = [row["mean_loss"] for row in plain.values()]
+    return {
+        "arms": rows,
+        "gap_by_seed": gaps,
+        "gap": statistics.fmean(gaps),
+        "seeds_apart": (max(means) - min(means)) / statistics.fmean(means) if len(means) > 1 else None,
+    }
+
+
+def draw(arms: list[Arm], records: list[RunRecord], path: Path) -> None:
+    """The loss curves of all arms: high precision in greys, FP8 in colours."""
+    curves = [
+        figures.Curve(
+            arm.label,
+            "noise" if arm.kind == "reference" else "fp8",
+            GREYS[arm.cfg.run.seed % 3] if arm.kind == "reference" else f"fp8-{arm.cfg.run.seed % 5}",
+            record.steps,
+            record.losses,
+        )
+        for arm, record in zip(arms, records, strict=True)
+    ]  # fmt: skip
+    with matplotlib.rc_context(figures.STYLE):
+        figures.save(figures.loss_figure(curves), path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="arms that train at a time, one thread each")
+    parser.add_argument("--dir", type=Path, default=Path("build/long"))
+    asked = parser.parse_args()
+    here = asked.dir.resolve()
+    if not (here / "digits").exists():
+        digits.write(here / "digits")
+    if not (here / "model").exists():
+        tiny.write("qwen3_vl", here / "model")
+    cfg = load_config_text(CONFIG.format(here=here, steps=asked.steps), ())
+    arms = arms_of(cfg, asked.seeds, here)
+    unfinished = [arm for arm in arms if finished(arm) is None]
+    failures = train_together(unfinished, asked.jobs, Console()) if unfinished else {}
+    if failures:
+        raise SystemExit("\n".join(f"{name}: {why}" for name, why in failures.items()))
+    records = [read(arm.cfg.run.dir) for arm in arms]
+    machine = {key: records[0].environment[key] for key in MACHINE if key in records[0].environment}
+    found = {
+        "command": f"python benchmarks/long_run.py --steps {asked.steps} --seeds {asked.seeds}",
+        "steps": asked.steps,
+    }
+    found |= {**figures_of(arms, records), "machine": machine}
+    name = f"long_run_{'gpu' if machine.get('gpus') else 'cpu'}"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    draw(arms, records, RESULTS / f"{name}.png")
+    for row in found["arms"]:
+        right = "" if row["right"] is None else f", {100 * row['right']:.1f} % right"
+        print(f"{row['arm']:28} mean loss {row['mean_loss']:.4f}, last tenth {row['last_tenth']:.4f}{right}")
+    apart = found["seeds_apart"]
+    print(f"gap {100 * found['gap']:+.2f} %" + ("" if apart is None else f"; seeds alone {100 * apart:.2f} % apart"))
+
+
+if __name__ == "__main__":
+    main()
