@@ -34,8 +34,8 @@ from octavo.fp8.weights import is_dtensor
 
 __all__ = ["linear_cross_entropy", "token_log_probs"]
 
-# Logits in fp32 that exist at a time: 128 MiB where kernels want work, 32 MiB where caches are small.
-_ELEMENTS = {"cuda": 2**25, "cpu": 2**23}
+# Logits in fp32 that exist at a time: 128 MiB where kernels want work, 8 MiB where they run one after the other.
+_ELEMENTS = {"cuda": 2**25, "cpu": 2**21}
 _LEAST = 256  # rows of the weight in a block, however many tokens there are
 
 
