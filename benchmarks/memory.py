@@ -9,7 +9,7 @@ is read is the most memory that an arm's process ever held (VmHWM of /proc/self/
 last update, and what lay there at that moment: counted tensors, and the rest.
 
 Writes results/memory_cpu.json and .png; exit code 1 where a loss is not finite or does not fall, or where `bf16+sr` or
-update in backward stays below 2.2 times less than the baseline. Linux only. About two minutes on two cores.
+update in backward stays below 2.2 times less than the baseline. Linux only; wants about 12 GB for the baseline.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = ("octavo", "python", "os", "cpu", "memory_bytes", "torch", "packages")
-KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "other")
+KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "libraries", "other")
 
 # name -> how it is trained. The baseline is what one writes without Octavo, in its leanest form: fused AdamW makes no
 # temporary copies. `check`: the ratio must reach NEEDED.
@@ -47,10 +47,11 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "393216", "MALLOC_TRIM_THRESHOLD_": "3932
 
 
 def main(arguments: list[str]) -> int:
-    settings = {**SETTINGS, **{key: int(value) for key, _, value in (a.partition("=") for a in arguments)}}
-    if settings.keys() != SETTINGS.keys():
-        print(f"memory.py takes {', '.join(f'{k}=N' for k in SETTINGS)}; found {' '.join(arguments)}")
+    asked = dict(argument.partition("=")[::2] for argument in arguments)
+    if not all(key in SETTINGS and value.isdigit() and int(value) > 1 for key, value in asked.items()):
+        print(f"memory.py takes {' '.join(f'{key}=N' for key in SETTINGS)}, N from 2 on; found {' '.join(arguments)}")
         return 2
+    settings = {**SETTINGS, **{key: int(value) for key, value in asked.items()}}
     arms = []
     for name in ARMS:
         print(f"{time.strftime('%X')} {name}", flush=True)
@@ -107,19 +108,21 @@ def _apart(name: str, settings: dict[str, int]) -> dict[str, Any]:
 def arm(name: str, settings: dict[str, int]) -> dict[str, Any]:
     """Train `steps` steps; what they held at most."""
     import torch
+    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  # so that it counts as a library
 
     from octavo import models
     from octavo.fp8.kept import kept
 
     how = ARMS[name]
     plain = not how
+    libraries = resident()
     model = _model(torch.float32 if plain else torch.bfloat16)
     family = models.describe(model)
     blocks = family.layers(model)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, model.config.vocab_size, (1, settings["tokens"]), generator=generator)
     loss_of, step = (_plain if plain else _octavo)(model, ids, how)
-    meter = Meter(model, blocks)
+    meter = Meter(model, blocks, libraries)
     losses, seconds = [], []
     for number in range(settings["steps"]):
         began = time.perf_counter()
@@ -149,6 +152,11 @@ def arm(name: str, settings: dict[str, int]) -> dict[str, Any]:
         "kinds": meter.kinds,
         "kept": {"activations": sum(meter.of_block.values()) + meter.outside, "logits": meter.logits},
     }
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _model(dtype: Any) -> Any:
@@ -235,12 +243,12 @@ class Meter:
 
     Weights, masters, gradients, optimizer states and codes are looked at in that moment. Of the activations that the
     first forward kept (counted by storages), those lie there whose block backward has not finished; logits, and what
-    the head keeps, until its own backward has. The rest, "other", is Python and its libraries, what operations hold for
-    a moment, and what the allocator has not given back.
+    the head keeps, until its own backward has. The rest, "other", is what operations hold for
+    a moment, and what the allocator has not given back. "libraries" is what lay there before the model was built.
     """
 
-    def __init__(self, model: Any, blocks: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, blocks: Any, libraries: int) -> None:
+        self.model, self.libraries = model, libraries
         self.optimizer: Any = None
         self.phase, self.where = "start", ""
         self.phases: dict[str, int] = {}
@@ -297,16 +305,13 @@ class Meter:
         blocks[-1][1].register_full_backward_pre_hook(head_over)
 
     def _watch(self) -> None:
-        page = os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/self/statm") as file:
-            while self._going:
-                file.seek(0)
-                held, phase = int(file.read().split()[1]) * page, self.phase
-                self.phases[phase] = max(self.phases.get(phase, 0), held)
-                if held > self._most:
-                    self._most, self.where = held, phase
-                    self._note(phase)
-                time.sleep(0.002)
+        while self._going:
+            held, phase = resident(), self.phase
+            self.phases[phase] = max(self.phases.get(phase, 0), held)
+            if held > self._most:
+                self._most, self.where = held, phase
+                self._note(phase)
+            time.sleep(0.002)
 
     def _note(self, phase: str) -> None:
         weights = list(self.model.parameters())
@@ -320,6 +325,7 @@ class Meter:
             "codes": _codes(self.model),
             "activations": sum(self.of_block[n] for n in list(self._left)) + (self.outside if self._left else 0),
             "logits": self.logits if self._head_left and phase == "backward" else 0,
+            "libraries": self.libraries,
             "other": 0,
         }
 
@@ -351,7 +357,7 @@ def keep(arms: list[dict[str, Any]], settings: dict[str, int]) -> None:
     draw(arms, settings, RESULTS / "memory_cpu.png")
 
 
-COLOURS = ("#1d7f79", "#55a89f", "#c8571b", "#e4a36b", "#8d6cab", "#4e79a7", "#a0b7d3", "#d5d9dd")
+COLOURS = ("#1d7f79", "#55a89f", "#c8571b", "#e4a36b", "#8d6cab", "#4e79a7", "#a0b7d3", "#9aa1a8", "#d5d9dd")
 
 
 def draw(arms: list[dict[str, Any]], settings: dict[str, int], path: Path) -> None:
