@@ -1,5 +1,7 @@
 """What FP8 layers and blocks keep in common: codes of any activation, and an input that a backward makes again."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,15 @@ from octavo.fp8 import cast, saved, saved_attention
 from octavo.fp8.kept import kept
 from octavo.fp8.saved import SPEC, Source
 from octavo.fp8.shared_input import forget
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects():
+    """The accountant collects garbage, which is quick where modules that were imported need no look."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("k", [1, 16, 72, 80, 127, 128, 129, 300])

@@ -12,6 +12,7 @@ from octavo.fp8 import saved_experts
 from octavo.fp8.kept import kept
 
 from .test_experts import FAMILIES, H, convert, routed
+from .test_saved import few_objects  # noqa: F401
 from .test_saved_mlp import Rounded, cosine
 
 

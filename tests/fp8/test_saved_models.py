@@ -15,6 +15,8 @@ from octavo.fp8.kept import kept
 from octavo.fp8.swapped import Swapped
 from octavo.models.tiny_configs import tiny_config
 
+from .test_saved import few_objects  # noqa: F401
+
 
 def made(family, dtype=torch.float32):
     """(model, family, inputs): text, and an image where the family takes one."""
@@ -64,9 +66,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("lowered", "fuse"), [(True, "off"), (False, "on")])
-@pytest.mark.parametrize("family", CASES)
-def test_a_few_steps_beside_16_bits(family, lowered, fuse):
+LONG = pytest.mark.long
+FAMILIES = [
+    ("qwen3", "on"), ("qwen3_vl", "off"), pytest.param("qwen3", "off", marks=LONG),
+    pytest.param("qwen3_vl", "on", marks=LONG), pytest.param("qwen2_5_vl", "on", marks=LONG),
+    pytest.param("qwen2_5_vl", "off", marks=LONG), pytest.param("internvl", "on", marks=LONG),
+    pytest.param("internvl", "off", marks=LONG),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "fuse"), FAMILIES)
+def test_a_few_steps_beside_16_bits(family, fuse):
+    lowered = fuse == "off"
     model, described, inputs = made(family)
     twin, forwards = copy.deepcopy(model), {"foundation": 1}
     if "pixel_values" in inputs:
@@ -93,8 +104,7 @@ LEFT = {"self_attn", "attn", "attention", "qkv", "q_proj", "k_proj", "v_proj"}
 """Modules whose tensors attention keeps: q, k, v and its output."""
 
 
-@pytest.mark.parametrize("fuse", ["off", "on"])
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(("family", "fuse"), FAMILIES)
 def test_what_is_left_in_16_bits_is_what_attention_keeps(family, fuse):
     model, described, inputs = made(family, torch.bfloat16)
     fp8.apply(model, fp8.plan(model, fp8.Policy(activations="fp8", fuse=fuse), described.components))

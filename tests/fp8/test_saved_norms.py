@@ -15,6 +15,8 @@ from octavo.fp8 import saved_norms
 from octavo.fp8.kept import kept
 from octavo.fp8.swapped import unswap
 
+from .test_saved import few_objects  # noqa: F401
+
 KINDS = {
     "rms": lambda k: Qwen3RMSNorm(k),
     "torch rms": lambda k: nn.RMSNorm(k, eps=1e-6),
