@@ -128,9 +128,11 @@ class Agreement:
         for ranks, size in self._sizes.items():
             columns, places = self._columns[ranks], self._places[ranks]
             shared = marks.new_full((len(marks), size), _NEUTRAL)
-            shared.index_copy_(1, places, marks.index_select(1, columns))
+            if len(columns):  # torch selects nothing from nothing only by raising
+                shared.index_copy_(1, places, marks.index_select(1, columns))
             torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=ranks)
-            agreed.index_copy_(1, columns, shared.index_select(1, places))
+            if len(columns):
+                agreed.index_copy_(1, columns, shared.index_select(1, places))
         return agreed
 
     def finish(self, states: str) -> None:
