@@ -68,10 +68,6 @@ class Held:
         self.ahead = self.version - tensor._version
         self.tensor = tensor
 
-    def drop(self) -> None:
-        """Free the codes of the rows."""
-        self.rows, self.stamp = None, ()
-
 
 class Gathered:
     """The codes of a whole weight, one :class:`Quantized` a need, each of the matrix that the GEMM multiplies by.

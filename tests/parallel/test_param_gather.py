@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
 from octavo.fp8 import param_rows
@@ -26,10 +27,12 @@ WIDTH, WIDE = 40, 301  # 128 rows of a block fit no shard; 2 outputs leave a thi
 
 
 class Block(nn.Module):
+    wide, recompute = WIDE, False
+
     def __init__(self) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(WIDTH, WIDE), nn.Linear(WIDTH, WIDE, bias=False)
-        self.down_proj = nn.Linear(WIDE, WIDTH)
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, self.wide), nn.Linear(WIDTH, self.wide, bias=False)
+        self.down_proj = nn.Linear(self.wide, WIDTH)
         self.few, self.back = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH, bias=False)
         self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
         self.twin = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -37,9 +40,16 @@ class Block(nn.Module):
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.gate_proj(x)) * self.up_proj(x)
         x = x + self.down_proj(h) + self.back(self.few(x))
         return x + self.frozen(self.twin(torch.relu(self.tied(x))))
+
+
+class Fusible(Block):
+    wide, recompute = 256, True
 
 
 class Experts(nn.Module):
@@ -195,6 +205,12 @@ def _training(world: World, recipes: tuple[str, ...]) -> dict:
                     runs.append(_train(model, world))
                 same = runs[0][0] == runs[1][0] and _equal(runs[0][1], runs[1][1])
                 answer[f"{recipe} {kind.__name__} {reshard}"] = same
+    runs = []
+    for param in (False, True):  # one GEMM for two layers, and a forward that runs again in the backward
+        model = _build("blockwise", param, Fusible, fuse="on")
+        assert model[0].up_proj.__dict__.get("_group") is not None
+        runs.append(_train(shard(model, Blocks(), world), world))
+    answer["fused, recomputed"] = runs[0][0] == runs[1][0] and _equal(runs[0][1], runs[1][1])
     return answer
 
 
