@@ -85,8 +85,10 @@ def test_an_agreement_waits_for_no_device(monkeypatch):
     try:
         agree = sharded.Agreement([(p, 0)], [(0, 1), (0, 2), (1, 1)], marks.device)
         agreed = agree(marks)
-        agree.finish("fp8")
+        agree(marks[1:])
+        agree.finish("fp8")  # nothing is left to do
+        sharded.Agreement([(p, 0)], [], marks.device).finish("coat")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert seen == [((2, 1), "both"), ((1, 1), "both")]
+    assert seen == [((2, 1), "both"), ((1, 1), "both"), ((4, 1), "both")]
     assert torch.equal(agreed, marks)
