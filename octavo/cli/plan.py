@@ -6,6 +6,9 @@ octavo plan run.yaml --why                                     backends, and wha
 octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   FP8 only where it is measured to win; see docs/plan.md
 octavo plan --shape qwen3_vl_8b fp8.image_projector.recipe=rowwise
 octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
+octavo plan run.yaml --ranks 8 --card 80GB                     memory by kind, whether it fits, what each switch buys
+octavo plan --shape qwen3_vl_8b --fit 80GB                     the fastest setting that fits; see docs/memory.md
+octavo plan run.yaml --shape llama2_7b                         the file's settings on a published model
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from octavo.config import load_config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser, file="?")
-    parser.add_argument("--shape", metavar="NAME", help="instead of a file: a published model by its dimensions")
+    parser.add_argument("--shape", metavar="NAME", help="a published model by its dimensions, instead of model.path")
     parser.add_argument("--all", action="store_true", help="list repeated layers one by one")
     parser.add_argument("--why", action="store_true", help="also list the backend of each GEMM and those passed over")
     parser.add_argument(
@@ -36,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of one forward through each part, e.g. image_encoder=4096,foundation=8192 (else: from the data)",
     )
     parser.add_argument("--cache", metavar="FILE", help="where measurements are kept (else: the user's cache folder)")
+    parser.add_argument("--ranks", metavar="N", type=arguments.positive, default=1, help="memory on each of N GPUs")
+    parser.add_argument("--card", metavar="SIZE", help="say whether it fits a card of so much memory, e.g. 80GB")
+    parser.add_argument(
+        "--fit", metavar="SIZE", help="propose the fastest setting that fits such a card; key=value settings are held"
+    )
     parser.add_argument("--save", metavar="FILE", help="write the plan to a file that can be edited and used: fp8.plan")
     arguments.add_json(parser)
 
@@ -45,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         raise arguments.UsageError("--cache holds measurements; add --measure, or leave it out")
     if args.save is not None:
         _can_be_written(Path(args.save), args.save)
+    if args.fit is not None and (args.measure or args.save is not None or args.card is not None):
+        raise arguments.UsageError("--fit proposes a setting and nothing else; leave out --measure, --save and --card")
     cfg = _config(args)
     if args.measure and cfg.fp8.plan is not None:
         raise arguments.UsageError(
@@ -53,8 +63,13 @@ def run(args: argparse.Namespace) -> int:
         )
 
     from octavo import fp8
+    from octavo.cli import plan_memory
     from octavo.train import planning
+    from octavo.train.footprint import Card
 
+    for size in (args.card, args.fit):
+        if size is not None:
+            Card.parse(size)
     model, family, count = _model(args, cfg)
     tokens = measurements = None
     if args.measure:
@@ -62,17 +77,23 @@ def run(args: argparse.Namespace) -> int:
         tokens, measurements = _measured(args, cfg, model, family, count)
     elif args.tokens is not None:
         tokens = count()
-    plan, family, notes = planning.plan_model(cfg, model, family, 1, tokens, measurements)
+    plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, tokens, measurements)
+    if args.fit is not None:
+        sizes, said = plan_memory.predicted(cfg, model, family, plan, tokens)
+        return plan_memory.show_fit(sizes, said, args, [pair.partition("=")[0] for pair in arguments.overrides(args)])
     prediction = None if tokens is None else planning.predict(plan, model, tokens)
     if args.measure and not planning.leaves_open(cfg):
         notes = (*notes, _HINT)
+    sizes, said = plan_memory.predicted(cfg, model, family, plan, tokens)
     if args.json:
-        more = {} if prediction is None else {"prediction": prediction.to_json()}
+        more: dict[str, Any] = {} if prediction is None else {"prediction": prediction.to_json()}
+        more["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, said, args), args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
     else:
         show(plan, notes, everything=args.all, why=args.why)
         for sentence in [] if prediction is None else prediction.sentences():
             print(sentence)
+        _unless_impossible(lambda: plan_memory.show(sizes, said, args), args)
     if args.save is not None:  # last: whatever becomes of the file, the plan has been shown
         fp8.save_plan(plan, args.save)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
@@ -102,6 +123,19 @@ def _can_be_written(path: Path, given: str) -> None:
         raise arguments.UsageError(f"--save {given!r} {problem}; name a file, e.g. --save plan.json")
 
 
+def _unless_impossible(work: Callable[[], Any], args: argparse.Namespace) -> Any:
+    """The memory, or a note why it cannot be told: the plan is shown all the same, unless memory was asked for."""
+    from octavo.train.errors import TrainError
+
+    try:
+        return work()
+    except TrainError as error:
+        if args.card is not None:
+            raise
+        terminal.note(f"note: memory is not predicted: {error}")
+        return None
+
+
 _HINT = (
     "octavo train runs the recipe as it is written; to run this plan, save it (--save FILE, then fp8.plan: FILE), or "
     "set fp8.recipe: auto"
@@ -109,22 +143,23 @@ _HINT = (
 
 
 def _config(args: argparse.Namespace) -> Any:
-    """The configuration; with --shape `model.path`, data and steps do not matter, all other settings do."""
+    """The configuration; with --shape `model.path` and data do not matter, all other settings do."""
     if args.shape is None:
         if args.file is None:
             raise arguments.UsageError(
                 "name a configuration file, or a published model: octavo plan --shape qwen3_vl_8b"
             )
         return arguments.config(args)
-    if args.file is not None:  # without a file the first setting stands in its place
-        if "=" not in args.file:
-            raise arguments.UsageError(f"--shape takes the place of the file; leave out {args.file} or --shape")
+    if args.file is not None and "=" in args.file:  # without a file the first setting stands in its place
         args.overrides.insert(0, args.file)
+        args.file = None
     if args.measure and args.tokens is None:
         raise arguments.UsageError(
             "a published shape comes without data: say how many tokens one forward sends through each component, e.g. "
             "--tokens foundation=8192, or with a vision tower --tokens foundation=8192,image_encoder=4096"
         )
+    if args.file is not None:  # its settings, on this model
+        return load_config(args.file, [f"model.path={args.shape}", *arguments.overrides(args)])
     settings = [f"model.path={args.shape}", "data.train=[{path: none}]", "train.steps=1"]
     return load_config(None, [*settings, *arguments.overrides(args)])
 

@@ -1,7 +1,10 @@
 """Published models by their dimensions alone, for planning without weights or network.
 
 Sources: the `config.json` of each checkpoint (Qwen/Qwen3-VL-*-Instruct, Qwen/Qwen2.5-VL-7B-Instruct,
-OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf) and LLM-Foundry's `mpt-1b.yaml`.
+OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-0.5B) and LLM-Foundry's `mpt-1b.yaml`.
+`nvila_8b` has the parts of NVILA-Lite-8B: SigLIP-so400m at 448 pixels, 2 x 2 patches to a token, Qwen2-7B.
+transformers has no NVILA; these parts are put together as InternVL, whose tower, pixel shuffle and projector have the
+same shapes (its tower has a layer scale, and attention's biases, in addition).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen2Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -92,6 +96,47 @@ def _internvl3_5_8b() -> PreTrainedConfig:
     return InternVLConfig(text_config=text, vision_config=vision, image_token_id=151671, tie_word_embeddings=False)
 
 
+def _nvila_8b() -> PreTrainedConfig:
+    text = {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+    }
+    vision = {
+        "hidden_size": 1152,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "intermediate_size": 4304,
+        "attention_bias": True,
+        "image_size": [448, 448],
+        "patch_size": [14, 14],
+    }
+    return InternVLConfig(text_config=text, vision_config=vision, image_token_id=151655, tie_word_embeddings=False)
+
+
+def _qwen2_5_0_5b() -> PreTrainedConfig:
+    return Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=True,
+    )
+
+
 def _llama2_7b() -> PreTrainedConfig:
     return LlamaConfig(
         vocab_size=32000,
@@ -117,7 +162,9 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_vl_30b_a3b": _qwen3_vl_30b_a3b,
     "qwen2_5_vl_7b": _qwen2_5_vl_7b,
     "internvl3_5_8b": _internvl3_5_8b,
+    "nvila_8b": _nvila_8b,
     "llama2_7b": _llama2_7b,
+    "qwen2_5_0_5b": _qwen2_5_0_5b,
     "mpt_1b": _mpt_1b,
 }
 

@@ -105,7 +105,7 @@ def rehearse(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _without_values(small, mode, dtype)
     some = replace(family, layer_globs=tuple(standing))
-    build.keep_less(small, some, cfg, lambda text: None)
+    build.keep_less(small, some, _of_this(cfg, family), lambda text: None)
     batch = _batch(small, family, tokens, mode, torch.float32 if autocast else dtype)
     computing = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     blocks = [(name, small.get_submodule(name)) for name in standing]
@@ -121,7 +121,15 @@ def rehearse(
                 ) from error
         found = counted.report()
     del loss
-    return _scaled(found, small, family, standing, {tuple(p.shape) for p in small.parameters()})
+    weights = {tuple(p.shape) for p in small.parameters()} if autocast else set()
+    return _scaled(found, small, family, standing, weights)
+
+
+def _of_this(cfg: Config, family: models.Family) -> Config:
+    """The configuration without recomputation of components that the model lacks."""
+    ways = {component: how for component, how in cfg.train.recompute if component in family.components}
+    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways)})
+    return cfg.model_copy(update={"train": train})
 
 
 def _loss(model: nn.Module, batch: dict[str, Any], head: fp8.ChunkedHead | None, cfg: Config) -> Tensor:
