@@ -25,8 +25,10 @@ from octavo.fp8.measure import MeasureError, Measurements
 from octavo.fp8.measurements import Cache, measure
 from octavo.fp8.metrics import calc_diff, cosine, saturation, sqnr, underflow
 from octavo.fp8.observe import HIGH, GemmCounts, count_gemms, uncounted
+from octavo.fp8.offloaded import offload as offload_activations
+from octavo.fp8.offloaded import synchronize_per_layer
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.optim.convert import set_low
+from octavo.fp8.optim.convert import copy_state, fp32_weight, set_low, to_torch
 from octavo.fp8.param import fp8_state_dict, load_fp8_state_dict
 from octavo.fp8.plan import Plan, PlanRow, apply, plan
 from octavo.fp8.plan_file import load_plan, save_plan
@@ -79,9 +81,11 @@ __all__ = [
     "calc_diff",
     "chunked_head",
     "code_bytes",
+    "copy_state",
     "cosine",
     "count_gemms",
     "dequantize",
+    "fp32_weight",
     "fp8_state_dict",
     "fuse",
     "grouped_attention",
@@ -94,6 +98,7 @@ __all__ = [
     "load_plan",
     "load_scaling_state",
     "measure",
+    "offload_activations",
     "plan",
     "predict",
     "quantize",
@@ -106,6 +111,8 @@ __all__ = [
     "select",
     "set_low",
     "sqnr",
+    "synchronize_per_layer",
+    "to_torch",
     "token_log_probs",
     "topology",
     "uncounted",

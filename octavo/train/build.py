@@ -195,8 +195,19 @@ def keep_less(model: nn.Module, family: models.Family, cfg: Config, say: Callabl
         except models.ModelError as error:  # it keeps more, and is as right
             say(f"note: attention keeps what it does in high precision: {error}")
     blocks = family.layers(model)
-    for component, how in cfg.train.recompute:
-        fp8.recompute([(name, block) for name, block in blocks if family.component_of(name) == component], how)
+    asked = dict(cfg.train.recompute)
+    for component, how in asked.items():
+        own = [(name, block) for name, block in blocks if family.component_of(name) == component]
+        if not own and how == asked["foundation"]:  # one word for all components, those that the model has
+            continue
+        try:
+            fp8.recompute(own, how)
+        except ValueError as error:
+            raise TrainError(f"train.recompute.{component}: {error}") from error
+    if cfg.train.offload_activations:
+        fp8.offload_activations(blocks)
+    if cfg.train.synchronize_per_layer:
+        fp8.synchronize_per_layer(blocks)
 
 
 def resume(stepper: Stepper, start: rundir.Start, say: Callable[[str], None]) -> rundir.Progress:
