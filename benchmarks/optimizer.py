@@ -1,6 +1,6 @@
 """Does AdamW with 8-bit moments go where AdamW with fp32 moments goes, and at what speed on the CPU?
 
-    python benchmarks/optimizer.py
+    python benchmarks/optimizer.py [closed_loop] [training] [speed]
 
 Writes results/optimizer_cpu.json and optimizer_cpu.png beside it. Three parts:
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,29 +227,40 @@ def picture(found: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    makers, absent = contenders()
-    found: dict[str, Any] = {"command": "python benchmarks/optimizer.py", "absent": absent}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small tensors: a second thread would only be waited for
-    found["closed_loop"] = []
-    for steps in (200, 600):
-        for row in closed_loop(makers, steps):
-            found["closed_loop"].append(row)
-            print(f"{steps:5d} {row['case']:22} {row['optimizer']:18} {row['distance']:.4f} zeroed {row['zeroed']}")
-    found["training"] = training(makers, 300)
-    for row in found["training"]:
-        print(*(f"{value:.4f}" if isinstance(value, float) else value for value in list(row.values())[:-1]))
-    torch.set_num_threads(threads)
-    found["speed"] = speed()
-    for row in found["speed"]:
-        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()))
-    found["machine"] = environment.describe()
-    RESULTS.mkdir(exist_ok=True)
+def measured(part: str, makers: dict[str, Make]) -> list[dict[str, Any]]:
+    """The rows of one part of the file, printed as they are written."""
+    if part == "speed":
+        rows = speed()
+    else:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # small tensors: a second thread would only be waited for
+        if part == "training":
+            rows = training(makers, 300)
+        else:
+            rows = [row for steps in (200, 600) for row in closed_loop(makers, steps)]
+        torch.set_num_threads(threads)
+    for row in rows:
+        shown = [value for name, value in row.items() if name != "losses"]
+        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in shown), sep="  ", flush=True)
+    return rows
+
+
+def main(parts: list[str]) -> None:
+    """Measure `parts` (all of them where none is named); the file keeps what it has of the others."""
+    known = ("closed_loop", "training", "speed")
+    if unknown := set(parts) - set(known):
+        raise SystemExit(f"{', '.join(sorted(unknown))}: no such part; there are {', '.join(known)}.")
     path = RESULTS / "optimizer_cpu.json"
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    picture(found, path.with_suffix(".png"))
+    RESULTS.mkdir(exist_ok=True)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() and parts else {}
+    makers, absent = contenders()
+    for part in parts or known:
+        found[part] = measured(part, makers)
+        found.update(command="python benchmarks/optimizer.py", absent=absent, machine=environment.describe())
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if all(part in found for part in known):
+        picture(found, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
