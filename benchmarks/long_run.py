@@ -39,7 +39,7 @@ data:
   eval:
     - {{path: {here}/digits/test.json, images: {here}/digits, max_samples: 250}}
     - {{path: {here}/digits/test_text.json, max_samples: 250}}
-train: {{steps: {steps}, seq_length: 256, micro_batch: 8, global_batch: 8, lr: 1e-3, schedule: onecycle}}
+train: {{steps: {steps}, seq_length: 256, micro_batch: 4, global_batch: 4, lr: 1e-3, schedule: onecycle}}
 optimizer: {{states: fp8, master: bf16+sr, betas: [0.9, 0.98], weight_decay: 0.5}}
 run: {{health_every: 500, save_every: 500, threads: 1, tensorboard: false, hf: false}}
 """
