@@ -283,15 +283,17 @@ class OffloadedAdamW(AdamW):
         for device in self._devices():
             of(device)  # raises where there is nothing to offload from
         self.register_state_dict_pre_hook(lambda _: self.settle())
-        self.register_load_state_dict_post_hook(lambda _: self._rehost())
+        self.register_load_state_dict_post_hook(lambda _: self._forget())
 
-    def piece(self, p: Tensor, group: dict[str, Any], index: int) -> Piece:
-        """As AdamW's, with states on the host."""
-        if not self.state[p]:
-            super().piece(p, group, index)
-            self.state[p]["step"] -= 1
-            self._to_host(p)
-        return super().piece(p, group, index)
+    def fresh(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """As AdamW's, on the host."""
+        made = super().fresh(p, group)
+        offload = of(plain(p).device)
+        for name, x in made.items():
+            if name != "step":
+                there = offload.host(plain(x))
+                made[name] = _local(x, there) if is_dtensor(x) else there
+        return made
 
     def settle(self) -> None:
         """Wait until host memory holds what the last step wrote: before anybody reads ``optimizer.state``."""
@@ -301,20 +303,9 @@ class OffloadedAdamW(AdamW):
     def _devices(self) -> set[torch.device]:
         return {plain(p).device for group in self.param_groups for p in group["params"]}
 
-    def _rehost(self) -> None:
+    def _forget(self) -> None:
         for device in self._devices():
             of(device).forget()
-        for p in self.state:
-            self._to_host(p)
-
-    def _to_host(self, p: Tensor) -> None:
-        state = self.state[p]
-        for name, x in state.items():
-            here = plain(x)
-            if name == "step" or here.device.type == "cpu":
-                continue
-            there = of(plain(p).device).host(here)
-            state[name] = _local(x, there) if is_dtensor(x) else there
 
 
 def _local(like: Any, here: Tensor) -> Tensor:

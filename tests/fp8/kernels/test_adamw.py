@@ -99,7 +99,7 @@ def assert_same(one: Sequence[Piece], other: Sequence[Piece]) -> None:
 def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
     one, other = both(states, master)
     hyper = settings(states, master)
-    for step, factor in ((1, None), (2, torch.tensor(0.7)), (3, 0.3)):
+    for step, factor in ((1, None), (2, torch.tensor(0.7))):
         given, also = with_gradients(one, other, step)
         update.reference(given, hyper, factor, None)
         with launches() as seen:
@@ -128,11 +128,11 @@ def test_what_is_not_finite_and_what_is_tiny_or_huge(states: str) -> None:
 def test_coat_agrees_as_far_as_powers_do() -> None:
     """Of one step from the same state: figures to 2e-3 (an exponent is a quotient by a difference of
     logarithms), one code in fifty to the next one, weights to 1e-7."""
-    one, other = both("coat", "fp32")
-    for step in range(1, 4):
+    one, other = both("coat", "fp32", [*SHAPES[:4], (1200, 3)])
+    for step in (1, 2):
         given, also = with_gradients(one, other, step, spread=1.0)
-        update.reference(given, settings("coat", "fp32"), torch.tensor(0.7), None)
-        adamw.step(also, settings("coat", "fp32"), torch.tensor(0.7))
+        update.reference(given, settings("coat", "fp32"), 0.7, None)
+        adamw.step(also, settings("coat", "fp32"), 0.7)
         for p, q in zip(one, other, strict=True):
             torch.testing.assert_close(q.weight, p.weight, rtol=2e-7, atol=1e-7)
             for name in ("exp_avg_figures", "exp_avg_sq_figures"):
@@ -215,7 +215,7 @@ def test_the_registry_gives_a_gpu_the_kernel_and_a_cpu_the_reference() -> None:
 
 
 def test_compiled_it_reads_wide_and_rounds_products_apart() -> None:
-    rows = aot.report([90], only="adamw fp8 bf16+sr")
+    rows = aot.report([90], only="adamw fp8 bf16+sr")  # another process, without the interpreter
     assert not aot.faults(rows), "a fused product would be a fault"
     wide, odd = rows
     assert wide["spill"] == odd["spill"] == 0

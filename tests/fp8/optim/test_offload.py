@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from octavo.fp8.optim import offload as offload_file
 from octavo.fp8.optim import update
 from octavo.fp8.optim.moments import GROUP, LAYOUT
 from octavo.fp8.optim.offload import Offload, OffloadedAdamW, Pairs
@@ -211,3 +212,22 @@ def test_without_a_gpu_there_is_nothing_to_offload_from() -> None:
         OffloadedAdamW(torch.nn.Linear(4, 4).parameters())
     with pytest.raises(ValueError, match="A batch of 100 bytes holds no group"):
         Offload("cpu", batch=100, transfers=Late())
+
+
+def test_states_are_made_loaded_and_saved_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, made = Late(), []
+    served = Offload("cpu", transfers=late)
+    monkeypatch.setattr(offload_file, "of", lambda device: served)
+    monkeypatch.setattr(late, "host", lambda size: made.append(size) or torch.empty(size, dtype=torch.uint8))
+    model = torch.nn.Linear(40, 10)
+    model(torch.ones(40)).sum().backward()
+    optimizer = OffloadedAdamW(model.parameters(), master="fp32")
+    optimizer.step()
+    assert sum(made) == 2 * 410 + 4 * 2 * (4 + 1), "two codes an element, two words a group, all from host memory"
+    saved = optimizer.state_dict()
+    assert late.log[-1] == ("settle", -1), "a state dict waits for what is under way"
+    again = OffloadedAdamW(model.parameters(), master="fp32")
+    again.load_state_dict(saved)
+    assert len(made) == 16
+    for one, other in zip(optimizer.state.values(), again.state.values(), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
