@@ -157,14 +157,14 @@ def load_split(
     config = read_config(folder)
     if not _finer_than_bf16(check_weight_files(folder)):
         return load(folder, torch.bfloat16, device, attn_implementation), {}
-    from octavo.fp8.optim.master import split
+    from octavo import fp8  # the arithmetic of two halves is the optimizer's
 
     model = load(folder, torch.float32, "cpu", attn_implementation)
     lows: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float32:
-                high, low = split(parameter.detach())
+                high, low = fp8.optim.master.split(parameter.detach())
                 parameter.data = high.to(device)
                 if low.any():
                     lows[name] = low.to(device)
