@@ -115,22 +115,24 @@ class Stepper:
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.int64)
         weight = losses.weights(labels, self.cfg.train.loss, denominator)[:, keep].to(self.world.device)
         with memory.forward() if memory else _nothing():
-            each, aux = self._losses(batch, keep, losses.targets(labels)[:, keep].to(self.world.device))
+            each, aux = self._losses(batch, keep, losses.targets(labels)[:, keep])
             loss = (each * weight).sum()
             aux = None if aux is None else aux.float() * share
             total = loss if aux is None else loss + self.balance * aux
         return Loss(total, torch.stack([loss, torch.zeros_like(loss) if aux is None else aux]).detach())
 
     def _losses(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(c_t [B, P] at the positions `keep`, the load-balancing loss if it is asked for)."""
+        """(c_t [B, P] at the positions `keep`, the load-balancing loss if it is asked for). `target` [B, P] is in host
+        memory, where the head sees which tokens it need not judge without waiting for the device."""
         more = {"label_smoothing": self.cfg.train.label_smoothing, "z_loss": self.cfg.train.z_loss}
         with self.head.losses(target, **more) if self.head else _nothing() as given:
             if self.balance:
                 logits, aux = self.forward.balanced(batch, keep)
             else:
                 logits, aux = self.forward(batch, keep), None
-            each = losses.cross_entropy(logits, target, **more) if given is None else given.take(logits)
-        return each, aux
+            if given is None:
+                return losses.cross_entropy(logits, target.to(self.world.device), **more), aux
+            return given.take(logits), aux
 
     def backward(self, batch: dict[str, Any], denominator: float, share: float = 1.0) -> None:
         """Forward and backward of one micro-batch outside a step: gradients stay in `.grad`."""
