@@ -82,8 +82,10 @@ CASES = [
 def test_an_input_made_again_gives_the_very_same_gradients(recipe, policy, lowered):
     x = torch.randn(3, 7, 96)
     half = Source((x.half(),), lambda t: t.float())  # a source that keeps something else than x
-    x = x.half().float()
-    (want, codes), (got, kept) = (run(layer(recipe, **policy), x, again, lowered) for again in (None, half))
+    x, layers = x.half().float(), [layer(recipe, **policy) for _ in range(2)]
+    for module in layers:
+        run(module, 7 * x, None, lowered)  # a history whose scale is not that of x
+    (want, codes), (got, kept) = (run(m, x, again, lowered) for m, again in zip(layers, (None, half), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     assert [t.shape for t in kept if t.dtype == torch.float16] == [x.shape]
     other = [t for t in kept if t.dtype != torch.float16]
