@@ -106,14 +106,17 @@ def rehearse(
     _without_values(small, mode, dtype)
     some = replace(family, layer_globs=tuple(standing))
     build.keep_less(small, some, _of_this(cfg, family), lambda text: None)
-    batch = _batch(small, family, tokens, mode, torch.float32 if autocast else dtype)
+    batch = _batch(small, family, tokens, mode)
+    keep = torch.arange(max(1, tokens.row - 1))
     computing = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     blocks = [(name, small.get_submodule(name)) for name in standing]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
         with fp8.uncounted(), _RealIndices(), kept(small, blocks) as counted, computing:
             try:
-                loss = _loss(small, batch, None if isinstance(head, str) else head, cfg)
+                if not autocast and "pixel_values" in batch:  # as octavo.train.forward does
+                    batch["pixel_values"] = batch["pixel_values"].to(dtype)
+                loss = _loss(small, batch, keep, None if isinstance(head, str) else head, cfg)
             except (RuntimeError, NotImplementedError) as error:
                 raise TrainError(
                     f"what a forward of {tokens.row} tokens a row keeps cannot be counted, because "
@@ -132,11 +135,9 @@ def _of_this(cfg: Config, family: models.Family) -> Config:
     return cfg.model_copy(update={"train": train})
 
 
-def _loss(model: nn.Module, batch: dict[str, Any], head: fp8.ChunkedHead | None, cfg: Config) -> Tensor:
-    """The loss of a micro-batch in which every token but a row's last predicts the next."""
-    ids = batch["input_ids"]
-    keep = torch.arange(max(1, ids.shape[1] - 1))
-    target = ids[:, keep]
+def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: fp8.ChunkedHead | None, cfg: Config) -> Tensor:
+    """The loss of a micro-batch in which the tokens at the positions ``keep`` predict the next."""
+    target = batch["input_ids"][:, keep]
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
     more: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
     smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
@@ -271,16 +272,14 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 # --- a micro-batch ----------------------------------------------------------------------------------------------------
 
 
-def _batch(
-    model: nn.Module, family: models.Family, tokens: Tokens, mode: FakeTensorMode, dtype: torch.dtype
-) -> dict[str, Any]:
+def _batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
     """Rows of equal length: real ids, fake pixels, as many images as the tokens of the encoder make."""
     rows = max(1, tokens.counts.get("foundation", 0) // tokens.row)
     ids = torch.zeros(rows, tokens.row, dtype=torch.int64)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     patches = tokens.counts.get("image_encoder", 0)
     if family.has_vision and patches and tokens.image:
-        batch |= _images(model.config, ids, patches, tokens.image, family.image_token_id, mode, dtype)
+        batch |= _images(model.config, ids, patches, tokens.image, family.image_token_id, mode)
     known = inspect.signature(model.forward).parameters
     if "mm_token_type_ids" in known and family.has_vision:
         batch["mm_token_type_ids"] = (ids == family.image_token_id).to(torch.int64)
@@ -288,7 +287,7 @@ def _batch(
 
 
 def _images(
-    config: Any, ids: Tensor, patches: int, image: int, token: int | None, mode: FakeTensorMode, dtype: torch.dtype
+    config: Any, ids: Tensor, patches: int, image: int, token: int | None, mode: FakeTensorMode
 ) -> dict[str, Tensor]:
     """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
     vision, rows = config.vision_config, len(ids)
@@ -317,7 +316,7 @@ def _images(
         start = i * (length + 1)
         ids[:, start + 1 : start + 1 + length] = token
     with mode:
-        pixels = torch.empty(shape, dtype=dtype, device="cpu")
+        pixels = torch.empty(shape, dtype=torch.float32, device="cpu")
     return {"pixel_values": pixels, **more}
 
 
