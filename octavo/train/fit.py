@@ -135,7 +135,7 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
     bases = [(given, changed(cfg, given)) for given in given_all]
     bases = [(given, base) for given, base in bases if not any(True for _ in check(base))]
     standing = [sizes.standing(base, ranks) for _, base in bases]
-    limit = max(card.usable, min(standing, default=0))
+    limit = card.usable if min(standing, default=0) <= card.usable else max(standing, default=0)
     for (given, base), still in zip(bases, standing, strict=True):
         if still > limit:
             continue
