@@ -243,6 +243,17 @@ def _memory(config: Config) -> Iterator[Finding]:
             (("fp8", "param"),),
         )
 
+    fp8_kept: list[Path] = [("fp8", "activations")] if fp8.activations == "fp8" else []
+    parts = ((name, getattr(fp8, name)) for name in COMPONENTS)
+    fp8_kept += [("fp8", name, "activations") for name, part in parts if part and part.activations == "fp8"]
+    if train.compile and fp8_kept:
+        yield Finding(
+            fp8_kept[0],
+            "compiled blocks keep what the compiler decides to keep",
+            "use `activations: bf16`, or `train.compile: false`",
+            (("train", "compile"),),
+        )
+
 
 def _run(config: Config) -> Iterator[Finding]:
     resume = config.run.resume

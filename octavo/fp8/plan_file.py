@@ -14,8 +14,9 @@ name, or one for each GEMM, or absent for the registry's choice; ``why`` and ``m
     {"match": "model.layers.*.self_attn", "names": "q_proj k_proj v_proj", "fuse": "on", "why": "..."}
 
 ``match`` is a glob over the modules that hold them; without ``names`` it means all of them. ``activations`` holds what
-blocks keep for backward, bf16 or fp8, of the whole model ("") and of components that differ. ``model`` and ``machine``
-say what the plan was made for; :func:`load_plan` refuses another model and another GPU.
+blocks keep for backward, bf16 or fp8, of the whole model ("") and of components that differ; ``param`` likewise whether
+weights are FP8 between steps; ``weight_codes`` is keep or recast. ``model`` and ``machine`` say what the plan was made
+for; :func:`load_plan` refuses another model and another GPU.
 """
 
 from __future__ import annotations
@@ -72,15 +73,19 @@ def document(plan: Plan) -> dict[str, Any]:
         "tokens": None if plan.tokens is None else dict(plan.tokens),
         "micro_steps": plan.micro_steps,
         "fuse_blocks": any(block.fused for block in plan.blocks),
-        "activations": _activations(plan.policy),
+        "activations": _by_component(plan.policy, "activations"),
+        "param": _by_component(plan.policy, "param"),
+        "weight_codes": plan.policy.weight_codes,
         "sisters": sister_lines(plan.groups),
         "layers": _lines(plan),
     }
 
 
-def _activations(policy: Policy) -> dict[str, str]:
-    own = {name: c.activations for name, c in policy.components.items() if c.activations is not None}
-    return {"": policy.activations, **{name: word for name, word in own.items() if word != policy.activations}}
+def _by_component(policy: Policy, setting: str) -> dict[str, Any]:
+    """A setting of the whole model, under an empty name, and of the components that differ."""
+    whole = getattr(policy, setting)
+    own = {name: getattr(part, setting) for name, part in policy.components.items()}
+    return {"": whole, **{name: value for name, value in own.items() if value not in (None, whole)}}
 
 
 def save_plan(plan: Plan, path: str | Path) -> Path:
@@ -151,13 +156,15 @@ def load_plan(
     lines = _parsed(found["layers"], path, text)
     off = Policy(recipe=OFF)
     _check_model(path, found["model"], [row for row, _, _ in decisions(model, off, components)])
-    kept = dict(found.get("activations") or {})
+    kept, param = (dict(found.get(setting) or {}) for setting in ("activations", "param"))
+    whole = {"activations": kept.pop("", "bf16"), "param": param.pop("", False)}
     policy = Policy(
         recipe=OFF,
         rules=tuple(line.rule for line in lines),
         fuse=OFF,
-        activations=kept.pop("", "bf16"),
-        components={component: ComponentPolicy(activations=word) for component, word in kept.items()},
+        weight_codes=found.get("weight_codes") or "keep",
+        components={c: ComponentPolicy(activations=kept.get(c), param=param.get(c)) for c in {**kept, **param}},
+        **whole,
     )
     _check_lines(lines, model, components)
     made_plan = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])

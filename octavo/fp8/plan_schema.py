@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from octavo.fp8.policy import ACTIVATIONS, PlanError
+from octavo.fp8.policy import ACTIVATIONS, WEIGHT_CODES, PlanError
 
 __all__ = ["FORMAT", "read"]
 
@@ -127,6 +127,11 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: v is None or (isinstance(v, dict) and all(word in ACTIVATIONS for word in v.values())),
         "bf16 or fp8 for the whole model (an empty name) and for components",
     ),
+    "param": (
+        lambda v: v is None or (isinstance(v, dict) and all(isinstance(on, bool) for on in v.values())),
+        "true or false for the whole model (an empty name) and for components",
+    ),
+    "weight_codes": (lambda v: v is None or v in WEIGHT_CODES, "keep or recast"),
     "fuse_blocks": (lambda v: v is None or isinstance(v, bool), "true or false"),
     "sisters": (lambda v: v is None or isinstance(v, list), "a list of lines"),
     "layers": (lambda v: isinstance(v, list), "a list of lines"),

@@ -168,7 +168,10 @@ def test_a_wrong_override_names_itself(override, message):
     "more, message",
     [
         ("fp8: {param: 1}", "x.yaml:4: fp8.param: expected true or false, found 1"),
-        ("fp8: {foundation: {param: true, recipe: off}}", "fp8.foundation.param: has no effect where the recipe is off"),
+        (
+            "fp8: {foundation: {param: true, recipe: off}}",
+            "fp8.foundation.param: has no effect where",
+        ),
         ("fp8: {weight_codes: kep}", "x.yaml:4: fp8.weight_codes: found 'kep'; did you mean keep? one of keep, recast"),
         ("fp8: {plan: p.json, activations: fp8}", "fp8.activations: has no effect beside fp8.plan"),
         (
@@ -189,7 +192,10 @@ def test_a_wrong_override_names_itself(override, message):
         ("fp8: {recipe: auto, candidates: [off]}", "fp8.candidates.0: found 'off'; one of tensorwise"),
         ("fp8: {recipe: auto, candidates: []}", "fp8.candidates: "),
         ("fp8: {activations: fp9}", "fp8.activations: found 'fp9'; did you mean fp8? one of bf16, fp8"),
-        ("optimizer: {states: fp16}", "optimizer.states: found 'fp16'; did you mean bf16? one of fp32, bf16, fp8, coat"),
+        (
+            "optimizer: {states: fp16}",
+            "optimizer.states: found 'fp16'; did you mean bf16? one of fp32, bf16, fp8, coat",
+        ),
         ("optimizer: {master: bf16}", "optimizer.master: found 'bf16'; "),
         ("fp8: {recipe: mxfp8, format: hybrid}", "fp8.format: mxfp8 has no hybrid format"),
         (
@@ -236,6 +242,16 @@ def test_pixels_that_cannot_be():
     [
         ("{steps: 10, global_batch: 7, micro_batch: 2}", "a multiple of micro_batch 2; use e.g. micro_batch 1 or"),
         ("{steps: 10, compile: true}\nfp8: {fuse: on}", "fp8.fuse: compiled blocks run each layer's own GEMMs"),
+        ("{steps: 10, compile: true}\nfp8: {activations: fp8}", "fp8.activations: compiled blocks keep what"),
+        (
+            "{steps: 10, compile: true}\nfp8: {foundation: {activations: fp8}}",
+            "fp8.foundation.activations: compiled blocks",
+        ),
+        ("{steps: 10, precision: fp32}\noptimizer: {master: bf16+sr}", "train.precision: master bf16+sr makes a BF16"),
+        (
+            "{steps: 10, recompute: full, offload_activations: true}",
+            "train.offload_activations: has next to nothing to move where every block is recomputed in full",
+        ),
         ("{steps: 10, warmup: 10}", "train.warmup: warmup 10 leaves nothing of 10 steps; use at most 9"),
         ("{steps: 10, lr: 1e-5, min_lr: 1e-4}", "train.min_lr: min_lr 0.0001 is above lr 1e-05"),
         ("{steps: 10, schedule: constant, min_lr: 1e-6}", "train.min_lr: has no effect on a constant schedule"),

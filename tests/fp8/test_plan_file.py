@@ -69,6 +69,21 @@ def test_a_plan_comes_back_as_it_was(saved):
     fp8.apply(Net(), again)
 
 
+def test_what_saves_memory_comes_back_too(tmp_path):
+    parts = {"foundation": {"param": False, "activations": "bf16"}}
+    policy = fp8.Policy("rowwise", activations="fp8", param=True, components=parts)
+    path = fp8.save_plan(
+        fp8.plan(Net(), policy, {"foundation": ("layers.0.**",), "image_encoder": ("**",)}), tmp_path / "p"
+    )
+    loaded = fp8.load_plan(path, Net()).policy
+    assert (loaded.param_of("image_encoder"), loaded.param_of("foundation")) == (True, False)
+    assert (loaded.activations_of("image_encoder"), loaded.activations_of("foundation")) == ("fp8", "bf16")
+    path = fp8.save_plan(fp8.plan(Net(), fp8.Policy("rowwise", weight_codes="recast")), tmp_path / "q")
+    assert fp8.load_plan(path, Net()).policy.weight_codes == "recast"
+    with pytest.raises(fp8.PlanError, match="no usable 'weight_codes'"):
+        fp8.load_plan(edit(path, '"recast"', '"recats"'), Net())
+
+
 def test_the_file_is_for_people(saved):
     _, path = saved
     text = path.read_text()
