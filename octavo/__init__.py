@@ -3,4 +3,4 @@
 ``from octavo import fp8`` is the core and needs torch alone; the rest is behind ``octavo`` on the command line.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
