@@ -26,7 +26,8 @@ def evaluate(
                  That is the greedy answer: it goes wrong at the first token that differs, here as in generation.
     """
     world = world or World(device=next(model.parameters()).device)
-    forward = forward or Forward(model, world, bf16=world.device.type == "cuda")
+    wide = next(model.parameters()).dtype == torch.float32
+    forward = forward or Forward(model, world, autocast=wide and world.device.type == "cuda")
     sums = torch.zeros(4, dtype=torch.float64)
     with _evaluating(model):
         for batch in evalset:
