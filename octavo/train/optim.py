@@ -1,6 +1,7 @@
 """AdamW over a model's trainable parameters: one group with weight decay, one without.
 
-With everything in fp32 it is PyTorch's own; every other way to store states or weights is :class:`octavo.fp8.AdamW`.
+With everything in fp32 it is PyTorch's own; every other way to store states or weights is :class:`octavo.fp8.AdamW`,
+or the same with states in host memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from octavo import fp8
 from octavo.config import Config
 from octavo.fp8.local import plain
 from octavo.fp8.optim.convert import decode
+from octavo.fp8.optim.offload import OffloadedAdamW
 from octavo.train.errors import TrainError
 
 
@@ -38,7 +40,8 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": cfg.train.lr, "betas": settings.betas, "eps": settings.eps}
     if (settings.states, settings.master, settings.update, settings.offload) == ("fp32", "fp32", "step", False):
         return torch.optim.AdamW(groups, **common, fused=True)
-    return fp8.AdamW(groups, **common, states=settings.states, master=settings.master, seed=cfg.run.seed)
+    kind = OffloadedAdamW if settings.offload else fp8.AdamW
+    return kind(groups, **common, states=settings.states, master=settings.master, seed=cfg.run.seed)
 
 
 def zeroed_moments(optimizer: torch.optim.Optimizer, norm: Tensor, cfg: Config) -> int | None:
@@ -50,6 +53,7 @@ def zeroed_moments(optimizer: torch.optim.Optimizer, norm: Tensor, cfg: Config) 
     """
     if not isinstance(optimizer, fp8.AdamW):
         return None
+    optimizer.settle()
     factor = min(1.0, cfg.train.clip / (float(norm) + 1e-6)) if cfg.train.clip else 1.0
     found: list[int] = []
     for group in optimizer.param_groups:
@@ -59,7 +63,7 @@ def zeroed_moments(optimizer: torch.optim.Optimizer, norm: Tensor, cfg: Config) 
                 continue
             _, v = decode(p, group, optimizer.state[p])
             moved = (plain(p.grad).float().flatten() * factor).square() * rest > torch.finfo(torch.float32).tiny
-            found.append(int((moved & (v == 0)).sum()))
+            found.append(int((moved & (v == 0).to(moved.device)).sum()))  # states may be in host memory
     return sum(found) if found else None
 
 

@@ -22,6 +22,7 @@ of two, so the host may need up to twice the bytes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -199,6 +200,7 @@ class Offload:
             engine(_on_device(batch, fetched.device), hyper, factor, agree if last else None)
             self._move.write_back(fetched.slot, list(zip(fetched.device, batch.host, strict=True)))
             self._wrote[fetched.slot] = {place for place, _ in batch.place}
+            batch = _Batch((), batch.host)  # remembered without its gradients, which would not be freed otherwise
             if self._last is not None:
                 self._after[self._last.place] = batch
             self._last = batch
@@ -281,7 +283,7 @@ class OffloadedAdamW(AdamW):
     def __init__(self, params: Any, *args: Any, **settings: Any) -> None:
         super().__init__(params, *args, **settings)
         for device in self._devices():
-            of(device)  # raises where there is nothing to offload from
+            weakref.finalize(self, of(device).forget)  # of() raises where there is nothing to offload from
         self.register_state_dict_pre_hook(lambda _: self.settle())
         self.register_load_state_dict_post_hook(lambda _: self._forget())
 

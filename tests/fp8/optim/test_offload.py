@@ -7,6 +7,8 @@ so that whoever does not wait reads garbage.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -172,6 +174,31 @@ def test_few_batches_come_round_only_when_they_are_complete(count: int) -> None:
         update.reference(step(ordinary, number), hyper, None, None)
     offload.settle()
     assert_same(ordinary, away)
+
+
+def test_nothing_that_was_stepped_is_kept_alive() -> None:
+    """What is fetched ahead next time is known by its states: gradients are freed, as update in backward lives on."""
+    offload = Offload("cpu", transfers=Late())
+    pieces = [piece(300, 0, i, "fp8") for i in range(3)]
+    held = [weakref.ref(p.grad) for p in pieces]
+    for number in range(1, 3):
+        for p in step(pieces, number):
+            offload.step([p], Hyper(states="fp8", master="bf16+16", lr=1e-2), None, None, update.reference)
+    assert all(ref() is not None for ref in held)
+    del p
+    pieces.clear()
+    assert not any(ref() is not None for ref in held)
+
+
+def test_an_optimizer_that_ends_leaves_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Offload("cpu", transfers=Late())
+    monkeypatch.setattr(offload_file, "of", lambda device: served)
+    optimizer = OffloadedAdamW([torch.nn.Parameter(torch.zeros(300))])
+    served.step([piece(300, 0, 0, "fp8")], Hyper(states="fp8", master="bf16+16", lr=1e-2), None, None, update.reference)
+    assert served._last is not None
+    del optimizer
+    gc.collect()
+    assert served._last is None and not served._after
 
 
 def test_what_was_written_on_the_host_since_is_fetched_again() -> None:

@@ -1,0 +1,79 @@
+"""`optimizer.offload`: the run with states in host memory is the run without, resumed too.
+
+Both memories are the CPU's here, and every copy happens as late as it may, so that whoever does not wait for one reads
+what is not there yet.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+from octavo import train
+from octavo.fp8.optim import offload as offload_file
+from octavo.fp8.optim import update
+from octavo.fp8.optim.offload import Offload, OffloadedAdamW
+from octavo.train import build
+from octavo.train.optim import adamw
+from octavo.train.rundir import read_rows
+from tests.fp8.optim.test_offload import Late
+
+from .test_resume import at
+
+SHORT = ("train.steps=4", "data.eval=[]")
+INSIDE = ("optimizer.update=backward", "train.global_batch=2")
+
+
+class Counted(Late):
+    """Transfers that count the bytes that were asked for in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def host(self, size: int) -> torch.Tensor:
+        self.made += size
+        return torch.full((size,), 0xA5, dtype=torch.uint8)
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Let a step take the way of states that lie elsewhere than their weights."""
+    moves = Counted()
+    served = Offload("cpu", batch=64 << 10, transfers=moves)
+    monkeypatch.setattr(build, "check_possible", lambda cfg, world: None)
+    monkeypatch.setattr(offload_file, "of", lambda device: served)
+    stays = update.step
+
+    def step(pieces, hyper, factor=None, agree=None):
+        if moves.made:
+            served.step(pieces, hyper, factor, agree, update.engine(torch.device("cpu")))
+        else:  # the run without
+            stays(pieces, hyper, factor, agree)
+
+    monkeypatch.setattr(update, "step", step)
+    return moves
+
+
+@pytest.mark.parametrize(("master", "over"), [("bf16+16", ()), ("bf16+sr", INSIDE)], ids=["step", "backward"])
+def test_the_run_is_the_one_without_and_resumes(make, transfers, master: str, over):
+    kept = (*SHORT, *over, "optimizer.states=fp8", f"optimizer.master={master}", "run.health_every=2")
+    whole = train.run(make(*kept, dir="whole"))
+    assert not transfers.made, "states were not to leave the device"
+    cfg = make(*kept, "optimizer.offload=true", dir="away")
+    train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    fetched = len(transfers.log)
+    assert fetched > 20 and transfers.made
+    away = train.run(cfg.with_overrides(["run.resume=auto"]))
+    assert away.losses() == whole.losses() and len(transfers.log) > fetched
+    zeroed = [[row.get("zeroed_v") for row in read_rows(run.dir / "metrics.jsonl")] for run in (whole, away)]
+    assert zeroed[0] == zeroed[1]
+
+
+def test_the_optimizer_is_the_one_that_was_asked_for(make, transfers):
+    model = torch.nn.Linear(8, 8)
+    settings = ("optimizer.states=fp8", "optimizer.master=fp32")
+    assert type(adamw(model, make(*settings, "optimizer.offload=true"))) is OffloadedAdamW
+    assert not isinstance(adamw(model, make(*settings)), OffloadedAdamW)
