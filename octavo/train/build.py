@@ -95,7 +95,7 @@ def build(
     head = losses_of(model, cfg, say)
     parallel.shard(model, family, world)
     if cfg.train.compile:
-        compiled.compile_blocks(model, family)
+        compiled.compile_blocks(model, family, cfg.optimizer.update == "backward" and bool(cfg.train.clip))
     optimizer = adamw(model, cfg)
     if lows:
         fp8.set_low(optimizer, model, lows)

@@ -22,8 +22,9 @@ from octavo import models
 from octavo.train.errors import TrainError
 
 
-def compile_blocks(model: nn.Module, family: models.Family) -> int:
-    """Let every block of the model run compiled from now on, in place; how many there are.
+def compile_blocks(model: nn.Module, family: models.Family, twice: bool = False) -> int:
+    """Let every block of the model run compiled from now on, in place; how many there are. ``twice``: a step goes
+    backward twice through one graph, as clipped updates in backward do.
 
     Call it last, when blocks are converted, recomputed and sharded: what a block's class does then is compiled.
 
@@ -35,6 +36,10 @@ def compile_blocks(model: nn.Module, family: models.Family) -> int:
         raise TrainError(
             f"train.compile: true was asked, but {family.name} names no repeating blocks to compile. Use compile: false"
         )
+    if twice:  # or compiled code reuses the memory of what the forward saved, and refuses a graph that is retained
+        from torch._functorch import config
+
+        config.donated_buffer = False
     for _, block in blocks:
         block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     return len(blocks)
