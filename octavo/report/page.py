@@ -47,7 +47,7 @@ ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad":
 def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ...]:
     """Write the report of a trial into ``directory``; returns the paths, the page first."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = document(verdict)
+    data = document(verdict) | {"savings": _finite(savings_of(verdict, records))}
     drawings, images = draw(records, directory)
     page = directory / "report.html"
     page.write_text(render(verdict, records, drawings, data["created"]), encoding="utf-8")

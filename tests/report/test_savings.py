@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,5 +98,7 @@ def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch
     text = (tmp_path / "report" / "report.html").read_text()
     assert "What each saving cost" in text and "+ update in backward" in text
     assert "-17 %" in text  # from a fifth of 5000 tokens a second to a sixth
+    rows = json.loads((tmp_path / "report" / "report.json").read_text())["savings"]
+    assert [row["label"] for row in rows] == [*order, "+ update in backward"]
     zeroed = next(check for check in verdict.checks if check.name == "v_zero")
     assert (zeroed.shown, zeroed.status) == ("0", "pass")
