@@ -28,7 +28,6 @@ from octavo.config.rules import check
 from octavo.train.footprint import Card, Footprint, Footprints, changed
 from octavo.train.planning import micro_steps_of
 from octavo.train.rehearsal import Rehearsal
-from octavo.train.tokens import attention_flops
 
 FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed: FLOP/s of GEMMs, bytes/s of the card's memory and to the host
 SELECTIVE = 0.65
@@ -136,22 +135,35 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
     bases = [(given, base) for given, base in bases if not any(True for _ in check(base))]
     standing = [sizes.standing(base, ranks) for _, base in bases]
     limit = card.usable if min(standing, default=0) <= card.usable else max(standing, default=0)
+    rows_of = {micro: micro * max(1, _rows(sizes) // cfg.train.micro_batch) for micro in batches}
+    found: dict[Any, Rehearsal | None] = {}  # what a forward keeps, by all that it depends on
+
+    def kept_by(made: Config, way: Mapping[str, str]) -> Rehearsal | None:
+        key = (made.fp8.activations, made.optimizer.master == "fp32", made.train.logits, *way.values())
+        rows = rows_of[made.train.micro_batch]
+        if key not in found:
+            found[key] = _kept(sizes, made, way)
+        one = found[key]
+        if one is not None and (*key, rows) not in found:
+            found[*key, rows] = one.times(rows)
+        return one and found[*key, rows]
+
     for (given, base), still in zip(bases, standing, strict=True):
         if still > limit:
             continue
-        for micro, way in itertools.product(batches, ways):
+        for micro in batches:
             if given["optimizer.update"] == "backward" and cfg.train.global_batch > micro * ranks:
                 continue
-            if given["train.offload_activations"] and set(way.values()) == {"full"}:
-                continue
             made = changed(base, {"train.micro_batch": micro})
-            kept = _kept(sizes, made, way)
-            if kept is None:
-                continue
-            rows = micro * max(1, _rows(sizes) // cfg.train.micro_batch)
-            found = sizes.put_together(made, kept.times(rows), rows, ranks)
-            settings = {**given, "train.recompute": _named(way), "train.micro_batch": micro}
-            yield Setting(settings, found, _seconds(sizes, made, way, found, kept.times(rows), ranks))
+            for way in ways:
+                if given["train.offload_activations"] and set(way.values()) == {"full"}:
+                    continue
+                kept = kept_by(made, way)
+                if kept is None:
+                    continue
+                size = sizes.put_together(made, kept, rows_of[micro], ranks)
+                settings = {**given, "train.recompute": _named(way), "train.micro_batch": micro}
+                yield Setting(settings, size, _seconds(sizes, made, way, size, kept, ranks))
 
 
 def _rows(sizes: Footprints) -> int:
@@ -175,9 +187,8 @@ def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> Rehearsal |
     None: this model has nothing that could run again so."""
     chunked = changed(cfg, {"train.recompute": "none", "train.logits": "chunked"})
     plain = sizes.rehearsal(chunked, 1)
-    if cfg.train.logits == "full":  # whatever the blocks keep
-        full = {"train.logits": "full", "fp8.activations": sizes.cfg.fp8.activations}
-        plain = replace(plain, logits=sizes.rehearsal(changed(chunked, full), 1).logits)
+    if cfg.train.logits == "full":
+        plain = replace(plain, logits=sizes.logits_of(cfg))
     blocks, largest, recomputed = dict(plain.blocks), dict(plain.largest), {}
     for component, how in way.items():
         if how == "none" or not plain.blocks.get(component):
@@ -201,7 +212,7 @@ def _seconds(
 ) -> float:
     """An estimate of one step on one rank; see this file's head."""
     steps = micro_steps_of(cfg, ranks)
-    forward = _forward_flops(sizes, found)
+    forward = sizes.forward_flops(found.tokens)
     again = sum(forward.get(c, 0.0) * {"none": 0.0, "selective": SELECTIVE, "full": 1.0}[how] for c, how in way.items())
     total = 3 * sum(forward.values()) + again
     twice = cfg.optimizer.update == "backward" and cfg.train.clip > 0
@@ -223,16 +234,6 @@ def _seconds(
     if cfg.optimizer.offload:
         seconds += 2 * states / LINK
     return seconds
-
-
-def _forward_flops(sizes: Footprints, found: Footprint) -> dict[str, float]:
-    """Component -> FLOPs of its linear layers in one forward; attention with the language model."""
-    out: dict[str, float] = {}
-    for component, per_token in sizes.flops.items():
-        out[component] = per_token * found.tokens.counts.get(component, 0)
-    attention = attention_flops(sizes.model.config, found.tokens)
-    out["foundation"] = out.get("foundation", 0.0) + (attention or 0.0) / 3.5
-    return out
 
 
 def _inexact(settings: Settings) -> tuple[int, ...]:

@@ -28,11 +28,12 @@ from torch import nn
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.config.schema import RecomputeSection
+from octavo.fp8 import plan_blocks
 from octavo.train import planning, static
 from octavo.train.errors import TrainError
 from octavo.train.forward import autocasts
 from octavo.train.rehearsal import Rehearsal, rehearse
-from octavo.train.tokens import Tokens
+from octavo.train.tokens import Tokens, attention_flops
 
 KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "workspace")
 
@@ -93,26 +94,42 @@ class Footprints:
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
         self.held = static.held(model, family)
+        self.reached = static.backward_reaches(model)
         self._rehearsals: dict[Any, Rehearsal] = {}
         self._standing: dict[Any, dict[str, int]] = {}
         self._plans: dict[Any, fp8.Plan] = {_of_plan(cfg): plan}
+        self._flops: dict[Any, Mapping[str, float]] = {}
 
     def plan_of(self, cfg: Config) -> fp8.Plan:
-        """The plan, made again where other activations are asked for: its recipes stay those that were chosen."""
+        """The plan of a configuration: the recipes and backends of the first, other things that are kept."""
         key = _of_plan(cfg)
         if key not in self._plans:
-            made, _, _ = planning.plan_model(cfg, self.model, self.family, 1, None, None)
-            self._plans[key] = made
+            policy = planning.policy_from(cfg)
+            saving = plan_blocks.saving_of(policy, self.family.components)
+            given = self.plan.rows, policy.fuse == "on", saving, self.family.components
+            self._plans[key] = replace(self.plan, policy=policy, blocks=plan_blocks.blocks_of(self.model, *given))
         return self._plans[key]
 
     def rehearsal(self, cfg: Config, rows: int) -> Rehearsal:
         """What a forward of so many rows keeps: one is counted, and more keep as much each."""
         key = (_of_plan(cfg)[:-2], _of_forward(cfg))
         if key not in self._rehearsals:
-            autocast = autocasts(cfg, torch.device(self.device))
-            kept = rehearse(self.model, self.family, self.plan_of(cfg), _one_row(self.tokens), cfg, autocast)
+            kept = self._rehearse(cfg)
             self._rehearsals[key] = replace(kept, recomputed=self._recomputed(cfg, kept))
         return self._rehearsals[key].times(rows)
+
+    def logits_of(self, cfg: Config) -> int:
+        """What the head and the loss keep of one row, whatever the blocks keep."""
+        key = ("head", cfg.optimizer.master == "fp32", cfg.train.logits, cfg.train.precision)
+        if key not in self._rehearsals:
+            plain = changed(cfg, {"train.recompute": "none", "fp8.activations": self.cfg.fp8.activations})
+            self._rehearsals[key] = self._rehearse(plain, head_alone=True)
+        return self._rehearsals[key].logits
+
+    def _rehearse(self, cfg: Config, head_alone: bool = False) -> Rehearsal:
+        autocast = autocasts(cfg, torch.device(self.device))
+        tokens = _one_row(self.tokens)
+        return rehearse(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone)
 
     def _recomputed(self, cfg: Config, kept: Rehearsal) -> dict[str, int]:
         """What a block keeps while its backward runs that it did not keep before."""
@@ -169,7 +186,7 @@ class Footprints:
                 "master": static.master(cfg, held, ranks),
                 "gradients": static.gradients(cfg, held, ranks),
                 "optimizer": static.states(cfg, held, ranks),
-                "codes": static.codes(cfg, plan, ranks),
+                "codes": static.codes(plan, self.reached, ranks),
             }
         return self._standing[key]
 
@@ -210,7 +227,7 @@ class Footprints:
         else:
             parts["loss" if loss > blocks else "blocks"] = max(loss, blocks)
             parts["gradient"] = outer if planning.micro_steps_of(cfg, ranks) > 1 else 0
-        if cfg.fp8.weight_codes == "recast":
+        if plan.policy.weight_codes == "recast":
             parts["codes"] = about.codes
         if ranks > 1:
             parts["gathered"] = self._gathered(cfg, plan)
@@ -242,6 +259,16 @@ class Footprints:
             n, k = row.shape
             out[row.component] = out.get(row.component, 0.0) + 2.0 * n * k * (row.row.experts_per_token or 1)
         return out
+
+    def forward_flops(self, tokens: Tokens) -> Mapping[str, float]:
+        """Component -> FLOPs of its linear layers in one forward of these tokens; attention with the language model."""
+        key = (tokens.row, tokens.image, *tokens.counts.values())
+        if key not in self._flops:
+            out = {component: each * tokens.counts.get(component, 0) for component, each in self.flops.items()}
+            attention = attention_flops(self.model.config, tokens)
+            out["foundation"] = out.get("foundation", 0.0) + (attention or 0.0) / 3.5
+            self._flops[key] = out
+        return self._flops[key]
 
     def input_of(self, component: str, cfg: Config) -> int:
         """Bytes of the hidden states of a row between two blocks, which is what a block recomputed in full keeps."""
@@ -285,7 +312,7 @@ class _About:
             frozenset(row.component for row in plan.rows if row.fp8),
             max((p.elements() for p in trained), default=0),
             max((p.elements() for p in trained if p.block), default=0),
-            max((static.codes_of(row, 1) for row in plan.rows), default=0),
+            max((static.codes_of(row, (row.recipe.fwd,)) for row in plan.rows if row.recipe), default=0),
         )
 
 

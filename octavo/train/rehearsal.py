@@ -16,10 +16,11 @@ under autocast the operations that CUDA runs in fp32 and the CPU does not.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +86,7 @@ def rehearse(
     tokens: Tokens,
     cfg: Config,
     autocast: bool,
+    head_alone: bool = False,
 ) -> Rehearsal:
     """Count what a forward of these tokens keeps.
 
@@ -93,12 +95,13 @@ def rehearse(
         plan: of this model. It is applied with the reference backend, which keeps what every backend keeps.
         tokens: rows of ``tokens.row`` tokens, all of one length, and images of ``tokens.image`` patches.
         autocast: whether the forward runs under BF16 autocast.
+        head_alone: run as little as there must be before the head; only ``logits`` mean anything then.
         cfg: says the dtype of the parameters, what blocks recompute, and how the loss is made.
 
     Raises TrainError where the images' tokens do not fit into the rows, or such a forward is not possible.
     """
     dtype = model_dtype(cfg)
-    small, standing = _shrunk(model, family, _kinds(model, family, plan))
+    small, standing = _shrunk(model, family, _kinds(model, family, plan), head_alone)
     fp8.apply(small, _cut(plan, small))
     head = fp8.chunked_head(small) if cfg.train.logits == "chunked" else None
     small.train()
@@ -112,7 +115,7 @@ def rehearse(
     blocks = [(name, small.get_submodule(name)) for name in standing]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
-        with fp8.uncounted(), _RealIndices(), kept(small, blocks) as counted, computing:
+        with _nothing_older(), fp8.uncounted(), _RealIndices(), kept(small, blocks) as counted, computing:
             try:
                 if not autocast and "pixel_values" in batch:  # as octavo.train.forward does
                     batch["pixel_values"] = batch["pixel_values"].to(dtype)
@@ -164,7 +167,9 @@ def _kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tupl
     return out
 
 
-def _shrunk(model: nn.Module, family: models.Family, kinds: list[tuple[str, Any]]) -> tuple[nn.Module, dict[str, int]]:
+def _shrunk(
+    model: nn.Module, family: models.Family, kinds: list[tuple[str, Any]], head_alone: bool = False
+) -> tuple[nn.Module, dict[str, int]]:
     """A copy with the blocks that are needed, and block -> how many of the model's it stands for (0: a neighbour)."""
     members: dict[Any, list[int]] = {}
     towers: dict[str, list[int]] = {}
@@ -172,7 +177,7 @@ def _shrunk(model: nn.Module, family: models.Family, kinds: list[tuple[str, Any]
         members.setdefault(kind, []).append(i)
         towers.setdefault(name.rpartition(".")[0], []).append(i)
     stands = {tower[0]: 0 for tower in towers.values()}  # the first shows what blocks return
-    for alike in members.values():
+    for alike in [] if head_alone else members.values():
         stands[alike[len(alike) // 2]] = len(alike)
     for tower in towers.values():
         for i in [i for i in tower if stands.get(i, 0) > 1 and i + 1 in tower]:
@@ -212,7 +217,8 @@ class _Passing(nn.Module):
 
 
 def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
-    """The plan of what is left, on backends that run on the CPU."""
+    """The plan of what is left, on backends that run on the CPU. Whether a weight is FP8 between steps changes nothing
+    of what a forward keeps, so here none is."""
     names = {name for name, _ in small.named_modules()}
     cpu = torch.device("cpu")
 
@@ -221,8 +227,10 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
             return row
         return replace(row, selections=backends_for(row.recipe, cpu, (None, *row.shape), "reference", row.kind))
 
+    parts = {name: replace(part, param=None) for name, part in plan.policy.components.items()}
     return replace(
         plan,
+        policy=replace(plan.policy, param=False, components=parts),
         rows=tuple(moved(row) for row in plan.rows if row.row.module in names),
         groups=tuple(g for g in plan.groups if names.issuperset(g.names)),
         blocks=tuple(b for b in plan.blocks if b.name in names),
@@ -250,6 +258,16 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
                     held[name] = made.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
         if isinstance(module, fp8.weights.HoldsCodes):
             module.own_weights()
+
+
+@contextmanager
+def _nothing_older() -> Iterator[None]:
+    """The accountant collects cycles of objects. Those from before the forward need not be gone through for that."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _RealIndices(TorchDispatchMode):

@@ -8,15 +8,16 @@ storages of real models and optimizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import nn
 
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.fp8.cast import CastSpec, layout
+from octavo.fp8.param_rows import Shards
 from octavo.train.forward import model_dtype
 
 GROUP = 128  # elements of a parameter that share the figures of its 8-bit states: octavo.fp8.optim
@@ -94,29 +95,79 @@ def states(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
     return sum(_STEP + element * n + group * math.ceil(n / GROUP) for n in trained)
 
 
-def codes(cfg: Config, plan: fp8.Plan, ranks: int = 1) -> int:
-    """FP8 codes of weights that outlive a step, with their scales. Under FSDP2 none do: they go with the gathered
-    weight."""
-    if cfg.fp8.weight_codes == "recast" or ranks > 1:
+def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1) -> int:
+    """FP8 codes of weights that outlive a step, with their scales.
+
+    Under FSDP2 codes go with the gathered weight; those of a weight that is FP8 between steps (`fp8.param`) are cast
+    from its shard and stay with that. ``reached``: see :func:`backward_reaches`.
+    """
+    if plan.policy.weight_codes == "recast":
         return 0
-    return sum(codes_of(row) for row in _once(plan.rows))
+    if ranks > 1:
+        return sum(_shard_of_codes(row, ranks) for row in fp8_weights(plan))
+    rows = _once(plan.rows)
+    return sum(codes_of(row, None if row.row.module in reached else (row.recipe and row.recipe.fwd,)) for row in rows)
 
 
-def codes_of(row: fp8.PlanRow, casts: int | None = None) -> int:
-    """Bytes of the codes of one layer's weight: those of the forward, and of dgrad where that casts it anew.
+def backward_reaches(model: nn.Module) -> frozenset[str]:
+    """Modules whose input asks for a gradient, so that dgrad multiplies by their weight: those behind a trained
+    parameter in the order of the modules, which is the order of execution in the models that Octavo knows."""
+    found: set[str] = set()
+    trained = False
+    for name, module in model.named_modules():
+        if trained:
+            found.add(name)
+        trained = trained or any(p.requires_grad for p in module.parameters(recurse=False))
+    return frozenset(found)
 
-    ``casts``: how many of them (None: all)."""
-    if row.recipe is None:
-        return 0
-    specs = [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
-    found = [bytes_of(row.shape, spec) for spec in dict.fromkeys(specs)]
-    return (row.row.experts or 1) * sum(found[:casts])
+
+def fp8_weights(plan: fp8.Plan) -> tuple[fp8.PlanRow, ...]:
+    """The rows whose weight is FP8 between steps (`fp8.param`), tied ones once: an FP8 GEMM multiplies by it, and it
+    is no other layer's in high precision."""
+    sure = {_weight(row) for row in plan.rows if plan.policy.param_of(row.component) and _specs(row)}
+    return tuple(row for row in _once(plan.rows) if _weight(row) in sure and sure.issuperset(row.row.tied))
+
+
+def _weight(row: fp8.PlanRow) -> str:
+    """The name of its parameter."""
+    return row.name if row.kind == "experts" else f"{row.name}.weight"
+
+
+def _specs(row: fp8.PlanRow) -> list[CastSpec]:
+    """The casts of a weight: the forward's, and dgrad's where that has another."""
+    found = [] if row.recipe is None else [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
+    return list(dict.fromkeys(found))
+
+
+def _shard_of_codes(row: fp8.PlanRow, ranks: int) -> int:
+    """What a rank keeps: :class:`octavo.fp8.param_rows.Rows`, as large on every rank."""
+    found = 0
+    for spec in _specs(row):
+        if row.row.experts:
+            found += math.ceil(row.row.experts / ranks) * bytes_of(row.shape, spec)
+            continue
+        shards = Shards(row.shape[0], ranks, 0)
+        scales = shards.blocks(spec.block[0]) * layout(1, row.shape[1], spec.block).grid[1]
+        found += shards.chunk * row.shape[1] + scales * _scale_width(spec)
+    return found
+
+
+def codes_of(row: fp8.PlanRow, gemms: Iterable[Any] | None = None) -> int:
+    """Bytes of the codes of one layer's weight, those of all experts.
+
+    ``gemms``: of the recipe, whose codes are counted (None: of the forward, and of dgrad where that casts anew)."""
+    specs = _specs(row) if gemms is None else [gemm.b for gemm in gemms if gemm is not None]
+    return (row.row.experts or 1) * sum(bytes_of(row.shape, spec) for spec in specs)
 
 
 def bytes_of(shape: tuple[int, int], spec: CastSpec) -> int:
     """Codes and scales of a matrix."""
     rows, cols = layout(*shape, spec.block).grid
-    return shape[0] * shape[1] + rows * cols * (1 if spec.scale == "e8m0" else 4)
+    return shape[0] * shape[1] + rows * cols * _scale_width(spec)
+
+
+def _scale_width(spec: CastSpec) -> int:
+    return 1 if spec.scale == "e8m0" else 4
 
 
 def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
@@ -130,14 +181,21 @@ def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
 
 
 def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
-    """Block -> bytes of its weights when FSDP2 has gathered them, with their codes; the root under ""."""
+    """Block -> bytes of its weights when FSDP2 has gathered them, with their codes; the root under "".
+
+    FP8 weights are gathered as codes and scales, and have no values then.
+    """
     out: dict[str, int] = {}
     for p in found:
         out[p.block] = out.get(p.block, 0) + width(cfg) * p.elements()
     blocks = [name for name in out if name]
+    exchanged = {row.name for row in fp8_weights(plan)}
     for row in plan.rows:
         home = next((b for b in blocks if row.name.startswith(f"{b}.")), "")
-        if cfg.fp8.weight_codes == "keep":
+        if row.name in exchanged:
+            values = width(cfg) * (row.row.experts or 1) * row.shape[0] * row.shape[1]
+            out[home] = out.get(home, 0) + codes_of(row) - values
+        elif plan.policy.weight_codes == "keep":
             out[home] = out.get(home, 0) + codes_of(row)
     return out
 
@@ -148,7 +206,3 @@ def ungathered(cfg: Config, found: Iterable[Held]) -> dict[str, int]:
     for p in found:
         out[p.block] = out.get(p.block, 0) + (width(cfg) * p.elements() if p.trained else 0)
     return out
-
-
-def dtype_of(cfg: Config) -> torch.dtype:
-    return model_dtype(cfg)
