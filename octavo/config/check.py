@@ -14,7 +14,7 @@ from octavo.config import rules
 from octavo.config.document import Path, scalar
 from octavo.config.merge import Tree
 from octavo.config.problems import ConfigError, Problem, dotted, named, nearest
-from octavo.config.schema import Config
+from octavo.config.schema import RECIPES, Config
 
 #: names from other trainers' files, and where they live here
 ELSEWHERE = {
@@ -142,9 +142,10 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
             return f"found {named(value)}", "write `off`"
         close = nearest(str(value), options)
         return f"found {named(value)}", (f"did you mean {close}? " if close else "") + "one of " + ", ".join(options)
+    mapping = "a word or a mapping" if path == ("train", "recompute") else "a mapping"
     expected = {
         "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
-        "bool_type": "true or false", "string_type": "text", "tuple_type": "a list", "model_type": "a mapping",
+        "bool_type": "true or false", "string_type": "text", "tuple_type": "a list", "model_type": mapping,
         "finite_number": "a finite number",
     }.get(kind)  # fmt: skip
     if expected:
@@ -203,11 +204,13 @@ def _short_form(path: Path, value: str) -> str:
     """What was meant by a lone word where a section belongs, e.g. `foundation: rowwise`."""
     section = _section(path)
     first = next(iter(section.model_fields)) if section else ""
+    close = nearest(value, ("none", "selective", "full"))
     return {
-        "recipe": f"write {{recipe: {value}}}",
+        "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else 'blockwise'}}}",
         "path": f"write {{path: {value}}}",
         "match": f'write {{match: "{value}", recipe: off}}',
-        "image_encoder": "use none, selective or full, or a mapping such as {foundation: full}",
+        "image_encoder": (f"did you mean {close}? " if close else "")
+        + "use none, selective or full, or a mapping such as {foundation: full}",
     }.get(first, "write `key: value` pairs under it")
 
 

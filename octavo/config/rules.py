@@ -232,16 +232,7 @@ def _memory(config: Config) -> Iterator[Finding]:
             "remove it, or use `recompute: selective` or `none`",
             (("train", "recompute"),),
         )
-    for path, part in ((("fp8", name), getattr(fp8, name)) for name in COMPONENTS):
-        if part is not None and part.param and part.recipe == "off":
-            yield Finding((*path, "param"), "has no effect where the recipe is off", "remove it, or set a recipe")
-    if fp8.param and fp8.weight_codes == "recast":
-        yield Finding(
-            ("fp8", "weight_codes"),
-            "recast keeps no codes between uses, and param keeps weights as codes between steps",
-            "use one of them",
-            (("fp8", "param"),),
-        )
+    yield from _codes(fp8)
 
     fp8_kept: list[Path] = [("fp8", "activations")] if fp8.activations == "fp8" else []
     parts = ((name, getattr(fp8, name)) for name in COMPONENTS)
@@ -253,6 +244,45 @@ def _memory(config: Config) -> Iterator[Finding]:
             "use `activations: bf16`, or `train.compile: false`",
             (("train", "compile"),),
         )
+
+
+def _codes(fp8: Fp8Section) -> Iterator[Finding]:
+    """What becomes of weights' codes: settings that no FP8 layer is there for, and two that contradict each other."""
+    if fp8.plan is not None:  # it decides, and what stands beside it is refused already
+        return
+    ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
+    parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
+    on = [name for name in COMPONENTS if ruled or _recipe(fp8, name) != "off"]
+    for name, part in parts.items():
+        if part.param and name not in on:
+            yield Finding(
+                ("fp8", name, "param"),
+                "has no effect where the recipe is off" + ("" if part.recipe else ", as it is here unless set"),
+                "remove it, or set a recipe",
+                (("fp8", name, "recipe"), ("fp8", "recipe"), ("fp8", "rules")),
+            )
+    asked = {"param": fp8.param, "weight_codes": fp8.weight_codes == "recast"}
+    for key in (key for key, is_on in asked.items() if is_on and not on):
+        yield Finding(
+            ("fp8", key),
+            "has no effect where nothing runs in FP8",
+            "remove it, or set fp8.recipe",
+            (("fp8", "recipe"), ("fp8", "rules"), *(("fp8", name) for name in COMPONENTS)),
+        )
+    held = [name for name in on if (fp8.param if (own := parts.get(name)) is None or own.param is None else own.param)]
+    if fp8.weight_codes == "recast" and on and held == on:
+        yield Finding(
+            ("fp8", "weight_codes"),
+            "recast keeps no codes between uses, and param keeps weights as codes between steps",
+            "use one of them",
+            (("fp8", "param"), *(("fp8", name) for name in COMPONENTS)),
+        )
+
+
+def _recipe(fp8: Fp8Section, name: str) -> str:
+    """The recipe of a component; the projector's is off unless it is set."""
+    part: Component | None = getattr(fp8, name)
+    return (part and part.recipe) or ("off" if name == "image_projector" else fp8.recipe)
 
 
 def _run(config: Config) -> Iterator[Finding]:

@@ -155,6 +155,18 @@ def test_aliases_that_loop_or_explode():
             "fp8.weight_codes: recast keeps no codes between uses, and param keeps weights as codes between steps",
         ),
         (
+            "fp8={weight_codes: recast, foundation: {param: true}, image_encoder: {param: true}}",
+            "fp8.weight_codes: recast keeps no codes between uses, and param keeps weights as codes between steps",
+        ),
+        ("fp8={recipe: off, param: true}", "fp8.param: has no effect where nothing runs in FP8; remove it, or set"),
+        ("fp8={recipe: off, weight_codes: recast}", "fp8.weight_codes: has no effect where nothing runs in FP8"),
+        (
+            "fp8={image_projector: {param: true}}",
+            "fp8.image_projector.param: has no effect where the recipe is off, as it is here unless set; remove it, or",
+        ),
+        ("fp8.foundation=fp8", "fp8.foundation: expected a mapping, found 'fp8'; write {recipe: blockwise}"),
+        ("train.recompute=ful", "expected a word or a mapping, found 'ful'; did you mean full? use none, selective or"),
+        (
             "fp8={recipe: mxfp8, format: hybrid}",
             "override `fp8={recipe: mxfp8, format: hybrid}`: fp8.format: mxfp8 has no",
         ),
@@ -162,6 +174,20 @@ def test_aliases_that_loop_or_explode():
 )
 def test_a_wrong_override_names_itself(override, message):
     assert message in one(BASE, [override])
+
+
+@pytest.mark.parametrize(
+    "fp8",
+    [
+        "{recipe: off, param: true, rules: [{match: '**.layers.0.**', recipe: rowwise}]}",
+        "{recipe: off, param: true, image_projector: {recipe: blockwise}}",
+        "{image_projector: {param: true, recipe: blockwise}}",
+        "{weight_codes: recast, foundation: {param: true}}",
+        "{weight_codes: recast, param: true, foundation: {param: false}}",
+    ],
+)
+def test_codes_of_some_weights_may_be_settled_otherwise_than_those_of_others(fp8):
+    load_config_text(BASE + f"fp8: {fp8}\n", source="x.yaml")
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_recompute_takes_a_word_for_all_components_or_one_for_each():
     assert (both.image_encoder, both.foundation) == ("full", "full")
     one = text().with_overrides(["train.recompute={foundation: selective}"]).train.recompute
     assert (one.image_encoder, one.foundation) == ("none", "selective")
-    with pytest.raises(ConfigError, match="found 'ful'; use none, selective or full, or a mapping"):
+    with pytest.raises(ConfigError, match="found 'ful'; did you mean full. use none, selective or full, or a mapping"):
         text().with_overrides(["train.recompute=ful"])
 
 
