@@ -183,6 +183,26 @@ def test_update_in_backward_equals_the_ordinary_step(recipe: str | None, clip: f
     assert_models(one, other)
 
 
+@pytest.mark.parametrize("states", ["fp8", "coat", "bf16"])
+def test_a_whole_clipped_step_waits_for_nothing(states: str) -> None:
+    made = model("blockwise")
+    optimizer = fp8.AdamW(made.parameters(), lr=1e-3, states=states, master="bf16+sr")
+    tokens = torch.arange(256, device="cuda")
+
+    def step() -> None:
+        made(tokens).backward()
+        optimizer.step(factor=clip_factor(gradient_norm(made.parameters()), 1.0))
+        optimizer.zero_grad()
+
+    step()  # kernels are compiled, states made
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_what_is_not_finite_is_seen_without_waiting_for_it() -> None:
     made = model()
     updating = UpdateInBackward(fp8.AdamW(made.parameters(), lr=1e-2), made)

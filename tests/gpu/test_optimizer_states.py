@@ -63,6 +63,31 @@ def test_moments_are_encoded_alike_on_both(states):
         assert all(torch.equal(mine[key], theirs[key].cpu()) for key in mine)
 
 
+@pytest.mark.parametrize("master", ["fp32", "bf16+16", "bf16+sr"])
+@pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
+def test_a_run_goes_on_from_a_file_in_every_bit_and_on_the_other_device(states, master, tmp_path):
+    """GPU, file, GPU: the bits of a run without a stop. GPU, file, CPU: near it, since square roots and powers of CPUs
+    are not those of GPUs in every last bit."""
+    whole, stopped, again = (_optimizer(states, master, "cuda") for _ in range(3))
+    host = _optimizer(states, master, "cpu")
+    for step in range(1, 5):
+        for optimizer in (whole, stopped) if step < 3 else (whole, again, host):
+            _grads(optimizer, step)
+            optimizer.step(factor=torch.tensor(0.5, device=optimizer.param_groups[0]["params"][0].device))
+        if step == 2:
+            torch.save(stopped.state_dict(), tmp_path / "states.pt")
+            saved = torch.load(tmp_path / "states.pt", map_location="cpu")
+            for optimizer in (again, host):
+                optimizer.load_state_dict(saved)
+                for p, q in zip(optimizer.param_groups[0]["params"], stopped.param_groups[0]["params"], strict=True):
+                    p.data.copy_(q.data)
+    assert _states(again) == _states(whole)
+    weights = [[p.detach().cpu().float() for p in o.param_groups[0]["params"]] for o in (whole, again, host)]
+    for a, b, c in zip(*weights, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(c, a, rtol=1e-2, atol=1e-4)
+
+
 class _Mesh:
     """Two ranks, of which the other one's marks are always smaller."""
 
