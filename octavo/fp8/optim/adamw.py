@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -37,6 +38,8 @@ class AdamW(torch.optim.Optimizer):
 
     Raises ValueError for settings that cannot be met, with what would be.
     """
+
+    _places: Mapping[int, tuple[int, int]] = {}  # by id: see :meth:`_place`
 
     def __init__(
         self,
@@ -77,27 +80,41 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self, parameters: Iterable[Tensor], factor: float | Tensor | None = None) -> None:
         """Step `parameters` alone, each of which has a gradient: what :meth:`step` does for all, without its hooks."""
-        wanted = {id(p) for p in parameters}
-        index = 0
-        for group in self.param_groups:
+        sizes = [len(group["params"]) for group in self.param_groups]
+        first = list(accumulate(sizes, initial=0))  # the number of each group's first parameter
+        wanted: dict[int, dict[int, Tensor]] = {}  # by group and by place in it: one order, whoever asks
+        for p in parameters:
+            of, at = self._place(p)
+            wanted.setdefault(of, {})[at] = p
+        for of in sorted(wanted):
+            group = self.param_groups[of]
             work: dict[torch.device, list[Piece]] = {}
             shared: list[tuple[Tensor, Piece]] = []  # with groups of 128 that lie on several ranks
             copies = []
-            for p in group["params"]:
-                if id(p) in wanted:
-                    piece = self.piece(p, group, index)
-                    if sharded.is_cut(p, group["states"]):
-                        shared.append((p, piece))
-                    else:
-                        work.setdefault(piece.weight.device, []).append(piece)
-                    if not plain(p).is_contiguous():
-                        copies.append((plain(p), piece.weight))
-                index += 1
+            for at, p in sorted(wanted[of].items()):
+                piece = self.piece(p, group, first[of] + at)
+                if sharded.is_cut(p, group["states"]):
+                    shared.append((p, piece))
+                else:
+                    work.setdefault(piece.weight.device, []).append(piece)
+                if not plain(p).is_contiguous():
+                    copies.append((plain(p), piece.weight))
             for pieces in work.values():
                 update.step(pieces, hyper(group), factor)
             sharded.step(shared, hyper(group), factor)
             for weight, stepped in copies:
                 weight.copy_(stepped.view(weight.shape))
+
+    def _place(self, p: Tensor) -> tuple[int, int]:
+        """The number of its group and the place of `p` in it. All places are written down once: update in backward
+        asks for one parameter at a time, and a walk through all of them for each would be a square of their number."""
+        of, at = self._places.get(id(p), (0, -1))
+        if at < 0 or of >= len(self.param_groups) or not _holds(self.param_groups[of], at, p):
+            groups = (group["params"] for group in self.param_groups)
+            self._places = {id(q): (i, k) for i, params in enumerate(groups) for k, q in enumerate(params)}
+            if id(p) not in self._places:
+                raise ValueError(f"A parameter of shape {list(p.shape)} is in no group: add_param_group takes it.")
+        return self._places[id(p)]
 
     def piece(self, p: Tensor, group: dict[str, Any], index: int) -> Piece:
         """The work of the next step on parameter `p` of `group`, number `index` of all: its state is made where it has
@@ -139,6 +156,10 @@ def hyper(group: dict[str, Any]) -> Hyper:
     beta1, beta2 = group["betas"]
     names = ("lr", "eps", "weight_decay", "states", "master", "seed")
     return Hyper(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
+
+
+def _holds(group: dict[str, Any], at: int, p: Tensor) -> bool:
+    return at < len(group["params"]) and group["params"][at] is p
 
 
 def _check(group: dict[str, Any]) -> None:

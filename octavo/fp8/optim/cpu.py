@@ -1,13 +1,15 @@
 """The step on the CPU: the reference's arithmetic, bit for bit, in place and in a core's cache.
 
 `reference` in :mod:`octavo.fp8.optim.update` reads as the formulas do and makes a new array in every line, of which
-most of its time goes into fetching memory. Here a chunk of 128 groups goes through all its operations in a few arrays
-that stay in the cache, and threads take chunks in turn (an operation on so few elements runs on one core). Formats
-whose work is elsewhere (coat) and groups that a piece cuts take the reference's way.
+most of its time goes into fetching memory. Here a chunk of 248 groups goes through all its operations in a few arrays
+that stay in the cache, and threads take chunks in turn (an operation on so few elements runs on one core). What is
+rare is looked for once a chunk and paid for only there: second moments of 0, a group that is not finite, a NaN weight.
+Formats whose work is elsewhere (coat) and groups that a piece cuts take the reference's way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -15,17 +17,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from octavo.fp8.optim import master, moments, philox
+from octavo.fp8.optim import moments, philox
 from octavo.fp8.optim.moments import GROUP
+from octavo.fp8.optim.root import root
 
 if TYPE_CHECKING:
     from octavo.fp8.optim.update import Hyper, Piece, Scalars
 
 __all__ = ["CHUNK", "Job", "run"]
 
-CHUNK = 1 << 14
-"""Elements worked on at a time: few enough that torch gives an operation to one thread, and all arrays stay close."""
+CHUNK = 31 << 10
+"""Elements worked on at a time: as many as torch gives to one thread (fewer than 2^15), so that the work outweighs the
+call, and all arrays stay in a cache of 2 MiB."""
 
+_INF = math.inf
 _NAN = 0x7FC00000
 _MAGNITUDE = 0x7FFFFFFF
 
@@ -52,13 +57,16 @@ def _work(jobs: Sequence[Job], hyper: Hyper, factor: float | Tensor | None) -> N
 
 
 class _Scratch:
-    """The arrays of one thread: four of fp32 and three of int32, and where an element's dither begins."""
+    """The arrays of one thread: four of fp32 and one for a weight that is not fp32, three of int32, two of bytes, and
+    where an element's dither begins."""
 
     def __init__(self) -> None:
         self._floats = [torch.empty(CHUNK) for _ in range(5)]
-        self._ints = [torch.empty(CHUNK, dtype=torch.int32) for _ in range(4)]
-        self._mask = torch.empty(CHUNK, dtype=torch.bool)
+        self._ints = [torch.empty(CHUNK, dtype=torch.int32) for _ in range(3)]
+        self._bytes = [torch.empty(CHUNK, dtype=torch.int8) for _ in range(2)]
         self._ramp = _int32(torch.arange(CHUNK, dtype=torch.int64) * 0xC13FA9A9)
+        self._wide, self._top = (torch.full((CHUNK // GROUP,), x) for x in (65536.0, moments.R_TOP))
+        self._philox = philox.Scratch(CHUNK // 4)
 
     def step(
         self, piece: Piece, s: Scalars, first: int, last: int, hyper: Hyper, factor: float | Tensor | None
@@ -87,12 +95,15 @@ class _Scratch:
             m.copy_(state["exp_avg"])
             v.copy_(state["exp_avg_sq"])
 
-        g.copy_(piece.grad[first:last])
+        grad = piece.grad[first:last]
+        if grad.dtype != torch.float32:
+            grad = g.copy_(grad)
         if factor is not None:
-            g.mul_(factor)
-        m.mul_(s.beta1).add_(torch.mul(g, s.rest1, out=t))
-        v.mul_(s.beta2).add_(torch.mul(g, s.rest2, out=t).mul_(g))
-        torch.sqrt(v, out=t).mul_(s.root).add_(s.eps)
+            grad = torch.mul(grad, factor, out=g)
+        # not add_(..., alpha=): that rounds once where the formula rounds twice
+        m.mul_(s.beta1).add_(torch.mul(grad, s.rest1, out=t))
+        v.mul_(s.beta2).add_(torch.mul(grad, s.rest2, out=t).mul_(grad))
+        root(v, t).mul_(s.root).add_(s.eps)
         w.mul_(s.decay).sub_(torch.mul(m, s.pace, out=g).div_(t))
 
         if not kept:
@@ -105,27 +116,22 @@ class _Scratch:
         self._write(piece, hyper, first, last, w, weight, state)
 
     def _decode(
-        self, m: Tensor, v: Tensor, root: Tensor, codes: Tensor, scale: Tensor, sq_codes: Tensor, range_: Tensor
+        self, m: Tensor, v: Tensor, t: Tensor, codes: Tensor, scale: Tensor, sq_codes: Tensor, range_: Tensor
     ) -> None:
-        """m, v and the root of v from their bytes."""
-        a, b, c, _ = (x[: m.numel()] for x in self._ints)
-        b.copy_(sq_codes).bitwise_left_shift_(1)
-        a.copy_(codes)
-        b.bitwise_or_(torch.bitwise_and(a, 1, out=c))
-        self._points(v, b, c, *moments.grid(range_)[:2])
-        torch.sqrt(v, out=root)
-        a.bitwise_right_shift_(1)
-        m.copy_(torch.abs(a, out=c).add_(32).mul_(a))
-        _rows(m).mul_(scale[:, None])
-        m.mul_(root)
-
-    @staticmethod
-    def _points(v: Tensor, code: Tensor, spare: Tensor, base: Tensor, pace: Tensor) -> None:
-        """The second moments of codes 0 to 511."""
+        """m and v from their bytes."""
+        a, b, _ = (x[: m.numel()] for x in self._ints)
+        byte = self._bytes[0][: m.numel()]
+        a.copy_(sq_codes)
+        b.copy_(torch.bitwise_and(codes, 1, out=byte)).add_(a, alpha=2)
+        base, pace, _ = self._grid(range_)
         bits = v.view(torch.int32)
-        torch.sub(code, 1, out=bits)
-        _rows(bits).mul_(pace).add_(base)
-        bits.mul_(torch.clamp(code, max=1, out=spare))
+        torch.mul(_rows(b), pace, out=_rows(bits)).add_(base - pace)
+        if int(b.amin()) == 0:
+            bits.mul_(b.clamp_(max=1))
+        m.copy_(torch.bitwise_right_shift(codes, 1, out=byte))
+        m.mul_(torch.abs(m, out=t).add_(32.0))  # small integers, exact in fp32, too
+        _rows(m).mul_(scale[:, None])
+        m.mul_(root(v, t))
 
     def _encode(
         self,
@@ -139,41 +145,71 @@ class _Scratch:
         sq_codes: Tensor,
         range_: Tensor,
     ) -> None:
-        a, b, c = (x[: m.numel()] for x in self._ints[:3])
-        torch.bitwise_and(v.view(torch.int32), _MAGNITUDE, out=a)
-        torch.sub(a, 1, out=b).bitwise_and_(_MAGNITUDE)  # a zero is the largest
-        range_.copy_(moments.v_range(_rows(b).amin(1).add_(1), _rows(a).amax(1)))
-        base, pace, rate = moments.grid(range_)
-        torch.sub(_rows(a), base, out=_rows(b))
+        a, b, _ = (x[: m.numel()] for x in self._ints)
+        bits = v.view(torch.int32)
+        low, high = _rows(v).amin(1), _rows(v).amax(1)  # a NaN is both
+        zeros = not float(low.amin()) > 0  # or a NaN, behind which there may be zeros
+        if zeros:  # (bits - 1) mod 2^31: a zero is the largest
+            low = _rows(torch.sub(bits, 1, out=b).bitwise_and_(_MAGNITUDE)).amin(1).add_(1).view(torch.float32)
+        low, high = (x.view(torch.int32).bitwise_and_(_MAGNITUDE) for x in (low, high))
+        range_.copy_(moments.v_range(low, high) if zeros else _range(low, high))
+        base, pace, rate = self._grid(range_)
+        torch.sub(_rows(bits), base, out=_rows(b))
         t.copy_(b)
         _rows(t).mul_(rate)
-        b.copy_(t).add_(u).bitwise_right_shift_(16).add_(1).mul_(a.clamp_(max=1))
-        self._points(t, b, c, base, pace)
-        torch.div(m, t.sqrt_(), out=r).masked_fill_(torch.eq(b, 0, out=self._mask[: m.numel()]), 0.0)
-        torch.bitwise_and(r.view(torch.int32), _MAGNITUDE, out=a)
-        amax = _rows(a).amax(1)
-        scale.copy_(moments.r_scale(amax))
-        torch.mul(_rows(a.view(torch.float32)), moments.r_grid(amax)[:, None], out=_rows(t))
-        t.add_(256.0).sqrt_().sub_(16.0).round_().clamp_(max=63.0)
-        torch.copysign(t, r, out=t)
-        bad = amax >= 0x7F800000
-        if bad.any():
-            _rows(t).masked_fill_(bad[:, None], 0.0)
-        codes.copy_(a.copy_(t).bitwise_left_shift_(1).bitwise_or_(torch.bitwise_and(b, 1, out=c)))
+        b.copy_(t).add_(u).bitwise_right_shift_(16)  # the code less 1
+        torch.mul(_rows(b), pace, out=_rows(t.view(torch.int32))).add_(base)
+        b.add_(1)
+        if zeros:
+            torch.ne(bits, 0, out=a)  # 1 or 0
+            b.mul_(a)
+            t.view(torch.int32).mul_(a)
+        torch.div(m, root(t, t), out=r)
+        if zeros:
+            r.masked_fill_(a == 0, 0.0)
+        torch.abs(r, out=t)
+        amax = _rows(t).amax(1)
+        least, most = torch.aminmax(amax)
+        plain = float(least) >= moments.TINY and float(most) < _INF  # neither faded nor NaN
+        if plain:
+            top = self._top[: len(amax)]
+            torch.div(amax, top, out=scale)
+            _rows(t).mul_(torch.div(top, amax)[:, None])
+        else:
+            bound = amax.view(torch.int32) & _MAGNITUDE
+            scale.copy_(moments.r_scale(bound))
+            _rows(t).mul_(moments.r_grid(bound)[:, None])
+        root(t.add_(256.0), t).sub_(16.0).round_().clamp_(max=63.0)
+        if not plain:
+            _rows(t).masked_fill_((bound >= 0x7F800000)[:, None], 0.0)
+        byte, lowest = (x[: m.numel()] for x in self._bytes)
+        byte.copy_(torch.copysign(t, r, out=t)).bitwise_left_shift_(1)
+        lowest.copy_(torch.bitwise_and(b, 1, out=a))
+        torch.bitwise_or(byte, lowest, out=codes)
         sq_codes.copy_(b.bitwise_right_shift_(1))
+
+    def _grid(self, word: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`moments.grid`, without its care for groups that are not finite where there is none."""
+        if int(word.amin()) < 0:
+            return moments.grid(word)
+        pace = torch.bitwise_right_shift(word, 24).add_(moments.LEAST).bitwise_left_shift_(21).view(torch.float32)
+        base = torch.bitwise_and(word, 0xFFFFFF).bitwise_left_shift_(7).clamp_(min=1)
+        rate = torch.div(self._wide[: len(word)], pace)
+        return base[:, None], pace.to(torch.int32)[:, None], rate[:, None]
 
     def _dither(self, hyper: Hyper, piece: Piece, start: int, n: int) -> Tensor:
         begin = moments.dither_start(hyper.seed, start, step=piece.step, parameter=piece.index)
         begin = begin - (1 << 32) if begin >= 1 << 31 else begin
-        u = self._ints[3][:n]
+        u = self._ints[2][:n]
         return torch.add(self._ramp[:n], begin, out=u).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
     def _cut(self, out: Tensor, v: Tensor, u: Tensor) -> None:
         """v to bfloat16, what is cut off rounded by u."""
-        a, mask = self._ints[0][: v.numel()], self._mask[: v.numel()]
-        torch.add(torch.bitwise_and(v.view(torch.int32), _MAGNITUDE, out=a), u, out=u)
-        u.masked_fill_(torch.ge(a, 0x7F800000, out=mask), _NAN).bitwise_right_shift_(16)
-        out.view(torch.int16).copy_(u)
+        bits = v.view(torch.int32)
+        u.add_(bits)
+        if not float(v.amax()) < _INF:
+            u.masked_fill_(torch.bitwise_and(bits, _MAGNITUDE) >= 0x7F800000, _NAN)
+        out.view(torch.int16).copy_(u.bitwise_right_shift_(16))
 
     def _joined(self, out: Tensor, high: Tensor, low: Tensor) -> Tensor:
         bits, low32 = out.view(torch.int32), self._ints[0][: out.numel()]
@@ -187,14 +223,29 @@ class _Scratch:
             if w.data_ptr() != weight.data_ptr():
                 weight.copy_(w)
             return
+        bits, a = w.view(torch.int32), self._ints[0][: w.numel()]
+        if not math.isfinite(float(w.sum())):
+            bits.masked_fill_(torch.ne(w, w), _NAN)
         if hyper.master == "bf16+sr":
-            words = philox.words(hyper.seed, piece.start + first, last - first, step=piece.step, parameter=piece.index)
-            weight.copy_(master.stochastic(w, words))
-            return
-        bits, a, mask = w.view(torch.int32), self._ints[0][: w.numel()], self._mask[: w.numel()]
-        bits.masked_fill_(torch.ne(w, w, out=mask), _NAN)
-        weight.view(torch.int16).copy_(torch.add(bits, 0x8000, out=a).bitwise_right_shift_(16))
-        state["master_low"].copy_(bits)
+            words = self._philox.words16(
+                hyper.seed, piece.start + first, last - first, step=piece.step, parameter=piece.index
+            )
+            a.copy_(words).bitwise_and_(0xFFFF).add_(bits)
+        else:
+            torch.add(bits, 0x8000, out=a)
+            state["master_low"].copy_(bits)
+        weight.view(torch.int16).copy_(a.bitwise_right_shift_(16))
+
+
+def _range(low: Tensor, high: Tensor) -> Tensor:
+    """`moments.v_range` of groups without a zero; a NaN is in both."""
+    if int(high.amax()) >= moments.TOP:
+        return moments.v_range(low, high)
+    width = torch.sub(high, low).add_(507).floor_divide_(508).clamp_(min=512)
+    exponent = width.float().view(torch.int32).add_(0x1FFFFF).bitwise_right_shift_(21)
+    pace = torch.bitwise_left_shift(exponent, 21).view(torch.float32).to(torch.int32)
+    upper = exponent.sub_(moments.LEAST).bitwise_left_shift_(24)
+    return torch.floor_divide(low, pace).mul_(pace).bitwise_right_shift_(7).bitwise_or_(upper)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ The optimizer itself is not changed. A parameter that got no gradient (an expert
 alone, as ``torch.optim`` leaves it. A parameter that is used twice is stepped when both parts have been added; only
 reentrant checkpointing around both of its uses shows each part alone, and is refused as a second backward. Under FSDP2
 hooks see the sharded gradient after its reduction, in the same order on every rank, and the norm takes one all-reduce.
+A parameter with a group of 128 that a shard's border cuts (:mod:`octavo.fp8.optim.sharded`) takes two small all-reduces
+of its own here (one with coat, none with fp32 and bf16 states); an ordinary step has two for all such parameters.
 DistributedDataParallel calls such hooks before it has reduced a gradient: use FSDP2. Where layers are compiled with
 ``torch.compile``, two passes need ``torch._functorch.config.donated_buffer = False`` before the first forward.
 """
@@ -235,10 +237,18 @@ def clip_factor(norm: Tensor, clip: float) -> Tensor:
     return (clip / (norm + 1e-6)).clamp(max=1.0)
 
 
+_PART = 1 << 20  # elements
+
+
 def _norm(p: nn.Parameter) -> Tensor:
     """The norm of what this rank holds of a gradient, 0-d fp32."""
     assert p.grad is not None
-    return torch.linalg.vector_norm(plain(p.grad), dtype=torch.float32)
+    grad = plain(p.grad)
+    if grad.device.type != "cpu" or grad.dtype == torch.float32 or grad.numel() <= _PART or not grad.is_contiguous():
+        return torch.linalg.vector_norm(grad, dtype=torch.float32)
+    # On the CPU that converts the whole gradient first: in parts, no copy is larger than 4 MiB.
+    parts = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in grad.view(-1).split(_PART)]
+    return torch.linalg.vector_norm(torch.stack(parts))
 
 
 def _total(parameters: list[nn.Parameter], norms: dict[int, Tensor]) -> Tensor:

@@ -60,10 +60,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.fp8.optim.root import root
+
 __all__ = [
     "GROUP",
     "LAYOUT",
+    "LEAST",
+    "R_TOP",
     "STATES",
+    "TINY",
+    "TOP",
     "Agree",
     "Kept",
     "coat_decode",
@@ -127,10 +133,10 @@ Agree = Callable[[Tensor], Tensor]
 _NONE = 0x7FFFFFFF  # no non-zero value: above every bit pattern
 _INF = 0x7F800000
 _NAN = 0x7FC00000
-_TOP = 0x7F000000  # 2^127: a grid point above any v below it is still finite
-_LEAST = 544  # the narrowest pace, 512, as the upper bits of a float: (9 + 127) * 4
-_R_TOP = 5985.0  # 63 * (63 + 32): what the largest code of r stands for
-_TINY = 2.0**-100
+TOP = 0x7F000000  # 2^127: a grid point above any v below it is still finite
+LEAST = 544  # the narrowest pace, 512, as the upper bits of a float: (9 + 127) * 4
+R_TOP = 5985.0  # 63 * (63 + 32): what the largest code of r stands for
+TINY = 2.0**-100
 _TARGET = 16.614709844115207  # log2(448^2 / 2): the smallest magnitude of a group lands at 448 / 100352
 
 
@@ -149,14 +155,14 @@ def v_range(lo: Tensor, hi: Tensor) -> Tensor:
     width = ((hi - lo + 507) // 508).clamp(min=512)
     exponent = (width.float().view(torch.int32) + 0x1FFFFF) >> 21
     pace = _pace(exponent)
-    word = ((exponent - _LEAST) << 24) | ((lo // pace * pace) >> 7)
-    return torch.where(hi == 0, 0, torch.where(hi >= _TOP, -1, word))
+    word = ((exponent - LEAST) << 24) | ((lo // pace * pace) >> 7)
+    return torch.where(hi == 0, 0, torch.where(hi >= TOP, -1, word))
 
 
 def grid(range_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(base, pace) int32 [G, 1] and rate fp32 [G, 1] of the grid that words int32 [G] stand for."""
     bad = range_ == -1
-    pace = torch.where(bad, 1, _pace((range_ >> 24) + _LEAST))
+    pace = torch.where(bad, 1, _pace((range_ >> 24) + LEAST))
     rate = torch.full_like(pace, 65536.0, dtype=torch.float32) / pace.float()
     base = torch.where(bad, _NAN, ((range_ & 0xFFFFFF) << 7).clamp(min=1))
     pace, rate = torch.where(bad, 0, pace), torch.where(bad, 0.0, rate)
@@ -195,7 +201,7 @@ def decode_v(code: Tensor, range_: Tensor) -> Tensor:
 
 def ratio(m: Tensor, v: Tensor) -> Tensor:
     """r = m / sqrt(v) of decoded v (fp32 [G, 128]); 0 where v is 0."""
-    return torch.where(v == 0, torch.zeros_like(m), m / v.sqrt())
+    return torch.where(v == 0, torch.zeros_like(m), m / root(v))
 
 
 def r_amax(r: Tensor) -> Tensor:
@@ -206,25 +212,25 @@ def r_amax(r: Tensor) -> Tensor:
 def r_scale(amax: Tensor) -> Tensor:
     """What r is kept in units of (fp32 [G]), from bit patterns int32 [G]: amax / 5985, 0 for amax < 2^-100."""
     value = amax.view(torch.float32)
-    scale = torch.where(value < _TINY, 0.0, value / torch.full_like(value, _R_TOP))
+    scale = torch.where(value < TINY, 0.0, value / torch.full_like(value, R_TOP))
     return torch.where(amax >= _INF, torch.nan, scale)
 
 
 def r_grid(amax: Tensor) -> Tensor:
     """What r is multiplied by before it is coded (fp32 [G]): 5985 / amax, 0 for amax < 2^-100."""
     value = amax.view(torch.float32)
-    return torch.where(value < _TINY, 0.0, torch.full_like(value, _R_TOP) / value)
+    return torch.where(value < TINY, 0.0, torch.full_like(value, R_TOP) / value)
 
 
 def encode_r(r: Tensor, amax: Tensor) -> Tensor:
     """Codes -63 to 63 (int32 [G, 128]) of `r` (fp32) in groups whose largest magnitude has the bit patterns `amax`."""
-    code = ((r.abs() * r_grid(amax)[:, None] + 256.0).sqrt() - 16.0).round().clamp(max=63.0)
+    code = (root(r.abs() * r_grid(amax)[:, None] + 256.0) - 16.0).round().clamp(max=63.0)
     return torch.where((amax >= _INF)[:, None], 0.0, torch.copysign(code, r)).to(torch.int32)
 
 
 def decode_m(code: Tensor, scale: Tensor, v: Tensor) -> Tensor:
     """The first moments (fp32 [G, 128]) of codes -63 to 63, `scale` fp32 [G] and decoded second moments `v`."""
-    return ((code * (code.abs() + 32)).float() * scale[:, None]) * v.sqrt()
+    return ((code * (code.abs() + 32)).float() * scale[:, None]) * root(v)
 
 
 def pack(m_code: Tensor, v_code: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,9 +250,9 @@ def coat_figures(lo: Tensor, hi: Tensor, *, least: float) -> Tensor:
     one = torch.ones_like(hi, dtype=torch.float32)
     low, high = (torch.where(empty, one, x.view(torch.float32)) for x in (lo, hi))
     octaves = high.log2() - low.log2()
-    k = torch.where(lo == hi, one, (_TARGET / octaves).clamp(least, 16.0))
-    c = high.sqrt() * low.sqrt()
-    s = (high / c).pow(k) / 448.0
+    k = torch.where(lo == hi, one, (torch.full_like(octaves, _TARGET) / octaves).clamp(least, 16.0))
+    c = root(high) * root(low)
+    s = (high / c).pow(k) / torch.full_like(c, 448.0)
     figures = torch.stack([s, k, c], 1)
     figures = torch.where(empty[:, None], 1.0, figures)
     return torch.where(bad[:, None], torch.nan, figures)
@@ -263,6 +269,7 @@ def coat_encode(z: Tensor, figures: Tensor, chance: Tensor | None = None) -> Ten
     bits = (y.view(torch.int32) + (chance << 4)) & ~0xFFFFF
     fine = ((y * 2.0**9) + chance.float() * 2.0**-16).floor() * 2.0**-9
     rounded = torch.where(y < 2.0**-6, fine, bits.view(torch.float32)).clamp(2.0**-9, 448.0)
+    rounded = torch.where(y.isnan(), y, rounded)  # chance can carry a NaN's bits into the sign
     return torch.where(z == 0, torch.zeros_like(z), rounded).to(torch.float8_e4m3fn)
 
 

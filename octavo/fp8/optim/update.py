@@ -30,6 +30,7 @@ from octavo.fp8.cast import CastSpec
 from octavo.fp8.kernels.registry import select
 from octavo.fp8.optim import cpu, master, moments, philox
 from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree
+from octavo.fp8.optim.root import root
 
 __all__ = [
     "MASTERS",
@@ -280,7 +281,7 @@ def _advance(
         g = g * (factor if isinstance(factor, Tensor) else _fp32(factor))
     m = m * s.beta1 + g * s.rest1
     v = v * s.beta2 + (g * s.rest2) * g
-    d = v.sqrt() * s.root + s.eps
+    d = root(v) * s.root + s.eps
     return w * s.decay - (m * s.pace) / d, m, v
 
 

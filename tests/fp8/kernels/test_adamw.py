@@ -27,17 +27,6 @@ SEED = 0xFEDCBA9876543210 - (1 << 64)
 SHAPES = [(384, 0), (1000, 256), (50, 100), (7, 5), (4226, 3), (160, 64), (130, (1 << 33) + 40), (0, 128)]
 
 
-@pytest.fixture(autouse=True)
-def ieee_roots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MKL's square root of fp32 is off by one in the last place once in a hundred; the kernels' is IEEE's."""
-    inexact = torch.Tensor.sqrt
-    monkeypatch.setattr(
-        torch.Tensor,
-        "sqrt",
-        lambda x: inexact(x.double()).float() if x.dtype is torch.float32 else inexact(x),
-    )
-
-
 def piece(count: int, start: int, index: int, states: str, master: str, grad: torch.dtype) -> Piece:
     make = torch.Generator().manual_seed(index)
     weight = torch.randn(count, generator=make)
