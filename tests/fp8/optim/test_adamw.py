@@ -210,3 +210,48 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was():
     with pytest.raises(ValueError, match=r"\.float\(\) or \.bfloat16\(\)"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=torch.float16))]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_stepping_one_parameter_at_a_time_walks_through_all_of_them_once():
+    """Update in backward does; a walk each time would be a square of their number."""
+
+    class Watched(list):
+        walks = 0
+
+        def __iter__(self):
+            Watched.walks += 1
+            return super().__iter__()
+
+    params = [nn.Parameter(torch.ones(3)) for _ in range(50)]
+    optimizer = fp8.AdamW(params, lr=1e-2)
+    optimizer.param_groups[0]["params"] = Watched(optimizer.param_groups[0]["params"])
+    for p in reversed(params):
+        p.grad = torch.ones(3)
+        optimizer.update([p])
+    assert Watched.walks == 1 and all(optimizer.state[p]["step"] == 1 for p in params)
+
+
+def test_one_at_a_time_is_all_at_once_also_after_groups_were_added():
+    def run(apart):
+        params = [nn.Parameter(some(200, i).bfloat16()) for i in range(4)]
+        optimizer = fp8.AdamW(params[:2], lr=1e-2, master="bf16+sr")
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group({"params": params[2:], "lr": 3e-2})
+            for i, p in enumerate(params):
+                p.grad = some(200, 10 * step + i).bfloat16()
+            known = params if step else params[:2]
+            for some_ in [[p] for p in reversed(known)] if apart else [known]:
+                optimizer.update(some_)
+        return params
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_parameter_of_nobody_is_refused():
+    optimizer = fp8.AdamW([nn.Parameter(torch.ones(3))])
+    other = nn.Parameter(torch.ones(5))
+    other.grad = torch.ones(5)
+    with pytest.raises(ValueError, match=r"shape \[5\] is in no group"):
+        optimizer.update([other])

@@ -247,3 +247,20 @@ def test_two_ranks_under_fsdp2() -> None:
     unclipped, unclipped_inside, clipped, clipped_inside = one
     assert unclipped == unclipped_inside and clipped == clipped_inside and clipped[3] != unclipped[3]
     assert clipped[:3] == pytest.approx(train(plain_model(), 0.05, False), rel=1e-3)
+
+
+def test_the_norm_of_a_large_bf16_gradient_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    norm = torch.linalg.vector_norm
+
+    def watched(x: Tensor, *settings: object, **more: object) -> Tensor:
+        sizes.append(x.numel())
+        return norm(x, *settings, **more)
+
+    p = nn.Parameter(torch.zeros(3, 1 << 20, dtype=torch.bfloat16))
+    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "vector_norm", watched)
+        found = gradient_norm([p])
+    assert max(sizes) <= 1 << 20
+    assert float(found) == pytest.approx(float(p.grad.double().norm()), rel=1e-6)

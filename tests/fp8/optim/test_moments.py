@@ -181,3 +181,12 @@ def test_coat_bounds_its_exponent_and_does_not_count_zeros():
     assert figures.isfinite().all() and (figures[:, 1] <= 16).all() and figures[1, 1] == 1
     back = moments.coat_decode(moments.coat_encode(v, figures, chance(v.shape)), figures)
     assert ((back[0, 1:] / v[0, 1:]).log().abs() < 0.1).all() and back[0, 0] == 0
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])
+def test_coat_gives_no_number_to_a_second_moment_that_is_none(bits):
+    v = torch.rand(1, 128) + 0.1
+    v.view(torch.int32)[0, 5] = bits
+    u = torch.full(v.shape, 0xFFFF, dtype=torch.int32)
+    figures = torch.ones(1, 3)  # as of a group that is finite: the code alone must tell
+    assert moments.coat_encode(v, figures, u).float().isnan().nonzero().tolist() == [[0, 5]]

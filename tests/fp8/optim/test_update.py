@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.fp8.optim import update
+from octavo.fp8.optim import cpu, update
 from octavo.fp8.optim.moments import GROUP, LAYOUT, STATES
 from octavo.fp8.optim.update import Hyper, Piece
 
@@ -38,6 +38,28 @@ def gradient(n, step):
     g[256:512] = 0
     g[300] *= 1e-18
     return g
+
+
+@pytest.mark.parametrize("states", ["fp8", "bf16"])
+@pytest.mark.parametrize("bad", [None, float("nan"), -float("inf"), 3e19, 1e-37])
+def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
+    """Zeros, what is not finite, second moments beyond 2^127 and faded ones, each alone in a chunk and together."""
+    n = 3 * cpu.CHUNK + 640
+    w = torch.randn(n, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights = [w.clone(), w.clone()]
+    kept = [fresh(w, 0, states, "bf16+16") for _ in weights]
+    for step in (1, 2):
+        g = torch.randn(n, generator=torch.Generator().manual_seed(step))
+        g[cpu.CHUNK : cpu.CHUNK + 300] = 0
+        g[2 * cpu.CHUNK + 5 :: 3] = 0
+        if bad is not None:
+            g[7] = g[cpu.CHUNK + 9000] = g[2 * cpu.CHUNK + 6] = bad
+            g[n - 500 : n - 100] = bad
+        for engine, weight, state in zip((update.reference, update.on_cpu), weights, kept, strict=True):
+            engine([Piece(weight, g, state, 0, 3, step)], Hyper(1e-3, states=states, master="bf16+16"), None, None)
+        assert same(*weights)
+        for name in kept[0]:
+            assert same(kept[0][name], kept[1][name]), name
 
 
 @pytest.mark.parametrize(("master", "dtype"), MASTERS)
@@ -95,8 +117,15 @@ def test_fp32_states_follow_torch():
     assert float((ours - theirs.detach()).norm() / (ours - w).norm()) < 1e-5
 
 
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("states", ["fp32", "fp8"])
+@pytest.mark.parametrize(
+    ("states", "grad_dtype"),
+    [
+        ("fp32", torch.float32),
+        ("fp8", torch.bfloat16),
+        pytest.param("fp32", torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("fp8", torch.float32, marks=pytest.mark.long),
+    ],
+)
 def test_a_bf16_weight_and_16_bits_train_exactly_as_an_fp32_weight(grad_dtype, states):
     n = 700
     high = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
