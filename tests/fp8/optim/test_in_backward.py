@@ -263,4 +263,5 @@ def test_the_norm_of_a_large_bf16_gradient_is_taken_in_parts(monkeypatch: pytest
         patch.setattr(torch.linalg, "vector_norm", watched)
         found = gradient_norm([p])
     assert max(sizes) <= 1 << 20
-    assert float(found) == pytest.approx(float(p.grad.double().norm()), rel=1e-6)
+    # torch's fp32 sum of 2^20 squares is 3.2e-5 too large here, that of all at once 6.3e-5
+    assert float(found) == pytest.approx(float(p.grad.double().norm()), rel=5e-5)
