@@ -256,7 +256,25 @@ class HoldsCodes(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for codes in self._weight_codes().values():
             codes.drop()
-        out = super()._apply(fn, recurse)
+        with torch.no_grad():
+            applied = {id(p): fn(p) for p in self._parameters.values() if isinstance(p, Fp8Weight)}
+        # torch swaps wrapper tensors even for themselves, and cannot while a graph holds them: leave out what stays.
+        parameters = dict(self._parameters)
+        for name, p in parameters.items():
+            if id(p) in applied and applied[id(p)] is p:
+                self._parameters[name] = None
+        try:
+            out = super()._apply(lambda t: applied[id(t)] if id(t) in applied else fn(t), recurse)
+        except RuntimeError as error:
+            if "swap" not in str(error) or not applied:
+                raise
+            raise RuntimeError(
+                f"An FP8 weight of {type(self).__name__} was to change its dtype or device while something holds it: "
+                "the graph of a loss that is alive, or a weak reference. Convert the model before the forward, or let "
+                "go of the loss (del loss)."
+            ) from error
+        finally:
+            self._parameters.update({name: p for name, p in parameters.items() if self._parameters[name] is None})
         self.own_weights()
         return out
 

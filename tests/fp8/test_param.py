@@ -347,3 +347,15 @@ def test_a_wrong_tensor_as_data_is_refused():
     p = build().up_proj.weight
     with pytest.raises(RuntimeError, match=r"cannot take a tensor of shape \[3\]"):
         p.data = torch.zeros(3)
+
+
+def test_a_weight_that_a_graph_holds_may_stay_and_may_not_change():
+    model = build()
+    loss, before = loss_of(model), dict(model.named_parameters())
+    model.to("cpu").to(torch.float32)  # nothing to do, as trainers ask for it at every turn
+    assert all(p is before[name] for name, p in model.named_parameters())
+    with pytest.raises(RuntimeError, match="let go of the loss"):
+        model.bfloat16()
+    assert all(p is before[name] for name, p in model.named_parameters())
+    loss.backward()
+    assert model.up_proj.weight.grad is not None
