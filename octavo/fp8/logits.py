@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.linear import _no_autocast, compute_dtype
+from octavo.fp8.linear import _no_autocast, compute_dtype, transformed
 from octavo.fp8.weights import is_dtensor
 
 __all__ = ["linear_cross_entropy", "token_log_probs"]
@@ -179,6 +179,11 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
             "hidden states or weight are a DTensor, of which this rank holds a part; call this where FSDP has gathered "
             "them (octavo.fp8.logits_head does, inside the model's forward)"
         )
+    if transformed():
+        raise RuntimeError(
+            "losses without logits were asked for under a transform of torch.func (grad, vmap, jvp, ...), and they are "
+            "differentiated by torch.autograd alone; any leading dimensions will do in place of vmap"
+        )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden states {list(hidden.shape)} and weight {list(weight.shape)} do not belong together; they are "
@@ -191,8 +196,12 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)} does not belong to weight {list(weight.shape)}: give [V]")
+    if not weight.shape[0]:
+        raise ValueError(f"weight {list(weight.shape)} has no classes; give [V, H] with V of 1 or more")
     if target.dtype != torch.int64:
         raise TypeError(f"targets are {target.dtype}; they are class numbers: use torch.int64")
+    if not hidden.is_floating_point():
+        raise TypeError(f"hidden states are {hidden.dtype}; losses are of real numbers: use a floating dtype")
     low = compute_dtype(hidden)
     if low == hidden.dtype and weight.dtype != low:  # under autocast both are cast
         raise TypeError(

@@ -88,7 +88,8 @@ class ChunkedHead(Swapped):
 
         ``target`` [B, P]: the class that each position predicts, for the positions that reach the head (those of
         ``logits_to_keep``, if the model was given that); -100: none. On the CPU, positions without a target are left
-        out of all work. Options as :func:`~octavo.fp8.logits.linear_cross_entropy`. Raises RuntimeError if the head
+        out of all work. The model itself gets no ``labels``: the loss it makes of them is one of logits. Options as
+        :func:`~octavo.fp8.logits.linear_cross_entropy`. Raises RuntimeError if the head
         is waiting for a forward already.
         """
         if self.__dict__.get("_given") is not None:
@@ -126,7 +127,8 @@ def chunked_head(model: nn.Module) -> ChunkedHead | str:
     if isinstance(head, ChunkedHead):
         return head
     if type(head) is not nn.Linear:
-        return f"its head is a {type(head).__name__}, not a plain nn.Linear"
+        kind = type(head)
+        return f"its head is a {kind.__module__}.{kind.__qualname__}, not a plain nn.Linear"
     if hooked(head):
         return "somebody hooks into its head, or has replaced the head's forward, and expects logits there"
     reason = _altered(model, head)

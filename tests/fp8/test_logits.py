@@ -325,6 +325,13 @@ def test_log_probabilities_are_minus_the_loss():
         ({"label_smoothing": 1.5}, ValueError, "use 0 to 1"),
         ({"z_loss": -1.0}, ValueError, "use 0 or more"),
         ({"chunk": 0}, ValueError, "chunk is 0"),
+        (
+            {"hidden": torch.zeros(19, 24, dtype=torch.complex64), "weight": torch.zeros(9, 24) + 0j},
+            TypeError,
+            "floating",
+        ),
+        ({"hidden": torch.zeros(19, 24).long(), "weight": torch.zeros(9, 24).long()}, TypeError, "floating dtype"),
+        ({"weight": torch.zeros(0, 24), "target": torch.full((19,), IGNORE)}, ValueError, "has no classes"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_cure(change, error, words: str):
@@ -336,3 +343,9 @@ def test_what_cannot_be_is_refused_with_the_cure(change, error, words: str):
 def test_a_temperature_of_nought_is_refused():
     with pytest.raises(ValueError, match="use a number above 0"):
         token_log_probs(*problem()[:3], temperature=0.0)
+
+
+def test_transforms_of_functions_are_refused():
+    hidden, weight, target, _ = problem()
+    with pytest.raises(RuntimeError, match="leading dimensions will do in place of vmap"):
+        torch.vmap(lambda h: linear_cross_entropy(h, weight, target))(hidden.detach().expand(2, -1, -1))

@@ -173,7 +173,7 @@ def test_heads_of_another_kind_are_refused_with_the_reason():
     assert "hooks into its head" in chunked_head(model)
     model = tiny("qwen3")
     model.lm_head = nn.Sequential(nn.Linear(64, 512))
-    assert chunked_head(model) == "its head is a Sequential, not a plain nn.Linear"
+    assert chunked_head(model) == "its head is a torch.nn.modules.container.Sequential, not a plain nn.Linear"
     assert "names no output embeddings" in chunked_head(nn.Linear(2, 2))
     assert "names no output embeddings" in chunked_head(tiny("qwen3").model)
 
