@@ -3,8 +3,9 @@
     make gpu                    results under benchmarks/results
     make gpu GPU_PYTHON=python  with another Python: torch, triton, transformers, pytest, hypothesis, matplotlib
 
-Writes results/bench_<device>_<suite>.json and .png, and results/gpu_tests_<device>.txt. Exit code 1 where a test
-failed; the benchmarks run all the same, since what they show may tell why.
+Writes results/bench_<device>_<suite>.json and .png for cast, gemm, linear, moe, optimizer, layer, step and memory (that
+one: bytes by kind, in the JSON and in the table), and results/gpu_tests_<device>.txt. Exit code 1 where a test failed;
+the benchmarks run all the same, since what they show may tell why.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 NEEDED = ("torch", "transformers", "pytest", "hypothesis", "matplotlib")  # triton comes with CUDA builds of torch
 #: seconds after which the tests are stopped, and after which a suite begins no new case: a budget of under nine minutes
-TESTS = 170
-SUITES = {"cast": 25, "gemm": 45, "linear": 60, "moe": 25, "layer": 60, "step": 75}
+TESTS = 185
+SUITES = {"cast": 20, "gemm": 40, "linear": 45, "moe": 20, "optimizer": 20, "layer": 50, "step": 55, "memory": 55}
 
 
 def main() -> int:

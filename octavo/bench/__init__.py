@@ -27,6 +27,7 @@ SUITES: Mapping[str, str] = {
     "optimizer": "a step of AdamW for every format of states and master, as bandwidth against torch's fused AdamW",
     "layer": "a decoder block and a block of the vision tower",
     "step": "whole training steps of a published size",
+    "memory": "bytes by kind of four decoder blocks in training, with and without each saving",
 }
 
 

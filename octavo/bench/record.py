@@ -47,7 +47,8 @@ class Row:
 
     ``seconds`` is the median, ``spread`` the distance between the quartiles over it. ``bytes`` and ``flops`` are the
     work that the case asks for. ``baseline`` names the candidate of the same case that the ratio is taken against.
-    ``peak_bytes`` is what the device held at most, ``tokens`` what a step consumed, where they mean something.
+    ``peak_bytes`` is what the device held at most, ``memory`` of that bytes by kind, ``tokens`` what a step consumed,
+    where they mean something.
     """
 
     suite: str
@@ -60,6 +61,7 @@ class Row:
     baseline: str = ""
     tokens: int = 0
     peak_bytes: int | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def rate(self) -> str:
@@ -132,7 +134,8 @@ def table(result: Result) -> list[tuple[str, ...]]:
     rows = []
     for r in result.rows:
         ratio, mfu = result.ratio(r), result.mfu(r)
-        peak = "" if r.peak_bytes is None else f", {r.peak_bytes / 2**30:.1f} GiB"
+        kinds = "".join(f", {kind} {size / 2**30:.2f}" for kind, size in r.memory.items() if kind != "peak")
+        peak = kinds + ("" if r.peak_bytes is None else f", {'peak ' if kinds else ''}{r.peak_bytes / 2**30:.1f} GiB")
         rate = r.rate + ("" if mfu is None else f", MFU {100 * mfu:.0f} %") + peak
         rows.append(
             (r.suite, r.case, r.candidate, _time(r.seconds), f"{100 * r.spread:.0f} %", rate, r.baseline)

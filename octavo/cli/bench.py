@@ -16,14 +16,14 @@ from typing import Any
 
 from octavo.cli import terminal
 
-SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step")
+SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step", "memory")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", nargs="+", choices=("all", *SUITES), metavar="SUITE", help=f"all, {', '.join(SUITES)}")
     parser.add_argument("--device", metavar="NAME", help="cuda or cpu; default: the GPU if there is one")
     parser.add_argument("--small", action="store_true", help="small sizes (always so on a CPU)")
-    parser.add_argument("--shape", metavar="NAME", help="the published size of layer and step (default qwen3_vl_8b)")
+    parser.add_argument("--shape", metavar="NAME", help="the published size of models (default qwen3_vl_8b)")
     parser.add_argument("--tokens", type=_positive, metavar="N", help="tokens of a call, instead of each suite's own")
     parser.add_argument("--layers", type=_positive, metavar="N", help="step: only the first N decoder blocks")
     parser.add_argument(

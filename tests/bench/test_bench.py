@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo import bench
-from octavo.bench import peers, record, suite_moe
+from octavo.bench import peers, record, suite_memory, suite_moe
 from octavo.bench.bench import Bench, Refusal, Rotation, Work
 from octavo.bench.record import Result, Row
 from octavo.cli import bench as command
@@ -49,6 +49,24 @@ def test_the_optimizer_suite_times_every_format_against_torch() -> None:
     assert smallest.bytes / base.bytes == pytest.approx(10.125 / 28)
     ratio = (smallest.bytes / smallest.seconds) / (base.bytes / base.seconds)
     assert result.ratio(smallest) == pytest.approx(ratio) and result.ratio(base) is None
+
+
+def test_the_memory_suite_trains_in_every_way(monkeypatch) -> None:
+    """Without a GPU nothing can wait in host memory, and no allocator tells bytes: those it says are asked of it."""
+    told = iter(range(10**6))
+    monkeypatch.setattr(suite_memory._Held, "now", lambda self: next(told))
+    monkeypatch.setattr(suite_memory._Held, "most", lambda self: 7 * 2**30)
+    monkeypatch.setattr(suite_memory._Held, "reset", lambda self: None)
+    monkeypatch.setattr(suite_memory._Held, "_allocated", lambda self: 0)
+    monkeypatch.setattr(suite_memory._Held, "tells", True)
+    result = bench.run(["memory"], session())
+    assert {a.candidate for a in result.absent} == {name for name in suite_memory.WAYS if "offloaded" in name}
+    assert all("host memory" in a.why or "needs a GPU" in a.why for a in result.absent)
+    assert [r.candidate for r in result.rows] == [name for name in suite_memory.WAYS if "offloaded" not in name]
+    assert len({r.case for r in result.rows}) == 1 and result.ratio(result.rows[-1]) is not None
+    kinds = ["weights", "states", "activations", "gradients", "peak"]
+    assert all(list(r.memory) == kinds and r.peak_bytes == 7 * 2**30 for r in result.rows)
+    assert ", states 0.00, " in record.table(result)[1][5] and record.table(result)[1][5].endswith(", peak 7.0 GiB")
 
 
 @pytest.mark.long
