@@ -11,6 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
 from octavo.fp8 import cast
+from octavo.fp8.optim import update
+from octavo.fp8.optim.in_backward import clip_factor, gradient_norm
+from octavo.fp8.optim.moments import STATES
+from octavo.fp8.optim.update import MASTERS
+from tests.gpu.blocks import Block
 
 from .test_fusion import Attention
 
@@ -23,13 +28,16 @@ WAITS = (
 class NeverWaits(TorchDispatchMode):
     """Fails at the first operation whose result a device would have to hand to the host."""
 
-    def __init__(self):
+    def __init__(self, at_home=lambda tensor: False):
+        """``at_home``: says of a tensor that it is in host memory even where there is a device."""
         super().__init__()
-        self.seen = 0
+        self.seen, self.at_home = 0, at_home
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen += 1
         name = func.overloadpacket.__name__
+        if args and isinstance(args[0], torch.Tensor) and self.at_home(args[0]):
+            return func(*args, **(kwargs or {}))
         lengths = name == "repeat_interleave" and isinstance(args[-1], int)
         assert name not in WAITS or lengths, f"{func} waits for the device"
         if name in ("index", "index_put", "index_put_"):
@@ -48,7 +56,9 @@ def step(m, x, wrap=lambda m, x: m(x)):
 
 
 def test_the_watch_notices():
-    x = torch.randn(4)
+    x, home = torch.randn(4), torch.randn(4)
+    with NeverWaits(lambda tensor: tensor is home):
+        home.nonzero()
     for wait in (lambda: x.max().item(), lambda: bool(x.any()), lambda: x[x > 0], lambda: x.nonzero()):
         with pytest.raises(AssertionError, match="waits"), NeverWaits():
             wait()
@@ -86,6 +96,81 @@ def test_no_fused_step_waits():
                 step(inner, x)
                 step(inner, x, lambda m, x: checkpoint(m, x, use_reentrant=False))
         assert watch.seen > 100 and m.q_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("master", MASTERS)
+def test_no_update_waits(states, master, monkeypatch):
+    """The step itself is a kernel where there is one; here, as on a GPU without Triton, it is the reference."""
+    monkeypatch.setattr(update, "on_cpu", update.reference)
+    torch.manual_seed(0)
+    dtype = torch.float32 if master == "fp32" else torch.bfloat16
+    m = nn.Sequential(nn.Linear(96, 48), nn.Linear(48, 5)).to(dtype)
+    optimizer = fp8.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1, states=states, master=master)
+
+    def counted(tensor):  # how many steps there were is known to the host
+        return any(tensor is state.get("step") for state in optimizer.state.values())
+
+    for number in range(2):  # states are made in the first
+        for p in m.parameters():
+            p.grad = torch.randn_like(p)
+        with NeverWaits(counted) as watch:
+            factor = clip_factor(gradient_norm(m.parameters()), 0.5)
+            optimizer.step(factor=factor)
+            optimizer.zero_grad()
+        assert watch.seen > 50, number
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize(("recipe", "fuse"), [("blockwise", "off"), ("blockwise", "on"), ("tensorwise", "off")])
+def test_nothing_waits_that_keeps_fp8(recipe, fuse, how):
+    """Norms, attention, gated MLP; what a block runs again."""
+    torch.manual_seed(0)
+    m = nn.Sequential(Block(64, 160, 32), Block(64, 160, 32)).bfloat16()
+    policy = fp8.Policy(recipe=recipe, fuse=fuse, activations="fp8")
+    plan = fp8.plan(m, policy)
+    fp8.apply(m, plan)
+    assert {b.kind for b in plan.blocks if b.saves} >= {"norm", "gated MLP", "attention"}
+    fp8.recompute(m.named_children(), how)
+    x = torch.randn(2, 24, 64, dtype=torch.bfloat16, requires_grad=True)
+    with NeverWaits() as watch:
+        for _ in range(2):
+            step(m, x)
+    assert watch.seen > 500 and all(p.grad is not None for p in m.parameters())
+
+
+@pytest.mark.parametrize("home", [False, True])
+def test_no_loss_without_logits_waits(home, monkeypatch):
+    """Which tokens have a target the host sees where it holds the targets; elsewhere nobody looks."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    target = torch.randint(300, (40,))
+    target[::3] = -100
+    if home:  # what is made of targets alone are whole numbers
+        watch = NeverWaits(lambda tensor: not tensor.is_floating_point())
+    else:
+        monkeypatch.setattr(target, "fake_mode", None, raising=False)  # taken as values that cannot be looked at
+        watch = NeverWaits()
+    with watch:
+        fp8.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, z_loss=1e-4, chunk=8).sum().backward()
+        logs, entropy = fp8.token_log_probs(hidden, weight, target, entropy=True, chunk=8)
+        (logs.sum() + entropy.sum()).backward()
+    assert watch.seen > 100
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
+def test_no_step_of_fp8_weights_waits(recipe):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(96, 48), nn.GELU(), nn.Linear(48, 32)).bfloat16()
+    fp8.apply(m, fp8.plan(m, fp8.Policy(recipe=recipe, param=True)))
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    x = torch.randn(5, 96, dtype=torch.bfloat16)
+    with NeverWaits() as watch:
+        for _ in range(3):  # codes are cast in the first forward, and after each step
+            step(m, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watch.seen > 100
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
