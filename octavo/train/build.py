@@ -149,7 +149,8 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
     without_effect = [key for key, on in asked.items() if on]
     if without_effect and world.device.type != "cuda":
         raise TrainError(
-            f"{' and '.join(without_effect)} needs a GPU: on {world.device} everything is in host memory already, and "
+            f"{' and '.join(without_effect)} {'needs' if len(without_effect) == 1 else 'need'} a GPU: on "
+            f"{world.device} everything is in host memory already, and "
             f"nothing runs ahead. Set {' '.join(f'{key}=false' for key in without_effect)}"
         )
 
@@ -200,6 +201,10 @@ def keep_less(model: nn.Module, family: models.Family, cfg: Config, say: Callabl
         own = [(name, block) for name, block in blocks if family.component_of(name) == component]
         if not own and how == asked["foundation"]:  # one word for all components, those that the model has
             continue
+        if not own and how != "none":
+            raise TrainError(
+                f"train.recompute.{component}: {how}, and this {family.name} has no {component}. Remove it"
+            )
         try:
             fp8.recompute(own, how)
         except ValueError as error:

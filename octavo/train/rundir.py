@@ -67,10 +67,14 @@ class Start:
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """What decides a run's numbers: everything except where it runs, what it writes, and how many workers read."""
+    """What decides a run's numbers: everything except where it runs, what it writes, how many workers read, and what
+    backward computes again or moves. So a run that outgrew its card goes on with less kept, to the same bits; compiled
+    blocks are other graphs then, whose sums differ."""
     found = cfg.model_dump(mode="json")
     found["run"] = {"seed": cfg.run.seed}
     found["data"].pop("workers")
+    for key in () if cfg.train.compile else ("recompute", "offload_activations", "synchronize_per_layer"):
+        found["train"].pop(key)
     return found
 
 
@@ -216,8 +220,8 @@ def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in changed)
         raise TrainError(
             f"{where} was made with other settings: {shown}. A resumed run continues with the same model, data, "
-            "schedule and FP8 settings (run.* may change, the seed may not); set them back, or start a new run in "
-            "another run.dir"
+            "schedule and FP8 settings (run.* may change, the seed may not; train.recompute may, where blocks are not "
+            "compiled); set them back, or start a new run in another run.dir"
         )
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from octavo import train
 from octavo.config import to_yaml
-from octavo.train.rundir import read_rows
+from octavo.train.rundir import read_rows, settings
 
 from .conftest import STEPS
 
@@ -211,6 +211,17 @@ def test_changed_settings_are_named_and_refused_but_run_settings_may_change(make
         assert part in message
     result = train.run(make(*over, "run.resume=auto", "run.log_every=2", "run.keep=1", "data.workers=1"))
     assert result.status == "finished"
+
+
+def test_a_run_that_outgrew_its_card_goes_on_with_less_kept_to_the_same_bits(make):
+    over = ("data.eval=[]", "train.steps=4", "fp8.activations=fp8")
+    whole = train.run(make(*over, dir="whole"))
+    train.run(make(*over), hooks=[at(1, signal.SIGTERM)])
+    for how in ("selective", "full"):
+        result = train.run(make(*over, "run.resume=auto", f"train.recompute={how}"), hooks=[at(3, signal.SIGTERM)])
+    assert result.losses() == whole.losses()
+    compiled = make(*over[:2], "train.compile=true"), make(*over[:2], "train.compile=true", "train.recompute=full")
+    assert settings(compiled[0]) != settings(compiled[1]), "the sums of another graph are others"
 
 
 def test_other_threads_than_before_are_told(make, monkeypatch):

@@ -84,12 +84,22 @@ def test_second_moments_that_became_zero_are_counted(make):
         (("optimizer.offload=true", "optimizer.states=fp8"), "optimizer.offload needs a GPU: on cpu everything is"),
         (("train.offload_activations=true",), "train.offload_activations needs a GPU.*=false"),
         (("train.synchronize_per_layer=true",), "train.synchronize_per_layer needs a GPU"),
+        (("train.synchronize_per_layer=true", "train.offload_activations=true"), "per_layer need a GPU"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_loaded(make, over, message: str):
     cfg = make(*over, "model.path=nowhere")
     with pytest.raises(train.TrainError, match=message):
         train.run(cfg)
+
+
+def test_blocks_that_a_model_lacks_are_not_run_again(make, place: Path):
+    """One word is for what the model has; a component that it lacks, named, is a mistake."""
+    text = f"model.path={place / 'text'}", f"data.train=[{{path: {place / 'digits/train_text.json'}}}]", SHORT
+    with pytest.raises(train.TrainError, match="image_encoder: full, and this qwen3 has no image_encoder. Remove it"):
+        train.run(make(*text, "train.recompute={image_encoder: full}"))
+    short = "train.steps=1", "train.warmup=0", "train.seq_length=512"
+    train.run(make(*text, *short, "train.recompute=full", dir="word"))
 
 
 def test_states_of_another_kind_are_not_resumed(make):
