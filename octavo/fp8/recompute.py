@@ -102,7 +102,7 @@ def _keeps_much(module: nn.Module) -> bool:
 def _is_norm(module: nn.Module) -> bool:
     """A module of nothing but vectors: the weight of a norm and perhaps its bias."""
     held = list(module._parameters.values())
-    return not module._modules and bool(held) and all(p is None or p.dim() == 1 for p in held)
+    return not module._modules and len(held) > 0 and all(p is None or p.dim() == 1 for p in held)
 
 
 class Recomputed(nn.Module):
