@@ -24,6 +24,7 @@ FIGURES = ("sqnr", "underflow", "saturation")
 
 _lock = threading.Lock()
 _collectors: list[Health] = []
+_muted = 0  # how many `muted` are open in which somebody watched before
 
 
 class Health:
@@ -101,19 +102,23 @@ def health() -> Iterator[Health]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Nothing inside enters a collector: a backward that runs again over the same graph."""
+    """Nothing inside enters a collector: a backward that runs again over the same graph. Layers still are `watching`,
+    as they were in its forward: what is computed again must keep what it kept, or torch refuses it."""
+    global _muted
     with _lock:
         held = list(_collectors)
         _collectors.clear()
+        _muted += bool(held)
     try:
         yield
     finally:
         with _lock:
             _collectors[:] = held
+            _muted -= bool(held)
 
 
 def watching() -> bool:
-    return bool(_collectors)
+    return bool(_collectors or _muted)
 
 
 def operand(layer: str, role: str, x: Tensor, q: Quantized) -> None:

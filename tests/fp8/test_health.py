@@ -9,6 +9,7 @@ from torch import nn
 from octavo import fp8
 from octavo.fp8 import cast, metrics
 from octavo.fp8.formats import decode
+from octavo.fp8.health import muted, watching
 
 BLOCKS = ((1, 128), (128, 1), (128, 128), (-1, -1), (1, -1), (-1, 1), (32, 1))
 SHAPES = ((1, 1), (5, 130), (130, 300), (2, 3, 64), (128, 128))
@@ -73,3 +74,32 @@ def test_cosine_leaves_its_arguments_alone():
     found = fp8.cosine(a, b)
     assert torch.equal(a, kept[0]) and torch.equal(b, kept[1])
     assert found == float((a / float(a.norm())) @ (b / float(b.norm())))
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_a_muted_backward_runs_again_what_a_watched_forward_kept(how: str):
+    """Update in backward goes over the graph twice, and nobody listens the second time: what is computed again must
+    still be what its forward kept."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+        def forward(self, x):
+            return x + self.mlp(x)
+
+    m = nn.Sequential(Block(), Block())
+    fp8.apply(m, fp8.plan(m, "blockwise"))
+    fp8.recompute([("0", m[0]), ("1", m[1])], how)
+    x = torch.randn(8, 64, requires_grad=True)
+    with fp8.health() as heard:
+        loss = m(x).square().mean()
+        loss.backward(retain_graph=True)
+        once = heard.table()
+        first, x.grad = x.grad, None
+        with muted():
+            loss.backward()
+    assert torch.equal(x.grad, first)
+    assert heard.table() == once
+    assert not watching()
