@@ -7,11 +7,10 @@ import torch
 import torch.distributed.tensor
 from torch import nn
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from octavo.fp8.optim import convert, sharded
 from octavo.fp8.optim.adamw import AdamW
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 SHAPES = [(5, 60), (3,), (2, 128), (7, 40)]
 
