@@ -130,7 +130,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load what :func:`fp8_state_dict` gave: the masters become the dequantized codes, rounded to their dtype.
 
-    Raises ValueError for codes without scales, and what ``load_state_dict`` raises for names and shapes.
+    Raises ValueError for codes without scales or of weights that are not FP8 here, before anything changes, and what
+    ``load_state_dict`` raises for names and shapes.
     """
     weights = dict(_weights(model))
     plain = dict(state)
@@ -147,6 +148,12 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         device = weight.device
         values = dequantize(Quantized(state[name].to(device), scale.to(device), need.spec), need, weight.dtype)
         plain[name] = values.mT if need.transposed else values
+    left = [name for name, value in plain.items() if value.is_floating_point() and value.element_size() == 1]
+    if left:  # load_state_dict would copy them as values, and complain afterwards
+        raise ValueError(
+            f"{left[0]} ({len(left)} in all) holds FP8 codes, and that weight of the model is not FP8. Apply a plan "
+            "with param=True first, the one of the model that fp8_state_dict was made of."
+        )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in list(plain.items()):
         target = parameters.get(name)

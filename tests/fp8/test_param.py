@@ -359,3 +359,11 @@ def test_a_weight_that_a_graph_holds_may_stay_and_may_not_change():
     assert all(p is before[name] for name, p in model.named_parameters())
     loss.backward()
     assert model.up_proj.weight.grad is not None
+
+
+def test_codes_are_not_loaded_as_values():
+    codes, stock = fp8.fp8_state_dict(build()), Mlp()
+    before = {name: value.clone() for name, value in stock.state_dict().items()}
+    with pytest.raises(ValueError, match="Apply a plan with param=True first"):
+        fp8.load_fp8_state_dict(stock, codes)
+    assert all(torch.equal(value, before[name]) for name, value in stock.state_dict().items())
