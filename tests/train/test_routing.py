@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from octavo import fp8, models, train
+from octavo.fp8 import recompute
 from octavo.models import tiny
 from octavo.parallel import World
 from octavo.train import losses, planning, routing
-from octavo.fp8 import recompute
 from octavo.train.rundir import read_rows
 from octavo.train.step import Stepper
 from tests.train.test_ranks import torchrun

@@ -1,5 +1,5 @@
-"""Everything that saves memory, in whole runs: it trains, survives a stop, a kill and another number of ranks, and stock
-transformers loads what it leaves."""
+"""Everything that saves memory, in whole runs: it trains, survives a stop, a kill and another number of ranks, and
+stock transformers loads what it leaves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def memory(result: train.RunResult) -> dict[str, int]:
 
 
 def test_bytes_of_a_parameter(make):
-    """8.1, 6.1 and 4.1 bytes for weights, master, gradients and moments; FP8 codes of weights apart, and 0 if recast."""
+    """8.1, 6.1 and 4.1 bytes for weights, master, gradients and moments; FP8 codes of weights are apart."""
 
     def per_parameter(*over: str, dir: str) -> float:
         found = memory(train.run(make(SHORT, "train.steps=1", "train.warmup=0", "train.micro_batch=4", *over, dir=dir)))

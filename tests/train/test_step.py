@@ -9,8 +9,8 @@ import torch
 
 from octavo import models, train
 from octavo.train.forward import autocasts, model_dtype
-from octavo.train.update import AfterBackward
 from octavo.train.rundir import read_rows
+from octavo.train.update import AfterBackward
 
 
 @pytest.mark.parametrize("reduction", ["token", "sample"])
