@@ -203,6 +203,7 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
             "seconds": seconds,
             "over_torch_default": seconds / least["torch default"],
             "over_torch_fused": seconds / least["torch fused"],
+            "turns": rounds,
         }
         for name, seconds in least.items()
     ]
