@@ -88,7 +88,7 @@ def fits(card: Any, total: int, ranks: int) -> str:
 
 def show_fit(sizes: Any, said: str, args: Any, held: Sequence[str]) -> int:
     """The proposal as YAML, its reasons and what is faster and does not fit. Exit code 1 where nothing fits."""
-    from octavo.train.fit import fit, gb
+    from octavo.train.fit import fit, gb, settings_of
     from octavo.train.footprint import Card
 
     card = Card.parse(args.fit)
@@ -101,6 +101,7 @@ def show_fit(sizes: Any, said: str, args: Any, held: Sequence[str]) -> int:
                 "tried": found.tried,
                 "best": None if found.best is None else found.best.to_json(),
                 "reasons": list(found.reasons),
+                "exacter": [s.to_json() for s in found.exacter],
                 "faster": [{**s.to_json(), "over": s.over(card)} for s in found.faster],
                 "smallest": found.smallest.to_json(),
                 "ranks": found.ranks,
@@ -118,18 +119,27 @@ def show_fit(sizes: Any, said: str, args: Any, held: Sequence[str]) -> int:
             else "a larger card, shorter rows (train.seq_length) or fewer images would help"
         )
         return 1
-    best = found.best
+    best, now = found.best, settings_of(sizes.cfg)
     print(fits(card, best.footprint.total, args.ranks))
     print(f"the fastest of {found.tried} settings that fits, by an estimate of FLOPs and bytes (not a measurement):")
     print()
-    print("\n".join(best.yaml()))
+    changes = best.yaml(now)
+    print("\n".join(changes) if changes else "the configuration as it is")
     print()
+    if changes and args.file is not None:
+        print(f"on the command line: octavo train {args.file} {best.words(now)}")
     for reason in found.reasons:
         print(reason)
+    if found.exacter:
+        print("fits and rounds less:")
+    for s in found.exacter:
+        free = gb(-s.over(card))
+        print(f"  {_percent(s.seconds / best.seconds - 1)} time, {free} free: with {s.words(best.settings)}")
     if found.faster:
         print("faster by the same estimate, and too large:")
     for s in found.faster:
-        print(f"  {_percent(s.seconds / best.seconds - 1)} time, {gb(s.over(card))} too much: {'; '.join(s.yaml())}")
+        over = gb(s.over(card))
+        print(f"  {_percent(s.seconds / best.seconds - 1)} time, {over} too much: with {s.words(best.settings)}")
     return 0
 
 

@@ -21,10 +21,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from octavo.config import Config
 from octavo.config.rules import check
+from octavo.train.errors import TrainError
 from octavo.train.footprint import Card, Footprint, Footprints, changed
 from octavo.train.planning import micro_steps_of
 from octavo.train.rehearsal import Rehearsal
@@ -67,13 +69,21 @@ class Setting:
         """Bytes that it needs beyond what the card has; negative: bytes that stay free."""
         return self.footprint.total - card.usable
 
-    def yaml(self) -> list[str]:
-        """Lines for a configuration file."""
+    def differing(self, other: Settings) -> Settings:
+        """What is set in another way than there; what ``other`` does not name differs."""
+        return {key: value for key, value in self.settings.items() if key not in other or other[key] != value}
+
+    def words(self, other: Settings) -> str:
+        """What differs from ``other`` as `key=value` words for the command line."""
+        return " ".join(f"{key}={_word(value).replace(' ', '')}" for key, value in self.differing(other).items())
+
+    def yaml(self, other: Settings = MappingProxyType({})) -> list[str]:
+        """Lines of a configuration file: what differs from ``other``."""
         sections: dict[str, list[str]] = {}
-        for key, value in self.settings.items():
+        for key, value in self.differing(other).items():
             section, name = key.split(".")
-            sections.setdefault(section, []).append(f"{name}: {_word(value)}")
-        return [f"{section}: {{{', '.join(lines)}}}" for section, lines in sections.items()]
+            sections.setdefault(section, []).append(f"  {name}: {_word(value)}")
+        return [line for section, lines in sections.items() for line in (f"{section}:", *lines)]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -87,12 +97,14 @@ class Setting:
 @dataclass(frozen=True)
 class Fit:
     """``best``: the fastest setting that fits (None: none does). ``reasons``: what each of its switches is for.
-    ``faster``: the fastest that do not fit. ``smallest``: the one that needs least. ``ranks``: over how many GPUs
-    something would fit where nothing fits (None: over none that was tried, or not asked)."""
+    ``exacter``: those that fit and round less than it somewhere, nowhere more, fastest first. ``faster``: the fastest
+    that do not fit. ``smallest``: the one that needs least. ``ranks``: over how many GPUs something would fit where
+    nothing fits (None: over none that was tried, or not asked)."""
 
     card: Card
     best: Setting | None
     reasons: tuple[str, ...]
+    exacter: tuple[Setting, ...]
     faster: tuple[Setting, ...]
     smallest: Setting
     ranks: int | None
@@ -111,17 +123,20 @@ def fit(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] = ())
     if best is None:
         wider = (n for n in RANKS if n > ranks and sizes.cfg.train.global_batch % n == 0)
         more = next((n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, kept))), None)
-        return Fit(card, None, (), (), smallest, more, len(every))
+        return Fit(card, None, (), (), (), smallest, more, len(every))
     ahead = sorted((s for s in every if s.over(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
-    return Fit(card, best, tuple(_reasons(best, every, card)), tuple(_spread(ahead)), smallest, None, len(every))
+    reasons, exacter = tuple(_reasons(best, every, card, sizes, ranks)), tuple(_exacter(best, fitting))
+    return Fit(card, best, reasons, exacter, tuple(_spread(ahead)), smallest, None, len(every))
 
 
 def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -> Iterator[Setting]:
     """All combinations but those whose weights and states alone are too much; all, where none would be left."""
     cfg = sizes.cfg
     choices = dict(_CHOICES)
-    if cfg.fp8.plan is not None or not sizes.plan.share:  # a plan file decides; without FP8 there are no codes
-        held |= {"fp8.activations", "fp8.weight_codes"}
+    decided = set()  # by a plan file; and without FP8 there is nothing to choose
+    if cfg.fp8.plan is not None or not sizes.plan.share:
+        decided = {"fp8.activations", "fp8.weight_codes"}
+    held |= decided
     for key in held & set(choices):
         section, name = key.split(".")
         choices[key] = (getattr(getattr(cfg, section), name),)
@@ -162,7 +177,8 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
                 if kept is None:
                     continue
                 size = sizes.put_together(made, kept, rows_of[micro], ranks)
-                settings = {**given, "train.recompute": _named(way), "train.micro_batch": micro}
+                named = {key: value for key, value in given.items() if key not in decided}
+                settings = {**named, "train.recompute": _named(way), "train.micro_batch": micro}
                 yield Setting(settings, size, _seconds(sizes, made, way, size, kept, ranks))
 
 
@@ -200,7 +216,7 @@ def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> Rehearsal |
         else:
             try:
                 other = sizes.rehearsal(changed(chunked, {"train.recompute": how}), 1)
-            except ValueError:
+            except TrainError:
                 return None
             blocks[component], largest[component] = other.blocks[component], other.largest[component]
         recomputed[component] = max(0, plain.largest[component] - largest[component])
@@ -237,7 +253,7 @@ def _seconds(
 
 
 def _inexact(settings: Settings) -> tuple[int, ...]:
-    return tuple(ranked[settings[key]] for key, ranked in _EXACT.items())
+    return tuple(ranked[settings[key]] for key, ranked in _EXACT.items() if key in settings)
 
 
 def _fastest(found: list[Setting]) -> Setting | None:
@@ -248,29 +264,47 @@ def _fastest(found: list[Setting]) -> Setting | None:
     return min(tied, key=lambda s: (_inexact(s.settings), s.seconds))
 
 
-def _reasons(best: Setting, every: list[Setting], card: Card) -> Iterator[str]:
+def _reasons(best: Setting, every: list[Setting], card: Card, sizes: Footprints, ranks: int) -> Iterator[str]:
     """For each switch that is on: what the same setting would need without it."""
     index = {_key(s.settings): s for s in every}
     plain = {key: values[0] for key, values in _CHOICES.items()} | {"train.recompute": "none"}
     for key, off in plain.items():
-        if best.settings[key] == off:
+        if best.settings.get(key, off) == off:
             continue
         values = _CHOICES.get(key, _RECOMPUTE)
         value = best.settings[key]
         before = values[values.index(value) - 1] if value in values else off
         other = index.get(_key({**best.settings, key: before}))
-        if other is None:
-            continue
-        over, slower = other.over(card), other.seconds / best.seconds - 1
-        what = f"with {key}: {_word(before)} it would need {gb(other.footprint.total)}, "
-        if over > 0:
-            yield f"{key}: {_word(value)}, because {what}{gb(over)} too much"
+        if other is None:  # its weights and states alone are too much, or it is against a rule
+            made = changed(sizes.cfg, {**best.settings, key: before})
+            if any(True for _ in check(made)):
+                continue
+            total = sizes.of(made, ranks).total
         else:
-            yield f"{key}: {_word(value)}: {what}which fits, in {100 * slower:+.1f} % of the time"
+            total = other.footprint.total
+        what = f"with {key}: {_word(before)} it would need {gb(total)}, "
+        if total > card.usable:
+            yield f"{key}: {_word(value)}, because {what}{gb(total - card.usable)} too much"
+        elif other is not None:
+            slower = other.seconds / best.seconds - 1
+            yield f"{key}: {_word(value)}: {what}which fits, and take {100 * slower:+.1f} % time"
 
 
 def _key(settings: Settings) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in sorted(settings.items()))
+
+
+def _exacter(best: Setting, fitting: list[Setting], most: int = 3) -> Iterator[Setting]:
+    """The fastest of each way to round less than the best."""
+    here, seen = _inexact(best.settings), set()
+    for setting in sorted(fitting, key=lambda s: s.seconds):
+        there = _inexact(setting.settings)
+        if there == here or there in seen or any(a > b for a, b in zip(there, here, strict=True)):
+            continue
+        seen.add(there)
+        yield setting
+        if len(seen) == most:
+            return
 
 
 def _spread(ahead: list[Setting], most: int = 3) -> Iterator[Setting]:
@@ -291,6 +325,15 @@ def _word(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}"
     return str(value)
+
+
+def settings_of(cfg: Config) -> Settings:
+    """What a configuration says where a proposal may say otherwise."""
+    found = {}
+    for key in (*_CHOICES, "train.recompute", "train.micro_batch"):
+        section, name = key.split(".")
+        found[key] = getattr(getattr(cfg, section), name)
+    return {**found, "train.recompute": _named(dict(cfg.train.recompute))}
 
 
 def gb(size: float) -> str:

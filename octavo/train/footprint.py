@@ -207,7 +207,7 @@ class Footprints:
         """
         each, about = static.width(cfg), self._about
         low = 2 if each == 2 or autocasts(cfg, torch.device(self.device)) else 4
-        positions = tokens.counts.get("foundation", 0)
+        positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
         if cfg.train.logits == "chunked":
             chunk = min(CHUNK.get(self.device, 2**23), positions * about.vocabulary)
             loss = chunk * (low + 4 + 4 + low) + 4 * positions * about.hidden
@@ -322,8 +322,9 @@ def changed(cfg: Config, settings: Mapping[str, Any]) -> Config:
     out = cfg
     for key, value in settings.items():
         section, name = key.split(".")
-        if key == "train.recompute" and isinstance(value, str):
-            value = RecomputeSection(image_encoder=value, foundation=value)
+        if key == "train.recompute" and not isinstance(value, RecomputeSection):
+            ways = dict.fromkeys(RecomputeSection.model_fields, value) if isinstance(value, str) else value
+            value = RecomputeSection(**ways)
         part = getattr(out, section).model_copy(update={name: value})
         out = out.model_copy(update={section: part})
     return out

@@ -6,6 +6,7 @@ done in few: the first, and those after a health step.
 
 from __future__ import annotations
 
+import itertools
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.fp8.kept import kept
+from octavo.fp8.kept import Kept, Row, kept
 from octavo.fp8.local import plain
 
 MASTERS = ("master", "master_low")
@@ -37,7 +38,7 @@ class Memory:
     def forward(self) -> Iterator[None]:
         with kept(self.model, self.family.layers(self.model)) as found:
             yield
-        rows = [row for row in found.report().rows if row.kind == "activation"]
+        rows = [row for row in made_by_model(found.report()) if row.kind == "activation"]
         logits = sum(row.bytes for row in rows if not row.module or self.family.component_of(row.module) == "lm_head")
         self.activations = max(self.activations, sum(row.bytes for row in rows) - logits)
         self.logits = max(self.logits, logits)
@@ -60,6 +61,12 @@ class Memory:
         if torch.cuda.is_available():
             kinds["peak_cuda"] = torch.cuda.max_memory_allocated()
         return kinds
+
+
+def made_by_model(found: Kept) -> Iterator[Row]:
+    """Rows from the first module's on, as they were made: what comes before is the batch, on the model's device and in
+    its dtype."""
+    return itertools.dropwhile(lambda row: not row.module, found.rows)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

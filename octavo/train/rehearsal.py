@@ -33,9 +33,10 @@ from octavo import fp8, models
 from octavo.config import Config
 from octavo.fp8.choose import backends_for
 from octavo.fp8.kept import ACTIVATION, Kept, kept
-from octavo.train import build, losses
+from octavo.train import build, losses, routing
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
+from octavo.train.memory import made_by_model
 from octavo.train.tokens import Tokens
 
 __all__ = ["Rehearsal", "rehearse"]
@@ -46,7 +47,7 @@ class Rehearsal:
     """Bytes that one forward keeps, scaled to the whole model. ``blocks``: component -> all its repeating blocks;
     ``outside``: component -> what its other modules keep (embeddings' output, final norm, merger); ``largest``: the
     block that keeps most; ``copies``: 16-bit copies of weights that autocast makes and keeps until the step's backward.
-    ``logits``: what the head and the loss keep; ``shared``: positions, masks and the batch, there once, no activations;
+    ``logits``: what the head and the loss keep; ``shared``: positions and masks, there once, no activations;
     ``recomputed``: component -> what one of its blocks keeps besides while its backward runs, if it is recomputed.
     """
 
@@ -93,13 +94,44 @@ def rehearse(
     Args:
         model: stock, on the meta device, frozen as in the run; it stays as it is.
         plan: of this model. It is applied with the reference backend, which keeps what every backend keeps.
-        tokens: rows of ``tokens.row`` tokens, all of one length, and images of ``tokens.image`` patches.
+        tokens: rows of ``tokens.row`` tokens, all of one length, ``lm_head`` of which have a loss, and images of
+            ``tokens.image`` patches.
         autocast: whether the forward runs under BF16 autocast.
         head_alone: run as little as there must be before the head; only ``logits`` mean anything then.
         cfg: says the dtype of the parameters, what blocks recompute, and how the loss is made.
 
     Raises TrainError where the images' tokens do not fit into the rows, or such a forward is not possible.
     """
+    try:
+        found = _counted(model, family, plan, tokens, cfg, autocast, head_alone)
+        routers = _routers(plan) if routing.coefficient(cfg, model) else []
+        if not routers or head_alone:
+            return found
+        more = _counted(model, family, plan, tokens, cfg, autocast, balanced=True)
+        _, standing = _shrunk(model, family, _kinds(model, family, plan))
+        some = sum(any(name.startswith(f"{block}.") for block in standing) for name in routers)
+        return replace(found, logits=found.logits + (more.logits - found.logits) * len(routers) // max(1, some))
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        if isinstance(error, TrainError):
+            raise
+        raise TrainError(
+            f"what a forward of {tokens.row} tokens a row keeps cannot be counted, because {type(model).__name__} does "
+            f"not run it: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def _counted(
+    model: nn.Module,
+    family: models.Family,
+    plan: fp8.Plan,
+    tokens: Tokens,
+    cfg: Config,
+    autocast: bool,
+    head_alone: bool = False,
+    balanced: bool = False,
+) -> Rehearsal:
+    """``balanced``: with the load-balancing loss of the routers that are left, of which ``logits`` then has a part for
+    each."""
     dtype = model_dtype(cfg)
     small, standing = _shrunk(model, family, _kinds(model, family, plan), head_alone)
     fp8.apply(small, _cut(plan, small))
@@ -110,31 +142,34 @@ def rehearse(
     some = replace(family, layer_globs=tuple(standing))
     build.keep_less(small, some, _of_this(cfg, family), lambda text: None)
     batch = _batch(small, family, tokens, mode)
-    keep = torch.arange(max(1, tokens.row - 1))
+    judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
+    keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has none to predict
     computing = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     blocks = [(name, small.get_submodule(name)) for name in standing]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
         with _nothing_older(), fp8.uncounted(), _RealIndices(), kept(small, blocks) as counted, computing:
-            try:
-                if not autocast and "pixel_values" in batch:  # as octavo.train.forward does
-                    batch["pixel_values"] = batch["pixel_values"].to(dtype)
-                loss = _loss(small, batch, keep, None if isinstance(head, str) else head, cfg)
-            except (RuntimeError, NotImplementedError) as error:
-                raise TrainError(
-                    f"what a forward of {tokens.row} tokens a row keeps cannot be counted, because "
-                    f"{type(model).__name__} does not run it: {' '.join(str(error).split())[:300]}"
-                ) from error
+            if not autocast and "pixel_values" in batch:  # as octavo.train.forward does
+                batch["pixel_values"] = batch["pixel_values"].to(dtype)
+            if balanced:
+                batch["output_router_logits"] = True
+            loss = _loss(small, batch, keep, None if isinstance(head, str) else head, cfg)
         found = counted.report()
     del loss
     weights = {tuple(p.shape) for p in small.parameters()} if autocast else set()
     return _scaled(found, small, family, standing, weights)
 
 
+def _routers(plan: fp8.Plan) -> list[str]:
+    return [row.name for row in plan.rows if row.kind == "router"]
+
+
 def _of_this(cfg: Config, family: models.Family) -> Config:
-    """The configuration without recomputation of components that the model lacks."""
+    """The configuration without recomputation of components that the model lacks, and without what has to do with a
+    device: what is moved to the host is kept all the same, and counted by :mod:`octavo.train.footprint`."""
     ways = {component: how for component, how in cfg.train.recompute if component in family.components}
-    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways)})
+    there = {"offload_activations": False, "synchronize_per_layer": False}
+    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **there})
     return cfg.model_copy(update={"train": train})
 
 
@@ -145,10 +180,14 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: fp8.Chunk
     more: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
     smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
     if head is None:
-        logits = model(**batch, **more, use_cache=False).logits
-        return losses.cross_entropy(logits if trims else logits[:, keep], target, **smooth).sum()
-    with head.losses(target, **smooth, chunk=target.numel()) as given:
-        return given.take(model(**batch, **more, use_cache=False).logits).sum()
+        out = model(**batch, **more, use_cache=False)
+        loss = losses.cross_entropy(out.logits if trims else out.logits[:, keep], target, **smooth).sum()
+    else:
+        with head.losses(target, **smooth, chunk=target.numel()) as given:
+            out = model(**batch, **more, use_cache=False)
+            loss = given.take(out.logits).sum()
+    balance = getattr(out, "aux_loss", None)
+    return loss if balance is None else loss + balance
 
 
 # --- one block for all of its kind ------------------------------------------------------------------------------------
@@ -351,7 +390,7 @@ def _scaled(
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}
     copies = shared = logits = 0
-    for row in found.rows:
+    for row in made_by_model(found):
         if row.kind != ACTIVATION:
             shared += row.bytes
         elif not row.module or family.component_of(row.module) == "lm_head":

@@ -57,7 +57,7 @@ def switches(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
                 continue
             try:
                 saved = sizes.of(tried, ranks).total - now
-            except (TrainError, ValueError):  # nothing of this model could be run again so
+            except TrainError:  # nothing of this model could be run again so
                 continue
             on = other == values[0] and at > 0
             yield Switch(key, found if on else other, on, saved if on else -saved, cost)

@@ -41,6 +41,6 @@ def test_fit_proposes_yaml(capsys) -> None:
     ]
     assert main(["plan", "--shape", "llama2_7b", "--fit", "80GB", "train.global_batch=1", *held]) == 0
     out = capsys.readouterr().out
-    assert "optimizer: {master: " in out and "by an estimate of FLOPs and bytes (not a measurement)" in out
+    assert "\n  states: fp8\n" in out and "by an estimate of FLOPs and bytes (not a measurement)" in out
     assert main(["plan", "--shape", "llama2_7b", "--fit", "4GB", "train.global_batch=1", *held]) == 1
     assert "nothing fits" in capsys.readouterr().out

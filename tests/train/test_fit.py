@@ -8,14 +8,21 @@ import pytest
 
 from octavo.config import load_config_text
 from octavo.train import planning
-from octavo.train.fit import TIE, _fastest, fit
+from octavo.train.fit import TIE, _fastest, fit, settings_of
 from octavo.train.footprint import CONTEXT, FRAGMENTS, Card, Footprints
 from octavo.train.tokens import Tokens
 
+TRAIN = ("logits", "offload_activations", "recompute", "micro_batch")
 
-@pytest.fixture
-def all_of(make, place) -> Footprints:
-    cfg = make(f"model.path={place / 'text'}", "train.micro_batch=1", "train.global_batch=2")
+
+@pytest.fixture(scope="module")
+def all_of(place) -> Footprints:
+    """Its forwards are counted once for all tests."""
+    cfg = load_config_text(f"""
+model: {{path: {place / "text"}}}
+data: {{train: [{{path: x.json}}]}}
+train: {{steps: 6, seq_length: 128, micro_batch: 1, global_batch: 2}}
+""")
     model, family = planning.model_of(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
     return Footprints(cfg, model, family, plan, Tokens({"foundation": 128, "lm_head": 128}, 128, 0))
@@ -44,11 +51,18 @@ def test_less_room_takes_switches_and_says_why(all_of, place) -> None:
     assert best is not None and best.over(tight.card) <= 0 and tight.reasons
     assert all(s.over(tight.card) > 0 and s.seconds < best.seconds for s in tight.faster)
     # what is proposed is a configuration that can be run
-    text = f"model: {{path: {place / 'text'}}}\ndata: {{train: [{{path: x.json}}]}}\n"
-    lines = [
-        line if not line.startswith("train:") else line[:-1] + ", steps: 1, global_batch: 2}" for line in best.yaml()
-    ]
-    assert load_config_text(text + "\n".join(lines)).optimizer.states == best.settings["optimizer.states"]
+    text = f"""
+model: {{path: {place / "text"}}}
+data: {{train: [{{path: x.json}}]}}
+"""
+    lines = [line for line in best.yaml(settings_of(all_of.cfg)) if line != "train:"]
+    more = [line for line in best.yaml() if line.startswith("  ") and line.split(":")[0].strip() in TRAIN]
+    lines = [line for line in lines if line not in more]
+    made = load_config_text("\n".join([text, *lines, "train:", "  steps: 1", "  global_batch: 2", *more]))
+    assert made.optimizer.states == best.settings["optimizer.states"]
+    assert {key: value for key, value in settings_of(made).items() if key in best.settings} == best.settings
+    again = all_of.cfg.with_overrides(best.words(settings_of(all_of.cfg)).split())
+    assert settings_of(again) == settings_of(made)
 
 
 def test_settings_given_are_held(all_of) -> None:
