@@ -177,16 +177,16 @@ class GatedMlp(Swapped):
         return all(_recipe_obstacle(m.recipe) is None for m in linears)
 
 
+_COUNTERS = ("octavo.fp8.observe", "octavo.fp8.kept")  # whose hooks only watch
+
+
 def _seen_from_outside() -> bool:
-    """Whether hooks on all modules of the process wait for calls of the children; the counter of GEMMs does not."""
+    """Whether hooks on all modules of the process wait for calls of the children. Those that count GEMMs and kept bytes
+    do not: a forward that they watch must keep what it keeps alone, since a recomputed one runs without them."""
     module = nn.modules.module
-    others = (h for h in module._global_forward_hooks.values() if h is not observe._observe_module)
-    return bool(
-        module._global_forward_pre_hooks
-        or module._global_backward_hooks
-        or module._global_backward_pre_hooks
-        or next(others, None) is not None
-    )
+    hooks = (*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values())
+    others = (hook for hook in hooks if getattr(hook, "__module__", "") not in _COUNTERS)
+    return bool(module._global_backward_hooks or module._global_backward_pre_hooks or next(others, None) is not None)
 
 
 class _Call(NamedTuple):

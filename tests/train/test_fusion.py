@@ -9,6 +9,7 @@ import pytest
 
 from octavo import fp8, train
 from octavo.fp8 import fusion
+from octavo.models import tiny
 from octavo.train import planning
 
 from .test_ranks import losses, torchrun
@@ -84,6 +85,13 @@ def test_recomputation_changes_no_loss(make, calls):
         train.run(make(*common, dir="a")).losses() == train.run(make(*common, "train.recompute=full", dir="b")).losses()
     )
     assert calls
+
+
+def test_a_watched_forward_keeps_what_its_recomputation_keeps(make, tmp_path: Path):
+    """The first step counts kept bytes in the forward alone: gated MLPs are fused there as they are in backward."""
+    tiny.write("qwen3_vl", tmp_path / "whole")
+    over = (f"model.path={tmp_path / 'whole'}", "fp8.fuse=on", "train.recompute=full", "train.steps=1")
+    train.run(make(*over, "train.warmup=0", "data.eval=[]"))
 
 
 @pytest.mark.long
