@@ -7,6 +7,7 @@ or the same with states in host memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,27 +45,34 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     return kind(groups, **common, states=settings.states, master=settings.master, seed=cfg.run.seed)
 
 
-def zeroed_moments(optimizer: torch.optim.Optimizer, norm: Tensor, cfg: Config) -> int | None:
-    """Elements whose second moment is zero right after a step whose gradient was not, so that its next update would be
-    m / eps: what a format must never do. Counted on this rank, of gradients that are still there (None: there are none,
-    as with update in backward, or the format has no codes).
+@contextmanager
+def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
+    """Inside, each update of a parameter counts the elements whose second moment is zero after a gradient that was not:
+    the next update of such a weight would be m / eps, what a format must never do. One count a parameter on this rank;
+    none for formats without codes, which round nothing to zero.
 
-    `norm` is the gradients' norm before clipping: squares that fp32 itself cannot hold do not count.
+    Squares of gradients that fp32 itself cannot hold do not count.
     """
+    found: list[Tensor] = []
     if not isinstance(optimizer, fp8.AdamW):
-        return None
-    optimizer.settle()
-    factor = min(1.0, cfg.train.clip / (float(norm) + 1e-6)) if cfg.train.clip else 1.0
-    found: list[int] = []
-    for group in optimizer.param_groups:
-        rest = 1.0 - group["betas"][1]
-        for p in group["params"]:
-            if p.grad is None or "exp_avg_sq_codes" not in optimizer.state[p]:
-                continue
-            _, v = decode(p, group, optimizer.state[p])
-            moved = (plain(p.grad).float().flatten() * factor).square() * rest > torch.finfo(torch.float32).tiny
-            found.append(int((moved & (v == 0).to(moved.device)).sum()))  # states may be in host memory
-    return sum(found) if found else None
+        yield found
+        return
+
+    def count(p: Tensor, group: dict[str, Any], factor: float | Tensor | None) -> None:
+        state = optimizer.state[p]
+        if "exp_avg_sq_codes" not in state:
+            return
+        optimizer.settle()  # states may be in host memory, and on their way
+        gradient = plain(p.grad).float().flatten()
+        moved = (gradient if factor is None else gradient * factor).square() * (1.0 - group["betas"][1])
+        _, v = decode(p, group, state)
+        found.append(((moved > torch.finfo(torch.float32).tiny).to(v.device) & (v == 0)).sum())
+
+    optimizer.watch = count
+    try:
+        yield found
+    finally:
+        optimizer.watch = None
 
 
 def spares(name: str, parameter: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from octavo.parallel import World
 from octavo.train import compiled, losses
 from octavo.train.forward import Forward
 from octavo.train.memory import Memory
-from octavo.train.optim import set_lr, zeroed_moments
+from octavo.train.optim import counting_zeroed, set_lr
 from octavo.train.routing import ExpertLoad
 from octavo.train.update import Loss, Update
 
@@ -89,11 +90,11 @@ class Stepper:
             tokens = max(float(totals[1]), 1.0)
             shares = (batch["meta"].tokens / tokens for batch in batches)
             losses = (self.loss(b, float(totals[0]), share, memory) for b, share in zip(batches, shares, strict=True))
-            done = self.update.run(losses)
+            with _maybe(partial(counting_zeroed, self.optimizer), look.health) as zeroed:
+                done = self.update.run(losses)
         if not done.applied and histories:  # a step that is not applied leaves no trace; cached codes follow the scales
             fp8.load_scaling_state(self.model, histories)
             fp8.invalidate(self.model)
-        zeroed = zeroed_moments(self.optimizer, done.norm, self.cfg) if look.health and done.applied else None
         kinds = memory.report(self.optimizer) if memory else None
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:
@@ -101,7 +102,8 @@ class Stepper:
         loss, aux = done.parts.tolist()
         return StepResult(
             loss, float(done.norm), int(totals[1]), int(totals[2]), done.applied, counts, health, kinds,
-            aux if self.balance else None, load.end(self.world) if load else None, zeroed,
+            aux if self.balance else None, load.end(self.world) if load else None,
+            int(sum(zeroed)) if zeroed else None,
         )  # fmt: skip
 
     def loss(self, batch: dict[str, Any], denominator: float, share: float = 1.0, memory: Memory | None = None) -> Loss:

@@ -72,9 +72,13 @@ def test_stock_transformers_loads_what_was_trained(make, over):
         assert torch.equal(getattr(parameter, "master", parameter).detach(), theirs[name].detach()), name
 
 
-def test_second_moments_that_became_zero_are_counted(make):
-    rows = read_rows(train.run(make(SHORT, *ROUNDED, "run.health_every=2")).dir / "metrics.jsonl")
+@pytest.mark.parametrize("over", [ROUNDED, EXACT], ids=["after backward", "in backward"])
+def test_second_moments_that_became_zero_are_counted(make, over, monkeypatch):
+    rows = read_rows(train.run(make(SHORT, *over, "run.health_every=2")).dir / "metrics.jsonl")
     assert [row["zeroed_v"] for row in rows if "health" in row] == [0] * 3
+    monkeypatch.setattr("octavo.train.optim.decode", lambda p, group, state: (None, torch.zeros(p.numel())))
+    lost = train.run(make(SHORT, *over, "run.health_every=2", "train.steps=2", "train.warmup=0", dir="lost"))
+    assert read_rows(lost.dir / "metrics.jsonl")[1]["zeroed_v"] > 1000
 
 
 @pytest.mark.parametrize(
