@@ -41,7 +41,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "Octavo, update in backward": {"fp8": FP8, "master": "bf16+sr", "in_backward": True, "check": True},
 }
 NEEDED = 2.2
-SETTINGS = {"tokens": 1024, "steps": 2}
+SETTINGS = {"tokens": 256, "steps": 2}
 # Freed memory goes back to the system at once instead of waiting in glibc's heap: the same in all arms.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "393216", "MALLOC_TRIM_THRESHOLD_": "393216"}
 
