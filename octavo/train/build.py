@@ -133,7 +133,8 @@ def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path
 def _told(plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None) -> str:
     """The plan for people, before anything is loaded."""
     if not any(row.fp8 or row.decided for row in plan.rows):
-        return "FP8 is off: every layer computes in high precision"
+        off = "FP8 is off: every layer computes in high precision"
+        return "\n".join([off, *plan.notes]) if any(block.saves for block in plan.blocks) else off
     further = [f"note: {note}" for note in notes if note not in plan.notes]
     return "\n".join([plan.table(), *further, *([] if prediction is None else prediction.sentences())])
 
