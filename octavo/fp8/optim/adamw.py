@@ -15,8 +15,13 @@ from octavo.fp8.optim import state_dict as state_dict_
 from octavo.fp8.optim.moments import STATES
 from octavo.fp8.optim.philox import LIMIT
 from octavo.fp8.optim.update import MASTERS, Hyper, Piece
+from octavo.fp8.weights import local_of
 
 __all__ = ["AdamW"]
+
+Watch = Callable[[Tensor, dict[str, Any], "float | Tensor | None"], None]
+
+_PART = 1 << 22  # elements compared at a time where a BF16 weight was written by somebody else
 
 
 class AdamW(torch.optim.Optimizer):
@@ -34,12 +39,23 @@ class AdamW(torch.optim.Optimizer):
 
     All but `params` may differ between parameter groups. A parameter without a gradient is skipped, a sparse gradient
     is taken as the dense one it stands for. Results do not depend on how parameters are sharded. Each parameter's state
-    has `step` and the tensors of `moments.LAYOUT`, codes in the parameter's shape, made in its first step.
+    has `step` and the tensors of `moments.LAYOUT`, codes in the parameter's shape, made in its first step; from then on
+    its dtype and shape and the group's `states` and `master` are settled.
+
+    Weights may be written between two steps, as by `model.load_state_dict`: the next step starts from what it finds.
+    Where an fp32 `master` stands behind a BF16 parameter, elements that it no longer rounds to are taken from the
+    parameter. Torch must see such a write: one through `p.data.copy_` leaves no trace, and the master wins.
+
+    State dicts of torch's AdamW are loaded and encoded. The way back: a torch AdamW cannot take a state dict of this
+    class, `fp8.to_torch(optimizer)` makes one that it can.
 
     Raises ValueError for settings that cannot be met, with what would be.
     """
 
+    watch: Watch | None = None
+    """Called with each parameter after its update, its group and the factor; its gradient is still there."""
     _places: Mapping[int, tuple[int, int]] = {}  # by id: see :meth:`_place`
+    _written: Mapping[Tensor, tuple[int, int, int]] = {}  # of parameters with a `master`: see :func:`_mark`
 
     def __init__(
         self,
@@ -69,7 +85,8 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, factor: float | Tensor | None = None) -> Any:
         """One step. `factor` (a number or a 0-d tensor, read on the device) multiplies every gradient: clipping by it
-        costs no pass over the gradients. Returns what `closure` returns."""
+        costs no pass over the gradients. Returns what `closure` returns. Raises ValueError for a parameter that is no
+        longer what its state was made for, before anything is written."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,6 +103,14 @@ class AdamW(torch.optim.Optimizer):
         for p in parameters:
             of, at = self._place(p)
             wanted.setdefault(of, {})[at] = p
+            _fits(p, self.param_groups[of], self.state.get(p, {}))
+        if isinstance(factor, Tensor):
+            if factor.numel() != 1:
+                raise ValueError(
+                    f"factor is a tensor of shape {list(factor.shape)}, and one number multiplies every gradient: take "
+                    "a number or a 0-d tensor."
+                )
+            factor = factor.reshape(())
         for of in sorted(wanted):
             group = self.param_groups[of]
             work: dict[torch.device, list[Piece]] = {}
@@ -104,6 +129,11 @@ class AdamW(torch.optim.Optimizer):
             sharded.step(shared, hyper(group), factor)
             for weight, stepped in copies:
                 weight.copy_(stepped.view(weight.shape))
+            for p in wanted[of].values():
+                if self.watch is not None:
+                    self.watch(p, group, factor)
+                if "master" in self.state[p]:
+                    self._remember(p)
 
     def _place(self, p: Tensor) -> tuple[int, int]:
         """The number of its group and the place of `p` in it. All places are written down once: update in backward
@@ -122,6 +152,9 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state.update(self.fresh(p, group))
+        elif "master" in state and self._written.get(p) != _mark(p):
+            self.settle()
+            _honour(plain(p).contiguous().view(-1), plain(state["master"]).view(-1))
         state["step"] += 1
         grad = cast(Tensor, p.grad)
         if grad.is_sparse:
@@ -141,6 +174,11 @@ class AdamW(torch.optim.Optimizer):
     def fresh(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first step, where this optimizer keeps states."""
         return layout.fresh(p, group)
+
+    def _remember(self, p: Tensor) -> None:
+        if not self._written:  # a new one: that of the class is everybody's, and a copy begins without
+            self._written = {}
+        cast(dict[Tensor, tuple[int, int, int]], self._written)[p] = _mark(p)
 
     def settle(self) -> None:
         """Wait until `state` holds what the last step wrote, where that takes time: here it always does."""
@@ -162,13 +200,61 @@ def _holds(group: dict[str, Any], at: int, p: Tensor) -> bool:
     return at < len(group["params"]) and group["params"][at] is p
 
 
-def _check(group: dict[str, Any]) -> None:
-    """Raise ValueError for settings of a parameter group that cannot be met."""
+def _mark(p: Tensor) -> tuple[int, int, int]:
+    """What differs once somebody wrote to a parameter, or to its shard: the versions that torch counts, the address."""
+    return p._version, local_of(p)._version, plain(p).data_ptr()
+
+
+def _honour(weight: Tensor, master: Tensor) -> None:
+    """Let `master` (fp32 [n]) be what somebody wrote into `weight` (BF16 [n]) where it no longer rounds to that; all
+    other elements keep their bits. Waits for the device only where the master lies in host memory."""
+    for own, found in zip(master.split(_PART), weight.to(master.device).split(_PART), strict=True):
+        own.copy_(torch.where(own.to(found.dtype) != found, found.float(), own))
+
+
+def _fits(p: Tensor, group: dict[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a parameter that cannot step because something changed since it was given or its state was
+    made. It looks at no value."""
+    _check_formats(group)
+    _check_parameter(p, group["master"])
+    if p.grad is not None and p.grad.shape != p.shape:
+        raise ValueError(
+            f"A parameter of shape {list(p.shape)} has a gradient of shape {list(p.grad.shape)}, and one of its own "
+            "shape is needed. Call zero_grad() and run the backward again."
+        )
+    if not state:
+        return
+    kept = {k.name: k.dtype for k in layout.keeps(group["states"], group["master"], p.dtype)}
+    found = {name: x.dtype for name, x in state.items() if name != "step"}
+    shape = next(x.shape for name, x in state.items() if name != "step" and name not in layout.PER_GROUP)
+    if found != kept or shape != p.shape:
+        raise ValueError(
+            f"A parameter of shape {list(p.shape)} is {_name(p.dtype)} with states={group['states']!r} and "
+            f"master={group['master']!r}, for which {_told(kept)} are expected; its state was made for "
+            f"shape {list(shape)} and has {_told(found)}. Put back what was changed after its first step, or make a "
+            "new optimizer (fp8.copy_state converts states from one to another)."
+        )
+
+
+def _told(dtypes: Mapping[str, torch.dtype]) -> str:
+    return ", ".join(f"{name} {_name(dtype)}" for name, dtype in dtypes.items())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_formats(group: dict[str, Any]) -> None:
     states, kind = group["states"], group["master"]
     if states not in STATES:
         raise ValueError(f"states={states!r} is none of {', '.join(STATES)}.")
     if kind not in MASTERS:
         raise ValueError(f"master={kind!r} is none of {', '.join(MASTERS)}.")
+
+
+def _check(group: dict[str, Any]) -> None:
+    """Raise ValueError for settings of a parameter group that cannot be met."""
+    _check_formats(group)
     lr, (beta1, beta2) = group["lr"], group["betas"]
     if not isinstance(lr, Tensor) and not lr >= 0:  # a tensor is not read: it may lie on a device
         raise ValueError(f"lr={lr} is not a learning rate: take 0 or more.")
@@ -181,16 +267,19 @@ def _check(group: dict[str, Any]) -> None:
     if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 1 << 64):
         raise ValueError(f"seed={group['seed']!r} is no integer of 64 bits: take one from 0 to 2^64 - 1.")
     for p in group["params"]:
-        dtype = plain(p).dtype
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"A parameter of shape {list(p.shape)} is {dtype}: fp8.AdamW steps fp32 and BF16 weights. Convert the "
-                "model with .float() or .bfloat16()."
-            )
-        if kind != "fp32" and dtype != torch.bfloat16:
-            raise ValueError(
-                f"master={kind!r} keeps weights in BF16, but a parameter of shape {list(p.shape)} is {dtype}. Convert "
-                "the model with .bfloat16(), or take master='fp32'."
-            )
-        if p.numel() > LIMIT:
-            raise ValueError(f"A parameter of {p.numel()} elements is too large for random bits: split it in two.")
+        _check_parameter(p, group["master"])
+
+
+def _check_parameter(p: Tensor, kind: str) -> None:
+    if p.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"A parameter of shape {list(p.shape)} is {p.dtype}: fp8.AdamW steps fp32 and BF16 weights. Convert the "
+            "model with .float() or .bfloat16()."
+        )
+    if kind != "fp32" and p.dtype != torch.bfloat16:
+        raise ValueError(
+            f"master={kind!r} keeps weights in BF16, but a parameter of shape {list(p.shape)} is {p.dtype}. Convert "
+            "the model with .bfloat16(), or take master='fp32'."
+        )
+    if p.numel() > LIMIT:
+        raise ValueError(f"A parameter of {p.numel()} elements is too large for random bits: split it in two.")

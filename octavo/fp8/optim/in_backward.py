@@ -66,9 +66,17 @@ class UpdateInBackward:
 
     ``model`` is where delayed scaling keeps its histories, which two passes must record once; a list of parameters will
     do for a model without. While the hooks are there every backward goes through :meth:`run`; :meth:`remove` ends that.
+
+    Raises ValueError for another optimizer than fp8.AdamW, for parameters that are not in it, and for those that an
+    update in backward steps already.
     """
 
     def __init__(self, optimizer: AdamW, model: nn.Module | Iterable[nn.Parameter]) -> None:
+        if not isinstance(optimizer, AdamW):
+            raise ValueError(
+                f"Update in backward was asked of {type(optimizer).__name__}, which cannot step one parameter alone. "
+                "Use fp8.AdamW (without a wrapper around it), or call optimizer.step() after the backward."
+            )
         self.optimizer = optimizer
         self._model = model if isinstance(model, nn.Module) else None
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -96,7 +104,7 @@ class UpdateInBackward:
 
         Raises:
             PartialUpdate: a gradient was not finite, and with ``clip=0`` some weights had been written.
-            RuntimeError: a parameter got a second gradient in this step, or had one before it.
+            RuntimeError: a parameter got a second gradient in this step, or had one before it; or none got any.
         """
         parameters = self._hook()
         held = sum(p.grad is not None for p in parameters)
@@ -105,7 +113,7 @@ class UpdateInBackward:
                 f"{held} parameters hold a gradient from before this step, which update in backward would add to. "
                 "Call optimizer.zero_grad() first."
             )
-        if clip < 0:
+        if not clip >= 0:  # also NaN
             raise ValueError(f"Gradients cannot be clipped to a norm of {clip}; use a positive one, or 0 for none.")
         norms: dict[int, Tensor] = {}
         if not clip:
@@ -163,9 +171,19 @@ class UpdateInBackward:
     def _hook(self) -> list[nn.Parameter]:
         """The parameters that ask for a gradient, each with its hook: one thawed meanwhile gets one, too."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        for p in parameters:
-            if id(p) not in self._hooks:
-                self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._complete)
+        new = [p for p in parameters if id(p) not in self._hooks]
+        taken = sum(
+            isinstance(getattr(hook, "__self__", None), UpdateInBackward)
+            for p in new
+            for hook in (p._post_accumulate_grad_hooks or {}).values()
+        )
+        if taken:
+            raise ValueError(
+                f"{taken} of {len(parameters)} parameters are updated in backward by another UpdateInBackward already, "
+                "and each can be stepped by one alone. Go on with that one, or call its remove() first."
+            )
+        for p in new:
+            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._complete)
         return parameters
 
     @contextmanager
@@ -175,6 +193,12 @@ class UpdateInBackward:
             yield
         finally:
             self._act = None
+        if self._hooks and not self._seen:
+            raise RuntimeError(
+                "No gradient arrived: none of the parameters that ask for one got one in this pass, and nothing was "
+                "updated. The function given to run must call loss.backward(retain_graph=retain) each time it is "
+                "called, on a loss that depends on the optimizer's parameters."
+            )
 
     def _complete(self, p: nn.Parameter) -> None:
         """The hook: the gradient of ``p`` is complete."""

@@ -35,13 +35,19 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
     A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
     from the dict; those it lacks stay. Tensors that are there are written into.
 
-    Raises ValueError, before anything is changed, for groups of other sizes, other formats of states, missing or
-    foreign tensors, other shapes or dtypes.
+    Raises ValueError, before anything is changed, for a dict without states or groups, groups of other sizes, states of
+    parameters in no group, other formats of states, missing or foreign tensors, other shapes or dtypes.
     """
     given = dict(state_dict)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = before(optimizer, given)
         given = given if changed is None else changed
+    lacking = [key for key in ("state", "param_groups") if key not in given]
+    if lacking:
+        raise ValueError(
+            f"The state dict has {', '.join(map(str, given)) or 'nothing'}, and lacks {' and '.join(lacking)}. Give "
+            "what optimizer.state_dict() gave: of a checkpoint that holds more, its part of the optimizer."
+        )
     optimizer.settle()
     mine, saved = optimizer.param_groups, given["param_groups"]
     sizes = [[len(g["params"]) for g in groups] for groups in (saved, mine)]
@@ -50,9 +56,16 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
             f"The state dict has groups of {sizes[0]} parameters, this optimizer groups of {sizes[1]}. Make the "
             "optimizer with the groups that were saved."
         )
+    unknown = [number for number in given["state"] if all(number not in g["params"] for g in saved)]
+    if unknown:
+        raise ValueError(
+            f"The state dict has a state of parameter {unknown[0]!r} ({len(unknown)} such in all), which is in none of "
+            f"its groups of {sizes[0]} parameters. Load a state dict as optimizer.state_dict() gave it, whole."
+        )
     work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, given["state"])]
     for group, former in zip(mine, saved, strict=True):
         group.update({key: copy.deepcopy(former[key]) for key in group if key in former and key != "params"})
+    optimizer._written = {}  # masters are compared with their parameters in the next step
     for entry in work:
         p, group, values = entry.parameter, entry.group, entry.values
         state = optimizer.state.pop(p, {})

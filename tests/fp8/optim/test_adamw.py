@@ -8,6 +8,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8 import weights
+from octavo.fp8.local import plain
 from octavo.fp8.optim.moments import STATES
 
 
@@ -255,3 +256,123 @@ def test_a_parameter_of_nobody_is_refused():
     other.grad = torch.ones(5)
     with pytest.raises(ValueError, match=r"shape \[5\] is in no group"):
         optimizer.update([other])
+
+
+def _masters(fp8_weight=False):
+    """A BF16 layer that stepped twice, with its optimizer: fp32 masters apart from the weights."""
+    model = nn.Linear(40, 20, dtype=torch.bfloat16)
+    if fp8_weight:
+        model = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16))
+        fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="blockwise", param=True)))
+    optimizer = fp8.AdamW(model.parameters(), lr=1e-3)
+    for seed in range(2):
+        _step(model, optimizer, seed)
+    return model, optimizer
+
+
+def _step(model, optimizer, seed):
+    for p in model.parameters():
+        p.grad = some(p.shape, seed).bfloat16()
+    optimizer.step()
+
+
+def _bits_of(optimizer):
+    return {i: (plain(p).clone(), optimizer.state[p]["master"].clone()) for i, p in enumerate(optimizer.state)}
+
+
+@pytest.mark.parametrize("fp8_weight", [False, True])
+def test_a_weight_that_was_loaded_between_two_steps_is_where_the_next_one_starts(fp8_weight):
+    model, optimizer = _masters(fp8_weight)
+    loaded = {name: some(x.shape, 7).to(x.dtype) for name, x in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    _step(model, optimizer, 3)
+    for name, p in model.named_parameters():
+        assert torch.equal(plain(p), loaded[name]) and torch.equal(
+            optimizer.state[p]["master"].bfloat16(), loaded[name]
+        )
+
+
+@pytest.mark.parametrize("fp8_weight", [False, True])
+def test_masters_keep_every_bit_where_what_was_written_is_what_they_round_to(fp8_weight):
+    """The same values loaded again, a copy and a state dict's way home change nothing; one element written changes
+    that one."""
+    model, optimizer = _masters(fp8_weight)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    assert not twin._written and not fp8.AdamW._written
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
+    for each in ((model, optimizer), (twin_model, twin)):
+        _step(*each, 3)
+    for (weight, master), (other, its) in zip(_bits_of(optimizer).values(), _bits_of(twin).values(), strict=True):
+        assert torch.equal(weight, other) and torch.equal(master, its)
+        assert not torch.equal(master, weight.float())
+    twin.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        first = next(iter(twin_model.parameters()))
+        first[0].copy_(torch.full_like(first[0], 3.0))
+    _step(model, optimizer, 4)
+    _step(twin_model, twin, 4)
+    (ours, mine), (theirs, its) = _bits_of(optimizer)[0], _bits_of(twin)[0]
+    assert torch.equal(ours[1:], theirs[1:]) and torch.equal(mine[1:], its[1:])
+    assert torch.allclose(its[0], torch.tensor(3.0), atol=1e-2) and not torch.equal(mine[0], its[0])
+
+
+def test_a_master_is_not_compared_while_nobody_writes(monkeypatch):
+    model, optimizer = _masters()
+    monkeypatch.setattr("octavo.fp8.optim.adamw._honour", lambda *_: pytest.fail("compared without cause"))
+    _step(model, optimizer, 3)
+
+
+@pytest.mark.parametrize(
+    ("master", "dtype", "change", "message"),
+    [
+        ("fp32", torch.bfloat16, lambda m, o: m.float(), r"\[20\] is float32 .* has .*master float32.*Put back"),
+        ("fp32", torch.float32, lambda m, o: m.bfloat16(), "is bfloat16 .* master float32 are expected"),
+        ("fp32", torch.float32, lambda m, o: m.half(), r"is torch.float16: .*\.bfloat16\(\)"),
+        ("bf16+sr", torch.bfloat16, lambda m, o: m.float(), r"keeps weights in BF16, .* is torch.float32"),
+        ("fp32", torch.float32, lambda m, o: setattr(m.weight, "data", some((4, 4))), r"gradient of shape \[20, 40\]"),
+        ("fp32", torch.float32, lambda m, o: _replace(m), r"shape \[4, 4\] .* made for shape \[20, 40\]"),
+        ("fp32", torch.bfloat16, lambda m, o: o.param_groups[0].update(master="bf16+sr"), "has .*master float32"),
+        ("fp32", torch.float32, lambda m, o: o.param_groups[0].update(states="bf16"), "exp_avg bfloat16, .*expected"),
+        ("fp32", torch.float32, lambda m, o: o.param_groups[0].update(states="fp4"), "none of fp8, coat, bf16, fp32"),
+    ],
+)
+def test_what_changed_after_the_first_step_is_refused_before_anything_is_written(master, dtype, change, message):
+    model = nn.Linear(40, 20, dtype=dtype)
+    optimizer = fp8.AdamW([model.bias, model.weight], lr=1e-2, master=master)
+    for p in model.parameters():
+        p.grad = some(p.shape).to(dtype)
+    optimizer.step()
+    change(model, optimizer)
+    before = copy.deepcopy([optimizer.state_dict()["state"], model.state_dict()])
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    after = [optimizer.state_dict()["state"], model.state_dict()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def _replace(model):
+    model.weight.grad = None
+    model.weight.data = some((4, 4))
+    model.weight.grad = some((4, 4))
+
+
+def test_bf16_and_fp32_moments_are_told_apart():
+    p = nn.Parameter(some(5))
+    optimizer = trained(p, [some(5)], states="fp32")
+    optimizer.param_groups[0]["states"] = "bf16"  # of the same names
+    with pytest.raises(ValueError, match="exp_avg bfloat16.*its state .* has exp_avg float32"):
+        optimizer.step()
+
+
+def test_a_factor_is_one_number():
+    a, b = nn.Parameter(some(300)), nn.Parameter(some(300))
+    with pytest.raises(ValueError, match=r"factor is a tensor of shape \[2\].*0-d tensor"):
+        a.grad = some(300)
+        fp8.AdamW([a]).step(factor=torch.ones(2))
+    assert torch.equal(a, b)
+    for p, factor in ((a, torch.tensor([0.25], dtype=torch.float64)), (b, 0.25)):
+        p.grad = some(300)
+        fp8.AdamW([p]).step(factor=factor)
+    assert torch.equal(a, b)

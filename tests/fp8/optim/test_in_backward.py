@@ -210,6 +210,42 @@ def test_settings_that_cannot_be() -> None:
         UpdateInBackward(AdamW(model.layers.parameters()), model)
     with pytest.raises(ValueError, match="cannot be clipped to a norm of -1"):
         UpdateInBackward(AdamW(model.parameters()), model).run(lambda retain: None, clip=-1.0)
+    model = plain_model()
+    with pytest.raises(ValueError, match="cannot be clipped to a norm of nan"):
+        UpdateInBackward(AdamW(model.parameters()), model).run(lambda retain: None, clip=float("nan"))
+    with pytest.raises(ValueError, match=r"asked of SGD.*Use fp8\.AdamW"):
+        UpdateInBackward(torch.optim.SGD(model.parameters()), model)  # type: ignore[arg-type]
+
+
+def test_a_parameter_has_one_update_in_backward() -> None:
+    model = plain_model()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    first = UpdateInBackward(optimizer, model)
+    for other in (optimizer, AdamW(model.parameters())):
+        with pytest.raises(ValueError, match=r"by another UpdateInBackward already.*remove\(\)"):
+            UpdateInBackward(other, model)
+    loss = model(tokens(0))
+    assert first.run(lambda retain: loss.backward(retain_graph=retain)).applied
+    first.remove()
+    loss = model(tokens(1))
+    assert UpdateInBackward(optimizer, model).run(lambda retain: loss.backward(retain_graph=retain)).applied
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_function_that_runs_no_backward_is_told_so(clip: float) -> None:
+    model = plain_model()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    updating = UpdateInBackward(optimizer, model)
+    for idle in (lambda retain: None, lambda retain: model(tokens(0))):
+        with pytest.raises(RuntimeError, match=r"No gradient arrived.*loss\.backward\(retain_graph=retain\)"):
+            updating.run(idle, clip)
+    loss = model(tokens(0))
+    if clip:  # the second time, too
+        with pytest.raises(RuntimeError, match="No gradient arrived"):
+            updating.run(lambda retain: loss.backward(retain_graph=True) if retain else None, clip)
+    assert not optimizer.state
+    loss = (model.idle * 2).sum()  # one parameter of many is enough
+    assert updating.run(lambda retain: loss.backward(retain_graph=retain), clip).applied
 
 
 def test_counts_and_schedules_see_one_step() -> None:
