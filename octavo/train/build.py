@@ -87,7 +87,7 @@ def build(
     model, lows = load_weights(cfg, world)
     models.freeze(model, family, cfg.model.freeze)
     fp8.apply(model, plan)
-    keep_less(model, family, cfg, say)
+    keep_less(model, family, plan, cfg, say)
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
     forward = Forward(model, world, autocasts(cfg, world.device))
@@ -188,10 +188,9 @@ def load_weights(cfg: Config, world: parallel.World) -> tuple[nn.Module, dict[st
     return models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device), {}
 
 
-def keep_less(model: nn.Module, family: models.Family, cfg: Config, say: Callable[[str], None]) -> None:
+def keep_less(model: nn.Module, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]) -> None:
     """What blocks keep for backward beside their FP8 layers: attention without repeated heads, recomputation."""
-    policy = planning.policy_from(cfg)
-    if any(policy.activations_of(component) == "fp8" for component in family.components):
+    if any(plan.policy.activations_of(component) == "fp8" for component in family.components):
         try:
             models.use_attention(model, fp8.grouped_attention)
         except models.ModelError as error:  # it keeps more, and is as right

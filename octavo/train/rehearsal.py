@@ -140,7 +140,7 @@ def _counted(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _without_values(small, mode, dtype)
     some = replace(family, layer_globs=tuple(standing))
-    build.keep_less(small, some, _of_this(cfg, family), lambda text: None)
+    build.keep_less(small, some, plan, _of_this(cfg, family), lambda text: None)
     batch = _batch(small, family, tokens, mode)
     judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
     keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has none to predict

@@ -139,3 +139,17 @@ def test_two_ranks_train_as_one_and_one_resumes_what_two_saved(make, over, toler
     resumed = train.run(make(*common, f"run.resume={Path(two.run.dir) / 'checkpoints' / 'step_3'}", dir="after"))
     assert list(resumed.losses().values()) == pytest.approx(losses(two)[3:], rel=tolerance)
     assert len(losses(two)) == STEPS
+
+
+def test_a_plan_file_decides_what_blocks_keep_and_attention_with_them(make, tmp_path: Path):
+    from octavo import fp8
+    from octavo.train import planning
+
+    asked = make(SHORT, "fp8.activations=fp8", "train.steps=1", "train.warmup=0", dir="asked")
+    plan, _, _ = planning.plan_for(asked)
+    file = fp8.save_plan(plan, tmp_path / "plan.json")
+    given = make(SHORT, f"fp8={{plan: {file}}}", "train.steps=1", "train.warmup=0", dir="given")
+    found, expected = (
+        {k: n for k, n in memory(train.run(cfg)).items() if not k.startswith("peak")} for cfg in (given, asked)
+    )
+    assert found == expected
