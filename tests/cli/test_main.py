@@ -34,7 +34,7 @@ def test_overview(capsys):
 
 def test_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == "octavo 0.2.0\n"
+    assert capsys.readouterr().out == "octavo 0.3.0\n"
 
 
 @pytest.mark.parametrize("name", door.COMMANDS)
@@ -58,8 +58,8 @@ def test_every_command_has_help(name, capsys):
         (["train", "train.steps=1", "run.yaml"], "the first argument is the configuration file, found 'train.steps=1'"),
         (["train", "run.yaml", "--fp8-recipe", "blokwise"], "invalid choice: 'blokwise' (choose from"),
         (
-            ["train", "run.yaml", "--fp8-param-gather"],
-            "override `fp8.param=true`: fp8.param: not available in this ver",
+            ["train", "run.yaml", "--fp8-recipe", "off", "--fp8-param-gather"],
+            "override `fp8.param=true`: fp8.param: has no effect where nothing runs in FP8",
         ),
         (
             ["plan", "run.yaml", "fp8.plan=p.json", "fp8.recipe=off"],

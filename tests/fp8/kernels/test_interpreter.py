@@ -24,6 +24,8 @@ from octavo.fp8.kernels import layout, registry
 from octavo.fp8.kernels.groups import route
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.kernels.triton_kernels import fused, fused_kernels, launch
+from octavo.fp8.optim.moments import LAYOUT
+from octavo.fp8.optim.update import Hyper, Piece
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="on a GPU the kernels are compiled, not interpreted"),
@@ -103,6 +105,8 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
     first = registry.get("reference")
     rows, experts = first.quantize_rows(held, ROW, groups), first.quantize_experts(weights, CastSpec(block=(128, 128)))
     given, columns = first.quantize_rows(held[:, :16], ROW, groups), first.quantize_rows(held, COL, groups)
+    state = {k.name: torch.zeros((130,) if k.row is None else (2, *k.row), dtype=k.dtype) for k in LAYOUT["fp8"]}
+    step = Piece(torch.ones(130), torch.ones(130), state, start=0, index=0, step=1)
     return {
         "quantize": lambda: backend.quantize(one, ROW),
         "quantize_both": lambda: backend.quantize_both(one, ROW, COL),
@@ -121,6 +125,7 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
         "swiglu_quantize": lambda: backend.swiglu_quantize(x, x, ROW, COL),
         "swiglu_codes": lambda: backend.swiglu_codes(x, x, ROW, COL),
         "swiglu_backward_quantize": lambda: backend.swiglu_backward_quantize(x, x, x, ROW, COL),
+        "adamw": lambda: backend.adamw([step], Hyper(1e-3), None, None),
     }
 
 
