@@ -136,9 +136,10 @@ def test_two_ranks_train_as_one_and_one_resumes_what_two_saved(make, over, toler
     assert losses(two) == pytest.approx(losses(one), rel=tolerance)
     shared = read_rows(Path(two.run.dir) / "metrics.jsonl")[0]["memory"]
     assert shared["weights"] < 0.6 * memory(alone)["weights"]
-    resumed = train.run(make(*common, f"run.resume={Path(two.run.dir) / 'checkpoints' / 'step_3'}", dir="after"))
-    assert list(resumed.losses().values()) == pytest.approx(losses(two)[3:], rel=tolerance)
     assert len(losses(two)) == STEPS
+    if not each:  # one process would need another micro_batch to update in backward, which a run may not change
+        resumed = train.run(make(*common, f"run.resume={Path(two.run.dir) / 'checkpoints' / 'step_3'}", dir="after"))
+        assert list(resumed.losses().values()) == pytest.approx(losses(two)[3:], rel=tolerance)
 
 
 def test_a_plan_file_decides_what_blocks_keep_and_attention_with_them(make, tmp_path: Path):
