@@ -120,11 +120,7 @@ def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path, savings
 
 def high_precision(cfg: Config) -> Config:
     """What FP8 is held against: no FP8 and no saving, computing in BF16 where the configuration's model is BF16."""
-    plain = without(cfg)
-    train = plain.train
-    if cfg.optimizer.master != "fp32":
-        train = train.model_copy(update={"precision": "bf16"})
-    return plain.model_copy(update={"fp8": Fp8Section(recipe="off"), "train": train})
+    return without(cfg).model_copy(update={"fp8": Fp8Section(recipe="off")})
 
 
 def own_recipe(cfg: Config) -> str:

@@ -33,7 +33,7 @@ def switches(cfg: Config) -> list[Switch]:
     told = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
     found = [
         (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", _optimizer(states="fp32")),
-        (optimizer.master != "fp32", f"weights as {optimizer.master}", _optimizer(master="fp32")),
+        (optimizer.master != "fp32", f"weights as {optimizer.master}", _fp32_weights),
         (activations, "activations in FP8", lambda c: _fp8(c, {"activations": "bf16"}, {"activations": None})),
         (param, "FP8 weights between steps", lambda c: _fp8(c, {"param": False}, {"param": None})),
         (fp8.weight_codes == "recast", "weights cast at each use", lambda c: _fp8(c, {"weight_codes": "keep"}, {})),
@@ -54,10 +54,7 @@ def without(cfg: Config) -> Config:
 
 def ladder(cfg: Config) -> list[tuple[str, Config]]:
     """(words, configuration) of the rungs below the configuration itself, which is the last rung: none of its savings
-    on, then one more at a time. Empty where it has none.
-
-    A BF16 model rounds its weights' gradients, too, so the rung of the master comes with what it changes alone.
-    """
+    on, then one more at a time. Empty where it has none."""
     found = switches(cfg)
     out = []
     for on in range(len(found)):
@@ -100,6 +97,12 @@ def rungs(arms: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str)
 def _optimizer(**values: Any) -> Callable[[Config], Config]:
     assert values.keys() <= OptimizerSection.model_fields.keys()
     return lambda cfg: cfg.model_copy(update={"optimizer": cfg.optimizer.model_copy(update=values)})
+
+
+def _fp32_weights(cfg: Config) -> Config:
+    """fp32 weights that compute in BF16, as the model of BF16 weights does: rungs differ by what is stored alone."""
+    stored = cfg.optimizer.model_copy(update={"master": "fp32"})
+    return cfg.model_copy(update={"optimizer": stored, "train": cfg.train.model_copy(update={"precision": "bf16"})})
 
 
 def _train(**values: Any) -> Callable[[Config], Config]:

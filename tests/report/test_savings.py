@@ -37,6 +37,7 @@ def test_rungs_add_one_saving_at_a_time(saving) -> None:
     assert (plain.optimizer.states, plain.optimizer.master, plain.optimizer.update) == ("fp32", "fp32", "step")
     assert plain.fp8.activations == "bf16" and plain.fp8.foundation.param is None
     by_words = dict(found)
+    assert [rung.train.precision for _, rung in found] == ["bf16", "bf16", "auto", "auto", "auto"]  # all BF16
     assert by_words["+ optimizer states in fp8"].optimizer.states == "fp8"
     assert by_words["+ optimizer states in fp8"].optimizer.master == "fp32"
     assert by_words["+ activations in FP8"].fp8.foundation.param is None
