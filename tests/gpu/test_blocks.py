@@ -10,18 +10,9 @@ from torch import nn
 from octavo import fp8
 from octavo.fp8 import gated_mlp, norms
 
+from .blocks import Norm
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
-
-class Norm(nn.Module):
-    def __init__(self, k, eps=1e-6):
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(k)), eps
-
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(x.dtype)
 
 
 class Mlp(nn.Module):

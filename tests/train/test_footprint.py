@@ -43,6 +43,8 @@ def test_a_qwen3_8b_layer_keeps_what_the_target_says() -> None:
         return Footprints(cfg, model, family, plan, tokens).rehearsal(cfg, 1).blocks["foundation"] / 36 / 1024 / 1024
 
     assert 60 < kib("fp8.activations=fp8") <= 72
+    assert kib("fp8.activations=fp8", "train.recompute=selective") == pytest.approx(45.8, abs=0.1)
+    assert kib("fp8.activations=fp8", "train.recompute=full") == pytest.approx(8.0, abs=0.05)
     assert 200 < kib("fp8.recipe=off") < 220
 
 
