@@ -200,7 +200,7 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
         return {key: _absolute(child, (*path, key), folder) for key, child in value.items()}
     if isinstance(value, list):
         return [_absolute(child, (*path, index), folder) for index, child in enumerate(value)]
-    is_path = path in (("model", "path"), ("fp8", "plan")) or (
+    is_path = path in (("model", "path"), ("fp8", "plan"), ("lora", "adapter")) or (
         len(path) == 4 and path[0] == "data" and path[1] in ("train", "eval") and path[3] in ("path", "images")
     )
     if is_path and isinstance(value, str) and value:

@@ -37,6 +37,26 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+FrozenKind = Literal["row", "block", "tensor"]
+
+
+class LoadInFp8Section(Section):
+    """How the frozen linear layers of each component are loaded: as FP8 codes with a scale for each row, each block of
+    128 x 128, or each tensor; absent: in high precision."""
+
+    foundation: FrozenKind | None = Field(default=None, description="Linear layers and experts of the language model.")
+    image_encoder: FrozenKind | None = Field(default=None, description="Linear layers of the vision tower.")
+    image_projector: FrozenKind | None = Field(default=None, description="Linear layers of the projector (merger).")
+
+
+def _for_foundation(value: Any) -> Any:
+    """One word speaks of the language model; towers stay in high precision unless they are named."""
+    return {"foundation": value} if isinstance(value, str) and value in get_args(FrozenKind) else value
+
+
+_OR_KIND = BeforeValidator(_for_foundation, json_schema_input_type=FrozenKind | LoadInFp8Section)
+
+
 class ModelSection(Section):
     """The checkpoint to train."""
 
@@ -49,6 +69,12 @@ class ModelSection(Section):
         default=(),
         description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
         'names ("**.layers.0.**"). Each must match something.',
+    )
+    load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
+        default_factory=LoadInFp8Section,
+        description="Quantize the frozen base of LoRA while it is read: row, block or tensor. One word means the "
+        "language model's linear layers; components can be named each. Embeddings, lm_head and routers stay as they "
+        "are. A checkpoint that is in FP8 already is used as it is, without this.",
     )
 
 
@@ -141,6 +167,35 @@ class Fp8Section(Section):
         min_length=1,
         description="A plan file (octavo plan FILE --save, or the plan.json of a run), relative to the file that names "
         "it; it decides in place of recipe, components and rules.",
+    )
+
+
+class LoraSection(Section):
+    """Low-rank adapters beside a frozen base (Hu et al. 2021), by PEFT: y = base(x) + alpha / rank * B(A(x))."""
+
+    rank: int = Field(default=16, ge=1, description="Inner dimension of the adapters.")
+    alpha: float = Field(default=32.0, gt=0, description="Adapters are scaled by alpha / rank (rsLoRA: / sqrt(rank)).")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of the inputs of A that training zeroes.")
+    rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) (Kalajdzievski 2023).")
+    dora: bool = Field(
+        default=False,
+        description="Train magnitudes of the rows of the weight too (DoRA, Liu et al. 2024); not for experts.",
+    )
+    targets: Annotated[tuple[str, ...], _FROM_LIST] = Field(
+        default=("foundation",),
+        min_length=1,
+        description="What gets adapters: foundation, image_encoder, image_projector (all their linear layers and "
+        'experts), or globs over module names ("**.q_proj"). Each must match something.',
+    )
+    exclude: Annotated[tuple[str, ...], _FROM_LIST] = Field(
+        default=(), description="Globs over module names that get none, though a target names them."
+    )
+    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="In which A and B are kept and updated.")
+    adapter: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of a PEFT adapter to go on from, relative to the file that names it; its rank, alpha and "
+        "targets must be those given here.",
     )
 
 
@@ -331,6 +386,9 @@ class Config(Section):
 
     model: ModelSection = Field(description="The checkpoint to train.")
     fp8: Fp8Section = Field(default_factory=Fp8Section, description="What runs in FP8 and how.")
+    lora: LoraSection | None = Field(
+        default=None, description="Train low-rank adapters beside a frozen base; absent: train the model's parameters."
+    )
     data: DataSection = Field(description="What the model sees.")
     train: TrainSection = Field(description="The step.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW.")

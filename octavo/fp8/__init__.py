@@ -13,6 +13,16 @@ The arithmetic is :mod:`octavo.fp8.cast` and :mod:`octavo.fp8.recipe`; the layer
 from octavo.fp8.attention import grouped_attention
 from octavo.fp8.cast import CastError, CastSpec, Quantized, dequantize
 from octavo.fp8.experts import Experts
+from octavo.fp8.frozen import (
+    FROZEN,
+    codes_of_frozen,
+    fingerprint,
+    freeze_weight,
+    frozen,
+    frozen_weights,
+    is_frozen,
+    thaw,
+)
 from octavo.fp8.fusion import Fusion, fuse, unfuse
 from octavo.fp8.health import Health, health
 from octavo.fp8.kernels import registry as _registry
@@ -45,6 +55,7 @@ from octavo.fp8.weights import code_bytes, invalidate
 backends = _registry.names
 
 __all__ = [
+    "FROZEN",
     "HIGH",
     "RECIPES",
     "AdamW",
@@ -81,17 +92,23 @@ __all__ = [
     "calc_diff",
     "chunked_head",
     "code_bytes",
+    "codes_of_frozen",
     "copy_state",
     "cosine",
     "count_gemms",
     "dequantize",
+    "fingerprint",
     "fp32_weight",
     "fp8_state_dict",
+    "freeze_weight",
+    "frozen",
+    "frozen_weights",
     "fuse",
     "grouped_attention",
     "health",
     "high_precision",
     "invalidate",
+    "is_frozen",
     "linear",
     "linear_cross_entropy",
     "load_fp8_state_dict",
@@ -112,6 +129,7 @@ __all__ = [
     "set_low",
     "sqnr",
     "synchronize_per_layer",
+    "thaw",
     "to_torch",
     "token_log_probs",
     "topology",

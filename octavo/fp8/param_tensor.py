@@ -38,12 +38,14 @@ aten = torch.ops.aten
 
 
 class Source(NamedTuple):
-    """What an :class:`Fp8Weight` knows besides values: the casts its layers ask for, the shape of the whole weight, and
-    whether the codes of its rows are kept between two gathers."""
+    """What an :class:`Fp8Weight` knows besides values: the casts its layers ask for, the shape of the whole weight,
+    whether the codes of its rows are kept between two gathers, and whether it is frozen: codes for good, of the one
+    cast in ``needs`` (:mod:`octavo.fp8.frozen`)."""
 
     needs: tuple[Need, ...]
     whole: torch.Size
     keep: bool = True
+    frozen: bool = False
 
 
 class Held:
@@ -138,13 +140,20 @@ class Fp8Weight(Tensor):
 
     def codes(self, spec: CastSpec, slot: int | None = None) -> Quantized | None:
         """The gathered codes under ``spec``, of one expert if ``slot`` says so; None for a weight with a master, whose
-        codes are for its layer to cast.
+        codes are for its layer to cast, and for a frozen one whose codes lie in other blocks. Frozen codes keep the
+        scales that they came with: of their cast format and blocks count.
 
         Raises RuntimeError for a cast that nobody announced when the parameter was exchanged.
         """
         if self.gathered is None:
             return None
-        q = next((q for q in self.gathered.codes if q.spec == spec), None)
+        if self.source.frozen:
+            own = self.gathered.codes[0]
+            q = own if (own.spec.format, own.spec.block) == (spec.format, spec.block) else None
+            if q is None:
+                return None
+        else:
+            q = next((q for q in self.gathered.codes if q.spec == spec), None)
         if q is None:
             there = ", ".join(str(q.spec) for q in self.gathered.codes)
             raise RuntimeError(
@@ -273,7 +282,7 @@ class Fp8Weight(Tensor):
 
     def wire(self, mesh: Any) -> tuple[Tensor, ...]:
         """What this rank sends: see :func:`octavo.fp8.param_rows.wire`. A collective where blocks cross shards."""
-        held, (needs, whole, keep) = self.held, self.source
+        held, (needs, whole, keep) = self.held, self.source[:3]
         assert held is not None
         shards = param_rows.Shards(whole[0], mesh.size(), mesh.get_local_rank())
         # Who casts takes part in a collective where blocks are cut, so all ranks must come to the same answer. The
@@ -298,7 +307,7 @@ class Fp8Weight(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that layers see, made of what all ranks sent. Its codes lie where FSDP2 gathered them; its scales
         in tensors of their own, which FSDP2 frees and allocates with them."""
-        needs, whole, _ = self.source
+        needs, whole = self.source[:2]
         shards = param_rows.Shards(whole[0], metadata, 0)
         before = None if out is None else _gathered_of(out)
         scales = None if before is None else [q.scale for q in before.codes]
