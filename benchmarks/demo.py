@@ -2,9 +2,10 @@
 
     make demo && .venv/bin/python benchmarks/demo.py demo
     octavo compare examples/digits_everything.yaml --jobs 2
-    python benchmarks/demo.py runs/digits_everything-compare savings
+    python benchmarks/demo.py runs/digits_everything-compare savings      # and benchmarks/lora_base.py says how: lora
 
-Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, or as given) and the plots beside it; README quotes those.
+Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, savings or lora) and the plots beside it, which README
+quotes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ ARM = (
 MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
 
 
-COMMANDS = {"demo": "make demo", "savings": "octavo compare examples/digits_everything.yaml --jobs 2"}
+COMMANDS = {
+    "demo": "make demo",
+    "savings": "octavo compare examples/digits_everything.yaml --jobs 2",
+    "lora": "octavo compare examples/digits_lora.yaml --jobs 2",
+}
+PLOTS = {"savings": ("loss", "memory")}  # of the others: loss and health
 
 
 def keep(trial: Path, name: str = "demo") -> Path:
@@ -55,7 +61,7 @@ def keep(trial: Path, name: str = "demo") -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}_{device}.json"
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for plot in ("loss", "health") if name == "demo" else ("loss", "memory"):
+    for plot in PLOTS.get(name, ("loss", "health")):
         shutil.copyfile(trial / "report" / f"{plot}.png", RESULTS / f"{name}_{device}_{plot}.png")
     return path
 

@@ -1,0 +1,65 @@
+"""What the trial of LoRA goes on from: a small base model that reads handwriting, and data that ask for something new.
+
+    python benchmarks/lora_base.py                                       # build/lora, about four minutes on one core
+    octavo compare examples/digits_lora.yaml --jobs 2                    # FP8 base beside BF16 base
+    python benchmarks/demo.py runs/digits_lora-compare lora              # keeps the figures
+
+The base is a tiny Qwen3-VL whose every parameter was trained to answer with numerals ("Third?" "7"). LoRA then teaches
+it to answer in words ("seven"), which it never did. What is finished is kept, what was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from octavo.config import load_config_text
+from octavo.data import digits
+from octavo.models import tiny
+from octavo.train import run
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+CONFIG = """
+model: {{path: {here}/model}}
+fp8: {{recipe: off}}
+data:
+  train: [{{path: {here}/digits/train.json, images: {here}/digits}}]
+  eval: [{{path: {here}/digits/test.json, images: {here}/digits}}]
+train: {{steps: {steps}, seq_length: 64, micro_batch: 32, global_batch: 32, lr: 2e-3, schedule: onecycle}}
+optimizer: {{betas: [0.9, 0.98], weight_decay: 0.5}}
+run: {{dir: {here}/base, resume: auto, save_every: 100, health_every: 0, threads: 1}}
+"""
+
+
+def in_words(source: Path, target: Path) -> None:
+    """The rows of a digits file with every answer as a word."""
+    rows = json.loads(source.read_text(encoding="utf-8"))
+    for row in rows:
+        for turn in row["conversations"]:
+            if turn["from"] == "gpt":
+                turn["value"] = WORDS[int(turn["value"])]
+    target.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500, help="steps that the base is trained")
+    parser.add_argument("--dir", type=Path, default=Path("build/lora"))
+    asked = parser.parse_args()
+    here, console = asked.dir.resolve(), Console()
+    tiny.write("qwen3_vl", here / "model", texts=[*WORDS, *digits.PLACES])
+    made = digits.write(here / "digits", console=console)
+    in_words(made.train, here / "words_train.json")
+    in_words(made.test, here / "words_test.json")
+    result = run(load_config_text(CONFIG.format(here=here, steps=asked.steps)), console=console, label="base")
+    if result.eval is not None:
+        console.print(
+            f"base: {100 * result.eval['exact_match']:.1f} % of held-out numerals right; {here / 'base' / 'hf'}"
+        )
+
+
+if __name__ == "__main__":
+    main()
