@@ -1,0 +1,370 @@
+"""What a path holds, and its model: a run, a Hugging Face folder or a PEFT adapter, looked at once and opened alike.
+
+    found = target.look("runs/lora")              # reads configurations alone; errors say what was found instead
+    model, processor, notes = found.open()        # ready to evaluate or to generate
+
+=======  ===================  ======================================================================================
+kind     told by              opened as
+=======  ===================  ======================================================================================
+run      config.yaml          its model.path, FP8 as it was trained, the newest whole checkpoint; of a LoRA run the
+                              base with its codes, and the trained adapters
+folder   config.json          a model in high precision, or FP8 codes as they are in the recipe that fits them; `hf/` in
+                              a run, and what octavo merge or export wrote, are such folders
+adapter  adapter_config.json  its base (named in that file, or given), and the adapters; `adapter/` in a run is one
+=======  ===================  ======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from octavo import checkpoint, fp8, models, parallel
+from octavo.config import Config, load_config
+from octavo.train import planning, rundir
+from octavo.train.build import scaling_of
+from octavo.train.errors import TrainError
+from octavo.train.forward import model_dtype
+
+Say = Callable[[str], None]
+Kind = Literal["run", "folder", "adapter"]
+
+MODEL, ADAPTER, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
+#: the recipe whose casts make codes of a kind (`fp8.FROZEN`), so that its GEMMs multiply by them as they are
+RECIPE_OF = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
+#: what `load_in_fp8` takes besides the kinds: values in high precision, also of a folder that holds codes
+HIGH = "off"
+
+
+class Opened(NamedTuple):
+    """A model in eval mode, its processor, and lines for people: what computes how, and what a reader should know."""
+
+    model: nn.Module
+    processor: Any
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What `look` found.
+
+    path          as it was named
+    kind          run, folder or adapter
+    base          the Hugging Face folder with configuration, tokenizer and weights (of a full run: where it began)
+    adapter       the PEFT folder, for an adapter
+    cfg           the configuration, for a run
+    quantization  how the base is quantized on disk; None in high precision
+    moved         True where another base was given than the one that was trained on
+    notes         what a reader should know about how this was found
+    """
+
+    path: Path
+    kind: Kind
+    base: Path
+    adapter: Path | None = None
+    cfg: Config | None = None
+    quantization: models.Quantization | None = None
+    moved: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def lora(self) -> bool:
+        """Whether a base and adapters belong to it."""
+        return self.kind == "adapter" or (self.cfg is not None and self.cfg.lora is not None)
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """component -> kind of the codes that the base is quantized to at load: what the run's configuration says."""
+        return {} if self.cfg is None else {k: v for k, v in self.cfg.model.load_in_fp8 if v is not None}
+
+    def open(
+        self,
+        *,
+        load_in_fp8: str | Mapping[str, str] | None = None,
+        recipe: str | None = None,
+        backend: str = "auto",
+        step: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        say: Say = lambda text: None,
+    ) -> Opened:
+        """(model, processor, notes).
+
+        load_in_fp8  row, block or tensor (or component -> kind): quantize the base while it is read; "off": values in
+                     high precision, codes dequantized; None: as the run did, and folders as they are
+        recipe       an FP8 recipe for the whole model; "off": none, frozen codes are dequantized where they are used;
+                     None: of a run its own, else the recipe that fits the codes, where there are any
+        backend      the kernels of the recipe's GEMMs: auto, or a name such as reference
+        step         of a run: this checkpoint; None: the newest whole one
+        device       None: the GPU if there is one
+        dtype        of what is not FP8. None: of a run its own; else BF16 on a GPU and fp32 on a CPU
+        say          is told what happens on the way, such as damaged checkpoints that were passed over
+
+        Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError: each says what was found and the cure.
+        """
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.cfg is not None:
+            return self._open_run(load_in_fp8, recipe, backend, step, device, dtype, say)
+        if step is not None:
+            raise TrainError(f"step {step} chooses a checkpoint of a run, and {self.path} is no run directory")
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        model = self._load(dtype, device, load_in_fp8)
+        notes = [*self.notes, *_convert(model, recipe, backend)]
+        if self.adapter is not None:
+            from octavo import adapters
+
+            adapters.load(model, self.adapter, say)
+        model.eval()
+        return Opened(model, models.load_processor(self.base), tuple(notes))
+
+    def _load(self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None) -> nn.Module:
+        high = load_in_fp8 == HIGH
+        kinds = None if high else load_in_fp8
+        return models.load(self.base, dtype=dtype, device=device, load_in_fp8=kinds, keep_fp8=not high)
+
+    def _open_run(
+        self,
+        load_in_fp8: str | Mapping[str, str] | None,
+        recipe: str | None,
+        backend: str,
+        step: int | None,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        say: Say,
+    ) -> Opened:
+        cfg, world = self._run_config(recipe, backend), parallel.World(device=device)
+        if load_in_fp8 is not None and not self.lora:
+            raise TrainError(
+                f"load_in_fp8 quantizes a frozen base, and {self.path} trained all weights; choose its precision by "
+                "the recipe, or octavo export the run in an FP8 format and use that folder"
+            )
+        path = checkpoint_of(self.path, step, world, say)
+        plan, family, _ = planning.plan_for(cfg, saved=self.path / rundir.PLAN if recipe is None else None)
+        model = self._load(dtype or model_dtype(cfg), device, self.kinds if load_in_fp8 is None else load_in_fp8)
+        fp8.apply(model, plan)
+        if cfg.lora is not None:
+            from octavo import adapters
+
+            adapters.attach(model, family, cfg.lora, say)
+        restored = checkpoint.load(path, model=model, optimizer=None, world=world)
+        histories = scaling_of(restored.extra)
+        if recipe is None and histories:
+            fp8.load_scaling_state(model, histories)
+        model.eval()
+        processor = models.load_processor(self.base, cfg.data.max_pixels, cfg.data.min_pixels)
+        return Opened(model, processor, (*self.notes, f"step {restored.counters['step']}"))
+
+    def _run_config(self, recipe: str | None, backend: str) -> Config:
+        """The run's configuration with another recipe or backend, if asked."""
+        assert self.cfg is not None
+        cfg = self.cfg
+        if recipe == "off":  # whatever formats, components and rules the run had
+            return cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
+        if backend != "auto" and recipe is None and planning.leaves_open(cfg):
+            raise TrainError(
+                f"the plan of {self.path} was measured or comes from a file, backends included; name a recipe beside "
+                f"the backend {backend}"
+            )
+        changes = [] if recipe is None else [f"fp8.recipe={recipe}", "fp8.plan=null"]
+        changes += [] if backend == "auto" else [f"fp8.backend={backend}"]
+        return cfg.with_overrides(changes) if changes else cfg
+
+
+def look(path: str | Path, base: str | Path | None = None) -> Target:
+    """What `path` holds; no weights are read.
+
+    base  another base for a LoRA run or an adapter than the one it names
+
+    Raises TrainError for a path that holds none of the three, saying what was found and what to do with it, for
+    weights in pickles, for an adapter whose base is not there, and for a base given to what has none. ModelError for a
+    configuration that cannot be read.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise TrainError(_no_folder(folder))
+    has_adapter = (folder / ADAPTER).is_file()
+    if (folder / rundir.CONFIG).is_file():
+        found = _run(folder, base)
+    elif has_adapter and not _model_weights(folder):
+        found = _adapter(folder, base)
+    elif has_adapter and (folder / MODEL).is_file():
+        raise TrainError(
+            f"{folder} holds a model ({MODEL}, weights) and an adapter ({ADAPTER}); which of them is meant cannot be "
+            "told. Move one of them into a folder of its own"
+        )
+    elif (folder / MODEL).is_file():
+        if base is not None:
+            raise TrainError(f"a base was given ({base}), and {folder} is a whole model: only adapters have a base")
+        found = Target(folder, "folder", folder)
+    else:
+        raise TrainError(_unknown(folder))
+    return replace(found, quantization=models.read_quantization(found.base))
+
+
+def configuration(directory: Path) -> Config:
+    """The configuration that a run was made with. Raises TrainError for a directory that holds no run."""
+    file = directory / rundir.CONFIG
+    if not file.is_file():
+        raise TrainError(
+            f"{directory} is not a run directory: it has no {rundir.CONFIG}. Name one that octavo train wrote"
+        )
+    return load_config(file)
+
+
+def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say: Say) -> Path:
+    """The checkpoint of a run: of `step`, or the newest whole one. Raises TrainError where there is none such."""
+    folder = directory / rundir.CHECKPOINTS
+    steps = checkpoint.steps(folder)
+    if not steps:
+        raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
+    if step is None:
+        found = checkpoint.latest(folder, world, say)
+        assert found is not None
+        return found
+    if step not in steps:
+        raise TrainError(
+            f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
+        )
+    return folder / f"step_{step}"
+
+
+def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> fp8.Policy | None:
+    """The policy under which every frozen layer multiplies by its very codes, and all others stay as they are.
+
+    None for a model without frozen weights. A component takes the recipe of most of its codes; layers of other kinds,
+    and those in high precision, are named one by one.
+    """
+    kinds = {spec.block: kind for kind, spec in fp8.FROZEN.items()}
+    wanted: dict[str, str] = {}
+    for name, weight in fp8.frozen_weights(model):
+        kind = kinds.get(fp8.codes_of_frozen(weight).spec.block)
+        if kind is not None:
+            wanted[name.removesuffix(".weight")] = RECIPE_OF[kind]
+    if not wanted:
+        return None
+    by_component: dict[str, list[tuple[str, str]]] = {}
+    for row in fp8.topology(model, family.components):
+        by_component.setdefault(row.component, []).append((row.name, wanted.get(row.name, "off")))
+    components, rules = {}, []
+    for component, rows in by_component.items():
+        if component not in models.COMPONENTS[:3]:
+            continue
+        recipes = [recipe for _, recipe in rows]
+        usual = max(sorted(set(recipes)), key=recipes.count)
+        components[component] = fp8.ComponentPolicy(recipe=usual)
+        rules += [fp8.Rule(name, recipe=recipe) for name, recipe in rows if recipe != usual]
+    return fp8.Policy(recipe="off", components=components, rules=tuple(rules), backend=backend)
+
+
+def _convert(model: nn.Module, recipe: str | None, backend: str) -> list[str]:
+    """Plan and apply the recipe of a model from a folder, or the one that fits its codes; what was done, in words."""
+    family = models.describe(model)
+    codes = sum(1 for _ in fp8.frozen_weights(model))
+    if recipe == "off":
+        return [f"{codes} FP8 weights, dequantized where they are used"] if codes else ["high precision"]
+    if recipe is not None:
+        policy: fp8.Policy | None = fp8.Policy(recipe=recipe, backend=backend)
+    else:
+        policy = fitting(model, family, backend)
+    if policy is None:
+        return ["high precision"]
+    plan = fp8.plan(model, policy, family.components)
+    fp8.apply(model, plan)
+    used = sorted(
+        {f"{row.recipe.name} on {row.backend.backend.name}" for row in plan.rows if row.recipe and row.backend}
+    )
+    layers = sum(row.fp8 for row in plan.rows)
+    return [f"{layers} FP8 layers ({', '.join(used)})" + (f", {codes} of them on frozen codes" if codes else "")]
+
+
+def _run(folder: Path, base: str | Path | None) -> Target:
+    cfg = configuration(folder)
+    if base is None:
+        return Target(folder, "run", Path(cfg.model.path), cfg=cfg)
+    if cfg.lora is None:
+        raise TrainError(f"a base was given ({base}), and the run {folder} trained all weights: only adapters have one")
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(_base_folder(base, folder))})})
+    return Target(folder, "run", Path(cfg.model.path), cfg=cfg, moved=True)
+
+
+def _adapter(folder: Path, base: str | Path | None) -> Target:
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        raise TrainError(
+            f"{folder} has {ADAPTER} and no {ADAPTER_WEIGHTS}"
+            + (
+                f", only {pickled[0]}: a pickle can run code when it is read, so Octavo reads safetensors alone. Save "
+                "the adapter with save_pretrained (safetensors is its format)"
+                if pickled
+                else ": it is no whole PEFT adapter. Save or download it again"
+            )
+        )
+    named = models.loading.read_json(folder / ADAPTER).get("base_model_name_or_path")
+    run = folder.resolve().parent
+    inside = configuration(run) if (run / rundir.CONFIG).is_file() else None
+    notes = []
+    if inside is not None and (trained := [v for _, v in inside.model.load_in_fp8 if v is not None]):
+        notes.append(
+            f"this adapter was trained over {trained[0]} codes of its base: --load-in-fp8 {trained[0]} computes so "
+            "again"
+        )
+    if base is not None:
+        return Target(folder, "adapter", _base_folder(base, folder), folder, moved=True, notes=tuple(notes))
+    places = [] if not isinstance(named, str) or not named else [Path(named), folder / named]
+    places += [] if inside is None else [Path(inside.model.path)]
+    for place in places:
+        if (place / MODEL).is_file():
+            return Target(folder, "adapter", place, folder, notes=tuple(notes))
+    raise TrainError(
+        f"the base of the adapter {folder} is not there: its {ADAPTER} names {named!r}, which is no Hugging Face "
+        "folder on this machine. Download it, and name it with --base FOLDER"
+    )
+
+
+def _base_folder(base: str | Path, of: Path) -> Path:
+    folder = Path(base)
+    if not (folder / MODEL).is_file():
+        there = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise TrainError(f"{folder} was given as the base of {of} and {there}; name a local Hugging Face folder")
+    return folder
+
+
+def _model_weights(folder: Path) -> bool:
+    return any(p.name != ADAPTER_WEIGHTS for p in folder.glob("*.safetensors"))
+
+
+def _no_folder(path: Path) -> str:
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return f"{path} is a configuration; name what came of it, its run.dir"
+    if path.is_file():
+        return f"{path} is a file; name the folder of a run, of a Hugging Face checkpoint or of a PEFT adapter"
+    named = str(path).count("/") == 1 and not path.parent.exists()  # such as Qwen/Qwen3-VL-8B-Instruct
+    download = ". Octavo reads local folders alone: download the model first" if named else ""
+    return f"there is no folder {path}; name a run directory, a Hugging Face folder or a PEFT adapter{download}"
+
+
+def _unknown(folder: Path) -> str:
+    """What a folder that is none of the three seems to be, and what to do with it."""
+    names = sorted(p.name for p in folder.iterdir())
+    about = f"{folder} is not a run directory, a Hugging Face folder or a PEFT adapter"
+    lacks = f"it has no {rundir.CONFIG}, {MODEL} is missing, and so is {ADAPTER}"
+    if "state.json" in names and ".metadata" in names:
+        run = folder.resolve().parent.parent
+        return (
+            f"{about} but one checkpoint of the run {run}; name the run, and --step {folder.name.removeprefix('step_')}"
+        )
+    if ".metadata" in names:
+        return f"{about} but a DCP checkpoint (.metadata); make a Hugging Face folder of it: octavo convert dcp_to_hf"
+    if checkpoint.steps(folder):
+        return f"{about} but the folder of a run's checkpoints; name the run, {folder.resolve().parent}"
+    if any(n.endswith(".safetensors") for n in names):
+        return f"{about}: there are weights, but {lacks}. Copy the configuration from where the model came"
+    if not names:
+        return f"{about}: it is empty"
+    visible = [n for n in names if not n.startswith(".")] or names
+    return f"{about}: {lacks}. It holds {', '.join(visible[:4])}{' ...' if len(visible) > 4 else ''}"
