@@ -7,9 +7,6 @@ it at random and only warn), or the other way round, is an error that names it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,27 +20,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging as transformers_logging
 
 from octavo.models.errors import ModelError
 from octavo.models.families import VISION_FAMILIES, is_vision_config
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars and only errors from transformers inside: what it would warn about is checked here."""
-    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
+from octavo.models.folder import check_weight_files, first_line, quiet, read_json, summary
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -73,22 +53,9 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder}/config.json cannot be used: {_first_line(error)}") from error
+        raise ModelError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
     except Exception as error:  # transformers' strict dataclasses raise their own kinds; the cause is kept
-        raise ModelError(f"{folder}/config.json has a field that does not fit: {_first_line(error)}") from error
-
-
-def read_json(file: Path) -> dict:
-    """A JSON object from a file; ModelError when it is missing, broken or no object."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{file} is missing: {file.parent} is not a complete Hugging Face folder.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} is not JSON: {error}. Download or write the file again.") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds a {type(raw).__name__}, not a JSON object. Download or write the file again.")
-    return raw
+        raise ModelError(f"{folder}/config.json has a field that does not fit: {first_line(error)}") from error
 
 
 def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -99,7 +66,7 @@ def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = to
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise ModelError(f"no {config.model_type!r} model can be built from its config: {_summary(error)}") from error
+        raise ModelError(f"no {config.model_type!r} model can be built from its config: {summary(error)}") from error
     model.tie_weights()
     return model
 
@@ -137,7 +104,7 @@ def load(
                 **extra,
             )
     except (RuntimeError, ValueError, OSError, SafetensorError, ImportError) as error:
-        raise ModelError(f"{folder} cannot be loaded as {config.model_type!r}: {_summary(error)}") from error
+        raise ModelError(f"{folder} cannot be loaded as {config.model_type!r}: {summary(error)}") from error
     _refuse_incomplete(folder, info)
     return model.to(device)
 
@@ -186,62 +153,6 @@ def _finer_than_bf16(files: list[Path]) -> bool:
     return False
 
 
-def check_weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, each opened and found whole (header only; no tensor is read).
-
-    Raises ModelError when there are none (saying so when there are only pickles), when a shard of the index is
-    missing or truncated, or when a shard lacks a tensor that the index places in it.
-    """
-    index = folder / _INDEX
-    indexed = index.exists() and not (folder / _SINGLE).exists()  # transformers, too, prefers the single file
-    if indexed:
-        weight_map = read_json(index).get("weight_map")
-        if (
-            not isinstance(weight_map, dict)
-            or not weight_map
-            or not all(isinstance(f, str) for f in weight_map.values())
-        ):
-            raise ModelError(f"{index} has no weight_map of tensor names to files. Download or write the file again.")
-        shards = sorted(set(weight_map.values()))
-        if outside := [name for name in shards if Path(name).name != name]:
-            raise ModelError(
-                f"{index} names {outside[0]!r}, which is not a file of this folder. Write the index again."
-            )
-        files = [folder / name for name in shards]
-    else:
-        weight_map, files = {}, [folder / _SINGLE]
-    for file in files:
-        if not file.exists():
-            raise ModelError(_no_weights(folder, file, indexed))
-        expected = {name for name, shard in weight_map.items() if folder / shard == file}
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                absent = sorted(expected - set(tensors.keys()))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{file} is damaged or truncated ({file.stat().st_size} bytes): {_first_line(error)}. Download "
-                "or write it again."
-            ) from error
-        if absent:
-            raise ModelError(
-                f"{file} lacks {absent[0]!r} ({len(absent)} such tensors), which {index.name} places in it. Download "
-                "both again."
-            )
-    return files
-
-
-def _no_weights(folder: Path, file: Path, indexed: bool) -> str:
-    if indexed:
-        return f"{file} is missing, though {_INDEX} names it. Download the shard again."
-    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
-    if pickles:
-        return (
-            f"{folder} holds only pickled weights ({', '.join(pickles[:3])}); a pickle can run code when it is read, "
-            "so Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format) first."
-        )
-    return f"{folder} holds no {_SINGLE} and no {_INDEX}: there are no weights to load."
-
-
 def _refuse_incomplete(folder: Path, info: dict) -> None:
     wrong = []
     for key, what in (
@@ -277,15 +188,6 @@ def auto_class(config: PreTrainedConfig) -> type:
         f"model_type {config.model_type!r} is neither a described vision-language family "
         f"({', '.join(VISION_FAMILIES)}) nor a text-only decoder that transformers knows."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _summary(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 600 else text[:600] + " ..."
 
 
 def parameter_count(model: nn.Module) -> int:
