@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8 import observe, saved_experts, scaling
+from octavo.fp8 import observe, saved, saved_experts, scaling
 from octavo.fp8.grouped_linear import GroupedCall, alone, grouped_gemms, one_by_one
 from octavo.fp8.kernels.groups import Groups, route
 from octavo.fp8.linear import Call, Site, _autocast_enabled, three_gemms
@@ -38,6 +38,8 @@ from octavo.fp8.weights import HoldsCodes, Part, WeightCodes
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 Project = Callable[[str, Tensor, Groups], Tensor]  # (projection, x [R, K], groups) -> y [R, N]
+BESIDE = "_beside"
+"""In the __dict__ of a module of experts while an adapter stands beside it: a Project whose result is added."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -83,7 +85,7 @@ def agrees(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
 
     with torch.no_grad():
         stock = module(x, index, share).double()
-        ours = _mixture(module, x, index, share, project).double()
+        ours = mixture(module, x, index, share, project).double()
     if stock.shape != ours.shape:
         return f"the stock module returns shape {list(stock.shape)}, our experts {list(ours.shape)}"
     largest = float(stock.nan_to_num().abs().max())
@@ -128,7 +130,7 @@ class Experts(HoldsCodes):
         ``torch.compile`` leaves it out in one piece, as it does the linear layers that look at caches and counters.
         """
         saves = saved_experts.MARK in self.__dict__
-        return _mixture(self, hidden_states, top_k_index, top_k_weights, self._project, saves)
+        return mixture(self, hidden_states, top_k_index, top_k_weights, self._project, saves)
 
     def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
         """One projection of all rows: grouped where recipe and backends can, else expert by expert."""
@@ -203,7 +205,7 @@ def _biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
     return (None,) * weight.shape[0] if bias is None else bias.unbind(0)
 
 
-def _mixture(
+def mixture(
     module: nn.Module,
     hidden: Tensor,
     top_k_index: Tensor,
@@ -212,16 +214,26 @@ def _mixture(
     saves: bool = False,
 ) -> Tensor:
     """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
-    ``saves``: what lies between the projections and behind them is kept in FP8."""
-    weight = module._parameters["gate_up_proj"]
+    ``saves``: what lies between the projections and behind them is kept in FP8. The result of :data:`BESIDE`, if the
+    module has one, is added to each projection's."""
+    weight, beside = module._parameters["gate_up_proj"], module.__dict__.get(BESIDE)
     assert weight is not None
+    if beside is not None:
+        base, extra = project, beside
+        project = lambda name, x, groups: base(name, x, groups) + extra(name, x, groups)  # noqa: E731
     top_k = top_k_index.shape[-1]
     # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
     groups, pair_of, row_of = route(top_k_index.reshape(-1), weight.shape[0])
     low = _autocast_enabled(hidden) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(hidden.device.type) if low else hidden.dtype
     x = _ToRows.apply(hidden, pair_of, row_of, top_k, dtype)
-    gate_up, gate = project("gate_up_proj", x, groups), partial(_gate, module)
+    gate = partial(_gate, module)
+    if beside is None or weight.requires_grad:
+        gate_up = project("gate_up_proj", x, groups)
+    else:  # what stands beside a frozen weight keeps the tokens, not a row for each choice
+        again = partial(_rows, top_k=top_k, dtype=dtype)
+        with saved.behind(x, saved.Source((hidden.detach(), pair_of), again)):
+            gate_up = project("gate_up_proj", x, groups)
     if saves:
         y = saved_experts.gated(gate, gate_up, lambda h: project("down_proj", h, groups))
     else:
@@ -243,7 +255,7 @@ class _ToRows(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, pair_of: Tensor, row_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(row_of)
         ctx.top_k, ctx.dtype = top_k, hidden.dtype
-        return _take(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
+        return _rows(hidden, pair_of, top_k, dtype)
 
     @staticmethod
     @once_differentiable
@@ -268,6 +280,11 @@ class _ToPairs(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (pair_of,) = ctx.saved_tensors
         return _take(dy, pair_of), None, None
+
+
+def _rows(hidden: Tensor, pair_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """hidden [M, H] -> [R, H]: the token of the pair in each row."""
+    return _take(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
 
 
 def _take(source: Tensor, index: Tensor) -> Tensor:
