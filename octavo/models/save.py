@@ -11,35 +11,18 @@ gives `fp8.fp32_weight` of each parameter as the state dict.
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from octavo.models.errors import ModelError
-from octavo.models.loading import empty, quiet, read_json
-
-_COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
+from octavo.models.folder import quiet
+from octavo.models.loading import empty
+from octavo.models.whole import copy_companions, whole, write_config
+from octavo.models.whole import sync as _sync
 
 
 def save_hf(
@@ -65,20 +48,8 @@ def save_hf(
     stock = empty(source)
     weights = _checked(state_dict if state_dict is not None else model.state_dict(), stock)
     weights = _cast(weights, dtype)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.parent / f".{target.name}.part"
-    _clear(scratch, target)
-    try:
-        made = scratch / "new"
-        with _room(target):
-            scratch.mkdir()
-            _write(stock, weights, source, made)
-        if target.exists():
-            target.rename(scratch / "old")
-        made.rename(target)
-        _sync_directory(target.parent)
-    finally:
-        _clear(scratch, target)
+    with whole(target) as made:
+        _write(stock, weights, source, made)
     return target
 
 
@@ -89,35 +60,9 @@ def _write(stock: nn.Module, weights: dict[str, Tensor], source: Path, made: Pat
     written = max(sizes, key=sizes.__getitem__, default=torch.float32)  # a router's fp32 bias does not make it fp32
     with quiet():
         stock.save_pretrained(made, state_dict=weights)
-    _write_config(source, made, written)
-    for pattern in _COMPANIONS:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copy(file, made / file.name)
+    write_config(source, made, written)
+    copy_companions(source, made)
     _sync(made)
-
-
-def _clear(scratch: Path, target: Path) -> None:
-    """Remove what was written aside; an earlier export that was moved there returns where no new one took its place."""
-    if (scratch / "old").is_dir() and not target.exists():
-        (scratch / "old").rename(target)
-    shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _room(target: Path) -> Iterator[None]:
-    """A disk without room as a ModelError; safetensors has the machine's word in its text alone."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        words = str(error)
-        numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if getattr(error, "errno", None) not in numbers and not any(f"(os error {n})" in words for n in numbers):
-            raise
-        raise ModelError(
-            f"the model could not be written to {target}: {words}. Nothing was left half-written; free some space (or "
-            "your quota, or the limit of ulimit -f), or export to another disk."
-        ) from error
 
 
 def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tensor]:
@@ -149,34 +94,3 @@ def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str,
         name: tensor.detach().to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
         for name, tensor in weights.items()
     }
-
-
-def _write_config(source: Path, made: Path, dtype: torch.dtype) -> None:
-    """The source's config.json with the dtype of what was written."""
-    config = read_json(source / "config.json")
-    name = str(dtype).removeprefix("torch.")
-
-    def rewrite(node: Any) -> Any:
-        if not isinstance(node, dict):
-            return node
-        return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in node.items()}
-
-    config = rewrite(config)
-    if "torch_dtype" not in config:
-        config["dtype"] = name
-    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(directory: Path) -> None:
-    for file in directory.iterdir():
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
