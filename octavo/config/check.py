@@ -26,6 +26,10 @@ ELSEWHERE = {
     "output_dir": "run.dir", "logging_steps": "run.log_every", "save_steps": "run.save_every",
     "eval_steps": "run.eval_every", "model_name_or_path": "model.path", "gradient_checkpointing": "train.recompute",
     "num_train_epochs": "train.steps (steps x train.global_batch = samples seen)",
+    "lora_rank": "lora.rank", "lora_r": "lora.rank", "r": "lora.rank", "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout", "use_rslora": "lora.rslora", "use_dora": "lora.dora",
+    "target_modules": "lora.targets", "exclude_modules": "lora.exclude", "lora_target": "lora.targets",
+    "adapter_name_or_path": "lora.adapter", "load_in_8bit": "model.load_in_fp8", "load_in_4bit": "model.load_in_fp8",
     "fp8_recipe": "fp8.recipe", "fp8_format": "fp8.format", "fp8_param_gather": "fp8.param",
 }  # fmt: skip
 
@@ -142,7 +146,8 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
             return f"found {named(value)}", "write `off`"
         close = nearest(str(value), options)
         return f"found {named(value)}", (f"did you mean {close}? " if close else "") + "one of " + ", ".join(options)
-    mapping = "a word or a mapping" if path == ("train", "recompute") else "a mapping"
+    words = path in (("train", "recompute"), ("model", "load_in_fp8"))
+    mapping = "a word or a mapping" if words else "a mapping"
     expected = {
         "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
         "bool_type": "true or false", "string_type": "text", "tuple_type": "a list", "model_type": mapping,
@@ -204,8 +209,10 @@ def _short_form(path: Path, value: str) -> str:
     """What was meant by a lone word where a section belongs, e.g. `foundation: rowwise`."""
     section = _section(path)
     first = next(iter(section.model_fields)) if section else ""
-    close = nearest(value, ("none", "selective", "full"))
+    close, kind = nearest(value, ("none", "selective", "full")), nearest(value, ("row", "block", "tensor"))
     return {
+        "foundation": (f"did you mean {kind}? " if kind else "")
+        + "use row, block or tensor, or a mapping such as {foundation: block}",
         "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else 'blockwise'}}}",
         "path": f"write {{path: {value}}}",
         "match": f'write {{match: "{value}", recipe: off}}',

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from octavo.config import rules_lora
 from octavo.config.document import Path
+from octavo.config.findings import Finding, glob_problem
 from octavo.config.problems import nearest
 from octavo.config.schema import COMPONENTS, Component, Config, Fp8Section, Rule
+
+__all__ = ["FREEZABLE", "Finding", "check", "glob_problem"]
 
 FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A rule that is broken at ``path``; ``needs`` are further keys it depends on."""
-
-    path: Path
-    found: str
-    cure: str
-    needs: tuple[Path, ...] = ()
-
-
 def check(config: Config) -> list[Finding]:
     """Every rule that ``config`` breaks."""
-    parts = (_model, _fp8, _data, _train, _memory, _run)
+    parts = (_model, _fp8, rules_lora.rules, _data, _train, _memory, _run)
     return [finding for part in parts for finding in part(config)]
-
-
-def glob_problem(pattern: str) -> str | None:
-    """Why ``pattern`` is no glob over dotted module names, or None if it is one."""
-    if re.search(r"\s", pattern) or not pattern:
-        return "module names hold no spaces" if pattern else "it is empty"
-    if "/" in pattern or "\\" in pattern:
-        return "module names are joined by dots, not slashes"
-    if re.search(r"[\^$|(){}+\[\]]", pattern):
-        return "it is no regular expression: only *, ? (within a segment) and ** (any number of segments) are special"
-    for segment in pattern.split("."):
-        if not segment:
-            return "it has an empty segment (two dots in a row, or a dot at an end)"
-        if "**" in segment and segment != "**":
-            return f"** must be a whole segment, not part of `{segment}`"
-    return None
 
 
 def _model(config: Config) -> Iterator[Finding]:
@@ -252,7 +228,7 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
         return
     ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
     parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
-    on = [name for name in COMPONENTS if ruled or _recipe(fp8, name) != "off"]
+    on = [name for name in COMPONENTS if ruled or rules_lora.recipe_of(fp8, name) != "off"]
     for name, part in parts.items():
         if part.param and name not in on:
             yield Finding(
@@ -277,12 +253,6 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
             "use one of them",
             (("fp8", "param"), *(("fp8", name) for name in COMPONENTS)),
         )
-
-
-def _recipe(fp8: Fp8Section, name: str) -> str:
-    """The recipe of a component; the projector's is off unless it is set."""
-    part: Component | None = getattr(fp8, name)
-    return (part and part.recipe) or ("off" if name == "image_projector" else fp8.recipe)
 
 
 def _run(config: Config) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ Rules that need two fields at once live in :mod:`octavo.config.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
@@ -38,6 +38,13 @@ class Section(BaseModel):
 
 
 FrozenKind = Literal["row", "block", "tensor"]
+
+#: kind of frozen FP8 weights -> the recipes that multiply by such codes, the usual one first
+FITTING: Mapping[str, tuple[str, ...]] = {
+    "row": ("rowwise",),
+    "block": ("blockwise",),
+    "tensor": ("tensorwise", "delayed"),
+}
 
 
 class LoadInFp8Section(Section):
@@ -74,7 +81,13 @@ class ModelSection(Section):
         default_factory=LoadInFp8Section,
         description="Quantize the frozen base of LoRA while it is read: row, block or tensor. One word means the "
         "language model's linear layers; components can be named each. Embeddings, lm_head and routers stay as they "
-        "are. A checkpoint that is in FP8 already is used as it is, without this.",
+        "are. fp8.recipe, where nobody names it, is the one that multiplies by such codes. A checkpoint that is in FP8 "
+        "already is used as it is, without this.",
+    )
+    keep_fp8: bool = Field(
+        default=True,
+        description="Train LoRA beside the very codes of a checkpoint that is in FP8; false: beside its dequantized "
+        "values. Without LoRA its weights are dequantized in any case, since they are trained.",
     )
 
 
@@ -190,7 +203,9 @@ class LoraSection(Section):
     exclude: Annotated[tuple[str, ...], _FROM_LIST] = Field(
         default=(), description="Globs over module names that get none, though a target names them."
     )
-    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="In which A and B are kept and updated.")
+    dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="In which A and B are kept; optimizer.master says how BF16 ones are updated."
+    )
     adapter: str | None = Field(
         default=None,
         min_length=1,
@@ -288,7 +303,8 @@ class TrainSection(Section):
     clip: float = Field(default=1.0, ge=0, description="Largest gradient norm; 0 = no clipping.")
     precision: Literal["auto", "bf16", "fp32"] = Field(
         default="auto",
-        description="Compute dtype of what is not FP8; auto = bf16 on CUDA, fp32 on a CPU.",
+        description="Compute dtype of what is not FP8; auto = bf16 on CUDA, fp32 on a CPU. The base of LoRA is BF16 "
+        "everywhere, and fp32 where fp32 is asked.",
     )
     recompute: Annotated[RecomputeSection, _OR_WORD] = Field(
         default_factory=RecomputeSection,
@@ -377,8 +393,48 @@ class RunSection(Section):
         "really brings. They train nothing and change no loss; 0 = not measured.",
     )
     tensorboard: bool = Field(default=True, description="Write TensorBoard events too.")
-    hf: bool = Field(default=True, description="Write hf/ (safetensors that from_pretrained loads) at the end.")
+    hf: bool = Field(
+        default=True,
+        description="Write hf/ (safetensors that from_pretrained loads) at the end; adapter/ (PEFT's) with LoRA.",
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of torch; absent = torch's own choice.")
+
+
+def with_recipes(data: Any) -> Any:
+    """The raw configuration with the recipe that `model.load_in_fp8` implies, where nobody names one.
+
+    The kind of the language model's codes gives `fp8.recipe`, that of any other component its own. Where a plan file
+    decides, or somebody named `recipe: off` for all, nothing is added. What is malformed is left to validation.
+    """
+    model = _raw(data.get("model")) if isinstance(data, dict) else None
+    if not isinstance(model, dict):
+        return data
+    kinds = _raw(_for_foundation(model.get("load_in_fp8")))
+    fp8 = _raw(data.get("fp8", {}))
+    if not isinstance(kinds, dict) or not isinstance(fp8, dict) or fp8.get("plan") is not None:
+        return data
+    added = dict(fp8)
+    for name, kind in kinds.items():
+        own = _raw(fp8.get(name))
+        if (
+            not isinstance(kind, str)
+            or kind not in FITTING
+            or name not in COMPONENTS
+            or not isinstance(own, dict | None)
+        ):
+            continue
+        if (own or {}).get("recipe") is not None or fp8.get("recipe") == "off":
+            continue
+        if name == "foundation":
+            added.setdefault("recipe", FITTING[kind][0])
+        else:
+            added[name] = {**(own or {}), "recipe": FITTING[kind][0]}
+    return {**data, "fp8": added} if added != fp8 else data
+
+
+def _raw(value: Any) -> Any:
+    """A section that was built in Python as the mapping of what was named in it."""
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
 class Config(Section):
@@ -393,6 +449,11 @@ class Config(Section):
     train: TrainSection = Field(description="The step.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW.")
     run: RunSection = Field(default_factory=RunSection, description="Where the run lives and what it writes.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_the_kind(cls, data: Any) -> Any:
+        return with_recipes(data)
 
     @model_validator(mode="after")
     def _obeys_the_rules(self, info: ValidationInfo) -> Config:

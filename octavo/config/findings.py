@@ -1,0 +1,34 @@
+"""What a rule says: a :class:`Finding`; and what every rule about globs asks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from octavo.config.document import Path
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that is broken at ``path``; ``needs`` are further keys it depends on."""
+
+    path: Path
+    found: str
+    cure: str
+    needs: tuple[Path, ...] = ()
+
+
+def glob_problem(pattern: str) -> str | None:
+    """Why ``pattern`` is no glob over dotted module names, or None if it is one."""
+    if re.search(r"\s", pattern) or not pattern:
+        return "module names hold no spaces" if pattern else "it is empty"
+    if "/" in pattern or "\\" in pattern:
+        return "module names are joined by dots, not slashes"
+    if re.search(r"[\^$|(){}+\[\]]", pattern):
+        return "it is no regular expression: only *, ? (within a segment) and ** (any number of segments) are special"
+    for segment in pattern.split("."):
+        if not segment:
+            return "it has an empty segment (two dots in a row, or a dot at an end)"
+        if "**" in segment and segment != "**":
+            return f"** must be a whole segment, not part of `{segment}`"
+    return None

@@ -1,0 +1,123 @@
+"""What a configuration may say of LoRA and of weights that are loaded as FP8 codes."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.config import Config, ConfigError, Fp8Section, ModelSection, load_config_text, to_yaml
+from octavo.config.schema import DataSection, LoadInFp8Section, LoraSection, TrainSection
+
+BASE = "model: {{path: ./m{model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 10}}\n"
+
+
+def read(model: str, more: str = "lora: {}\n", overrides=()) -> Config:
+    return load_config_text(BASE.format(model=model and f", {model}") + more, overrides, source="x.yaml")
+
+
+def told(model: str, more: str = "lora: {}\n", overrides=()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(model, more, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kinds, more, recipes",
+    [
+        ("row", "", ("rowwise", None)),
+        ("block", "", ("blockwise", None)),
+        ("tensor", "", ("tensorwise", None)),
+        ("tensor", "fp8: {recipe: delayed}", ("delayed", None)),
+        ("row", "fp8: {recipe: off}", ("off", None)),
+        ("row", "fp8: {foundation: {recipe: rowwise}, recipe: blockwise}", ("blockwise", None)),
+        ("{foundation: row, image_encoder: block}", "", ("rowwise", "blockwise")),
+        ("{foundation: row, image_encoder: block}", "fp8: {recipe: off}", ("off", None)),
+        ("{image_encoder: tensor}", "fp8: {recipe: rowwise, image_encoder: {dgrad: bf16}}", ("rowwise", "tensorwise")),
+    ],
+)
+def test_the_recipe_follows_the_kind_unless_it_is_named(kinds, more, recipes):
+    cfg = read(f"load_in_fp8: {kinds}", f"lora: {{}}\n{more}\n")
+    tower = cfg.fp8.image_encoder
+    assert (cfg.fp8.recipe, tower and tower.recipe) == recipes
+    assert load_config_text(to_yaml(cfg)) == cfg  # a saved configuration runs again unchanged
+
+
+def test_it_follows_in_python_as_well():
+    more = {"data": DataSection(train=({"path": "a.json"},)), "train": TrainSection(steps=3), "lora": LoraSection()}
+    cfg = Config(model=ModelSection(path="m", load_in_fp8=LoadInFp8Section(foundation="row")), **more)
+    assert cfg.fp8.recipe == "rowwise"
+    with pytest.raises(ValueError, match="blockwise multiplies by other codes"):
+        Config(model=ModelSection(path="m", load_in_fp8="row"), fp8=Fp8Section(recipe="blockwise"), **more)
+
+
+@pytest.mark.parametrize(
+    "model, more, message",
+    [
+        ("load_in_fp8: blok", "", "load_in_fp8: expected a word or a mapping, found 'blok'; did you mean block? use"),
+        ("load_in_fp8: {foundation: rows}", "", "found 'rows'; did you mean row? one of row, block, tensor"),
+        ("load_in_fp8: {tower: row}", "", "x.yaml:1: model.load_in_fp8.tower: unknown key; valid here: foundation"),
+        ("load_in_fp8: row", "fp8: {recipe: blockwise}", "x.yaml:5: fp8.recipe: blockwise multiplies by other codes "
+         "than those of load_in_fp8: row (foundation); use rowwise, off (high precision, from the codes' values), or "
+         "load_in_fp8: block"),
+        ("load_in_fp8: row", "fp8: {foundation: {recipe: mxfp8}}", "x.yaml:5: fp8.foundation.recipe: mxfp8 multiplies"),
+        ("load_in_fp8: row", "fp8: {recipe: auto}", "auto chooses a recipe, and codes are made for one (foundation)"),
+        ("load_in_fp8: block, keep_fp8: false", "", "x.yaml:1: model.keep_fp8: false dequantizes the weights"),
+        ("load_in_fp8: block", "fp8: {weight_codes: recast, image_encoder: {recipe: off}}", "has no effect on weights"),
+        ("", "fp8: {param: true}", "x.yaml:5: fp8.param: param keeps trained weights beside their codes, and the base"),
+        ("", "fp8: {foundation: {param: true}}", "fp8.foundation.param: param keeps trained weights"),
+        ("", "fp8: {fwd: bf16, dgrad: bf16}", "a frozen base has no wgrad, so with fwd and dgrad in bf16 nothing"),
+        ("", "optimizer: {master: bf16+sr}", "bf16+sr updates BF16 parameters, and lora.dtype keeps A and B in fp32; "
+         "use `lora.dtype: bf16`, or `master: fp32`"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together(model, more, message):
+    assert message in told(model, f"lora: {{}}\n{more}\n")
+
+
+@pytest.mark.parametrize(
+    "lora, message",
+    [
+        ("{targets: [fundation]}", "'fundation' would match a module at the top of the model alone; did you mean fou"),
+        ("{targets: [q_proj]}", 'lora.targets.0: \'q_proj\' would match a module at the top of the model alone; '
+         'write "**.q_proj"'),
+        ("{targets: ['q_proj|k_proj']}", "is neither a component nor a glob over module names: it is no regular"),
+        ("{exclude: [foundation]}", "lora.exclude.0: 'foundation' would match a module at the top"),
+        ("{targets: []}", "lora.targets: must not be empty"),
+        ("{r: 8}", "lora.r: unknown key; that is `lora.rank`"),
+        ("{lora_alpha: 8}", "did you mean `alpha`?"),
+        ("{dropout: 1}", "lora.dropout: must be below 1, found 1"),
+        ("{rank: 0}", "lora.rank: must be at least 1"),
+        ("true", "lora: expected a mapping, found true (a boolean)"),
+    ],
+)  # fmt: skip
+def test_wrong_adapters(lora, message):
+    assert message in told("", f"lora: {lora}\n")
+
+
+def test_codes_are_for_what_is_not_trained():
+    message = told("load_in_fp8: {foundation: row, image_encoder: row}, freeze: [image_encoder]", "")
+    assert message.startswith("x.yaml:1: model.load_in_fp8.foundation: FP8 codes are not trained, and without `lora`")
+    assert "train adapters beside them (`lora: {}`), or freeze the component (model.freeze: [foundation])" in message
+    assert read("load_in_fp8: {image_encoder: row}, freeze: [image_encoder]", "").fp8.image_encoder.recipe == "rowwise"
+
+
+def test_a_frozen_component_has_no_master():
+    model = "load_in_fp8: {image_encoder: block}, freeze: [image_encoder]"
+    assert "use fp8.image_encoder.param: false" in told(model, "fp8: {param: true}\n")
+    assert read(model, "fp8: {param: true, image_encoder: {param: false}}\n").fp8.param
+
+
+def test_adapters_in_bf16_take_every_master():
+    for master in ("fp32", "bf16+16", "bf16+sr"):
+        assert read("", f"lora: {{dtype: bf16}}\noptimizer: {{master: {master}}}\n").optimizer.master == master
+
+
+def test_the_base_changes_by_override_with_its_recipe():
+    cfg = read("load_in_fp8: block")
+    assert "blockwise multiplies by other codes" in str(_fails(cfg, ["model.load_in_fp8=row"]))
+    assert cfg.with_overrides(["model.load_in_fp8=row", "fp8.recipe=rowwise"]).fp8.recipe == "rowwise"
+
+
+def _fails(cfg: Config, overrides: list[str]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        cfg.with_overrides(overrides)
+    return caught.value
