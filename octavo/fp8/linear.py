@@ -34,6 +34,7 @@ from octavo.fp8 import health, observe, saved_attention, scaling, traced, weight
 from octavo.fp8.cast import CastSpec, Quantized
 from octavo.fp8.kernels import ops
 from octavo.fp8.kernels.registry import Selection, select
+from octavo.fp8.param_tensor import Fp8Weight
 from octavo.fp8.recipe import GEMMS, Recipe
 from octavo.fp8.recipe import recipe as named_recipe
 from octavo.fp8.saved import Source, source_of
@@ -75,7 +76,8 @@ class Site:
         contract = 1 if gemm == "fwd" or self.shares_weight else 0
         cast = partial(backend.quantize, contract=contract)
         if self.codes is None:
-            return cast(part.of(owner), spec)
+            own = owner.codes(spec, part.slot) if isinstance(owner, Fp8Weight) else None
+            return cast(part.of(owner), spec) if own is None else own
         return self.codes.get(owner, part, spec, backend, forward=gemm == "fwd", cast=cast)
 
     @property
@@ -256,7 +258,8 @@ def _forward_gemm(
     flops = 2 * x.rows * weight.numel()
     if gemm is None or x_q is None:
         _count(site.name, now.gemm, observe.HIGH, flops, now.counted)
-        return F.linear(x.high(), weight.to(x.dtype), None if bias is None else bias.to(x.dtype)), None
+        w_high = call.part.of(call.owner).to(x.dtype)
+        return F.linear(x.high(), w_high, None if bias is None else bias.to(x.dtype)), None
     backend = site.selections["fwd"].backend
     w_q = site.weight("fwd", call.owner, call.part, gemm.b)
     if watched:
@@ -362,7 +365,7 @@ class Linear(HoldsCodes, nn.Linear):
     object, same parameters, hooks and names, so that checkpoints, optimizers and PEFT see nothing new."""
 
     _site: Site
-    _fp8_param = False  # whether octavo.fp8.param made its weight an Fp8Weight
+    _fp8_param = False  # whether its weight is an Fp8Weight
     _group: Any  # octavo.fp8.fusion.Group, where the layer has one
 
     @classmethod
@@ -378,6 +381,7 @@ class Linear(HoldsCodes, nn.Linear):
                 "FP8. Convert first and hook afterwards, or take the hook off (accelerate's remove_hook_from_module)."
             )
         module.__dict__["_site"] = site  # before the class, whose __setattr__ asks for it
+        module.__dict__["_fp8_param"] = isinstance(module.weight, Fp8Weight)
         module.__class__ = cls
         assert isinstance(module, cls)
         module.own_weights()

@@ -19,13 +19,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.frozen import codes_of_frozen, frozen, is_frozen
+from octavo.fp8.frozen_tensor import FrozenWeight
 from octavo.fp8.grouped_linear import alone
 from octavo.fp8.linear import Site
-from octavo.fp8.param_rows import Need, Shards, dequantize, gathered
+from octavo.fp8.param_rows import Need, Shards, dequantize, gather, gathered, shard_mesh
 from octavo.fp8.param_tensor import Fp8Weight, Source
 from octavo.fp8.policy import PlanError
 from octavo.fp8.weights import HoldsCodes, is_dtensor, local_of
@@ -49,6 +50,8 @@ def exchange(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool
     made: list[str] = []
     for used in users.values():
         casts: list[Need] = []
+        if is_frozen(modules[used[0][0]]._parameters[used[0][1]]):
+            continue  # it is FP8 for good
         for user in used:
             here = needs_of(modules[user[0]], user[1], sites[user]) if user in sites else []
             if not here:  # in high precision for somebody
@@ -128,17 +131,27 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what :func:`fp8_state_dict` gave: the masters become the dequantized codes, rounded to their dtype.
+    """Load what :func:`fp8_state_dict` gave: the masters become the dequantized codes, rounded to their dtype; frozen
+    weights take codes and scales as they are.
 
-    Raises ValueError for codes without scales or of weights that are not FP8 here, before anything changes, and what
-    ``load_state_dict`` raises for names and shapes.
+    Raises ValueError for codes without scales, of weights that are not FP8 here or are frozen in other blocks, and for
+    values of a frozen weight, before anything changes; and what ``load_state_dict`` raises for names and shapes.
     """
     weights = dict(_weights(model))
     plain = dict(state)
+    exchanged: list[tuple[FrozenWeight, FrozenWeight]] = []
     for name, weight in weights.items():
         need = _source(weight).needs[0]
-        if name not in state or state[name].dtype is not need.spec.fmt.dtype:
-            continue  # in high precision, or missing: load_state_dict says so
+        if name not in state:
+            continue  # load_state_dict says so
+        if state[name].dtype is not need.spec.fmt.dtype:
+            if is_frozen(weight) and not is_frozen(state[name]):
+                raise ValueError(
+                    f"{name} is a frozen FP8 weight of shape {list(weight.shape)}, and the state dict holds "
+                    f"{state[name].dtype} for it. Load codes and scales (fp8.fp8_state_dict), or call fp8.thaw(model) "
+                    "first."
+                )
+            continue  # in high precision
         scale = plain.pop(name + _suffix(need.spec), None)
         if scale is None:
             raise ValueError(
@@ -146,6 +159,10 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 "Load a state dict that fp8_state_dict gave for the same plan, or one in high precision."
             )
         device = weight.device
+        if is_frozen(weight):
+            exchanged.append((local_of(weight), _rows_of(state[name], scale, weight, name)))
+            plain[name] = weight.detach()
+            continue
         values = dequantize(Quantized(state[name].to(device), scale.to(device), need.spec), need, weight.dtype)
         plain[name] = values.mT if need.transposed else values
     left = [name for name, value in plain.items() if value.is_floating_point() and value.element_size() == 1]
@@ -160,6 +177,27 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if is_dtensor(target) and not is_dtensor(value):
             plain[name] = _distributed(value, target)
     model.load_state_dict(plain)
+    for mine, its in exchanged:
+        mine.receive(its)
+
+
+def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> FrozenWeight:
+    """The rows of a frozen weight that lie on this rank, out of the codes and scales of all."""
+    need, local = _source(weight).needs[0], local_of(weight)
+    try:
+        whole: Any = frozen(
+            codes.to(local.device), scale.to(local.device), need.spec, weight.dtype, need.transposed
+        ).detach()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if whole.shape != weight.shape:
+        raise ValueError(f"{name} has the shape {list(weight.shape)}, and the state dict {list(whole.shape)}.")
+    if is_dtensor(weight):
+        mesh = shard_mesh(weight)
+        begin, end = Shards(whole.shape[0], mesh.size(), mesh.get_local_rank()).here
+        whole = whole.rows(begin, end)
+    assert isinstance(whole, FrozenWeight)
+    return whole
 
 
 def _distributed(value: Tensor, like: Any) -> Tensor:
@@ -173,9 +211,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The FP8 weights of a model under all their names, sharded ones as DTensors."""
     model.state_dict(keep_vars=True)  # lets FSDP2 put the sharded parameters back
     for prefix, module in model.named_modules():
-        for name in module._weight_codes() if isinstance(module, HoldsCodes) else ():
-            value: Any = module._parameters[name]
-            if isinstance(local_of(value), Fp8Weight):
+        layers = module._weight_codes() if isinstance(module, HoldsCodes) else ()
+        for name, value in module._parameters.items():
+            if is_frozen(value) or (name in layers and isinstance(local_of(value), Fp8Weight)):
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
@@ -187,17 +225,10 @@ def _codes(weight: Any) -> Quantized:
     """The codes of the forward's cast of a whole weight, of the matrix that its GEMM multiplies by."""
     source = _source(weight)
     if not is_dtensor(weight):
-        return source.needs[0].cast(weight.values())
-    mesh, local = weight.device_mesh, weight._local_tensor
-    if mesh.ndim > 1:
-        mesh = mesh[mesh.mesh_dim_names[-1]]  # FSDP2 shards over the last dimension and replicates over the others
-    sent = local.wire(mesh)
-    outputs = []
-    for part in sent:
-        whole = part.new_empty((mesh.size() * part.shape[0], *part.shape[1:]))
-        torch.distributed.all_gather(list(whole.split(part.shape[0])), part, group=mesh.get_group())
-        outputs.append(whole)
-    return gathered(tuple(outputs), source.needs, source.whole, Shards(source.whole[0], mesh.size(), 0), None)[0]
+        return codes_of_frozen(weight) if is_frozen(weight) else source.needs[0].cast(weight.values())
+    mesh = shard_mesh(weight)
+    outputs = tuple(gather(part, mesh) for part in weight._local_tensor.wire(mesh))
+    return gathered(outputs, source.needs, source.whole, Shards(source.whole[0], mesh.size(), 0), None)[0]
 
 
 def _suffix(spec: CastSpec) -> str:

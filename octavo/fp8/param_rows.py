@@ -33,7 +33,19 @@ from octavo.fp8.formats import E8M0
 from octavo.fp8.kernels.layout import ceil_div, grid_of
 from octavo.fp8.kernels.registry import Backend
 
-__all__ = ["Need", "Rows", "Shards", "cast", "dequantize", "gathered", "wire"]
+__all__ = [
+    "Need",
+    "Rows",
+    "Shards",
+    "assembled",
+    "cast",
+    "dequantize",
+    "gather",
+    "gathered",
+    "shapes",
+    "shard_mesh",
+    "wire",
+]
 
 
 class Need(NamedTuple):
@@ -233,6 +245,19 @@ def wire(rows: Rows, shards: Shards) -> tuple[Tensor, ...]:
     return (torch.cat([t.reshape(-1).view(torch.uint8) for t in sorted(parts, key=_itemsize)]),)
 
 
+def shard_mesh(weight: Any) -> Any:
+    """The ranks that FSDP2 shards a DTensor over: the last dimension of its mesh; it replicates over the others."""
+    mesh = weight.device_mesh
+    return mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
+
+
+def gather(part: Tensor, mesh: Any) -> Tensor:
+    """What all ranks hold, one behind the other. A collective."""
+    whole = part.new_empty((mesh.size() * part.shape[0], *part.shape[1:]))
+    torch.distributed.all_gather(list(whole.split(part.shape[0])), part.contiguous(), group=mesh.get_group())
+    return whole
+
+
 def _itemsize(t: Tensor) -> int:
     return -t.element_size()  # fp32 first: bytes behind bytes need no alignment
 
@@ -248,20 +273,20 @@ def gathered(
 
     ``scales``: where the scales were put at the last gather, to be written again.
     """
-    shapes = [_shapes(need, whole, shards) for need in needs]
+    sizes = [shapes(need, whole, shards) for need in needs]
     if shards.ranks == 1:
-        outputs = _apart(outputs[0], needs, shapes)
+        outputs = _apart(outputs[0], needs, sizes)
     found = []
-    for i, (need, (codes_shape, _)) in enumerate(zip(needs, shapes, strict=True)):
+    for i, (need, (codes_shape, _)) in enumerate(zip(needs, sizes, strict=True)):
         sent = outputs[2 * i + 1]
         sent = sent.view(torch.uint8) if need.spec.scale == "e8m0" else sent
-        scale = _assembled(sent, need, whole, shards, None if scales is None else scales[i])
+        scale = assembled(sent, need, whole, shards, None if scales is None else scales[i])
         data = outputs[2 * i].view(-1, *codes_shape[1:])[: whole[0]].view(need.spec.fmt.dtype)
         found.append(Quantized(data, scale, need.spec))
     return found
 
 
-def _assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into: Tensor | None) -> Tensor:
+def assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into: Tensor | None) -> Tensor:
     """Scales of all row blocks (or experts), in order, out of those that each rank sent, padding left out."""
     if len(whole) == 3:
         parts = [sent[: whole[0]]]
@@ -278,10 +303,10 @@ def _assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into
     return into
 
 
-def _apart(flat: Tensor, needs: Sequence[Need], shapes: Sequence[tuple[Any, Any]]) -> tuple[Tensor, ...]:
+def _apart(flat: Tensor, needs: Sequence[Need], sizes: Sequence[tuple[Any, Any]]) -> tuple[Tensor, ...]:
     """The parts that :func:`wire` joined."""
     wanted: list[tuple[int, torch.Size, torch.dtype]] = []
-    for i, (need, (codes, scale)) in enumerate(zip(needs, shapes, strict=True)):
+    for i, (need, (codes, scale)) in enumerate(zip(needs, sizes, strict=True)):
         dtype = torch.uint8 if need.spec.scale == "e8m0" else torch.float32
         wanted += [(2 * i, codes, torch.uint8), (2 * i + 1, scale, dtype)]
     found: dict[int, Tensor] = {}
@@ -293,7 +318,7 @@ def _apart(flat: Tensor, needs: Sequence[Need], shapes: Sequence[tuple[Any, Any]
     return tuple(found[i] for i in range(len(found)))
 
 
-def _shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, torch.Size]:
+def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, torch.Size]:
     """What one rank sends: codes and scales."""
     if len(whole) == 3:
         n, k = (whole[2], whole[1]) if need.transposed else (whole[1], whole[2])

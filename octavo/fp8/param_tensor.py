@@ -10,7 +10,8 @@ An :class:`Fp8Weight` is one of two things:
 - **gathered codes**, which is what FSDP2 hands to a layer for a forward and a backward: codes and scales of the whole
   weight, and no values. GEMMs read the codes. Whatever else asks for values gets them by an explicit dequantize, freed
   with the result (a layer inside ``fp8.high_precision``, a GEMM that a recipe keeps out of FP8); writing raises. Where
-  only shape and dtype are asked (``zeros_like``), nothing is dequantized.
+  only shape and dtype are asked (``zeros_like``), nothing is dequantized. A frozen weight, which has codes for good and
+  never had a master, is a subclass (:mod:`octavo.fp8.frozen_tensor`).
 
 What FSDP2 asks of a tensor to let it gather something else than its values is ``fsdp_pre_all_gather`` and
 ``fsdp_post_all_gather`` (torch 2.11 to 2.13). The short form of the first, with the mesh alone, is the one that may be
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +39,12 @@ aten = torch.ops.aten
 
 
 class Source(NamedTuple):
-    """What an :class:`Fp8Weight` knows besides values: the casts its layers ask for, the shape of the whole weight,
-    whether the codes of its rows are kept between two gathers, and whether it is frozen: codes for good, of the one
-    cast in ``needs`` (:mod:`octavo.fp8.frozen`)."""
+    """What an :class:`Fp8Weight` knows besides values: the casts its layers ask for, the shape of the whole weight, and
+    whether the codes of its rows are kept between two gathers."""
 
     needs: tuple[Need, ...]
     whole: torch.Size
     keep: bool = True
-    frozen: bool = False
 
 
 class Held:
@@ -88,6 +87,8 @@ class Fp8Weight(Tensor):
     held: Held | None
     gathered: Gathered | None
     source: Source
+    frozen: ClassVar[bool] = False  # codes for good
+    kept: ClassVar[dict[Any, Callable[..., Any]]]  # what an operation returns as an Fp8Weight, None: it sees values
 
     @staticmethod
     def __new__(
@@ -126,11 +127,15 @@ class Fp8Weight(Tensor):
         moved = self.held.tensor.detach().to(device)
         self.held.move(moved.pin_memory() if pin else moved)
 
-    def values(self) -> Tensor:
-        """High precision, on the device of the facade: the master, or the dequantized codes of a gathered weight."""
+    def values(self, slot: int | None = None) -> Tensor:
+        """High precision, on the device of the facade: the master, or the dequantized codes of a gathered weight; of
+        one expert if ``slot`` says so."""
         if self.held is not None:
-            return self.held.tensor.detach().to(self.device)
-        return self.dequantize()
+            values = self.held.tensor.detach().to(self.device)
+            return values if slot is None else values[slot]
+        own = self if slot is None else _select(self, 0, slot)
+        assert own is not None
+        return own.dequantize()
 
     def dequantize(self) -> Tensor:
         """The values of gathered codes, in this tensor's dtype."""
@@ -140,20 +145,13 @@ class Fp8Weight(Tensor):
 
     def codes(self, spec: CastSpec, slot: int | None = None) -> Quantized | None:
         """The gathered codes under ``spec``, of one expert if ``slot`` says so; None for a weight with a master, whose
-        codes are for its layer to cast, and for a frozen one whose codes lie in other blocks. Frozen codes keep the
-        scales that they came with: of their cast format and blocks count.
+        codes are for its layer to cast.
 
         Raises RuntimeError for a cast that nobody announced when the parameter was exchanged.
         """
         if self.gathered is None:
             return None
-        if self.source.frozen:
-            own = self.gathered.codes[0]
-            q = own if (own.spec.format, own.spec.block) == (spec.format, spec.block) else None
-            if q is None:
-                return None
-        else:
-            q = next((q for q in self.gathered.codes if q.spec == spec), None)
+        q = next((q for q in self.gathered.codes if q.spec == spec), None)
         if q is None:
             there = ", ".join(str(q.spec) for q in self.gathered.codes)
             raise RuntimeError(
@@ -195,7 +193,7 @@ class Fp8Weight(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        keep = _KEPT.get(func)
+        keep = cls.kept.get(func)
         if keep is not None:
             kept = keep(*args, **kwargs)
             if kept is not None:
@@ -203,10 +201,7 @@ class Fp8Weight(Tensor):
         written = _written(func, args, kwargs)
         for weight in written:
             if weight.held is None:
-                raise RuntimeError(
-                    f"{func} writes to a gathered FP8 weight of shape {list(weight.shape)}, which holds codes and no "
-                    "values. Write to the sharded parameter (model.reshard() under FSDP2), or before fully_shard."
-                )
+                raise RuntimeError(weight._refusal(f"{func} writes to"))
         read = _shape_of if func in _SHAPE_ONLY else Fp8Weight.values
         targets = {id(w) for w in written}
 
@@ -224,6 +219,12 @@ class Fp8Weight(Tensor):
             return next((w for w in written if value is w.master), value)
 
         return tree_map(back, out) if written else out
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"{what} a gathered FP8 weight of shape {list(self.shape)}, which holds codes and no values. Write to the "
+            "sharded parameter (model.reshard() under FSDP2), or before fully_shard."
+        )
 
     @property
     def data(self) -> Tensor:
@@ -282,7 +283,7 @@ class Fp8Weight(Tensor):
 
     def wire(self, mesh: Any) -> tuple[Tensor, ...]:
         """What this rank sends: see :func:`octavo.fp8.param_rows.wire`. A collective where blocks cross shards."""
-        held, (needs, whole, keep) = self.held, self.source[:3]
+        held, (needs, whole, keep) = self.held, self.source
         assert held is not None
         shards = param_rows.Shards(whole[0], mesh.size(), mesh.get_local_rank())
         # Who casts takes part in a collective where blocks are cut, so all ranks must come to the same answer. The
@@ -307,7 +308,7 @@ class Fp8Weight(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that layers see, made of what all ranks sent. Its codes lie where FSDP2 gathered them; its scales
         in tensors of their own, which FSDP2 frees and allocates with them."""
-        needs, whole = self.source[:2]
+        needs, whole = self.source.needs, self.source.whole
         shards = param_rows.Shards(whole[0], metadata, 0)
         before = None if out is None else _gathered_of(out)
         scales = None if before is None else [q.scale for q in before.codes]
@@ -317,7 +318,7 @@ class Fp8Weight(Tensor):
             return None
         like = torch.empty(whole, dtype=param_dtype, device="meta")
         made = Gathered(codes, needs[0].transposed)
-        return Fp8Weight(like, self.source, None, made, self.device), tuple(q.scale for q in codes)
+        return type(self)(like, self.source, None, made, self.device), tuple(q.scale for q in codes)
 
 
 def _gathered_of(out: Tensor) -> Gathered:
@@ -334,11 +335,11 @@ def _rebuilt(master: Tensor, source: Source, device: torch.device, like: Tensor)
     return _unpickled(master, source, device, isinstance(like, nn.Parameter), like.requires_grad)
 
 
-# What an operation returns as an Fp8Weight, or None to let it see values. Where FSDP2 cuts, pads and aliases weights.
+# Fp8Weight.kept: where FSDP2 cuts, pads and aliases weights.
 
 
 def _alias(weight: Fp8Weight, *_: Any, **__: Any) -> Fp8Weight:
-    return Fp8Weight(weight, weight.source, weight.held, weight.gathered)
+    return type(weight)(weight, weight.source, weight.held, weight.gathered)
 
 
 def _as_strided(weight: Fp8Weight, size: Any, stride: Any, offset: int | None = None) -> Fp8Weight | None:
@@ -379,7 +380,7 @@ def _turned(weight: Fp8Weight, *dims: int) -> Fp8Weight | None:
         return None
     like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta").mT
     made = Gathered(weight.gathered.codes, not weight.gathered.turned)
-    return Fp8Weight(like, weight.source, None, made, weight.device)
+    return type(weight)(like, weight.source, None, made, weight.device)
 
 
 def _select(weight: Fp8Weight, dim: int, index: int) -> Fp8Weight | None:
@@ -388,7 +389,7 @@ def _select(weight: Fp8Weight, dim: int, index: int) -> Fp8Weight | None:
         return None
     codes = [Quantized(q.data[index], q.scale[index], q.spec) for q in weight.gathered.codes]
     like = torch.empty_strided(weight.shape[1:], weight.stride()[1:], dtype=weight.dtype, device="meta")
-    return Fp8Weight(like, weight.source, None, Gathered(codes, weight.gathered.turned), weight.device)
+    return type(weight)(like, weight.source, None, Gathered(codes, weight.gathered.turned), weight.device)
 
 
 def _unbind(weight: Fp8Weight, dim: int = 0) -> list[Fp8Weight] | None:
@@ -396,7 +397,7 @@ def _unbind(weight: Fp8Weight, dim: int = 0) -> list[Fp8Weight] | None:
     return None if not parts or parts[0] is None else parts  # type: ignore[return-value]
 
 
-_KEPT: dict[Any, Callable[..., Any]] = {
+Fp8Weight.kept = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.as_strided.default: _as_strided,

@@ -73,6 +73,6 @@ def leave() -> None:
 def leave_weight() -> None:
     """End the graph before a layer whose weight is FP8 between steps; an error under ``fullgraph=True``."""
     torch._dynamo.graph_break(
-        "an FP8 weight (param: true) finds its codes outside the compiled graph. Use param=False, or torch.compile "
-        "without fullgraph=True."
+        "an FP8 weight (param: true, or frozen) finds its codes outside the compiled graph. Use torch.compile without "
+        "fullgraph=True, or param=False."
     )

@@ -90,9 +90,10 @@ class Part(NamedTuple):
     transposed: bool = False
 
     def of(self, parameter: Tensor) -> Tensor:
-        matrix = parameter.values() if isinstance(parameter, Fp8Weight) else parameter.detach()
-        if self.slot is not None:
-            matrix = matrix[self.slot]
+        if isinstance(parameter, Fp8Weight):
+            matrix = parameter.values(self.slot)
+        else:
+            matrix = parameter.detach() if self.slot is None else parameter.detach()[self.slot]
         return matrix.mT if self.transposed else matrix
 
 
@@ -100,7 +101,8 @@ class WeightCodes:
     """The codes of one parameter, by part and cast. ``casts`` counts the casts made, for tests and for the curious.
 
     ``keep``: False casts anew at each use and holds nothing in between (``Policy.weight_codes="recast"``). Of a weight
-    that FSDP2 gathered as FP8 the codes are taken from the weight itself (:mod:`octavo.fp8.param_tensor`).
+    that FSDP2 gathered as FP8 the codes are taken from the weight itself (:mod:`octavo.fp8.param_tensor`), as are those
+    of a frozen one; dgrad's of a frozen one in rows, whose blocks are columns, are cast at each use and not kept.
 
     Copies and pickles of a module start with an empty cache: codes are derived data. Making a cache is what turns the
     watch on, because a pickle may bring a model into a process that never converted one.
@@ -174,6 +176,9 @@ class WeightCodes:
             if codes is not None:
                 return codes
         cast = cast or backend.quantize
+        if isinstance(owner, Fp8Weight) and owner.frozen:  # another cast than that of its codes, never kept beside them
+            self.casts += 1
+            return cast(part.of(owner), spec)
         # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
         # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
         if not self.keep or owner.is_inference() or capturing(owner) or not (forward or self._valid(owner)):
