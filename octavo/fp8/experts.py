@@ -38,8 +38,9 @@ from octavo.fp8.weights import HoldsCodes, Part, WeightCodes
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 Project = Callable[[str, Tensor, Groups], Tensor]  # (projection, x [R, K], groups) -> y [R, N]
+Beside = Mapping[str, Callable[[Tensor, Groups], Tensor]]  # projection -> (x [R, K], groups) -> [R, N]
 BESIDE = "_beside"
-"""In the __dict__ of a module of experts while an adapter stands beside it: a Project whose result is added."""
+"""In the __dict__ of a module of experts while adapters stand beside it: a Beside whose results are added."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -214,13 +215,13 @@ def mixture(
     saves: bool = False,
 ) -> Tensor:
     """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
-    ``saves``: what lies between the projections and behind them is kept in FP8. The result of :data:`BESIDE`, if the
-    module has one, is added to each projection's."""
-    weight, beside = module._parameters["gate_up_proj"], module.__dict__.get(BESIDE)
+    ``saves``: what lies between the projections and behind them is kept in FP8. What :data:`BESIDE` makes of their
+    inputs, if the module has it, is added to the projections."""
+    weight = module._parameters["gate_up_proj"]
     assert weight is not None
+    beside: Beside | None = module.__dict__.get(BESIDE)
     if beside is not None:
-        base, extra = project, beside
-        project = lambda name, x, groups: base(name, x, groups) + extra(name, x, groups)  # noqa: E731
+        project = partial(_with_beside, project, beside)
     top_k = top_k_index.shape[-1]
     # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
     groups, pair_of, row_of = route(top_k_index.reshape(-1), weight.shape[0])
@@ -246,6 +247,11 @@ def mixture(
     # Gathering and adding in a fixed order is deterministic; index_add_ is not on a GPU.
     out = weighted.view(*top_k_index.shape, weighted.shape[-1]).sum(-2).to(hidden.dtype)
     return out if out.shape == hidden.shape else out.view(hidden.shape)
+
+
+def _with_beside(project: Project, beside: Beside, name: str, x: Tensor, groups: Groups) -> Tensor:
+    y, extra = project(name, x, groups), beside.get(name)
+    return y if extra is None else y + extra(x, groups)
 
 
 class _ToRows(torch.autograd.Function):

@@ -1,0 +1,294 @@
+"""Adapters of experts: low-rank products of each expert's rows, never a delta of a whole weight.
+
+PEFT adapts the three-dimensional parameters of a mixture-of-experts layer by ``target_parameters``: a ``ParamWrapper``
+around the module for each of them (nested: the first parameter's inside), with all experts' factors in one matrix
+each. For a weight of E experts, W_e [N, K] as its GEMM multiplies by it, and adapters of rank r::
+
+    lora_A.weight [r E, K]    A_e = rows e r .. (e + 1) r
+    lora_B.weight [N, r E]    B_e = columns e, e + E, e + 2 E, ...      (rank-major: column j E + e is B_e's column j)
+    W_e' = W_e + s B_e A_e,   s = alpha / r, of rsLoRA alpha / sqrt(r)
+
+(PEFT before 0.19 takes the two sizes of a weight stored as [E, N, K] the other way round: A [r E, N] and B [K, r E],
+and the delta is their product transposed. :func:`factors` reads either.)
+
+PEFT computes by putting W + s B A, for all experts, in the place of W in every forward: FP8 codes cannot be added to,
+and the sum is as large as the layer. :func:`adopt` leaves PEFT's modules, names, configuration and files as they are
+and takes over the forward of the outer wrapper: on the rows that :mod:`octavo.fp8.experts` lays out by expert,
+
+    y_e = base(x_e) + s (x_e A_e^T) B_e^T
+
+with base in FP8 from frozen codes, or in high precision. Factors are multiplied in x's dtype. For the backward are kept
+s x_e A_e^T [R, r], and of x nothing where the base can tell how to make it again: of gate_up_proj the tokens instead of
+a row for each of their choices, of down_proj the FP8 codes of gate and up if activations are kept so. Experts without a
+token get zeros for gradients.
+
+PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A leaves no place for them; so does
+:func:`refuse`, since a file with them could be read by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.adapters.errors import AdapterError
+from octavo.fp8 import experts as moe
+from octavo.fp8 import grouped_high
+from octavo.fp8.kernels.groups import Groups
+from octavo.fp8.saved import Source, source_of
+from octavo.fp8.weights import Part
+
+if TYPE_CHECKING:
+    from octavo.config.schema import LoraSection
+
+__all__ = ["adopt", "factors", "obstacle", "parameters_of", "refuse", "stock_name", "wrappers"]
+
+
+def stock_name(name: str) -> str:
+    """The name that a module or parameter has without adapters: PEFT's ``base_layer`` taken out."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The three-dimensional parameters of a model's experts by stock name: what ``target_parameters`` may name."""
+    found: dict[str, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        if moe.is_experts(module):
+            for projection in moe.PROJECTIONS:
+                parameter = module._parameters[projection]
+                assert parameter is not None
+                found[f"{stock_name(name)}.{projection}"] = parameter
+    return found
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why the rows of these experts cannot be computed one by one, as adapters want it; None if they can."""
+    if isinstance(module, moe.Experts):  # held against the stock module when it was converted
+        return None
+    return moe.obstacle(module) or (None if _is_meta(module) else moe.agrees(module))
+
+
+def refuse(names: Iterable[str], lora: LoraSection) -> None:
+    """Raise AdapterError for what adapters of experts cannot have, if any of ``names`` is a parameter of experts."""
+    first = next(iter(names), None)
+    asked = {"lora.dropout": lora.dropout, "lora.dora": lora.dora}
+    wrong = [f"{key}={value}" for key, value in asked.items() if value]
+    if first is not None and wrong:
+        raise AdapterError(
+            f"{' and '.join(wrong)} cannot be had for experts, and {first} is among the targets: PEFT adapts their "
+            "weights as W + B A, which leaves no place for dropout, DoRA or a bias, and could not read such an "
+            'adapter. Set lora.dropout: 0 and lora.dora: false, or leave experts out: lora.exclude: ["**.experts"]'
+        )
+
+
+def wrappers(outer: nn.Module) -> dict[str, Any]:
+    """projection -> PEFT's wrapper of it, of nested wrappers."""
+    found, module = {}, outer
+    while _is_wrapper(module):
+        found[str(module.parameter_name)] = module
+        module = module.base_layer  # type: ignore[assignment]
+    return found
+
+
+def factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
+    """(A [E, r, K], B [E, N, r]) of one adapter, so that W_e [N, K] + s B_e A_e is the adapted weight of expert e, in
+    GEMM orientation whatever the storage. Views of PEFT's parameters, through which gradients flow."""
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    experts = wrapper.num_experts
+    down, up = a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    transposed = bool(getattr(wrapper.get_base_layer(), "is_transposed", False))
+    if transposed or getattr(wrapper, "_did_swap_in_out_features", False):
+        return down, up
+    return up.mT, down.mT  # PEFT before 0.19: A meets what the parameter has first, which is N
+
+
+def adopt(model: nn.Module) -> int:
+    """Take over the forward of experts that PEFT wrapped, in place; how many modules of experts there are.
+
+    The wrappers stay PEFT's, and so do their parameters. May be called again. Raises AdapterError for wrapped
+    parameters that are none of experts, and for experts of a structure that cannot be computed row by row.
+    """
+    outer = [(name, module) for name, module in model.named_modules() if _is_wrapper(module)]
+    inner = {id(module.base_layer) for _, module in outer}
+    outer = [(name, module) for name, module in outer if id(module) not in inner]
+    held: set[tuple[Any, ...]] = set()
+    for name, module in outer:
+        base, mine = module.get_base_layer(), wrappers(module)
+        other = [p for p in mine if p not in moe.PROJECTIONS]
+        if other or not moe.is_experts(base):
+            raise AdapterError(
+                f"{name}.{(other or list(mine))[0]} was named as a parameter to adapt, and only "
+                f"{' and '.join(moe.PROJECTIONS)} of experts can be (three dimensions [E, N, K]). Name linear "
+                "layers as target_modules"
+            )
+        kind = (type(base), *(tuple(base._parameters[p].shape) for p in moe.PROJECTIONS))
+        if kind not in held and (lack := obstacle(base)):
+            raise AdapterError(
+                f"{name}: experts of this structure cannot have adapters beside them: {lack}. Leave them out with "
+                'lora.exclude: ["**.experts"]'
+            )
+        held.add(kind)
+        if not isinstance(base, moe.Experts | _RowByRow):
+            base.__class__ = _row_by_row(type(base))
+        module.__class__ = _adapted()
+    return len(outer)
+
+
+class _RowByRow(nn.Module):
+    """Experts in high precision that compute rows laid out by expert while an adapter stands beside them, and as their
+    stock class does at any other time."""
+
+    _stock: type[nn.Module]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if moe.BESIDE not in self.__dict__:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return moe.mixture(self, hidden_states, top_k_index, top_k_weights, self._project)
+
+    def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
+        part = Part(None, bool(getattr(self, "is_transposed", False)))
+        return _Rows.apply(x, self._parameters[name], self._parameters.get(f"{name}_bias"), groups, part)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The class is made on the fly, so that a copy names the stock class instead."""
+        return _rebuild, (self._stock,), self.__dict__.copy()
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _row_by_row(stock: type[nn.Module]) -> type[nn.Module]:
+    if stock not in _classes:
+        names = {"__module__": __name__, "_stock": stock}
+        _classes[stock] = type(f"Adapted{stock.__name__}", (_RowByRow, stock), names)
+    return _classes[stock]
+
+
+def _rebuild(stock: type[nn.Module]) -> nn.Module:
+    made = _row_by_row(stock)
+    return made.__new__(made)
+
+
+def _adapted() -> type[nn.Module]:
+    """PEFT's wrapper with our forward; made when first wanted, since PEFT may not be installed."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if ParamWrapper in _classes:
+        return _classes[ParamWrapper]
+
+    class AdaptedExperts(ParamWrapper):
+        @torch._disable_dynamo
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            """What the module of experts is called with; see the docstring of :mod:`octavo.adapters.experts`."""
+            base = self.get_base_layer()
+            base.__dict__[moe.BESIDE] = {
+                name: partial(low_rank, wrapper)
+                for name, wrapper in wrappers(self).items()
+                if not (wrapper.disable_adapters or wrapper.merged) and _active(wrapper)
+            }
+            try:
+                return base(*args, **kwargs)
+            finally:
+                del base.__dict__[moe.BESIDE]
+
+    _classes[ParamWrapper] = AdaptedExperts
+    return AdaptedExperts
+
+
+def low_rank(wrapper: Any, x: Tensor, groups: Groups) -> Tensor:
+    """s B_e A_e x for every expert's rows x [R, K], of all active adapters -> [R, N]; padding rows hold anything."""
+    source = source_of(x)
+    parts = [
+        _LowRank.apply(x, *factors(wrapper, adapter), wrapper.scaling[adapter], groups, source)
+        for adapter in _active(wrapper)
+    ]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _active(wrapper: Any) -> list[str]:
+    return [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
+
+
+class _LowRank(torch.autograd.Function):
+    """x [R, K], A [E, r, K], B [E, N, r] -> s (x A^T) B^T [R, N], each expert its own rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, down: Tensor, up: Tensor, scale: float, groups: Groups, source: Source | None
+    ) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            h = grouped_high.fwd(x, _dense(down, x.dtype), None, groups) * scale
+            y = grouped_high.fwd(h, _dense(up, x.dtype), None, groups)
+        kept = (x,) if source is None else source.tensors
+        ctx.remake = None if source is None else source.remake
+        ctx.save_for_backward(*groups[:3], h, down, up, *(kept if ctx.needs_input_grad[1] else ()))
+        ctx.scale, ctx.rows, ctx.dtype = scale, groups.rows, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        sizes, starts, tiles, h, down, up, *kept = ctx.saved_tensors
+        groups = Groups(sizes, starts, tiles, ctx.rows)
+        needs_x, needs_down, needs_up = ctx.needs_input_grad[:3]
+        dx = ddown = dup = None
+        with torch.autocast(dy.device.type, enabled=False):
+            if needs_up:
+                dup = grouped_high.wgrad(dy, h, groups, up.dtype)
+            if needs_x or needs_down:
+                dh = grouped_high.dgrad(dy, _dense(up, dy.dtype), groups) * ctx.scale
+            if needs_down:
+                x = kept[0] if ctx.remake is None else ctx.remake(*kept).to(ctx.dtype)
+                ddown = grouped_high.wgrad(dh, x, groups, down.dtype)
+            if needs_x:
+                dx = grouped_high.dgrad(dh, _dense(down, dy.dtype), groups)
+        return dx, ddown, dup, None, None, None
+
+
+def _dense(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As grouped products read it: rows without gaps."""
+    return factor.to(dtype).contiguous()
+
+
+class _Rows(torch.autograd.Function):
+    """x [R, K] times each expert's weight, in high precision. The weight is kept as the parameter it is, so that of
+    frozen FP8 codes no values outlive the GEMM."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, part: Part) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            y = grouped_high.fwd(x, part.of(weight), bias, groups)
+        ctx.save_for_backward(*groups[:3], weight, *((x,) if ctx.needs_input_grad[1] else ()))
+        ctx.rows, ctx.part, ctx.b_dtype = groups.rows, part, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        sizes, starts, tiles, weight, *x = ctx.saved_tensors
+        groups = Groups(sizes, starts, tiles, ctx.rows)
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        with torch.autocast(dy.device.type, enabled=False):
+            if needs_x:
+                dx = grouped_high.dgrad(dy, ctx.part.of(weight), groups)
+            if needs_w:
+                dw = grouped_high.wgrad(dy, x[0], groups, weight.dtype)
+                dw = dw.mT if ctx.part.transposed else dw
+            if needs_b:
+                db = grouped_high.bias_grad(dy, groups).to(ctx.b_dtype)
+        return dx, dw, db, None, None
+
+
+def _is_wrapper(module: object) -> bool:
+    """Whether this is PEFT's wrapper of a parameter, without importing PEFT where nobody else has."""
+    return any(cls.__name__ == "ParamWrapper" for cls in type(module).__mro__)
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(p.is_meta for p in module.parameters())

@@ -1,0 +1,342 @@
+"""Adapters of experts: PEFT's files and configuration, computed on rows, over high precision and over FP8 codes."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch import nn
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
+
+from octavo import fp8
+from octavo.adapters import experts
+from octavo.adapters.errors import AdapterError
+
+E, H, I, R = 6, 32, 24, 4  # noqa: E741
+BOTH = ("gate_up_proj", "down_proj")
+SMALL = {"hidden_size": H, "num_experts": E, "num_experts_per_tok": 2}
+
+
+def _made(cls, config):
+    torch.manual_seed(0)
+    config._experts_implementation = "eager"
+    module = cls(config)
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.3)
+    return module
+
+
+FAMILIES = {
+    "qwen3_moe": lambda: _made(Qwen3MoeExperts, Qwen3MoeConfig(moe_intermediate_size=I, **SMALL)),
+    "qwen3_vl_moe": lambda: _made(Qwen3VLMoeTextExperts, Qwen3VLMoeTextConfig(moe_intermediate_size=I, **SMALL)),
+    "mixtral": lambda: _made(
+        MixtralExperts, MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
+    ),
+    # transposed, with biases, an interleaved gate of its own
+    "gpt_oss": lambda: _made(
+        GptOssExperts, GptOssConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
+    ),
+}
+
+
+class Block(nn.Module):
+    """What PEFT wraps: a module that holds experts."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.experts = inner
+
+    def forward(self, x, index, share):
+        return self.experts(x, index, share)
+
+
+def routed(tokens=10, top_k=2, dtype=torch.float32, used=E):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, H, generator=g, dtype=dtype)
+    index = torch.rand(tokens, used, generator=g).argsort(1)[:, :top_k]
+    return x.requires_grad_(), index, torch.rand(tokens, top_k, generator=g, dtype=dtype).requires_grad_()
+
+
+def config(names=BOTH, **changes):
+    return LoraConfig(
+        r=R, lora_alpha=8, target_modules=[], target_parameters=[f"experts.{n}" for n in names], **changes
+    )
+
+
+def filled(block, seed=3):
+    """B is not zero, as after some training."""
+    g = torch.Generator().manual_seed(seed)
+    for name, p in block.named_parameters():
+        if "lora_" in name:
+            p.data.copy_(torch.randn(p.shape, generator=g) * 0.2)
+    return block
+
+
+def adapted(block, names=BOTH, **changes):
+    inject_adapter_in_model(config(names, **changes), block)
+    assert experts.adopt(block) == 1
+    return filled(block)
+
+
+def stock(block, names=BOTH, **changes):
+    return filled(get_peft_model(block, config(names, **changes)).base_model.model)
+
+
+def lora(block):
+    return {name: p for name, p in block.named_parameters() if "lora_" in name}
+
+
+def quantized(block, recipe="blockwise", kind="block", **kwargs):
+    """FP8 experts over frozen codes."""
+    inner = block.experts
+    for name in BOTH:
+        turned = bool(getattr(inner, "is_transposed", False))
+        inner._parameters[name] = fp8.freeze_weight(inner._parameters[name].data, kind, transposed=turned)
+    fp8.apply(block, fp8.plan(block, fp8.Policy(recipe=recipe, **kwargs)))
+    return block
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("names", [BOTH, BOTH[:1], BOTH[1:]], ids="+".join)
+def test_high_precision_experts_compute_what_peft_computes(family, names):
+    ours, theirs = adapted(Block(FAMILIES[family]()), names), stock(Block(FAMILIES[family]()), names)
+    assert [(n, p.shape) for n, p in lora(ours).items()] == [(n, p.shape) for n, p in lora(theirs).items()]
+    a, b = routed(), routed()
+    y, z = ours(*a), theirs(*b)
+    torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-5)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    y.backward(dy)
+    z.backward(dy)
+    torch.testing.assert_close(a[0].grad, b[0].grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a[2].grad, b[2].grad, rtol=1e-4, atol=1e-5)
+    for (name, p), q in zip(lora(ours).items(), lora(theirs).values(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_factors_are_pefts_delta(family):
+    block = stock(Block(FAMILIES[family]()), use_rslora=True)
+    for name, wrapper in experts.wrappers(block.experts).items():
+        down, up = experts.factors(wrapper, "default")
+        delta = wrapper.scaling["default"] * up @ down
+        if getattr(wrapper.get_base_layer(), "is_transposed", False):
+            delta = delta.mT
+        torch.testing.assert_close(delta, wrapper.get_delta_weight("default"), msg=name)
+        assert wrapper.scaling["default"] == 8 / R**0.5
+
+
+def test_the_layout_of_older_peft_is_read():
+    """PEFT before 0.19: A [r E, N], B [K, r E], delta = einsum("o r e, e r i -> e i o")."""
+    n, k = 5, 7
+    a, b = torch.randn(R * E, n), torch.randn(k, R * E)
+    made = SimpleNamespace(
+        lora_A={"default": SimpleNamespace(weight=a)},
+        lora_B={"default": SimpleNamespace(weight=b)},
+        num_experts=E,
+        get_base_layer=lambda: SimpleNamespace(is_transposed=False),
+    )
+    down, up = experts.factors(made, "default")
+    want = torch.einsum("o r e, e r i -> e i o", b.reshape(k, R, E), a.reshape(E, R, n))
+    assert up.shape == (E, n, R) and down.shape == (E, R, k)
+    torch.testing.assert_close(up @ down, want)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("recipe", "kind"), [("blockwise", "block"), ("rowwise", "row"), ("delayed", "tensor")])
+def test_over_frozen_codes_it_is_the_dequantized_base_with_the_adapter(family, recipe, kind):
+    """Grouped and one by one. The base alone in FP8 differs from its dequantized self by as much."""
+    ours = adapted(quantized(Block(FAMILIES[family]()), recipe, kind))
+    assert isinstance(ours.experts.get_base_layer(), fp8.Experts)
+    codes = fp8.fingerprint(ours)
+    high = Block(FAMILIES[family]())
+    for name in BOTH:
+        high.experts._parameters[name].data = getattr(ours.experts.get_base_layer(), name).dequantize().clone()
+    plain, high = copy.deepcopy(high), adapted(high)
+    a, b = routed(40), routed(40)
+    y, z = ours(*a), high(*b)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    y.backward(dy)
+    z.backward(dy)
+    assert fp8.cosine(y, z) > 0.995 and fp8.cosine(y, plain(*b)) < 0.98
+    for (name, p), q in zip(lora(ours).items(), lora(high).values(), strict=True):
+        assert fp8.cosine(p.grad, q.grad) > 0.98, name
+    assert fp8.fingerprint(ours) == codes
+    assert all(p.grad is None for n, p in ours.named_parameters() if "lora_" not in n)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", None])
+def test_experts_without_tokens_get_zeros(recipe):
+    block = Block(FAMILIES["qwen3_moe"]())
+    block = adapted(block if recipe is None else quantized(block, recipe, "tensor" if recipe == "delayed" else "block"))
+    block(*routed(used=3)).sum().backward()
+    for wrapper in experts.wrappers(block.experts).values():
+        a, b = wrapper.lora_A["default"].weight.grad, wrapper.lora_B["default"].weight.grad
+        a, b = a.view(E, R, -1), b.view(b.shape[0], R, E)
+        assert not a[3:].any() and not b[..., 3:].any() and a[:3].any() and b[..., :3].any()
+
+
+def test_no_token_at_all_gives_gradients_of_zeros():
+    block = adapted(quantized(Block(FAMILIES["qwen3_moe"]())))
+    y = block(torch.zeros(0, H), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
+    y.sum().backward()
+    assert y.shape == (0, H) and all(p.grad is not None and not p.grad.any() for p in lora(block).values())
+
+
+def test_the_base_runs_the_gemms_that_it_ran():
+    """fwd and dgrad of each expert, once; no wgrad; and the adapters are counted nowhere."""
+    plain, block = quantized(Block(FAMILIES["qwen3_moe"]())), adapted(quantized(Block(FAMILIES["qwen3_moe"]())))
+    seen = []
+    for made in (plain, block):
+        with fp8.count_gemms() as counts:
+            made(*routed()).sum().backward()
+        seen.append(dict(counts))
+    assert seen[0] == seen[1] and {gemm for _, gemm, _ in seen[0]} == {"fwd", "dgrad"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_it_is_the_same(reentrant):
+    ways = []
+    for recomputed in (False, True):
+        block = adapted(quantized(Block(FAMILIES["qwen3_moe"]())))
+        given = routed()
+        if recomputed:
+            y = torch.utils.checkpoint.checkpoint(block, *given, use_reentrant=reentrant)
+        else:
+            y = block(*given)
+        y.square().sum().backward()
+        ways.append([y, given[0].grad, given[2].grad, *(p.grad for p in lora(block).values())])
+    assert all(torch.equal(a, b) for a, b in zip(*ways, strict=True))
+
+
+def kept_bytes(run):
+    """Bytes that a forward keeps, each storage once."""
+    found = {}
+
+    def pack(t):
+        if t.device.type != "meta" and not isinstance(t, nn.Parameter) and type(t) is torch.Tensor:
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = run()
+    return out, sum(found.values())
+
+
+def test_of_gate_up_the_tokens_are_kept_and_no_row_for_each_choice():
+    block = adapted(quantized(Block(FAMILIES["qwen3_moe"]())), BOTH[:1])
+    given = routed(tokens=512, top_k=4)
+    hidden = given[0] * 1.0
+    _, plain = kept_bytes(lambda: quantized(Block(FAMILIES["qwen3_moe"]()))(hidden, *given[1:]))
+    _, more = kept_bytes(lambda: block(hidden, *given[1:]))
+    rows = 128 * (E + (4 * 512 - E) // 128)
+    low = rows * R * 4  # s x A^T
+    assert more - plain < low + 512 * H * 4 + rows * 8 + 2 * E * R * (H + 2 * I) * 4 < rows * H * 4
+
+
+def test_activations_in_fp8_serve_the_adapter_too():
+    """The input of down_proj is made again from the codes of gate and up, bit for bit what the forward multiplied."""
+    made = []
+    for saves in (True, False):
+        block = adapted(quantized(Block(FAMILIES["qwen3_moe"]()), **({"activations": "fp8"} if saves else {})))
+        given = routed(tokens=256)
+        out, bytes_ = kept_bytes(lambda b=block, g=given: b(*g))
+        out.square().sum().backward()
+        made.append((bytes_, out, [p.grad for p in lora(block).values()]))
+    assert made[0][0] < made[1][0]
+    assert fp8.cosine(made[0][1], made[1][1]) > 0.995
+    assert all(fp8.cosine(a, b) > 0.98 for a, b in zip(made[0][2], made[1][2], strict=True))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_mixed_precision(frozen):
+    """Under autocast rows and products are BF16, factors and their gradients stay as they are kept (fp32)."""
+    block = Block(FAMILIES["qwen3_moe"]())
+    block = adapted(quantized(block) if frozen else block)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = block(*routed())
+    y.sum().backward()
+    assert all(p.grad.dtype is torch.float32 and p.grad.any() for p in lora(block).values())
+    high = adapted(Block(FAMILIES["qwen3_moe"]()))(*routed())
+    assert fp8.cosine(y, high) > 0.99
+
+
+def test_switched_off_and_merged_adapters_add_nothing():
+    block, given = adapted(Block(FAMILIES["qwen3_moe"]())), routed()
+    plain = Block(FAMILIES["qwen3_moe"]())(*given)
+    with_adapter = block(*given)
+    for wrapper in experts.wrappers(block.experts).values():
+        wrapper.enable_adapters(False)
+    assert torch.equal(block(*given), plain)
+    for wrapper in experts.wrappers(block.experts).values():
+        wrapper.enable_adapters(True)
+        wrapper.merge()
+    torch.testing.assert_close(block(*given), with_adapter, rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_computes_the_same_and_adopting_again_changes_nothing():
+    block, given = adapted(Block(FAMILIES["qwen3_moe"]())), routed()
+    again = copy.deepcopy(block)
+    assert experts.adopt(again) == 1 and torch.equal(again(*given), block(*given))
+
+
+def test_stock_experts_over_frozen_codes_compute_with_their_values():
+    """Loaded with codes and no plan: nothing is FP8 but what the weights are made of."""
+    block = Block(FAMILIES["qwen3_moe"]())
+    high = Block(FAMILIES["qwen3_moe"]())
+    for name in BOTH:
+        weight = fp8.freeze_weight(block.experts._parameters[name].data, "block")
+        block.experts._parameters[name] = weight
+        high.experts._parameters[name].data = weight.dequantize().clone()
+    a, b = routed(), routed()
+    y, z = adapted(block)(*a), adapted(high)(*b)
+    torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-5)
+    y.sum().backward()
+    z.sum().backward()
+    torch.testing.assert_close(a[0].grad, b[0].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_parameters_by_stock_name():
+    block = Block(FAMILIES["qwen3_moe"]())
+    before = experts.parameters_of(block)
+    assert list(before) == ["experts.gate_up_proj", "experts.down_proj"]
+    assert list(experts.parameters_of(adapted(block))) == list(before)
+
+
+@pytest.mark.parametrize("asked", [{"dropout": 0.1}, {"dora": True}])
+def test_what_peft_refuses_is_refused_with_a_sentence(asked):
+    from octavo.config.schema import LoraSection
+
+    with pytest.raises(AdapterError, match=f"lora.{next(iter(asked))}=.*leave experts out"):
+        experts.refuse(["model.layers.0.mlp.experts.down_proj"], LoraSection(**asked))
+    experts.refuse([], LoraSection(**asked))
+    experts.refuse(["model.layers.0.mlp.experts.down_proj"], LoraSection())
+
+
+def test_a_parameter_of_no_experts_is_refused():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ParameterDict({"gate_up_proj": torch.zeros(2, 4, 4)})
+
+    block = Odd()
+    inject_adapter_in_model(config(BOTH[:1]), block)
+    with pytest.raises(AdapterError, match="gate_up_proj was named as a parameter to adapt"):
+        experts.adopt(block)
+
+
+def test_experts_of_another_structure_are_refused():
+    from transformers import Llama4TextConfig
+
+    block = Block(_made(Llama4TextExperts, Llama4TextConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)))
+    inject_adapter_in_model(config(), block)
+    with pytest.raises(AdapterError, match="cannot have adapters beside them: experts called with"):
+        experts.adopt(block)
