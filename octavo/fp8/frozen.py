@@ -41,6 +41,7 @@ from octavo.fp8.weights import is_dtensor, local_of
 
 __all__ = [
     "FROZEN",
+    "codes_cast",
     "codes_of_frozen",
     "fingerprint",
     "freeze_weight",
@@ -98,11 +99,17 @@ def freeze_weight(
 ) -> nn.Parameter:
     """Quantize ``values`` [N, K] or [E, N, K] ([E, K, N] if ``transposed``) into a frozen weight.
 
-    ``kind``: row, block or tensor, or a cast of its own. Raises ValueError for another kind.
+    ``kind``: row, block or tensor, or a cast of its own. On the meta device the frozen weight has no codes either: it
+    is there to plan with. Raises ValueError for another kind.
     """
     if not isinstance(kind, CastSpec) and kind not in FROZEN:
         raise ValueError(f"There is no kind {kind!r} of frozen weights; there are {', '.join(FROZEN)}.")
     spec = kind if isinstance(kind, CastSpec) else FROZEN[kind]
+    if values.is_meta:
+        matrix = values.mT if transposed else values
+        codes = torch.empty(matrix.shape, dtype=spec.fmt.dtype, device="meta")
+        scale = torch.empty((*matrix.shape[:-2], *grid_of(matrix.shape[-2], matrix.shape[-1], spec)), device="meta")
+        return frozen(codes, scale, spec, dtype or values.dtype, transposed)
     q = Need(spec, get("reference"), 1, transposed).cast(values.detach())
     return frozen(q.data, q.scale, spec, dtype or values.dtype, transposed)
 
@@ -119,6 +126,12 @@ def codes_of_frozen(weight: Tensor) -> Quantized:
     if not isinstance(local, FrozenWeight):
         raise ValueError(f"{type(weight).__name__} of shape {list(weight.shape)} is no frozen FP8 weight.")
     return local.own or _nothing(local)
+
+
+def codes_cast(weight: object) -> CastSpec | None:
+    """The cast of the codes of a frozen weight, also of a sharded one; None for any other."""
+    local = local_of(weight)
+    return local.spec if isinstance(local, FrozenWeight) else None
 
 
 def frozen_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -48,6 +48,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from octavo.fp8 import gated_mlp, norms, observe, weights
 from octavo.fp8.cast import CastSpec
+from octavo.fp8.frozen import is_frozen
 from octavo.fp8.fused_linear import Call, FusedGemms, Marks
 from octavo.fp8.health import watching
 from octavo.fp8.joined import Joined
@@ -155,6 +156,7 @@ class Sister(NamedTuple):
     device: torch.device
     trained: bool
     weight: int  # the parameter's identity
+    codes: bool = False  # a frozen FP8 weight
 
 
 def sister(layer: nn.Module, recipe: Recipe | None, selections: Mapping[str, Selection]) -> Sister:
@@ -163,7 +165,8 @@ def sister(layer: nn.Module, recipe: Recipe | None, selections: Mapping[str, Sel
     assert isinstance(weight, Tensor)
     backends = {gemm: s.backend.name for gemm, s in selections.items()}
     n, k = weight.shape
-    return Sister(recipe, backends, (n, k), weight.dtype, weight.device, weight.requires_grad, id(weight))
+    codes = is_frozen(weight)
+    return Sister(recipe, backends, (n, k), weight.dtype, weight.device, weight.requires_grad, id(weight), codes)
 
 
 def obstacle(sisters: Sequence[Sister]) -> str | None:
@@ -183,6 +186,8 @@ def obstacle(sisters: Sequence[Sister]) -> str | None:
             return what
     if len({s.weight for s in sisters}) < len(sisters):
         return "tied weights"
+    if any(s.codes for s in sisters):
+        return "joined, codes of frozen weights would take a second byte a parameter; their cast of x is shared"
     return recipe_obstacle(first.recipe, [s.shape[0] for s in sisters])
 
 

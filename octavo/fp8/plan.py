@@ -23,7 +23,6 @@ from octavo.fp8 import observe
 from octavo.fp8.choose import backends_for, by_measurement, by_table
 from octavo.fp8.experts import Experts
 from octavo.fp8.fusion import unite
-from octavo.fp8.grouped_linear import alone
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.linear import Linear, Site
 from octavo.fp8.machine import Machine
@@ -31,6 +30,8 @@ from octavo.fp8.measure import Case, Entry, Measured, Measurements, cases_of, ca
 from octavo.fp8.param import exchange
 from octavo.fp8.plan_blocks import PlanBlock, apart, blocks_of, carry_out, saving_of, sentences
 from octavo.fp8.plan_checks import OUTSIDE, STAYS, applies, check_met, check_names, check_same_model
+from octavo.fp8.plan_frozen import fitting, none_fits
+from octavo.fp8.plan_notes import measured_notes, notes_of
 from octavo.fp8.plan_sisters import PlanGroup, notes, settle
 from octavo.fp8.policy import AUTO, OFF, Decision, PlanError, Policy, decide
 from octavo.fp8.recipe import GEMMS, Recipe
@@ -208,7 +209,8 @@ def plan(
 
     Raises:
         PlanError: a rule that matches nothing, a component that the model lacks, FP8 asked for what cannot be
-            converted, FP8 asked and nothing converted; measurements without tokens.
+            converted, FP8 asked and nothing converted; a recipe that cannot multiply by the codes of a frozen weight;
+            measurements without tokens.
         BackendError: a backend asked for by name that does not exist or cannot do it.
     """
     policy = policy if isinstance(policy, Policy) else _policy_named(policy)
@@ -226,13 +228,13 @@ def plan(
             out.append(PlanRow(row, None, obstacle, {}, flops))
         else:
             out.append(chooser.choose(row, decision, cases.get(row.name), flops))
-    allowed = {row.name: chooser.allowed(decision) for row, decision, obstacle in asked if obstacle is None}
+    allowed = {row.name: chooser.fitting(row, decision) for row, decision, obstacle in asked if obstacle is None}
     together = cases_of_sisters(model, cases)
     out, groups = settle(model, out, allowed, policy.fuse, used, together, micro_steps, chooser.as_measured)
     check_met(policy, out)
     total = sum(r.flops for r in out if r.kind not in OUTSIDE) or 1.0
     done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in out)
-    said = (*_notes(done, tokens, device), *_measured_notes(policy, measurements, done))
+    said = (*notes_of(model, done, tokens, device), *measured_notes(policy, measurements, done))
     blocks = blocks_of(model, done, policy.fuse == "on", saving_of(policy, components), components)
     groups = apart(groups, blocks)
     said = (*said, *notes(groups, policy.fuse), *sentences(blocks))
@@ -278,8 +280,15 @@ class _Chooser:
             self._allowed[decision] = decision.allowed(self.policy.candidates)
         return self._allowed[decision]
 
-    def choose(self, row: Row, decision: Decision, case: Case | None, flops: float) -> PlanRow:
+    def fitting(self, row: Row, decision: Decision) -> Mapping[str, Recipe]:
+        """The same, without those that cannot multiply by the frozen codes of this row."""
         allowed = self.allowed(decision)
+        return allowed if row.codes is None else fitting(row, row.codes, decision, allowed)
+
+    def choose(self, row: Row, decision: Decision, case: Case | None, flops: float) -> PlanRow:
+        allowed = self.fitting(row, decision)
+        if not allowed and decision.recipe == AUTO and row.codes is not None:
+            return PlanRow(row, None, none_fits(row.codes), {}, flops, decided=True)
         if not allowed:
             stays = decision.recipe == OFF and "stays" not in decision.source
             return PlanRow(row, None, decision.source + (": off" if stays else ""), {}, flops)
@@ -461,37 +470,3 @@ def _share(rows: Iterable[PlanRow]) -> float:
     inside = [r for r in rows if r.kind not in OUTSIDE]
     total = sum(r.flops for r in inside)
     return sum(r.fp8_flops for r in inside) / total if total else 0.0
-
-
-def _notes(rows: tuple[PlanRow, ...], tokens: Mapping[str, int] | None, device: torch.device) -> tuple[str, ...]:
-    fp8 = [r for r in rows if r.fp8]
-    used = {r.recipe.name for r in fp8 if r.recipe is not None}
-    notes = []
-    if used & {"tensorwise", "delayed"}:
-        more = "; fp8.reduce_scaling_state shares the histories of delayed scaling" if "delayed" in used else ""
-        notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
-    if used & {"rowwise", "mxfp8"}:
-        notes.append(
-            f"{' and '.join(sorted(used & {'rowwise', 'mxfp8'}))} cast weights twice: 2 bytes of codes a parameter"
-        )
-    frozen = sum(r.row.frozen for r in fp8)
-    if frozen:
-        notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no kept input")
-    if any(r.row.experts and not r.row.experts_per_token for r in rows):
-        notes.append("experts per token are unknown: FLOPs count every expert as active")
-    if tokens is None and len({r.component for r in rows if r.kind not in OUTSIDE}) > 1:
-        notes.append("shares weigh every component by one token; give tokens per component to weigh by a real step")
-    whys = [alone(r.recipe, r.selections, device) for r in rows if r.kind == "experts" and r.recipe is not None]
-    notes += [f"{whys.count(why)} rows of experts run expert by expert: {why}" for why in dict.fromkeys(whys) if why]
-    return tuple(notes)
-
-
-def _measured_notes(policy: Policy, found: Measurements | None, rows: tuple[PlanRow, ...]) -> tuple[str, ...]:
-    if found is None or found.machine.emulated:
-        if not policy.asks_auto:
-            return ()
-        where = "" if found is None else " that counts: FP8 is emulated on a CPU, and its times decide nothing"
-        return (f"recipe auto: nothing was measured{where}; recipes are those of the documented table (docs/plan.md)",)
-    unknown = [r.name for r in rows if r.times is None and (r.fp8 or r.decided)]
-    more = f"; {len(unknown)} layers that no token reaches were not (such as {unknown[0]})" if unknown else ""
-    return (f"measured on {found.machine.gpu}: a layer runs in FP8 only where that won{more}",)

@@ -94,11 +94,16 @@ def check_met(policy: Policy, rows: list[PlanRow]) -> None:
 
 
 def check_same_model(model: nn.Module, plan: Plan) -> None:
-    found = {r.name: (r.kind, r.shape) for r in topology(model, plan.components)}
-    planned = {r.name: (r.kind, r.shape) for r in plan.rows}
+    found = {r.name: (r.kind, r.shape, r.codes) for r in topology(model, plan.components)}
+    planned = {r.name: (r.kind, r.shape, r.row.codes) for r in plan.rows}
+
+    def told(row: tuple[str, tuple[int, int], object] | None) -> str:
+        codes = "" if row is None or row[2] is None else f" with frozen FP8 codes ({row[2]})"
+        return "nothing" if row is None else f"{row[0]} {list(row[1])}{codes}"
+
     for name in [*planned, *found]:
         if planned.get(name) != found.get(name):
-            has, wants = (f"{v[0]} {list(v[1])}" if v else "nothing" for v in (found.get(name), planned.get(name)))
+            has, wants = told(found.get(name)), told(planned.get(name))
             raise PlanError(
                 f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this "
                 "model."

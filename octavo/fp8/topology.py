@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.fp8.cast import CastSpec
 from octavo.fp8.experts import PROJECTIONS, is_experts
+from octavo.fp8.frozen import codes_cast
 from octavo.fp8.globs import covers, matches, nearest, template
 from octavo.fp8.linear import Linear
 
@@ -52,7 +54,8 @@ class Row:
 
     ``shape`` is (N, K) = (outputs, inputs), per expert where ``experts`` says how many share the row;
     ``experts_per_token`` of them work on each token. ``params`` counts weights and biases of the whole row.
-    ``tied`` lists the other names of the same weight. ``frozen``: the weight asks for no gradient.
+    ``tied`` lists the other names of the same weight. ``frozen``: the weight asks for no gradient; ``codes``: the cast
+    of its codes, if it is a frozen FP8 weight (:mod:`octavo.fp8.frozen`), else None.
     ``module`` is the name of the module that owns the weight (a row of experts is one of its parameters).
     """
 
@@ -68,9 +71,12 @@ class Row:
     params: int = 0
     type: str = "Linear"
     module: str = ""
+    codes: CastSpec | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "shape": list(self.shape), "tied": list(self.tied)}
+        said = {**asdict(self), "shape": list(self.shape), "tied": list(self.tied)}
+        del said["codes"]
+        return said if self.codes is None else {**said, "codes": str(self.codes)}
 
 
 def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None = None) -> tuple[Row, ...]:
@@ -90,7 +96,8 @@ def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None 
             weight = _weight_of(row, module)
             tied = tuple(n for n in shared[id(weight)] if n != _parameter_name(row))
             where = "lm_head" if row.kind == "lm_head" else component(row.module)
-            rows.append(replace(row, component=where, tied=tied, frozen=not weight.requires_grad))
+            codes = codes_cast(weight)
+            rows.append(replace(row, component=where, tied=tied, frozen=not weight.requires_grad, codes=codes))
     return tuple(rows)
 
 
