@@ -1,0 +1,24 @@
+"""Low-rank adapters beside a frozen base, in FP8 or not: attached by PEFT, kept in PEFT's files.
+
+Needs peft when something is attached or read, not when this is imported.
+"""
+
+from octavo.adapters.attach import adapter_parameters, attach, attached, disabled, is_adapter_parameter
+from octavo.adapters.errors import AdapterError
+from octavo.adapters.files import adapter_state, load, load_adapter_state, read_config, save
+from octavo.adapters.targets import targets_of
+
+__all__ = [
+    "AdapterError",
+    "adapter_parameters",
+    "adapter_state",
+    "attach",
+    "attached",
+    "disabled",
+    "is_adapter_parameter",
+    "load",
+    "load_adapter_state",
+    "read_config",
+    "save",
+    "targets_of",
+]

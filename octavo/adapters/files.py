@@ -1,0 +1,374 @@
+"""PEFT's adapter folder: written whole or not at all, read strictly.
+
+    adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, K], .lora_B.weight [N, r],
+                                .lora_magnitude_vector [N] (DoRA)
+    adapter_config.json         LoraConfig's fields; base_model_name_or_path: the stock model's folder
+
+Nothing in it says what the base was made of. PEFT loads it over the stock model; :func:`load` over a stock model or
+over FP8, since it registers the layers for that, which PEFT does not store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from octavo.adapters import experts
+from octavo.adapters.attach import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
+from octavo.adapters.errors import AdapterError
+from octavo.adapters.targets import NEVER, taken_over
+from octavo.fp8.topology import topology
+
+if TYPE_CHECKING:
+    from octavo.config.schema import LoraSection
+
+__all__ = ["CONFIG", "WEIGHTS", "adapter_state", "continued", "load", "load_adapter_state", "read_config", "save"]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+# Of a folder that may be replaced: what PEFT and its users put beside an adapter.
+_BESIDE = (CONFIG, WEIGHTS, "README.md", ".gitattributes")
+
+# Fields of LoraConfig that are honoured as they are, or say nothing about what is computed.
+_HONOURED = {
+    *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "target_parameters"),
+    *("peft_type", "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping"),
+    *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "runtime_config"),
+    *("megatron_core", "qalora_group_size", "lora_ga_config"),
+}
+_REASONS = {
+    "modules_to_save": "it replaces whole modules of the base by trained copies. Merge it into the base first",
+    "bias": "it trains biases of the base. Merge it into the base with PEFT first",
+    "lora_bias": "B has a bias there, which Octavo's layers do not add",
+    "fan_in_fan_out": "it is for weights stored as [K, N] (GPT-2's Conv1D)",
+    "layer_replication": "it builds a model of more layers than the base has",
+    "megatron_config": "it is for Megatron's own layers",
+    "trainable_token_indices": "it trains rows of the embeddings",
+}
+_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")  # that change the base they begin from
+Say = Callable[[str], None]
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters' values by the names of PEFT's files. Of a sharded model all ranks must call it together.
+
+    Raises AdapterError for a model without adapters.
+    """
+    state = {state_name(name): whole(p) for name, p in adapter_parameters(model)}
+    if not state:
+        raise AdapterError("the model has no adapters; octavo.adapters.attach gives it some.")
+    return state
+
+
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    base: str | Path,
+    state: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Write the adapters of a model as PEFT's folder ``directory``; ``base`` is the stock model's folder or name.
+
+    The folder is made aside, forced to the disk and renamed: it is there whole or not at all, and a former adapter
+    there stays until the new one takes its place. On several ranks get ``state`` by :func:`adapter_state` on all of
+    them, and call this on one.
+
+    Raises AdapterError where the directory holds something that is no adapter, or cannot be written.
+    """
+    final = Path(directory)
+    values = dict(state) if state is not None else adapter_state(model)
+    text = json.dumps(_document(model, str(base)), indent=2, sort_keys=True) + "\n"
+    if final.exists() and (not final.is_dir() or [f for f in os.listdir(final) if f not in _BESIDE]):
+        odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(sorted(os.listdir(final))[:3])
+        raise AdapterError(f"{final} is there and is no adapter's folder ({odd}); name another.")
+    aside, former = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
+    try:
+        if former.exists() and not final.exists():  # a replacement that was cut short between its renames
+            os.rename(former, final)
+        for left in (aside, former):
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        cpu = {name: value.cpu().contiguous() for name, value in values.items()}
+        save_file(cpu, aside / WEIGHTS, metadata={"format": "pt"})
+        (aside / CONFIG).write_text(text, encoding="utf-8")
+        for path in (aside / WEIGHTS, aside / CONFIG, aside):
+            _sync(path)
+        if final.exists():
+            os.rename(final, former)
+        os.rename(aside, final)
+        _sync(final.parent)
+        shutil.rmtree(former, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if former.exists() and not final.exists():
+            os.rename(former, final)
+        raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error
+    return final
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _document(model: nn.Module, base: str) -> dict[str, Any]:
+    """adapter_config.json: LoraConfig's own fields, sets in order."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or NAME not in configs:
+        raise AdapterError("the model has no adapters; octavo.adapters.attach gives it some.")
+    config = copied(configs[NAME])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    return {key: _plain(value) for key, value in config.to_dict().items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset | tuple):
+        return sorted(value)
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return getattr(value, "value", value)  # an enumeration is its text
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_config(directory: str | Path) -> Any:
+    """The LoraConfig of an adapter's folder, known to be one that Octavo computes exactly.
+
+    Raises AdapterError for a folder that is none, JSON that cannot be read, another kind of adapter (IA3, prompt
+    tuning, ...) and fields that change what is computed in a way Octavo does not.
+    """
+    folder = Path(directory)
+    file = folder / CONFIG
+    if not folder.is_dir() or not file.is_file():
+        raise AdapterError(f"{folder} is no adapter's folder: it has no {CONFIG}. PEFT and octavo train write one.")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(raw, dict):
+        raise AdapterError(f"{file} holds a {type(raw).__name__} where an object with LoRA's settings is needed.")
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(
+            f"{folder} is an adapter of type {kind!r}, and Octavo computes LoRA (also rsLoRA and DoRA) alone. Merge it "
+            "into its base with PEFT, and use the merged model."
+        )
+    from peft import LoraConfig
+
+    fields = {f.name: f for f in dataclasses.fields(LoraConfig)}
+    stock = LoraConfig().to_dict()
+    for key, value in raw.items():
+        if key in _HONOURED or not value or (key in stock and _plain(stock[key]) == value) or value == "none":
+            continue
+        why = _REASONS.get(key, "it changes what the adapter computes, in a way that Octavo does not know")
+        raise AdapterError(f"{file}: {key}={json.dumps(value)[:80]} cannot be honoured: {why}.")
+    start = raw.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_STARTS):
+        raise AdapterError(
+            f"{file}: init_lora_weights={start!r} means that the adapter stands beside a base that this start changed. "
+            "Save it as plain LoRA with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+    known = {k: v for k, v in raw.items() if k in fields and k in _HONOURED and k not in ("runtime_config",)}
+    for key in ("loftq_config", "eva_config", "corda_config", "lora_ga_config"):  # of how it began
+        known.pop(key, None)
+    try:
+        config = LoraConfig(**{**known, "init_lora_weights": True, "inference_mode": False})
+        numbers = [config.r, config.lora_alpha, *config.rank_pattern.values(), *config.alpha_pattern.values()]
+        wrong = [n for n in numbers if isinstance(n, bool) or not isinstance(n, int | float) or n <= 0]
+        if wrong or not 0 <= config.lora_dropout < 1:
+            raise ValueError(f"r, lora_alpha and their patterns must be positive, lora_dropout in [0, 1): {numbers}")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise AdapterError(f"{file} is no valid LoRA configuration: {error}") from error
+    return config
+
+
+def read_state(directory: str | Path) -> dict[str, Tensor]:
+    """The tensors of an adapter's folder. Raises AdapterError for pickles, what cannot be read, NaN."""
+    folder = Path(directory)
+    file = folder / WEIGHTS
+    if not file.is_file():
+        pickles = [name for name in _PICKLES if (folder / name).exists()]
+        raise AdapterError(
+            f"{folder} holds {pickles[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
+            "load it with PEFT where you trust it, and save_pretrained it."
+            if pickles
+            else f"{folder} has no {WEIGHTS}: the adapter is not whole."
+        )
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{file} cannot be read: {error}. It was cut short, or is no safetensors file.") from error
+    for name, value in state.items():
+        if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise AdapterError(f"{file}: {name} is {value.dtype}; adapters are fp32, bf16 or fp16.")
+        if not bool(torch.isfinite(value).all()):
+            raise AdapterError(f"{file}: {name} holds NaN or infinity; the adapter is broken.")
+    return state
+
+
+def load(model: nn.Module, directory: str | Path, say: Say = lambda text: None, dtype: str = "fp32") -> tuple[str, ...]:
+    """Attach what an adapter's folder describes to a stock or an FP8 model, and fill it. Returns the adapted names.
+
+    dtype: fp32 or bf16, in which A and B are kept. Only the adapters ask for a gradient afterwards; dropout is as the
+    configuration says, in training mode.
+
+    Raises AdapterError, before the model is changed, as :func:`read_config` does, for pickles, tensors that are missing
+    or that no target wants, shapes that do not fit the model, and targets that never get an adapter.
+    """
+    if attached(model):
+        raise AdapterError("the model has adapters already, and takes one set. Load it again.")
+    config, state = read_config(directory), read_state(directory)
+    names = _fitting(model, config, state, Path(directory))
+    own = copied(config)
+    of_experts = experts.parameters_of(model)
+    own.target_modules = {name for name in names if name not in of_experts}
+    own.target_parameters = [name for name in names if name in of_experts] or None
+    own.exclude_modules = own.layers_to_transform = own.layers_pattern = None
+    inject(model, own, names, DTYPES[dtype], seed=0)
+    load_adapter_state(model, state, where=str(directory))
+    say(f"adapter {directory}: rank {config.r}, alpha {config.lora_alpha:g}, beside {len(names)} layers")
+    return names
+
+
+def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str = "the state") -> None:
+    """Fill the adapters of a model with values by PEFT's names; of a sharded model each rank takes its part.
+
+    Raises AdapterError, before anything is written, for names that are missing or unknown, and for other shapes.
+    """
+    mine = {state_name(name): p for name, p in adapter_parameters(model)}
+    _compare(where, {name: tuple(p.shape) for name, p in mine.items()}, {n: tuple(v.shape) for n, v in state.items()})
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            value = state[name].to(parameter.device, parameter.dtype)
+            if hasattr(parameter, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor
+
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)  # type: ignore[arg-type]
+            parameter.copy_(value)
+
+
+def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    other = [name for name in sorted(wanted.keys() & found.keys()) if wanted[name] != found[name]]
+    wrong = []
+    for names, what in ((missing, "missing"), (extra, "unknown to the model")):
+        if names:
+            wrong.append(f"{len(names)} tensors are {what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+    for name in other[:3]:
+        wrong.append(f"{name} is {list(found[name])} where the model takes {list(wanted[name])}")
+    if wrong:
+        raise AdapterError(f"{where} does not fit this model: {'; '.join(wrong)}. It was made for another base.")
+
+
+def _fitting(model: nn.Module, config: Any, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
+    """The targets of a folder in model order, its tensors being exactly those that they take."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    rows = {row.name: row for row in topology(model)}
+    of_experts = experts.parameters_of(model)
+    matched: list[str] = []
+    if config.target_modules == "all-linear":
+        matched = [n for n, row in rows.items() if row.kind in ("linear", "router") and row.name not in of_experts]
+    elif config.target_modules:
+        matched = [name for name, _ in model.named_modules() if name and check_target_module_exists(config, name)]
+    for wanted in config.target_parameters or ():
+        matched += [name for name in of_experts if name == wanted or name.endswith("." + wanted)]
+    for name in matched:
+        row = rows.get(name)
+        if row is None or row.kind not in ("linear", "experts"):
+            kind = row.kind if row is not None else _kind(model, name)
+            why = NEVER.get(kind, "it is no linear layer")
+            raise AdapterError(f"{where} adapts {name} ({kind}), which gets no adapter here: {why}.")
+    lost = taken_over(model, config) if not isinstance(config.target_modules, str) else ()
+    if lost:
+        raise AdapterError(
+            f"{where} was made for experts as modules of their own ({lost[0]}), as older transformers had them. Load "
+            "it with PEFT over this version's model and save it again."
+        )
+    wanted_shapes: dict[str, tuple[int, ...]] = {}
+    for name in dict.fromkeys(matched):
+        wanted_shapes |= _shapes(name, rows[name], config, of_experts, matched)
+    _compare(str(where), wanted_shapes, {name: tuple(value.shape) for name, value in state.items()})
+    return tuple(name for name in rows if name in set(matched))
+
+
+def _kind(model: nn.Module, name: str) -> str:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return "parameter"
+    return "embedding" if isinstance(module, nn.Embedding) else type(module).__name__
+
+
+def _shapes(
+    name: str, row: Any, config: Any, of_experts: Mapping[str, nn.Parameter], matched: list[str]
+) -> dict[str, tuple[int, ...]]:
+    from peft.utils.other import get_pattern_key
+
+    key = get_pattern_key(config.rank_pattern.keys(), name)
+    rank = config.rank_pattern.get(key, config.r)
+    out, into = row.shape
+    if name in of_experts:
+        # PEFT nests the wrappers of one module, the first name (in order) innermost.
+        container = name.rpartition(".")[0]
+        others = sorted(n for n in set(matched) if n.rpartition(".")[0] == container)
+        depth = len(others) - 1 - others.index(name)
+        prefix = container + ".base_layer" * depth
+        return {
+            f"base_model.model.{prefix}.lora_A.weight": (rank * row.experts, into),
+            f"base_model.model.{prefix}.lora_B.weight": (out, rank * row.experts),
+        }
+    shapes: dict[str, tuple[int, ...]] = {
+        f"base_model.model.{name}.lora_A.weight": (rank, into),
+        f"base_model.model.{name}.lora_B.weight": (out, rank),
+    }
+    if config.use_dora:
+        shapes[f"base_model.model.{name}.lora_magnitude_vector"] = (out,)
+    return shapes
+
+
+def continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors of ``lora.adapter``, whose settings must be those of ``lora``; else AdapterError."""
+    assert lora.adapter is not None
+    folder = Path(lora.adapter)
+    config, state = read_config(folder), read_state(folder)
+    asked = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "dora": lora.dora}
+    held = {
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "rslora": config.use_rslora,
+        "dora": config.use_dora,
+    }
+    for key, value in asked.items():
+        if held[key] != value:
+            raise AdapterError(
+                f"lora.{key} is {value} and the adapter {folder} has {held[key]}. Use lora.{key}: {held[key]}"
+            )
+    if config.rank_pattern or config.alpha_pattern:
+        raise AdapterError(f"{folder} has ranks or alphas of its own for some layers, which `lora` cannot go on with.")
+    theirs = set(_fitting(model, config, state, folder))
+    if theirs != set(names):
+        odd = sorted(theirs ^ set(names))
+        raise AdapterError(
+            f"lora.targets name {len(names)} layers and the adapter {folder} has {len(theirs)}; {len(odd)} differ, "
+            f"first {odd[0]}. Use the adapter's targets."
+        )
+    return state

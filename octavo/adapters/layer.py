@@ -1,0 +1,91 @@
+"""The layer that PEFT puts where a linear layer was: PEFT's own LoRA linear with another forward.
+
+Parameters, names, configuration, files, DoRA's magnitudes and the switching of adapters are PEFT's. What differs is the
+arithmetic of :mod:`octavo.adapters.lowrank`, the same beside an FP8 layer, a frozen FP8 weight in a stock layer and a
+stock BF16 layer: two runs that differ in their base differ in nothing else. The base layer is called with x itself, so
+that q, k and v find each other's codes, and gets no other input under dropout, which is A's alone.
+
+DoRA (Liu et al. 2024) scales each row of the adapted weight to a trained length m [N]::
+
+    y = m / |W + s B A| * (W x + s B A x) + bias        |.| the 2-norm of each row, no gradient through it
+
+W being what the base multiplies by: of frozen codes, their dequantized values, made for the norm and dropped. It is
+computed as y0 + (m / |.| - 1) * (y0 - bias), y0 the output of plain LoRA, so that a small change of m is not rounded
+away in BF16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import Tensor, nn
+
+from octavo import fp8
+from octavo.adapters.errors import AdapterError
+from octavo.adapters.lowrank import low_rank, low_rank_traced
+from octavo.fp8.param_tensor import Fp8Weight
+
+__all__ = ["Linear", "row_norms"]
+
+_ROWS = 1024  # of a weight that are in fp32 at a time
+
+
+class Linear(PeftLinear):  # type: ignore[misc]
+    """y = base(x) + s B (A d(x)); see the module's docstring."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x [..., K] -> [..., N], in the dtype that the base layer gives."""
+        if kwargs.get("adapter_names") is not None:
+            raise AdapterError("adapter_names mixes adapters in one batch, which Octavo's layers do not do.")
+        kwargs.pop("adapter_names", None)
+        y: Tensor = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters or self.merged:
+            return y
+        for name in self.active_adapters:
+            if name in self.lora_A:
+                y = self._beside(y, x, name)
+        return y
+
+    def _beside(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        a, b, scale = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+        drop = self.lora_dropout[name]
+        share = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
+        if torch.compiler.is_compiling():
+            y = low_rank_traced(y, x, a, b, scale, share)
+        else:
+            y = low_rank(y, x, a, b, scale, share, self.lora_A[name])
+        if not self.use_dora.get(name, False):
+            return y
+        if share:
+            raise AdapterError(
+                "DoRA with dropout would need the base layer's product of the dropped input as well, a second "
+                "quantization and GEMM of every layer. Set lora.dropout: 0."
+            )
+        base = self.get_base_layer()
+        grown = self.lora_magnitude_vector[name].weight / row_norms(base.weight, a, b, scale) - 1
+        bias = base.bias
+        return torch.addcmul(y, y if bias is None else y - bias.to(y.dtype), grown.to(y.dtype))
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """PEFT's, for a base in high precision. Raises AdapterError for frozen FP8 codes, which nothing is added to."""
+        if fp8.is_frozen(self.get_base_layer().weight):
+            raise AdapterError(
+                "an adapter cannot be merged into frozen FP8 codes in place: they would have to be made anew, and may "
+                "round the adapter away. `octavo merge` writes a merged model and measures that."
+            )
+        super().merge(safe_merge, adapter_names)
+
+
+@torch._disable_dynamo  # type: ignore[misc]
+@torch.no_grad()
+def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """The 2-norms [N] of the rows of W + scale B A in fp32, W [N, K] dequantized for as long as this takes."""
+    values = weight.values() if isinstance(weight, Fp8Weight) else weight.detach()
+    a32, b32 = a.detach().float(), b.detach().float()
+    norms = []
+    with torch.autocast(values.device.type, enabled=False):
+        for rows, up in zip(values.split(_ROWS), b32.split(_ROWS), strict=True):
+            norms.append(torch.addmm(rows.float(), up, a32, alpha=scale).norm(dim=1))
+    return torch.cat(norms)

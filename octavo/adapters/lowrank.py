@@ -1,0 +1,113 @@
+"""The low-rank product beside a linear layer: y + s B (A d(x)), and what of it is kept for the backward.
+
+With x [M, K], A [r, K], B [N, r], s = alpha / r (rsLoRA: alpha / sqrt(r)), d dropout, y [M, N] the base's output::
+
+    fwd   h = d(x) A^T [M, r]      y' = y + s h B^T
+    bwd   g = s dy B   [M, r]      dB = s dy^T h      dA = g^T d(x)      dx = d'(g A)
+
+All in the dtype of y, which is the dtype in which the base layer computes (autocast's under autocast): A and B are cast
+for each product and the casts are not kept, and s is applied where the GEMM adds, before the one rounding to y's dtype.
+PEFT's own layer turns x into the dtype of A instead: for fp32 adapters beside a BF16 model a copy of x in fp32, kept
+for the backward.
+
+What is kept: h, and x as it came, the same tensor for all adapters that share it (q, k, v); its mask, one byte an
+element, if there is dropout. Under autocast the lowered x is kept, made once for all layers of that input
+(:mod:`octavo.fp8.shared_input`). Where the block can make x again (:mod:`octavo.fp8.saved`), not even x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8.saved import source_of
+from octavo.fp8.shared_input import Input
+
+__all__ = ["low_rank", "low_rank_traced"]
+
+
+def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float, user: object) -> Tensor:
+    """y [..., N] + scale * B (A d(x)), x [..., K], in the dtype of y.
+
+    dropout: the share of x that is zeroed, 0 outside of training. user: the layer, the same object at every call.
+    """
+    mask = None
+    if dropout:
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - dropout)
+    out: Tensor = _LowRank.apply(y, x, a, b, mask, scale, dropout, user)
+    return out
+
+
+def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float) -> Tensor:
+    """The same as operators that a compiler sees through; it decides what is kept."""
+    dropped = torch.nn.functional.dropout(x, dropout) if dropout else x
+    dropped = dropped.to(y.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
+    h = dropped @ a.to(y.dtype).t()
+    out = torch.addmm(y.reshape(h.shape[0], y.shape[-1]), h, b.to(y.dtype).t(), alpha=scale)
+    return out.view(y.shape)
+
+
+class _LowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        dropout: float,
+        user: object,
+    ) -> Tensor:
+        dtype = y.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            given = Input(x, dtype, user)
+            x_MK = given.high() if x.dtype != dtype else given.matrix()
+            h = _dropped(x_MK, mask, dropout) @ a.to(dtype).t()
+            y_MN = y.reshape(h.shape[0], y.shape[-1])
+            out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=scale)
+        source = source_of(x) if ctx.needs_input_grad[2] else None
+        kept: tuple[Tensor, ...] = ()
+        if ctx.needs_input_grad[2]:
+            # The tensor that came, not a view of it, is what its other users keep as well.
+            kept = source.tensors if source is not None else (x if x.dtype == dtype else x_MK,)
+        masks = () if mask is None else (mask,)
+        ctx.save_for_backward(a, b, h, *masks, *kept)
+        ctx.remake: Callable[..., Tensor] | None = None if source is None else source.remake  # type: ignore[misc]
+        ctx.scale, ctx.dropout, ctx.masked = scale, dropout, mask is not None
+        ctx.x_shape, ctx.x_dtype, ctx.dtype = x.shape, x.dtype, dtype
+        return torch.ops.aten._unsafe_view(out, y.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, h, *rest = ctx.saved_tensors
+        mask = rest.pop(0) if ctx.masked else None
+        _, needs_x, needs_a, needs_b = ctx.needs_input_grad[:4]
+        dx = da = db = None
+        with torch.autocast(dy.device.type, enabled=False):
+            dy_MN = dy.reshape(h.shape[0], dy.shape[-1])
+            g = (dy_MN @ b.to(ctx.dtype)) * ctx.scale if needs_x or needs_a else None
+            if needs_b:
+                db = ((dy_MN.t() @ h) * ctx.scale).to(b.dtype)
+            if needs_a:
+                assert g is not None
+                x = rest[0] if ctx.remake is None else ctx.remake(*rest).to(ctx.dtype)
+                x_MK = x.reshape(h.shape[0], a.shape[1])
+                da = (g.t() @ _dropped(x_MK, mask, ctx.dropout)).to(a.dtype)
+            if needs_x:
+                assert g is not None
+                dx = _dropped(g @ a.to(ctx.dtype), mask, ctx.dropout).view(ctx.x_shape).to(ctx.x_dtype)
+        return dy, dx, da, db, None, None, None, None
+
+
+def _dropped(x_MK: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """x with the masked elements zeroed and the others scaled by 1 / (1 - dropout); the gradient is the same map."""
+    if mask is None:
+        return x_MK
+    return (x_MK * mask.view(x_MK.shape)).mul_(1 / (1 - dropout))
