@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from octavo.models.errors import ModelError
 from octavo.models.folder import quiet
@@ -53,7 +54,7 @@ def save_hf(
     return target
 
 
-def _write(stock: nn.Module, weights: dict[str, Tensor], source: Path, made: Path) -> None:
+def _write(stock: PreTrainedModel, weights: dict[str, Tensor], source: Path, made: Path) -> None:
     sizes: Counter[torch.dtype] = Counter()
     for tensor in weights.values():
         sizes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0

@@ -1,0 +1,410 @@
+"""Model folders that every server loads, in BF16 or FP8: `octavo export`.
+
+    format        on disk                                             for
+    bf16          values in BF16                                      everything
+    fp8-block     DeepSeek's layout: codes, and `weight_scale_inv`    vLLM, SGLang, transformers, trainers
+                  for blocks of 128 x 128
+    fp8-dynamic   compressed-tensors: one `weight_scale` a row        vLLM, SGLang, transformers; every shape
+    fp8-tensor    compressed-tensors: one a tensor, shared by q, k    the same
+                  and v and by gate and up
+
+What was trained is what is written: where a weight has codes in the format's blocks they go into the file as they are.
+Where not, it is cast by the format's own cast (`fp8.FROZEN`), from the parameter where there is one, else from the
+values of its codes; both are counted, with their error.
+
+Values come one at a time and go to their places at once, so that a group of matrices that share a scale is the most
+that is held. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import fp8, models
+from octavo.checkpoint import export_layout as layouts
+from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.export_files import Shards, nbytes
+from octavo.checkpoint.export_layout import FORMATS, Layout
+from octavo.checkpoint.export_names import Matrix, to_disk
+from octavo.checkpoint.export_values import Trained, Value, decoded, part, regrid, shared_cast
+from octavo.fp8.cast import quantize, scale_from_amax
+from octavo.fp8.topology import template
+from octavo.models.whole import copy_companions, sync, whole, write_config
+
+#: what an export leaves in its folder: what was written, and the permission to replace it by another export
+MARKER = "octavo_export.json"
+LARGEST = 5 * 10**9
+_TINY = 2.0**-100  # below this amax a block has the scale 1 (NUMERICS)
+
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what was written last
+#: (parameter, where in it, the final value): where is () for all of it, (expert, rows) for a matrix of experts; codes
+#: and experts as their GEMM multiplies by them, [N, K] or [E, N, K], in the dtype that is written
+Written = Callable[[str, tuple[Any, ...], "Tensor | fp8.Quantized"], None]
+
+
+@dataclass
+class Kind:
+    """Tensors whose names differ in numbers alone.
+
+    count, bytes   of the tensors, scales included
+    fp8            whether they are codes and scales
+    kept           how many hold the very codes that the model computes with
+    refit          cast from the parameter though the model has codes, which are in other blocks
+    cast           cast from values in high precision
+    recast         cast again from the values of codes in other blocks: their error comes on top
+    relative       the largest |written - value| / |value| of a tensor, norms; None where nothing was rounded to FP8
+    largest        the largest error of an element, as a part of its tensor's largest value
+    """
+
+    count: int = 0
+    bytes: int = 0
+    fp8: bool = False
+    kept: int = 0
+    refit: int = 0
+    cast: int = 0
+    recast: int = 0
+    relative: float | None = None
+    largest: float | None = None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    kinds    tensors by name, numbers replaced by "*"
+    skipped  why layers stay in BF16 -> how many
+    opened   layers that compute with codes and are written in BF16, by component
+    """
+
+    directory: Path
+    format: str
+    family: str
+    files: tuple[str, ...]
+    bytes: int
+    kinds: Mapping[str, Kind]
+    skipped: Mapping[str, int]
+    opened: Mapping[str, int] = field(default_factory=dict)
+
+    def total(self, what: str) -> int:
+        """Of "count", "kept", "refit", "cast" or "recast"."""
+        return sum(getattr(kind, what) for kind in self.kinds.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "directory": str(self.directory),
+            "format": self.format,
+            "family": self.family,
+            "files": list(self.files),
+            "bytes": self.bytes,
+            "tensors": {
+                "fp8": sum(k.count for k in self.kinds.values() if k.fp8),
+                "high_precision": sum(k.count for k in self.kinds.values() if not k.fp8),
+            },
+            "codes": {what: self.total(what) for what in ("kept", "refit", "cast", "recast")},
+            "kinds": {name: vars(kind) for name, kind in self.kinds.items()},
+            "stay_in_bf16": dict(self.skipped),
+            "codes_written_in_bf16": dict(self.opened),
+        }
+
+    def sentences(self) -> list[str]:
+        """For people."""
+        size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        said = [f"wrote {self.directory}: {self.format}, {self.total('count')} tensors, {size} in {files}"]
+        words = {
+            "kept": "hold the very codes that the model computes with",
+            "refit": "have other blocks here than in the model, and are cast from its parameters",
+            "cast": "are cast from high precision",
+            "recast": "had codes in other blocks and are cast again from their values: two roundings",
+        }
+        for what, meaning in words.items():
+            if count := self.total(what):
+                said.append(f"{count} FP8 weights {meaning}{self._error(what)}")
+        said += [f"{count} layers stay in BF16: {reason}" for reason, count in self.skipped.items()]
+        for component, count in self.opened.items():
+            include = f"; --include {component} keeps their codes" if component in layouts.INCLUDABLE else ""
+            said.append(f"{count} weights of the {component} had codes and are written in BF16{include}")
+        return said
+
+    def _error(self, what: str) -> str:
+        worst = [kind.relative for kind in self.kinds.values() if getattr(kind, what) and kind.relative]
+        return f" (relative error up to {max(worst):.2%})" if worst and what != "kept" else ""
+
+
+def export(
+    values: Iterable[tuple[str, Value]],
+    source: str | Path,
+    directory: str | Path,
+    format: str,
+    *,
+    include: Iterable[str] = (),
+    largest: int = LARGEST,
+    device: torch.device | str | None = None,
+    protect: Iterable[str | Path] = (),
+    say: Callable[[str], None] = lambda text: None,
+    progress: Progress = lambda done, total, name: None,
+    written: Written = lambda name, where, value: None,
+) -> Exported:
+    """Write a model folder.
+
+    Args:
+        values: (name, value) of every parameter and persistent buffer of the stock model, once, in any order, tied
+            ones once or twice: tensors in high precision, `fp8.Quantized` codes ([N, K], or [E, N, K] for experts), or
+            :class:`Trained`. They are taken one at a time.
+        source: the model folder that configuration, tokenizer and processor come from.
+        directory: new, empty, or an earlier export, which is replaced.
+        format: bf16, fp8-block, fp8-dynamic or fp8-tensor.
+        include: components to be in FP8 beside the foundation.
+        largest: bytes of a file at most; a tensor above that has its own.
+        device: where casts run; None: where the values are.
+        protect: folders that the values come from, which must not be replaced.
+        say: is told the outcome, for people.
+        progress: is told bytes done, bytes in all, and the tensor written last.
+        written: is shown everything before it goes to its file (:data:`Written`); what it raises ends the export, which
+            leaves nothing.
+
+    Raises CheckpointError for a directory that must not be replaced, values that are not this model's, a NaN or an
+    infinity (with the tensor's name), and what the format cannot hold; ModelError for the source or a full disk. In
+    every case `directory` is as it was.
+    """
+    source, target = Path(source), Path(directory)
+    check_target(target, [source, *(Path(p) for p in protect)])
+    plan = layouts.layout(source, format, include)
+    with whole(target) as made, Shards(made, plan.tensors(), largest) as shards:
+        _enough_room(target, shards.total)
+        writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
+        for name, value in values:
+            writer.take(name, value)
+        writer.finish()
+        shards.finish()
+        done = Exported(
+            target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
+            dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened),
+        )  # fmt: skip
+        write_config(source, made, torch.bfloat16, plan.quantization())
+        copy_companions(source, made)
+        document = {"octavo_export": 1, **done.to_json(), "directory": target.name}
+        (made / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        sync(made)
+    for sentence in done.sentences():
+        say(sentence)
+    return done
+
+
+def check_target(target: Path, sources: Iterable[Path]) -> None:
+    """Refuse a directory that an export must not replace. Raises CheckpointError."""
+    for source in sources:
+        here, there = target.resolve(), source.resolve()
+        if here == there or here in there.parents:
+            what = "the very folder" if here == there else "a folder above the one"
+            raise CheckpointError(f"{target} is {what} that is exported ({source}); name another directory")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; name a directory that is new, empty, or an earlier export")
+    if target.is_dir() and any(target.iterdir()) and not (target / MARKER).is_file():
+        names = ", ".join(sorted(p.name for p in target.iterdir())[:3])
+        raise CheckpointError(
+            f"{target} is not empty ({names}) and is no earlier export: it has no {MARKER}. Name a directory that is "
+            "new, or delete this one; nothing is overwritten"
+        )
+
+
+def _enough_room(target: Path, size: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < size:
+        raise CheckpointError(
+            f"{target} would take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that disk. Nothing was "
+            "written; free some space, or export to another disk"
+        )
+
+
+class _Writer:
+    """Takes values, makes tensors of them as the layout says, and writes those."""
+
+    def __init__(
+        self,
+        plan: Layout,
+        source: Path,
+        shards: Shards,
+        device: torch.device | None,
+        progress: Progress,
+        written: Written,
+    ) -> None:
+        self.plan, self.source, self.shards, self.device = plan, source, shards, device
+        self.progress, self.written = progress, written
+        self.stock = models.empty(source, dtype=torch.bfloat16)
+        self.spec = None if plan.kind is None else fp8.FROZEN[plan.kind]
+        self.suffix = "_scale_inv" if plan.kind == "block" else "_scale"
+        self.kinds: dict[str, Kind] = {}
+        self.opened: Counter[str] = Counter()
+        self.done = 0
+        self._seen: set[str] = set()
+        self._sharing = Counter(m.shares for ms in plan.matrices.values() for m in ms)
+        self._waiting: dict[str, list[tuple[Matrix, Tensor | None, Any]]] = {}
+        self._apart: dict[str, Tensor] = {}  # parameters that wait for those they are converted with
+
+    def take(self, name: str, value: Value) -> None:
+        if name in self.plan.tied:
+            return
+        if name not in self.plan.together or name in self._seen:
+            why = "came twice" if name in self._seen else f"is unknown to the model of {self.source}"
+            raise CheckpointError(f"{name} {why}: the weights are not those of the source's model")
+        self._seen.add(name)
+        self._check(name, value)
+        if name not in self.plan.matrices:
+            self._plain(name, value)
+            return
+        for m in self.plan.matrices[name]:
+            values, codes = part(value, m.slot, m.rows, name in self.plan.stored)
+            if self.plan.kind != "tensor":
+                self._fp8(m, values, codes, None)
+                continue
+            together = self._waiting.setdefault(m.shares, [])
+            together.append((m, values, codes))
+            if len(together) == self._sharing[m.shares]:
+                self._shared(self._waiting.pop(m.shares))
+
+    def finish(self) -> None:
+        missing = [name for name in self.plan.together if name not in self._seen]
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} parameters of the model never came, first {missing[0]}: the weights are not those of "
+                f"the model of {self.source}"
+            )
+
+    def _check(self, name: str, value: Value) -> None:
+        """That a value has the parameter's shape, and no NaN or infinity."""
+        shape = self.plan.shapes[name]
+        values = value.values if isinstance(value, Trained) else value
+        if isinstance(values, Tensor):
+            found, wanted = tuple(values.shape), shape
+            bad = values.is_meta or (values.is_floating_point() and not bool(torch.isfinite(values).all()))
+        else:
+            found = tuple(values.data.shape)
+            wanted = (*shape[:-2], shape[-1], shape[-2]) if name in self.plan.stored else shape
+            scale = values.scale.float()
+            nan = (values.data.view(torch.uint8) & 0x7F) == 0x7F
+            bad = bool(nan.any()) or not bool((torch.isfinite(scale) & (scale > 0)).all())
+        if found != wanted:
+            raise CheckpointError(f"{name} has shape {list(found)}, and the model of {self.source} {list(wanted)}")
+        if bad:
+            what = (
+                "NaN or an infinity" if isinstance(values, Tensor) else "a NaN code, or a scale that is no multiplier"
+            )
+            raise CheckpointError(
+                f"{name} holds {what}; nothing was written. A model that holds one answers with NaN: export an earlier "
+                "checkpoint (--step), or look in metrics.jsonl for the step that broke it"
+            )
+
+    # High precision -------------------------------------------------------------------------------------------------
+
+    def _plain(self, name: str, value: Value) -> None:
+        if not isinstance(value, Tensor):
+            self.opened[self.plan.component_of(name)] += 1
+        group = self.plan.together[name]
+        high = self._high(name, value)
+        if high.is_floating_point():
+            high = high.to(self.plan.dtypes[name])
+            if not bool(torch.isfinite(high).all()):
+                raise CheckpointError(f"{name} has values beyond {str(high.dtype)[6:]}, which would become infinite")
+        self.written(name, (), high.mT if name in self.plan.stored else high)
+        self._apart[name] = high
+        if any(other not in self._apart for other in group):
+            return
+        tensors = to_disk(self.stock, {n: self._apart.pop(n) for n in group}, self.plan.turned)
+        for disk, tensor in tensors.items():
+            self._write(disk, tensor, disk).count += 1
+
+    def _high(self, name: str, value: Value) -> Tensor:
+        """The values of a parameter, as it is stored; codes are dequantized."""
+        if isinstance(value, Trained):
+            return value.values
+        if isinstance(value, Tensor):
+            return value
+        if value.data.dim() == 2:
+            return decoded(value)
+        each = [decoded(fp8.Quantized(d, s, value.spec)) for d, s in zip(value.data, value.scale, strict=True)]
+        values = torch.stack([e.bfloat16() for e in each])
+        return values.mT if name in self.plan.stored else values
+
+    # FP8 ------------------------------------------------------------------------------------------------------------
+
+    def _shared(self, together: list[tuple[Matrix, Tensor | None, Any]]) -> None:
+        """Matrices with one scale: that of the largest among them, whose codes are what they would be alone."""
+        assert self.spec is not None
+        own = []
+        for _, values, codes in together:
+            kept = None if codes is None else regrid(codes, self.spec)
+            if kept is not None:
+                zero = not bool((kept.data.view(torch.uint8) & 0x7F).any())
+                own.append(None if zero else kept.scale.reshape(()).float())
+                continue
+            amax = (values if values is not None else decoded(codes)).abs().max().float()
+            own.append(None if float(amax) < _TINY else scale_from_amax(amax, self.spec))
+        scales = [scale.cpu() for scale in own if scale is not None]
+        shared = torch.stack(scales).max() if scales else torch.tensor(1.0)
+        for m, values, codes in together:
+            self._fp8(m, values, codes, shared)
+
+    def _fp8(self, m: Matrix, values: Tensor | None, codes: Any, scale: Tensor | None) -> None:
+        """Write one matrix. ``scale``: that of the matrices it shares one with."""
+        assert self.spec is not None and self.plan.kind is not None
+        kept = None if codes is None else regrid(codes, self.spec)
+        if kept is not None and scale is not None and not self._same(kept, scale):
+            kept = None
+        if self.device is not None:
+            values = None if values is None else values.to(self.device)
+        reference = values if values is not None else decoded(codes) if kept is None else None
+        if kept is not None:
+            q, how = (kept if scale is None else kept._replace(scale=scale.reshape(1, 1))), "kept"
+        else:
+            assert reference is not None
+            q = quantize(reference, self.spec) if scale is None else shared_cast(
+                reference, scale.to(reference.device), self.spec
+            )  # fmt: skip
+            how = "cast" if codes is None else "refit" if values is not None else "recast"
+        self.written(m.parameter, () if m.slot is None else (m.slot, slice(*m.rows)), q)
+        kind = self._write(m.name, q.data, m.name)
+        scales = q.scale.float().reshape(m.scale_shape(self.plan.kind))
+        self._write(m.name + self.suffix, scales, m.name)
+        kind.count += 2
+        kind.fp8 = True
+        setattr(kind, how, getattr(kind, how) + 1)
+        if reference is not None:
+            relative, largest = _error(q, reference)
+            kind.relative, kind.largest = max(kind.relative or 0.0, relative), max(kind.largest or 0.0, largest)
+
+    @staticmethod
+    def _same(q: fp8.Quantized, scale: Tensor) -> bool:
+        """Whether codes are what they would be under a shared scale: it is their own, or they are zeros."""
+        return float(q.scale) == float(scale) or not bool((q.data.view(torch.uint8) & 0x7F).any())
+
+    def _write(self, name: str, tensor: Tensor, like: str) -> Kind:
+        self.shards.write(name, tensor)
+        size = nbytes(tensor.dtype, tuple(tensor.shape))
+        kind = self.kinds.setdefault(template(like), Kind())
+        kind.bytes += size
+        self.done += size
+        self.progress(self.done, self.shards.total, name)
+        return kind
+
+
+def _error(q: fp8.Quantized, values: Tensor) -> tuple[float, float]:
+    """(|written - value| / |value| in norms, the largest error / the largest value); zeros have none."""
+    values = values.float()
+    gap = fp8.dequantize(fp8.Quantized(q.data.contiguous(), q.scale.contiguous(), q.spec)).to(values.device) - values
+    norm, amax = float(torch.linalg.vector_norm(values)), float(values.abs().max())
+    if not amax:
+        return 0.0, 0.0
+    return float(torch.linalg.vector_norm(gap)) / norm, float(gap.abs().max()) / amax
+
+
+__all__ = ["FORMATS", "LARGEST", "MARKER", "Exported", "Kind", "check_target", "export"]

@@ -1,0 +1,211 @@
+"""Names, pieces and orientation of a model's weights on disk, by transformers' own way back from memory to disk.
+
+A model's parameters have names of modules; what is on disk is named by the family's own published checkpoints
+(`model.visual.blocks` in memory is `visual.blocks` on disk in Qwen2.5-VL). transformers converts on loading and back on
+saving; here its way back is asked for each parameter, so that scales are renamed as their weights are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8
+from octavo.checkpoint.errors import CheckpointError
+
+#: layers that engines lay below each other into one GEMM, in that order, by the last part of their names
+FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+BLOCK = 128
+
+
+def fused_group(name: str) -> str | None:
+    """What layers of one fused GEMM have in common: of "a.q_proj", "a.q_proj|k_proj|v_proj". None for a layer alone."""
+    parent, _, leaf = name.rpartition(".")
+    return next((f"{parent}.{'|'.join(leaves)}" for leaves in FUSED if leaf in leaves), None)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One weight in FP8 on disk, and where its values are.
+
+    name    on disk, ending in ".weight"
+    parameter  that it is, or is a part of
+    module  the module that it belongs to, by its name in memory
+    shape   (N, K)
+    slot    the expert, None for a linear layer
+    rows    which of the parameter's N rows (of the expert's), as (first, behind the last)
+    group   matrices of one group are all in FP8 or none: engines run them as one
+    shares  in the tensor format, matrices with the same word here have one scale
+    """
+
+    name: str
+    parameter: str
+    module: str
+    shape: tuple[int, int]
+    slot: int | None
+    rows: tuple[int, int]
+    group: str
+    shares: str
+
+    def scale_shape(self, kind: str) -> tuple[int, ...]:
+        """Of its scales on disk: [n, k] blocks, [N, 1] rows, [1]."""
+        if kind == "tensor":
+            return (1,)
+        if kind == "row":
+            return (self.shape[0], 1)
+        return (-(-self.shape[0] // BLOCK), -(-self.shape[1] // BLOCK))
+
+
+class Names:
+    """Names on disk of a stock model on the meta device, by transformers' own way back."""
+
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
+        self.tied = frozenset(getattr(stock, "all_tied_weights_keys", {}))
+        self.state = {name: t for name, t in stock.state_dict().items() if name not in self.tied}
+        self.disk = {name: tuple(revert(stock, {name: t})) for name, t in self.state.items()}
+        self.modules = dict(stock.named_modules())
+        self._strict = getattr(stock, "_keep_in_fp32_modules_strict", None) or ()
+
+    def renamed(self, module: str) -> str:
+        """The name on disk of a module."""
+        for name in (f"{module}.weight", *(n for n in self.state if n.startswith(f"{module}."))):
+            found = self.disk.get(name, ())
+            leaf = name.removeprefix(f"{module}.")
+            if len(found) == 1 and found[0].endswith(f".{leaf}"):
+                return found[0].removesuffix(f".{leaf}")
+        # Its parameters are written in pieces (experts one by one), or it is tied: its parent's name, and its own.
+        parent, _, own = module.rpartition(".")
+        return f"{self.renamed(parent)}.{own}" if parent and parent in self.modules else module
+
+    def aliases(self, module: str) -> tuple[str, ...]:
+        """The names under which loaders look for a module in a skip list: transformers by that in memory, vLLM by that
+        on disk through its own mapping, others without the `model.` that precedes parts beside the language model."""
+        names = {module, self.renamed(module)}
+        parts = {name.removeprefix("model.") for name in names}
+        names |= {name for name in parts if not name.startswith(("layers.", "language_model."))}
+        return tuple(sorted(names))
+
+    def groups(self, row: str) -> tuple[str, ...]:
+        """What `Matrix.group` of a row's weights would be."""
+        module = self.modules.get(row)
+        if module is None:  # experts: a parameter, whose gate and up are in it
+            return (row.rpartition(".")[0],)
+        return (fused_group(self.renamed(row)) or self.renamed(row),)
+
+    def matrices(self, row: fp8.Row) -> tuple[str | None, tuple[Matrix, ...]]:
+        """(why a row cannot be written in FP8, its weights on disk)."""
+        if row.kind == "experts":
+            return None, tuple(self._experts(row))
+        name, n, k = f"{row.name}.weight", *row.shape
+        disk = self.disk[name]
+        shared = [other for other, found in self.disk.items() if other != name and set(found) & set(disk)]
+        if len(disk) != 1 or shared or not disk[0].endswith(".weight"):
+            return "it is a part of another tensor on disk", ()
+        group = fused_group(disk[0].removesuffix(".weight")) or disk[0].removesuffix(".weight")
+        return None, (Matrix(disk[0], name, row.name, (n, k), None, (0, n), group, group),)
+
+    def _experts(self, row: fp8.Row) -> Iterator[Matrix]:
+        """Expert by expert; names by transformers' way back where it splits experts, else as Qwen writes them."""
+        (n, k), count = row.shape, row.experts or 0
+        halves = 2 if row.name.endswith("gate_up_proj") else 1
+        disk = self.disk[row.name]
+        if len(disk) != halves * count:
+            leaves = ("gate_proj", "up_proj") if halves == 2 else ("down_proj",)
+            disk = tuple(f"{self.renamed(row.module)}.{e}.{leaf}.weight" for leaf in leaves for e in range(count))
+        else:
+            disk = self._ordered(row, disk, halves)
+        size = n // halves
+        for half in range(halves):
+            for e in range(count):
+                rows = (half * size, (half + 1) * size)
+                yield Matrix(
+                    disk[half * count + e], row.name, row.module, (size, k), e, rows, row.module, f"{row.name}.{e}"
+                )
+
+    def stored(self, row: fp8.Row) -> bool:
+        """Whether a row of experts is stored as [E, K, N]."""
+        return bool(getattr(self.modules[row.module], "is_transposed", False))
+
+    def _ordered(self, row: fp8.Row, disk: tuple[str, ...], halves: int) -> tuple[str, ...]:
+        """The names of (half, expert) in that order, found by sending numbers through transformers' way back."""
+        count = row.experts or 0
+        numbers = torch.arange(halves * count).view(halves, count).T  # [E, halves]
+        probe = numbers.repeat_interleave(row.shape[0] // halves, dim=1).unsqueeze(-1)  # [E, N, 1]
+        probe = probe.mT.contiguous() if self.stored(row) else probe
+        found = revert(self.stock, {row.name: probe})
+        order = {int(t.reshape(-1)[0]): name for name, t in found.items()}
+        if sorted(order) != list(range(halves * count)):
+            raise CheckpointError(f"the experts of {row.name} do not lie one by one on disk; write bf16")
+        return tuple(order[i] for i in range(halves * count))
+
+    def plain(self, parameters: set[str]) -> tuple[dict, dict[str, tuple[str, ...]], frozenset[str]]:
+        """Of parameters in high precision: names, dtypes and shapes on disk, what is converted together, and which
+        experts are turned round."""
+        users: dict[str, list[str]] = {}
+        for name in self.state:
+            if name in parameters:
+                for disk in self.disk[name]:
+                    users.setdefault(disk, []).append(name)
+        together = {n: tuple(users[self.disk[n][0]]) for n in self.state if n in parameters}
+        turned = frozenset(n for n in together if self._turned(n))
+        out: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+        for name, group in together.items():
+            found = to_disk(self.stock, {n: self.state[n] for n in group}, turned)
+            dtype = self.dtype(name, self.state[name])
+            out[name] = {disk: (dtype, tuple(t.shape)) for disk, t in found.items()}
+        return out, together, turned
+
+    def dtype(self, name: str, t: Tensor) -> torch.dtype:
+        if not t.is_floating_point():
+            return t.dtype
+        return torch.float32 if any(re.search(part, name) for part in self._strict) else torch.bfloat16
+
+    def _turned(self, name: str) -> bool:
+        """Whether experts in one tensor are published as [E, K, N] where this transformers has them as [E, N, K].
+
+        It saves them as it has them, and reads both by their shape. vLLM and SGLang read the published one alone; so
+        that is written, unless a square one would keep transformers from telling which it is.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        if self.state[name].dim() != 3 or not _is_experts(self.modules.get(name.rpartition(".")[0])):
+            return False
+        if tuple(revert(self.stock, {name: self.state[name]}).values())[0].shape != self.state[name].shape:
+            return False  # it is split, or turned already
+        mapping = get_model_conversion_mapping(self.stock, add_legacy=False)
+        leaf = ".".join(name.split(".")[-2:])
+        turns = any(
+            any(type(op).__name__ == "Transpose" and op.check_dims for op in getattr(entry, "operations", ()))
+            and any(pattern.endswith(leaf) for pattern in entry.target_patterns)
+            for entry in mapping
+        )
+        return turns and self.state[name].shape[1] != self.state[name].shape[2]
+
+
+def _is_experts(module: nn.Module | None) -> bool:
+    return module is not None and all(
+        (w := module._parameters.get(name)) is not None and w.dim() == 3 for name in ("gate_up_proj", "down_proj")
+    )
+
+
+def revert(stock: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters as transformers would save them: names, pieces and orientation."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(stock, dict(state))
+
+
+def to_disk(stock: Any, state: Mapping[str, Tensor], turned: frozenset[str]) -> dict[str, Tensor]:
+    """Parameters as they are written in high precision: `revert`, and published experts turned round."""
+    found = revert(stock, {name: t for name, t in state.items() if name not in turned})
+    for name in state:
+        if name in turned:  # transformers, which goes by shapes, would turn it back
+            ((disk, t),) = revert(stock, {name: state[name]}).items()
+            found[disk] = t.mT
+    return found
