@@ -46,9 +46,9 @@ LARGEST = 5 * 10**9
 _TINY = 2.0**-100  # below this amax a block has the scale 1 (NUMERICS)
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what was written last
-#: (parameter, where in it, the final value): where is () for all of it, (expert, rows) for a matrix of experts; codes
-#: and experts as their GEMM multiplies by them, [N, K] or [E, N, K], in the dtype that is written
-Written = Callable[[str, tuple[Any, ...], "Tensor | fp8.Quantized"], None]
+#: (parameter, expert or None, rows or None, the final value): codes [N, K] as they are written, of which rows of the
+#: parameter (of that expert); or the whole parameter in high precision as it is stored, in the dtype that is written
+Written = Callable[[str, int | None, tuple[int, int] | None, Tensor | fp8.Quantized], None]
 
 
 @dataclass
@@ -152,7 +152,7 @@ def export(
     protect: Iterable[str | Path] = (),
     say: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
-    written: Written = lambda name, where, value: None,
+    written: Written = lambda name, slot, rows, value: None,
 ) -> Exported:
     """Write a model folder.
 
@@ -315,7 +315,7 @@ class _Writer:
             high = high.to(self.plan.dtypes[name])
             if not bool(torch.isfinite(high).all()):
                 raise CheckpointError(f"{name} has values beyond {str(high.dtype)[6:]}, which would become infinite")
-        self.written(name, (), high.mT if name in self.plan.stored else high)
+        self.written(name, None, None, high)
         self._apart[name] = high
         if any(other not in self._apart for other in group):
             return
@@ -371,7 +371,7 @@ class _Writer:
                 reference, scale.to(reference.device), self.spec
             )  # fmt: skip
             how = "cast" if codes is None else "refit" if values is not None else "recast"
-        self.written(m.parameter, () if m.slot is None else (m.slot, slice(*m.rows)), q)
+        self.written(m.parameter, m.slot, m.rows, q)
         kind = self._write(m.name, q.data, m.name)
         scales = q.scale.float().reshape(m.scale_shape(self.plan.kind))
         self._write(m.name + self.suffix, scales, m.name)
