@@ -6,18 +6,23 @@ Needs peft when something is attached or read, not when this is imported.
 from octavo.adapters.attach import adapter_parameters, attach, attached, disabled, is_adapter_parameter
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import adapter_state, load, load_adapter_state, read_config, save
+from octavo.adapters.gap import Gap, gap
+from octavo.adapters.merge import merged
 from octavo.adapters.targets import targets_of
 
 __all__ = [
     "AdapterError",
+    "Gap",
     "adapter_parameters",
     "adapter_state",
     "attach",
     "attached",
     "disabled",
+    "gap",
     "is_adapter_parameter",
     "load",
     "load_adapter_state",
+    "merged",
     "read_config",
     "save",
     "targets_of",

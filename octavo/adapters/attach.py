@@ -72,7 +72,7 @@ def _config(lora: LoraSection) -> Any:
         from peft import LoraConfig
     except ImportError as error:
         raise AdapterError(f"LoRA needs peft, which cannot be imported ({error}). pip install peft") from error
-    alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
+    alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # PEFT computes with either
     return LoraConfig(
         r=lora.rank,
         lora_alpha=alpha,
@@ -149,9 +149,10 @@ def _measure_rows(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, Linear) and module.use_dora.get(NAME, False):
-            a, b = module.lora_A[NAME].weight, module.lora_B[NAME].weight
-            norms = row_norms(module.get_base_layer().weight, a, b, module.scaling[NAME])
-            module.lora_magnitude_vector[NAME].weight = nn.Parameter(norms)
+            held: Any = module
+            a, b = held.lora_A[NAME].weight, held.lora_B[NAME].weight
+            norms = row_norms(held.get_base_layer().weight, a, b, held.scaling[NAME])
+            held.lora_magnitude_vector[NAME].weight = nn.Parameter(norms)
 
 
 def attached(model: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,10 @@ from octavo.adapters.attach import DTYPES, NAME, adapter_parameters, attached, c
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.targets import NEVER, taken_over
 from octavo.fp8.topology import topology
+from octavo.fp8.weights import is_dtensor
+from octavo.models import ModelError
+from octavo.models.whole import sync
+from octavo.models.whole import whole as appearing
 
 if TYPE_CHECKING:
     from octavo.config.schema import LoraSection
@@ -82,8 +85,8 @@ def save(
 ) -> Path:
     """Write the adapters of a model as PEFT's folder ``directory``; ``base`` is the stock model's folder or name.
 
-    The folder is made aside, forced to the disk and renamed: it is there whole or not at all, and a former adapter
-    there stays until the new one takes its place. On several ranks get ``state`` by :func:`adapter_state` on all of
+    The folder appears whole or not at all, and a former adapter there stays until the new one takes its place
+    (:mod:`octavo.models.whole`). On several ranks get ``state`` by :func:`adapter_state` on all of
     them, and call this on one.
 
     Raises AdapterError where the directory holds something that is no adapter, or cannot be written.
@@ -94,37 +97,15 @@ def save(
     if final.exists() and (not final.is_dir() or [f for f in os.listdir(final) if f not in _BESIDE]):
         odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(sorted(os.listdir(final))[:3])
         raise AdapterError(f"{final} is there and is no adapter's folder ({odd}); name another.")
-    aside, former = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
     try:
-        if former.exists() and not final.exists():  # a replacement that was cut short between its renames
-            os.rename(former, final)
-        for left in (aside, former):
-            shutil.rmtree(left, ignore_errors=True)
-        aside.mkdir(parents=True)
-        cpu = {name: value.cpu().contiguous() for name, value in values.items()}
-        save_file(cpu, aside / WEIGHTS, metadata={"format": "pt"})
-        (aside / CONFIG).write_text(text, encoding="utf-8")
-        for path in (aside / WEIGHTS, aside / CONFIG, aside):
-            _sync(path)
-        if final.exists():
-            os.rename(final, former)
-        os.rename(aside, final)
-        _sync(final.parent)
-        shutil.rmtree(former, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if former.exists() and not final.exists():
-            os.rename(former, final)
+        with appearing(final) as made:
+            cpu = {name: value.cpu().contiguous() for name, value in values.items()}
+            save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
+            (made / CONFIG).write_text(text, encoding="utf-8")
+            sync(made)
+    except (ModelError, OSError, SafetensorError) as error:
         raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error
     return final
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _document(model: nn.Module, base: str) -> dict[str, Any]:
@@ -189,7 +170,7 @@ def read_config(directory: str | Path) -> Any:
     for key in ("loftq_config", "eva_config", "corda_config", "lora_ga_config"):  # of how it began
         known.pop(key, None)
     try:
-        config = LoraConfig(**{**known, "init_lora_weights": True, "inference_mode": False})
+        config: Any = LoraConfig(**{**known, "init_lora_weights": True, "inference_mode": False})
         numbers = [config.r, config.lora_alpha, *config.rank_pattern.values(), *config.alpha_pattern.values()]
         wrong = [n for n in numbers if isinstance(n, bool) or not isinstance(n, int | float) or n <= 0]
         if wrong or not 0 <= config.lora_dropout < 1:
@@ -258,10 +239,11 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str
     with torch.no_grad():
         for name, parameter in mine.items():
             value = state[name].to(parameter.device, parameter.dtype)
-            if hasattr(parameter, "device_mesh"):
-                from torch.distributed.tensor import distribute_tensor
+            if is_dtensor(parameter):
+                from torch.distributed.tensor import DTensor, distribute_tensor
 
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)  # type: ignore[arg-type]
+                assert isinstance(parameter, DTensor)
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(value)
 
 

@@ -32,7 +32,7 @@ __all__ = ["Linear", "row_norms"]
 _ROWS = 1024  # of a weight that are in fp32 at a time
 
 
-class Linear(PeftLinear):  # type: ignore[misc]
+class Linear(PeftLinear):
     """y = base(x) + s B (A d(x)); see the module's docstring."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -49,13 +49,14 @@ class Linear(PeftLinear):  # type: ignore[misc]
         return y
 
     def _beside(self, y: Tensor, x: Tensor, name: str) -> Tensor:
-        a, b, scale = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-        drop = self.lora_dropout[name]
+        down: Any = self.lora_A[name]
+        up: Any = self.lora_B[name]
+        a, b, scale, drop = down.weight, up.weight, self.scaling[name], self.lora_dropout[name]
         share = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
         if torch.compiler.is_compiling():
             y = low_rank_traced(y, x, a, b, scale, share)
         else:
-            y = low_rank(y, x, a, b, scale, share, self.lora_A[name])
+            y = low_rank(y, x, a, b, scale, share, down)
         if not self.use_dora.get(name, False):
             return y
         if share:
@@ -63,8 +64,9 @@ class Linear(PeftLinear):  # type: ignore[misc]
                 "DoRA with dropout would need the base layer's product of the dropped input as well, a second "
                 "quantization and GEMM of every layer. Set lora.dropout: 0."
             )
-        base = self.get_base_layer()
-        grown = self.lora_magnitude_vector[name].weight / row_norms(base.weight, a, b, scale) - 1
+        base: Any = self.get_base_layer()
+        lengths: Any = self.lora_magnitude_vector[name]
+        grown = lengths.weight / row_norms(base.weight, a, b, scale) - 1
         bias = base.bias
         return torch.addcmul(y, y if bias is None else y - bias.to(y.dtype), grown.to(y.dtype))
 
@@ -78,7 +80,7 @@ class Linear(PeftLinear):  # type: ignore[misc]
         super().merge(safe_merge, adapter_names)
 
 
-@torch._disable_dynamo  # type: ignore[misc]
+@torch._disable_dynamo
 @torch.no_grad()
 def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """The 2-norms [N] of the rows of W + scale B A in fp32, W [N, K] dequantized for as long as this takes."""

@@ -17,14 +17,13 @@ element, if there is dropout. Under autocast the lowered x is kept, made once fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.saved import source_of
+from octavo.fp8.saved import Source, source_of
 from octavo.fp8.shared_input import Input
 
 __all__ = ["low_rank", "low_rank_traced"]
@@ -38,7 +37,8 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: 
     mask = None
     if dropout:
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - dropout)
-    out: Tensor = _LowRank.apply(y, x, a, b, mask, scale, dropout, user)
+    call = Call(scale, dropout, user, source_of(x))
+    out: Tensor = _LowRank.apply(y, x, a, b, mask, call)
     return out
 
 
@@ -51,35 +51,32 @@ def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dr
     return out.view(y.shape)
 
 
+class Call(NamedTuple):
+    """What a forward knows besides its tensors."""
+
+    scale: float
+    dropout: float
+    user: object
+    source: Source | None  # how the backward gets x again, where it need not be kept
+
+
 class _LowRank(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        x: Tensor,
-        a: Tensor,
-        b: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        dropout: float,
-        user: object,
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, call: Call) -> Tensor:
         dtype = y.dtype
         with torch.autocast(x.device.type, enabled=False):
-            given = Input(x, dtype, user)
+            given = Input(x, dtype, call.user)
             x_MK = given.high() if x.dtype != dtype else given.matrix()
-            h = _dropped(x_MK, mask, dropout) @ a.to(dtype).t()
+            h = _dropped(x_MK, mask, call.dropout) @ a.to(dtype).t()
             y_MN = y.reshape(h.shape[0], y.shape[-1])
-            out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=scale)
-        source = source_of(x) if ctx.needs_input_grad[2] else None
-        kept: tuple[Tensor, ...] = ()
-        if ctx.needs_input_grad[2]:
-            # The tensor that came, not a view of it, is what its other users keep as well.
-            kept = source.tensors if source is not None else (x if x.dtype == dtype else x_MK,)
+            out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=call.scale)
+        source = call.source
+        # The tensor that came, not a view of it, is what its other users keep as well.
+        kept = source.tensors if source is not None else (x if x.dtype == dtype else x_MK,)
         masks = () if mask is None else (mask,)
-        ctx.save_for_backward(a, b, h, *masks, *kept)
-        ctx.remake: Callable[..., Tensor] | None = None if source is None else source.remake  # type: ignore[misc]
-        ctx.scale, ctx.dropout, ctx.masked = scale, dropout, mask is not None
+        ctx.save_for_backward(a, b, h, *masks, *(kept if ctx.needs_input_grad[2] else ()))
+        ctx.remake = None if source is None else source.remake
+        ctx.scale, ctx.dropout, ctx.masked = call.scale, call.dropout, mask is not None
         ctx.x_shape, ctx.x_dtype, ctx.dtype = x.shape, x.dtype, dtype
         return torch.ops.aten._unsafe_view(out, y.shape)
 
@@ -103,7 +100,7 @@ class _LowRank(torch.autograd.Function):
             if needs_x:
                 assert g is not None
                 dx = _dropped(g @ a.to(ctx.dtype), mask, ctx.dropout).view(ctx.x_shape).to(ctx.x_dtype)
-        return dy, dx, da, db, None, None, None, None
+        return dy, dx, da, db, None, None
 
 
 def _dropped(x_MK: Tensor, mask: Tensor | None, dropout: float) -> Tensor:

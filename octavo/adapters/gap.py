@@ -1,0 +1,120 @@
+"""How far an FP8 base is from the stock model that its adapters will be loaded over.
+
+An adapter learns beside the values of codes, and PEFT loads it over the BF16 model: what it makes up for in one base it
+does not meet in the other. The adapter is the same in both, so that the gap is that of the weights. For each weight W
+and its dequantized codes W'::
+
+    relative   |W - W'| / |W|, norms over the whole weight          E4M3 leaves about 2.5 %
+    sqnr       the mean over blocks of 10 log10 (|w|^2 / |w - w'|^2), in dB (:mod:`octavo.fp8.metrics`)
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8
+from octavo.adapters.errors import AdapterError
+from octavo.adapters.experts import stock_name
+from octavo.fp8.globs import template
+from octavo.fp8.param_tensor import Fp8Weight
+
+__all__ = ["Gap", "Row", "gap"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One weight: its stock name, parameters, relative error and SQNR in dB."""
+
+    name: str
+    params: int
+    relative: float
+    sqnr: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The gap of each frozen weight of a model to its stock value."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def worst(self) -> Row:
+        return max(self.rows, key=lambda row: row.relative)
+
+    @property
+    def relative(self) -> float:
+        """The mean relative error, each weight counting by its parameters."""
+        return sum(r.relative * r.params for r in self.rows) / sum(r.params for r in self.rows)
+
+    @property
+    def sqnr(self) -> float:
+        """The median SQNR, which exact weights (infinite) do not lift."""
+        return statistics.median(row.sqnr for row in self.rows)
+
+    def summary(self) -> str:
+        """One sentence."""
+        return (
+            f"{len(self.rows)} FP8 weights differ from the stock ones by {self.relative:.2%} on average "
+            f"({self.sqnr:.1f} dB), at most by {self.worst.relative:.2%} ({self.worst.name})"
+        )
+
+    def __str__(self) -> str:
+        """The summary, and a line for each kind of layer."""
+        kinds: dict[str, list[Row]] = {}
+        for row in self.rows:
+            kinds.setdefault(template(row.name), []).append(row)
+        width = max(len(kind) for kind in kinds)
+        lines = [
+            f"{kind:{width}}  {len(rows):4}  {Gap(tuple(rows)).relative:7.2%}  {Gap(tuple(rows)).sqnr:5.1f} dB"
+            for kind, rows in kinds.items()
+        ]
+        return "\n".join([self.summary(), *lines])
+
+
+def gap(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]]) -> Gap:
+    """Hold each frozen FP8 weight of a model, adapted or not, against the stock model's.
+
+    stock: the stock model, or its parameters by name, which may be produced one at a time; others are passed by.
+
+    Raises AdapterError for a model without frozen weights, and for weights that ``stock`` lacks or shapes otherwise.
+    """
+    mine = {stock_name(name): weight for name, weight in fp8.frozen_weights(model)}
+    if not mine:
+        raise AdapterError("the model has no FP8 weights: its base is the stock one, and there is no gap.")
+    rows: dict[str, Row] = {}
+    for name, value in stock.named_parameters() if isinstance(stock, nn.Module) else stock:
+        if name in mine and name not in rows:
+            rows[name] = _row(name, value, mine[name])
+    missing = [name for name in mine if name not in rows]
+    if missing:
+        raise AdapterError(
+            f"{len(missing)} weights of the model are not among the stock ones, first {missing[0]}. It belongs to "
+            "another model."
+        )
+    return Gap(tuple(rows[name] for name in mine))
+
+
+@torch.no_grad()
+def _row(name: str, value: Tensor, weight: Tensor) -> Row:
+    if value.shape != weight.shape:
+        raise AdapterError(f"{name} is {list(value.shape)} in the stock model and {list(weight.shape)} in this one.")
+    assert isinstance(weight, Fp8Weight)
+    q = fp8.codes_of_frozen(weight)
+    block = q.spec.block
+    power = noise = 0.0
+    decibels: list[float] = []
+    matrices = zip(value.reshape(-1, *value.shape[-2:]), weight.values().reshape(-1, *value.shape[-2:]), strict=True)
+    transposed = weight.gathered is not None and weight.gathered.turned
+    for stock, own in matrices:
+        if transposed:
+            stock, own = stock.mT, own.mT
+        stock = stock.to(own.device)
+        power += float(stock.double().square().sum())
+        noise += float((stock.double() - own.double()).square().sum())
+        decibels.append(fp8.sqnr(stock, own, block))
+    return Row(name, value.numel(), (noise / power) ** 0.5 if power else 0.0, statistics.fmean(decibels))
