@@ -1,0 +1,208 @@
+"""Frozen FP8 weights under FSDP2 beside frozen BF16 and trained LoRA parameters: on one, two and three gloo ranks the
+codes, outputs and gradients of one process, a byte a parameter on the wire and in a shard."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from octavo import fp8
+from octavo.fp8 import param_rows
+from octavo.fp8.frozen_tensor import FrozenWeight
+from octavo.parallel import World, full_state_dict, shard
+from tests import ranks
+
+WIDTH, WIDE, RANK = 160, 301, 4  # 301 rows: borders cut blocks of 128
+RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
+
+
+class Lora(nn.Module):
+    """A linear layer with an adapter beside it, under PEFT's names."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, RANK, bias=False, dtype=dtype)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, outputs, bias=False, dtype=dtype)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.lora_A["default"]
+        return self.base_layer(x) + self.lora_B["default"](a(x.to(a.weight.dtype))).to(x.dtype)
+
+
+class Experts(nn.Module):
+    def __init__(self, experts: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, hidden).bfloat16() / 8)
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, inner).bfloat16() / 8)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        out = torch.zeros_like(hidden_states)
+        for e, (first, second) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+            share = ((top_k_index == e) * top_k_weights).sum(-1, keepdim=True).to(hidden_states.dtype)
+            gate, up = (hidden_states @ first.t()).chunk(2, -1)
+            out = out + (self.act_fn(gate) * up) @ second.t() * share
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.down = Lora(WIDTH, WIDE, dtype), Lora(WIDE, WIDTH, dtype)
+        self.few, self.back = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.stock = nn.Linear(WIDTH, WIDTH)  # no FP8 layer: it computes with dequantized values
+        self.high = nn.Linear(WIDTH, WIDTH)  # frozen, in BF16
+        self.experts = Experts(5, WIDTH, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(torch.relu(self.up(x))) + self.back(self.few(x))
+        x = x + self.stock(x) + self.high(x)
+        index = torch.stack([torch.arange(len(x)) % 5, (torch.arange(len(x)) + 1) % 5], 1)
+        return x + self.experts(x, index, torch.full((len(x), 2), 0.5, dtype=x.dtype))
+
+
+def _build(kind: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(dtype), Block(dtype))
+    for name, p in model.named_parameters():
+        if "lora" not in name:
+            p.data = p.data.to(torch.bfloat16)
+            p.requires_grad_(False)
+            if p.dim() == 2:  # magnitudes that differ by row: a wrong scale shows
+                p.data.mul_(torch.exp2(torch.randint(-3, 3, (p.shape[0], 1))))
+    for block in model:
+        for layer in (block.up.base_layer, block.down.base_layer, block.few, block.back, block.stock):
+            layer.weight = fp8.freeze_weight(layer.weight, kind)
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(block.experts, name, fp8.freeze_weight(getattr(block.experts, name), kind))
+    rules = tuple(fp8.Rule(match, recipe="off") for match in ("**.stock", "**.high", "**.lora_A.**", "**.lora_B.**"))
+    return fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=RECIPES[kind], rules=rules)))
+
+
+class Blocks:
+    def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [(name, m) for name, m in model.named_modules() if isinstance(m, Block)]
+
+
+def _step(model: nn.Module, steps: int = 2, share: float = 1.0) -> list[torch.Tensor]:
+    """Outputs and the adapters' gradients of some steps of one batch, of which this rank's loss has ``share``: of all
+    the first rank's alone, so that the sum over ranks is exact."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    seen = []
+    for step in range(steps):
+        x = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+        y = model(x)
+        (y.float().square().mean() * share).backward()
+        grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in trained]
+        seen += [y.detach().clone(), *(g.clone() for g in grads)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    def raw(t: torch.Tensor) -> torch.Tensor:
+        return t.view(torch.uint8) if t.element_size() == 1 else t
+
+    return a.keys() == b.keys() and all(torch.equal(raw(v), raw(b[name])) for name, v in a.items())
+
+
+class Seen:
+    """The codes that each layer found after FSDP2 had gathered them."""
+
+    def __init__(self, model: nn.Module, want: dict[str, fp8.Quantized]) -> None:
+        self.wrong: list[str] = []
+        self.count = 0
+        for name, module in model.named_modules():
+            for key in module._parameters:
+                if f"{name}.{key}" in want:
+                    module.register_forward_hook(partial(self.look, f"{name}.{key}", key, want))
+
+    def look(self, name: str, key: str, want: dict[str, fp8.Quantized], module: nn.Module, *_: object) -> None:
+        weight, w = module._parameters[key], want[name]
+        assert isinstance(weight, FrozenWeight)
+        q = weight.own
+        assert q is not None
+        self.count += 1
+        if not torch.equal(q.data.view(torch.uint8), w.data.view(torch.uint8)) or not torch.equal(q.scale, w.scale):
+            self.wrong.append(name)
+
+
+def _all(world: World, cases: list[tuple[str, str]]) -> dict:
+    answer: dict = {}
+    share = float(world.rank == 0)
+    for kind, dtype in cases:
+        alone = _build(kind, getattr(torch, dtype))
+        want = {name: fp8.codes_of_frozen(p) for name, p in alone.named_parameters() if fp8.is_frozen(p)}
+        before, state = fp8.fingerprint(alone), fp8.fp8_state_dict(alone)
+        expected = _step(alone)
+        model = _build(kind, getattr(torch, dtype))
+        stock, decoded = param_rows.dequantize, []
+        param_rows.dequantize = lambda *a: decoded.append(a) or stock(*a)  # type: ignore[assignment]
+        if world.mesh is not None:
+            shard(model, Blocks(), world)
+        else:
+            mesh = torch.distributed.init_device_mesh("cpu", (1,))
+            for part in (*model, model):
+                fully_shard(part, mesh=mesh)
+        param_rows.dequantize = stock
+        local = {n: p._local_tensor for n, p in model.named_parameters() if fp8.is_frozen(p)}
+        whole = sum(p.numel() for p in model.parameters() if fp8.is_frozen(p))
+        seen = Seen(model, want)
+        found = _step(model, share=share)
+        said = {
+            "same": all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
+            "wrong": seen.wrong,
+            "undecoded": not decoded,
+            "looked": seen.count == 2 * len(want),
+            "print": fp8.fingerprint(model) == before == fp8.fingerprint(alone),
+            "local": all(isinstance(p, FrozenWeight) for p in local.values()),
+            "bytes": fp8.frozen_bytes(model) / whole,
+            "codes": _equal(fp8.fp8_state_dict(model), fp8.fp8_state_dict(alone)),
+        }
+        # Values, codes that are loaded again, and what stays refused.
+        values = full_state_dict(model, world)
+        read = alone[0].up.base_layer.weight.dequantize()
+        said["values"] = not share or torch.equal(values["0.up.base_layer.weight"], read)
+        for p in local.values():
+            if p.own is not None:
+                p.own.data.view(torch.uint8).zero_()
+        said["zeroed"] = fp8.fingerprint(model) != before
+        fp8.load_fp8_state_dict(model, state)
+        said["loaded"] = fp8.fingerprint(model) == before
+        for wrong in (lambda m: m.to(torch.float32), lambda m: fp8.thaw(m)):
+            try:
+                wrong(model)
+            except RuntimeError as error:
+                said.setdefault("refused", []).append("fp8.thaw" in str(error))
+        said["after"] = all(math.isfinite(float(t.float().sum())) for t in _step(model, 1))
+        answer[f"{kind} {dtype}"] = said
+    return answer
+
+
+CASES = [("block", "float32"), ("row", "bfloat16"), ("tensor", "float32")]
+
+
+@pytest.mark.parametrize(
+    "size,cases",
+    [
+        pytest.param(1, CASES, id="one", marks=pytest.mark.long),
+        pytest.param(2, CASES, id="two", marks=pytest.mark.long),
+        pytest.param(3, CASES, id="three", marks=pytest.mark.long),
+        pytest.param(3, CASES[:1], id="some"),
+    ],
+)
+def test_ranks(size: int, cases: list[tuple[str, str]]) -> None:
+    for answer in ranks.run(_all, size, cases):
+        for case, said in answer.items():
+            assert said.pop("bytes") < (1.06 if size == 1 else 0.7), case
+            assert said.pop("wrong") == [] and said.pop("refused") == [True, True], case
+            assert all(said.values()), (case, said)
