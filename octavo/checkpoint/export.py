@@ -118,26 +118,30 @@ class Exported:
     def sentences(self) -> list[str]:
         """For people."""
         size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
-        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        said = [f"wrote {self.directory}: {self.format}, {self.total('count')} tensors, {size} in {files}"]
+        tensors, files = self.total("count"), _count(len(self.files), "file")
+        said = [f"wrote {self.directory}: {self.format}, {tensors} tensors, {size} in {files}"]
         words = {
-            "kept": "hold the very codes that the model computes with",
-            "refit": "have other blocks here than in the model, and are cast from its parameters",
-            "cast": "are cast from high precision",
-            "recast": "had codes in other blocks and are cast again from their values: two roundings",
+            "kept": "the very codes that the model computes with",
+            "refit": "cast from the parameters, because the model's codes are in other blocks",
+            "cast": "cast from high precision",
+            "recast": "cast again from the values of codes in other blocks, so rounded twice",
         }
         for what, meaning in words.items():
             if count := self.total(what):
-                said.append(f"{count} FP8 weights {meaning}{self._error(what)}")
-        said += [f"{count} layers stay in BF16: {reason}" for reason, count in self.skipped.items()]
+                said.append(f"{_count(count, 'FP8 weight')}: {meaning}{self._error(what)}")
+        said += [f"{_count(count, 'layer')} in BF16: {reason}" for reason, count in self.skipped.items()]
         for component, count in self.opened.items():
             include = f"; --include {component} keeps their codes" if component in layouts.INCLUDABLE else ""
-            said.append(f"{count} weights of the {component} had codes and are written in BF16{include}")
+            said.append(f"{_count(count, 'weight')} of the {component} with codes, written in BF16{include}")
         return said
 
     def _error(self, what: str) -> str:
         worst = [kind.relative for kind in self.kinds.values() if getattr(kind, what) and kind.relative]
         return f" (relative error up to {max(worst):.2%})" if worst and what != "kept" else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def export(

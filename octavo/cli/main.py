@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "compare": "train high precision and FP8 on the same data and seeds; exit code = the verdict",
     "eval": "evaluate a run on its held-out data",
     "generate": "ask a trained model about an image",
+    "export": "write a run or a model folder in BF16 or FP8, as servers load it",
     "bench": "time kernels, layers and steps beside high precision and other libraries",
     "doctor": "what this machine can run, what it cannot, and the cure",
     "tiny": "write a small checkpoint of a real architecture",

@@ -1,0 +1,94 @@
+"""Writes a run or a model folder as a checkpoint that vLLM, SGLang and transformers load, in BF16 or FP8.
+
+octavo export runs/first ./served --format fp8-block
+octavo export ./Qwen3-VL-8B-Instruct ./Qwen3-VL-8B-FP8 --format fp8-dynamic --include image_encoder
+octavo export ./Qwen3-8B-FP8 ./Qwen3-8B-BF16 --format bf16
+
+bf16         values in BF16
+fp8-block    DeepSeek's layout: blocks of 128 x 128, dynamic activations; layers of other sizes stay in BF16
+fp8-dynamic  compressed-tensors: a scale for each output channel, activations by token; takes every size
+fp8-tensor   compressed-tensors: a scale for each tensor, one for q, k and v and one for gate and up
+
+Weights that trained in blocks of the format are written with the very codes that trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from octavo.cli import arguments, terminal
+
+FORMATS = ("bf16", "fp8-block", "fp8-dynamic", "fp8-tensor")
+INCLUDE = ("image_encoder", "image_projector")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN_OR_MODEL", help="a run directory, or a model folder")
+    parser.add_argument("directory", metavar="DIR", help="where to: new, empty, or an earlier export")
+    parser.add_argument("--format", metavar="NAME", choices=FORMATS, required=True, help=", ".join(FORMATS))
+    parser.add_argument(
+        "--include", metavar="COMPONENT", choices=INCLUDE, nargs="+", action="extend", default=[],
+        help=f"in FP8 too, beside the language model's layers: {', '.join(INCLUDE)}",
+    )  # fmt: skip
+    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one weight file, default 5GB")
+    parser.add_argument(
+        "--step", type=arguments.positive, metavar="N", help="of a run: this checkpoint, not the newest"
+    )
+    parser.add_argument("--device", metavar="NAME", help="cpu or cuda; default: a GPU if there is one")
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.checkpoint.export_files import size_of
+    from octavo.train.exporting import export_model
+
+    try:
+        largest = size_of(args.max_shard_size)
+    except ValueError as error:
+        raise arguments.UsageError(f"--max-shard-size: {error}") from None
+    with bar("export") as progress:
+        done = export_model(
+            args.source, args.directory, args.format, include=args.include, largest=largest, step=args.step,
+            device=device(args.device), say=terminal.note if args.json else print, progress=progress,
+        )  # fmt: skip
+    if args.json:
+        terminal.show_json(done.to_json())
+    return 0
+
+
+def device(name: str | None) -> str | None:
+    """A device that torch knows and this machine has. Raises UsageError."""
+    import torch
+
+    if name is None:
+        return None
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise arguments.UsageError(f"--device {name} is no device; name cpu or cuda") from None
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise arguments.UsageError(
+            f"--device {name}: this machine has none that can be used; leave it out, or name cpu"
+        )
+    return name
+
+
+@contextmanager
+def bar(label: str) -> Iterator[Any]:
+    """A bar of bytes on a terminal, nothing elsewhere: gives what is told (bytes done, bytes in all, name)."""
+    console = terminal.console()
+    if not console.is_terminal:
+        yield lambda done, total, name: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[name]}"),
+        console=console, refresh_per_second=4, transient=True,
+    ) as shown:  # fmt: skip
+        task = shown.add_task(label, total=None, name="")
+        yield lambda done, total, name: shown.update(task, completed=done, total=total, name=name)
