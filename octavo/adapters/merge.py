@@ -1,0 +1,171 @@
+"""Adapters folded into the weights they stand beside: W' = W + s B A, added in fp32 and rounded once.
+
+W is what the base multiplies by: of frozen FP8 codes their values (code * scale, exact in fp32), else the parameter.
+DoRA scales the rows of the sum to their trained lengths, W' = m / |W + s B A| * (W + s B A). Experts are folded one at
+a time, so that nothing of the size of a layer exists in fp32.
+
+PEFT's own ``merge_and_unload`` rounds s B A to the weight's dtype and then the sum: two roundings, of which the first
+is small; in fp32 the two agree to the last bits. Over FP8 codes PEFT cannot merge at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8
+from octavo.adapters import experts
+from octavo.adapters.attach import NAME, attached, is_adapter_parameter
+from octavo.adapters.errors import AdapterError
+from octavo.fp8.weights import is_dtensor
+
+__all__ = ["Fold", "folds", "merged"]
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """One adapted weight, and the adapter that is to be folded into it.
+
+    name        the parameter's, in the stock model: "...q_proj.weight", "...experts.down_proj"
+    layer       PEFT's layer
+    weight      the base's parameter: high precision, or frozen FP8
+    count       experts; None for a linear layer
+    transposed  the parameter is stored as [E, K, N]
+    """
+
+    name: str
+    layer: Any
+    weight: Tensor
+    count: int | None
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of one matrix, as the GEMM multiplies by it."""
+        n, k = self.weight.shape[-2:]
+        return (k, n) if self.transposed else (n, k)
+
+    @property
+    def rank(self) -> int:
+        return int(self.layer.r[NAME])
+
+    @property
+    def slots(self) -> tuple[int | None, ...]:
+        """The experts, one after the other; (None,) for a linear layer."""
+        return (None,) if self.count is None else tuple(range(self.count))
+
+    def base(self, slot: int | None = None) -> Tensor:
+        """W in fp32, [N, K]: the values of the codes, or of the parameter."""
+        if fp8.is_frozen(self.weight):
+            q = fp8.codes_of_frozen(self.weight)
+            if slot is not None:
+                q = fp8.Quantized(q.data[slot], q.scale[slot], q.spec)
+            return fp8.dequantize(q, torch.float32)
+        values = self.weight.detach()
+        values = values if slot is None else values[slot]
+        return (values.mT if self.transposed else values).float()
+
+    def folded(self, slot: int | None = None, base: Tensor | None = None) -> Tensor:
+        """W' in fp32, [N, K]; ``base``: W if the caller has it already."""
+        w = self.base(slot) if base is None else base
+        a, b = self._factors(slot)
+        out = torch.addmm(w, b, a, alpha=float(self.layer.scaling[NAME]))
+        if self.count is None and self.layer.use_dora.get(NAME, False):
+            m = self.layer.lora_magnitude_vector[NAME].weight.detach().float()
+            out.mul_((m / out.norm(dim=1)).unsqueeze(1))
+        return out
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """The folded parameter as the stock model stores it, each value rounded once."""
+        if self.count is None:
+            return self.folded().to(dtype)
+        n, k = self.shape
+        out = torch.empty(self.count, n, k, dtype=dtype, device=self.weight.device)
+        for slot in range(self.count):
+            out[slot] = self.folded(slot)
+        return out.mT if self.transposed else out
+
+    def _factors(self, slot: int | None) -> tuple[Tensor, Tensor]:
+        """A [r, K] and B [N, r] in fp32."""
+        if slot is None:
+            a, b = self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight
+        else:
+            down, up = experts.factors(self.layer, NAME)
+            a, b = down[slot], up[slot]
+        return a.detach().float(), b.detach().float()
+
+
+def folds(model: nn.Module, base: nn.Module | None = None) -> dict[str, Fold]:
+    """The adapted weights of a model by stock name, in model order.
+
+    base: a stock model whose weights are to be folded into, instead of the model's own base.
+
+    Raises AdapterError for a model without adapters, one that is sharded, and adapters that were merged in place.
+    """
+    layers = attached(model)
+    if not layers:
+        raise AdapterError("the model has no adapters that could be merged; octavo.adapters.load attaches some.")
+    found = {}
+    for stock, layer in layers.items():
+        if layer.merged:
+            raise AdapterError(f"the adapter of {stock} is merged in place already; unmerge it (PEFT's unmerge) first.")
+        inside = layer.get_base_layer()
+        own = getattr(layer, "parameter_name", None)
+        name = stock if own is not None else f"{stock}.weight"
+        weight = inside._parameters[own or "weight"] if base is None else _parameter(base, name)
+        if any(is_dtensor(p) for p in (weight, *layer.lora_A.parameters())):
+            raise AdapterError(
+                f"{name} is a rank's shard; merge from a checkpoint or an adapter folder, in one process."
+            )
+        if weight.shape != inside._parameters[own or "weight"].shape:
+            raise AdapterError(f"{name} is {list(weight.shape)} in the base that was given, and another in the model.")
+        turned = own is not None and bool(getattr(inside, "is_transposed", False))
+        found[name] = Fold(name, layer, weight, None if own is None else weight.shape[0], turned)
+    return found
+
+
+def merged(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, base: nn.Module | None = None
+) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
+    """(stock name, value) of every parameter and persistent buffer, adapters folded in; tied ones once.
+
+    Adapted weights are W' as the stock model stores them, computed in fp32 and rounded once to ``dtype``, one at a
+    time. All others come as they are: frozen ones as their very codes ([N, K], or [E, N, K] for experts), parameters
+    and buffers in their own dtype.
+
+    base: a stock model, in whatever precision, to fold the adapters into instead of the one that they stand beside.
+
+    Raises AdapterError as :func:`folds` does, before the first value.
+    """
+    found = folds(model, base)
+    return _values(model if base is None else base, found, dtype)
+
+
+def _values(
+    source: nn.Module, found: dict[str, Fold], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
+    tied = set(getattr(source, "all_tied_weights_keys", {}))
+    for name, value in source.state_dict(keep_vars=True).items():
+        stock = experts.stock_name(name)
+        if is_adapter_parameter(name) or stock in tied:
+            continue
+        if stock in found:
+            with torch.no_grad():
+                yield stock, found[stock].whole(dtype)
+        elif fp8.is_frozen(value):
+            yield stock, fp8.codes_of_frozen(value)
+        else:
+            yield stock, value.detach()
+
+
+def _parameter(base: nn.Module, name: str) -> Tensor:
+    try:
+        return base.get_parameter(name)
+    except AttributeError as error:
+        raise AdapterError(
+            f"the base that was given has no parameter {name}, which the adapter changes: it is another model."
+        ) from error
