@@ -223,7 +223,7 @@ class FrozenWeight(Fp8Weight):
     def __reduce_ex__(self, protocol: Any) -> Any:
         need, q = self.source.needs[0], self.own
         state = {
-            "data": None if q is None else q.data,
+            "bytes": None if q is None else q.data.view(torch.uint8),  # pickle itself does not know FP8
             "scale": None if q is None else q.scale,
             "format": need.spec.format,
             "block": need.spec.block,
@@ -313,7 +313,9 @@ class FrozenWeight(Fp8Weight):
 def _unpickled(state: dict[str, Any]) -> Tensor:
     spec = CastSpec(state["format"], tuple(state["block"]), state["scale_kind"])
     need = Need(spec, get("reference"), 1, state["stored_transposed"])
-    codes = [] if state["data"] is None else [Quantized(state["data"], state["scale"], spec)]
+    codes = []
+    if state["bytes"] is not None:
+        codes.append(Quantized(state["bytes"].view(spec.fmt.dtype), state["scale"], spec))
     device = codes[0].data.device if codes else torch.device(state["device"])
     like = torch.empty_strided(state["shape"], state["stride"], dtype=state["dtype"], device="meta")
     store = Store(codes, state["turned"], state["lead"], state["shard"])
