@@ -110,7 +110,14 @@ class SafeReader(FileSystemReader):
     Raises CheckpointError, naming the file, for a `.metadata` that asks for a foreign class or holds anything but
     tensors, for a tensor stream that is not one tensor of the shape and dtype announced, and for a path that leaves
     the directory.
+
+    pass_over_bytes   entries that are no tensors are left out, unread, instead of refused: what other programs write
+                      beside their weights (a version, arguments)
     """
+
+    def __init__(self, path: str | os.PathLike[str], pass_over_bytes: bool = False) -> None:
+        super().__init__(path)
+        self.pass_over_bytes = pass_over_bytes
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
@@ -122,6 +129,8 @@ class SafeReader(FileSystemReader):
             raise CheckpointError(f"{path} was refused: {error}. Use a checkpoint that you trust") from error
         except Exception as error:  # a damaged pickle fails in a dozen ways (EOFError, IndexError, TypeError, ...)
             raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        if self.pass_over_bytes:
+            _drop_bytes(metadata)
         _check(metadata, path)
         metadata.planner_data = None  # would place loaded values by paths of the file's choosing
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -133,7 +142,7 @@ class SafeReader(FileSystemReader):
                 raise CheckpointError(_byte_entry(Path(self.path), item.storage_index.fqn))
             info = self.storage_data[item.storage_index]
             path = Path(self.path) / info.relative_path
-            whole = _read_tensor(path, info, item.storage_index.fqn)
+            whole = read_item(path, info, item.storage_index.fqn)
             part = whole[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
             target = planner.resolve_tensor(item).detach()
             if part.shape != target.shape or part.dtype != target.dtype:
@@ -223,12 +232,25 @@ def _check(metadata: Any, path: Path) -> None:
             raise CheckpointError(f"{path} was refused: {name} lies at {offset!r}, {length!r} bytes long")
 
 
+def _drop_bytes(metadata: Any) -> None:
+    """Take the entries that are no tensors out of both tables; what is no metadata at all is left for `_check`."""
+    entries, places = _field(metadata, "state_dict_metadata"), _field(metadata, "storage_data")
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        return
+    bytes_of = {name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
+    for name in bytes_of:
+        del entries[name]
+    for index in [index for index in places if _field(index, "fqn") in bytes_of]:
+        del places[index]
+
+
 def _field(record: Any, name: str) -> Any:
     """A record's attribute, or None where it has none."""
     return getattr(record, name, None)
 
 
-def _read_tensor(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
+def read_item(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
+    """One tensor out of a `*.distcp` file, on the CPU. Raises CheckpointError for whatever else lies there."""
     try:
         with open(path, "rb") as file:
             file.seek(info.offset)

@@ -1,0 +1,281 @@
+"""Weights in the layout of torch.distributed.checkpoint (DCP), written and read tensor by tensor.
+
+    release/__3_0.distcp   zip streams of torch.save, end to end, one a tensor: as DCP's own writer leaves them
+    release/.metadata      a pickle by DCP's design: which tensor lies in which file, from which byte to which
+
+`.metadata` is only ever read through `dcp_safe`. The checksum that is noted for a tensor is the CRC-32 of its bytes,
+which torch.save computes and puts into the zip anyway.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from octavo.checkpoint.convert_folder import DTYPES, WORDS, Entry, Place, Shard, mapped
+from octavo.checkpoint.dcp_safe import SafeReader, read_item
+from octavo.checkpoint.errors import CheckpointError
+
+RELEASE, LATEST, METADATA = "release", "latest_checkpointed_iteration.txt", ".metadata"
+MODEL = "model"  # the weights lie under state_dict["model"], and DCP writes the path with dots
+VERSION = ("checkpoint_version", 3.0)  # what Megatron's loaders ask of a checkpoint beside its weights
+
+
+@dataclass(frozen=True)
+class Written:
+    """One tensor of a `*.distcp` file.
+
+    name    in the Hugging Face folder; "" for a second name of a tied weight, which the folder does not have
+    key     in the state dict of the model that DCP loads into
+    shape   in the folder; `stored` is the one in DCP (experts as one matrix)
+    offset  of the tensor's zip stream in the file, `length` bytes long; its bytes begin at `data`, `crc` their CRC-32
+    """
+
+    name: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+    data: int
+    crc: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def place(self, directory: Path) -> Place:
+        return Place(directory / self.file, self.data, self.size, self.crc)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Written:
+        """Raises CheckpointError for what `to_json` did not write."""
+        try:
+            made = cls(**{**said, "shape": tuple(said["shape"]), "stored": tuple(said["stored"])})
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"a tensor of a conversion is told as {str(said)[:80]}: {error}") from error
+        if os.path.basename(made.file) != made.file or made.dtype not in DTYPES:
+            raise CheckpointError(f"{made.name} is said to lie in {made.file!r} as {made.dtype!r}")
+        return made
+
+
+Opens = Callable[[Entry], AbstractContextManager[Tensor]]
+Stop = threading.Event
+
+
+def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Experts [E, in, out] lie in DCP as one matrix [E * in, out], which FSDP2 shards by rows."""
+    fused = len(shape) == 3 and any(part in name for part in ("gate_up_proj", "down_proj"))
+    return (shape[0] * shape[1], shape[2]) if fused else shape
+
+
+def adapter_key(name: str) -> str:
+    """The key of a tensor of a PEFT adapter file, in the model that PEFT has made."""
+    key = name.replace("base_model.", "base_model.model.", 1)
+    return f"{key.removesuffix('.weight')}.default.weight" if key.endswith(".weight") else key
+
+
+def write_file(
+    file: Path,
+    shard: Shard,
+    keys: Mapping[str, tuple[tuple[str, str], ...]],
+    opens: Opens,
+    stop: Stop,
+    tell: Callable[[int], None],
+) -> list[Written]:
+    """Write the tensors of a shard as one `*.distcp` file, forced to the disk; what was written.
+
+    keys  name of an entry -> (name, key) of each tensor that is made of it (two for a tied weight)
+    """
+    out: list[Written] = []
+    with open(file, "wb") as stream:
+        for entry in shard.entries:
+            if stop.is_set():
+                break
+            for name, key in keys[entry.name]:
+                with opens(entry) as tensor:
+                    shape = stored_shape(entry.name, entry.shape)
+                    out.append(_write(stream, file, name, key, entry, tensor.reshape(shape)))
+            tell(entry.size)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return out
+
+
+def _write(stream: io.BufferedWriter, file: Path, name: str, key: str, entry: Entry, tensor: Tensor) -> Written:
+    offset = stream.tell()
+    torch.save(tensor, stream)
+    stream.flush()
+    length = stream.tell() - offset
+    data, crc = _record(file, tensor)
+    return Written(name, key, entry.dtype, entry.shape, tuple(tensor.shape), file.name, offset, length, data, crc)
+
+
+def _record(file: Path, tensor: Tensor) -> tuple[int, int]:
+    """(first byte, CRC-32) of the tensor's bytes in the zip stream that ends the file."""
+    with zipfile.ZipFile(file) as archive, open(file, "rb") as opened:
+        record = next(r for r in archive.infolist() if r.filename.endswith("/data/0"))
+        opened.seek(record.header_offset + 26)
+        name, extra = (int.from_bytes(opened.read(2), "little") for _ in range(2))
+    crc = record.CRC
+    if tensor.numel() and not torch.serialization.get_crc32_options():  # switched off in this process: zeros are there
+        crc = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return record.header_offset + 30 + name + extra, crc
+
+
+def write_metadata(directory: Path, written: Iterable[Written]) -> None:
+    """`.metadata` as DCP's FileSystemWriter pickles it, and a file with the version that Megatron's loaders ask for."""
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    for one in written:
+        fqn, size = f"{MODEL}.{one.key}", torch.Size(one.stored)
+        start = torch.Size([0] * len(size))
+        if fqn in entries:
+            raise CheckpointError(f"two tensors would be called {one.key} in DCP; this folder cannot be converted")
+        chunk = ChunkStorageMetadata(offsets=start, sizes=size)
+        entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[one.dtype]), size, [chunk])
+        places[MetadataIndex(fqn, start, 0)] = filesystem._StorageInfo(one.file, one.offset, one.length)
+        paths[fqn] = (MODEL, one.key)
+    name, value = VERSION
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    (directory / "__version.distcp").write_bytes(stream.getvalue())
+    entries[name], paths[name] = BytesStorageMetadata(), (name,)
+    places[MetadataIndex(name)] = filesystem._StorageInfo("__version.distcp", 0, len(stream.getvalue()))
+    metadata = Metadata(entries, planner_data=paths, storage_data=places)
+    if hasattr(filesystem, "CURRENT_DCP_VERSION") and hasattr(metadata, "version"):
+        metadata.version = filesystem.CURRENT_DCP_VERSION
+    with open(directory / METADATA, "wb") as file:
+        pickle.dump(metadata, file)
+
+
+def find(source: Path) -> Path:
+    """The folder with `.metadata`: `source` itself, or what `latest_checkpointed_iteration.txt` in it names.
+
+    Raises CheckpointError for a folder that holds no DCP checkpoint, and for the checkpoint of a run of Octavo.
+    """
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a folder; name a folder that holds a DCP checkpoint")
+    found = source
+    if not (source / METADATA).is_file() and (source / LATEST).is_file():
+        word = (source / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        found = source / (f"iter_{int(word):07d}" if word.isdecimal() else os.path.basename(word))
+    if not (found / METADATA).is_file():
+        raise CheckpointError(
+            f"{found} has no {METADATA}: it is no DCP checkpoint. Name the folder that holds it (release/, "
+            "iter_0000100/), or the one with latest_checkpointed_iteration.txt"
+        )
+    if (found / "state.json").is_file():
+        raise CheckpointError(
+            f"{found} is a checkpoint of a run of Octavo, with its optimizer; write its model with octavo export RUN"
+        )
+    return found
+
+
+class Reader:
+    """The weights of a DCP checkpoint that anybody wrote, whole, however many pieces each lies in.
+
+    What is no tensor is passed over unread. Keys come without the path to the model (`model.`) where there is one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        metadata = SafeReader(directory, pass_over_bytes=True).read_metadata()
+        entries = metadata.state_dict_metadata
+        below = f"{MODEL}."
+        nested = any(key.startswith((f"{below}{MODEL}.", f"{below}base_model.")) for key in entries)
+        self._prefix = below if nested else ""
+        self._entries = {
+            key.removeprefix(self._prefix): entry for key, entry in entries.items() if key.startswith(self._prefix)
+        }
+        self._pieces: dict[str, list[tuple[MetadataIndex, Any]]] = {}
+        for index, info in metadata.storage_data.items():
+            self._pieces.setdefault(index.fqn, []).append((index, info))
+
+    def keys(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
+        """(dtype in safetensors' words, shape). Raises CheckpointError for a dtype that safetensors has no word for."""
+        entry: Any = self._entries[key]
+        if entry.properties.dtype not in WORDS:
+            raise CheckpointError(f"{self.directory}: {key} is {entry.properties.dtype}, which safetensors cannot hold")
+        return WORDS[entry.properties.dtype], tuple(entry.size)
+
+    @contextmanager
+    def tensor(self, key: str) -> Iterator[Tensor]:
+        """The whole tensor, put together of its pieces. Raises CheckpointError where some are missing or misplaced."""
+        entry: Any = self._entries[key]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        filled = 0
+        for index, info in self._pieces.get(self._prefix + key, []):
+            part = read_item(self.directory / info.relative_path, info, key)
+            offsets = tuple(index.offset) if index.offset is not None else (0,) * part.dim()
+            ends = [start + n for start, n in zip(offsets, part.shape, strict=False)]
+            if (
+                part.dim() != whole.dim()
+                or part.dtype != whole.dtype
+                or any(end > n for end, n in zip(ends, whole.shape, strict=True))
+            ):
+                raise CheckpointError(
+                    f"{self.directory / info.relative_path}: {key} holds {list(part.shape)} of {part.dtype} at "
+                    f"{list(offsets)} where {list(whole.shape)} of {whole.dtype} was announced"
+                )
+            whole[tuple(slice(start, end) for start, end in zip(offsets, ends, strict=True))].copy_(part)
+            filled += part.numel()
+        if filled != whole.numel():
+            raise CheckpointError(
+                f"{self.directory}: of the {whole.numel()} values of {key}, {filled} are there; a file of another rank "
+                "is missing, or was not listed"
+            )
+        yield whole
+
+
+@contextmanager
+def open_written(one: Written, directory: Path) -> Iterator[Tensor]:
+    """A tensor that `write_file` wrote, checked, in the folder's shape."""
+    with mapped(one.place(directory), DTYPES[one.dtype], one.shape) as tensor:
+        yield tensor
+
+
+def intact(directory: Path, written: Iterable[Written]) -> bool:
+    """Whether a finished file still holds, as DCP reads it, what was noted of it."""
+    for one in written:
+        info = filesystem._StorageInfo(one.file, one.offset, one.length)
+        try:
+            tensor = read_item(directory / one.file, info, one.key)
+        except CheckpointError:
+            return False
+        flat = tensor.contiguous().flatten()
+        crc = zlib.crc32(flat.view(torch.uint8).numpy().data) if tensor.numel() else 0
+        if tuple(tensor.shape) != one.stored or tensor.dtype is not DTYPES[one.dtype] or crc != one.crc:
+            return False
+    return True
