@@ -33,6 +33,8 @@ from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import EachOnce, Rows
 
+TRAINED = "trained"  # what a checkpoint of trained parameters alone says that it holds
+
 
 class Ranks(Protocol):
     """What is asked of the world (`parallel.World` is one)."""
@@ -70,8 +72,12 @@ def save(
     counters: Mapping[str, Any],
     world: Ranks,
     keep: int,
+    trained_only: bool = False,
 ) -> Path:
     """Write `directory`/step_N and return it; then delete all but the `keep` newest. A collective.
+
+    trained_only: of the model, save the parameters that ask for a gradient alone (adapters), for a caller that loads
+    the others again from elsewhere. Frozen FP8 weights are never saved: they are codes that came from elsewhere.
 
     extra: tensors of the caller's. A name that several ranks give must carry equal values (one copy is written);
     what is each rank's own carries the rank in its name. counters: JSON values, taken from rank 0.
@@ -83,7 +89,7 @@ def save(
     if keep < 1:
         raise CheckpointError(f"keep={keep} was asked; a run that saves keeps at least 1 checkpoint (run.keep)")
     tmp = files.aside(directory, step, "tmp")
-    state = _tensors(model, optimizer)
+    state = _tensors(model, optimizer, trained_only)
     state.update({f"extra.{name}": tensor for name, tensor in extra.items()})
     _all_tensors(state)
     try:
@@ -114,6 +120,7 @@ def save(
                     "counters": dict(counters),
                     "groups": states.groups(model, optimizer),
                     "files": listed,
+                    **({"holds": TRAINED} if trained_only else {}),
                 }
                 files.write_state(tmp, document)
                 files.publish(directory, step)
@@ -173,9 +180,10 @@ def load(
 ) -> Restored:
     """Fill `model` and `optimizer` in place from the checkpoint directory `path`. A collective.
 
-    The model must have the parameters that were saved, and the optimizer the same groups of them; the number of
-    ranks may differ. `optimizer=None` fills the model alone. Scheduler, data position and generators are the
-    caller's, from the counters and extra tensors returned. Every file is compared to its checksum first.
+    The model must have the parameters that were saved (of a checkpoint of trained parameters alone: it must train just
+    these), and the optimizer the same groups of them; the number of ranks may differ. `optimizer=None` fills the model
+    alone. Scheduler, data position and generators are the caller's, from the counters and extra tensors returned. Every
+    file is compared to its checksum first.
 
     Raises CheckpointError, naming the file or the tensor, and on every rank.
     """
@@ -192,8 +200,9 @@ def load(
         if unlisted:
             raise CheckpointError(f"{path / min(unlisted)} is not in the list of {files.STATE}: it was added later")
         metadata = SafeReader(path).read_metadata()
-        state = _tensors(model, None)
-        _same_names(state, metadata, path)
+        trained_only = document.get("holds") == TRAINED
+        state = _tensors(model, None, trained_only)
+        _same_names(state, metadata, path, trained_only, model)
         room: states.Slots = {}
         if optimizer is not None:
             room, slots = states.slots(model, optimizer, metadata, document, path)
@@ -218,8 +227,9 @@ def load(
     )
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_only: bool = False) -> dict[str, Any]:
     """The model's parameters and persistent buffers, each once (tied names: the first), and the optimizer's state.
+    Without frozen FP8 weights; with `trained_only` the parameters that ask for a gradient alone.
 
     Live tensors, detached: DCP reads from them and writes into them. `state_dict` comes first because it reshards
     FSDP modules; only then are the module's parameters the ones that the optimizer knows.
@@ -227,7 +237,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     result: dict[str, Any] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if trained_only and not getattr(tensor, "requires_grad", False):
+            continue
+        if id(tensor) not in seen and not fp8.is_frozen(tensor):
             seen.add(id(tensor))
             result[f"model.{name}"] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
     if optimizer is not None:
@@ -244,9 +256,26 @@ def _all_tensors(state: Mapping[str, Any]) -> None:
             )
 
 
-def _same_names(state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path) -> None:
+def _same_names(
+    state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path, trained_only: bool, model: nn.Module
+) -> None:
     """That the checkpoint's model is this model: `TensorsOnly` finds what lacks, this what is too much."""
-    spare = sorted(n for n in metadata.state_dict_metadata if n.startswith("model.") and n not in state)
+    saved = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
+    spare = sorted(n for n in saved if n not in state)
+    if trained_only and spare:
+        raise CheckpointError(
+            f"{path} holds trained parameters alone ({len(saved)}, first {saved[0].removeprefix('model.')}), as a LoRA "
+            f"run saves its adapters, and this model does not train {spare[0].removeprefix('model.')}. Continue it "
+            "with the `lora` section that it was trained with; adapter/ in its run directory is for all other uses"
+        )
+    frozen = {f"model.{n}" for n, p in model.named_parameters() if not p.requires_grad}
+    lacking = sorted(n for n in state if n not in saved and n not in frozen)
+    if frozen and lacking and not any(n in saved for n in state if n not in frozen):
+        raise CheckpointError(
+            f"{path} holds a whole model, and not one of the parameters that this model trains (first "
+            f"{lacking[0].removeprefix('model.')}): it is of a run without these adapters. Start a LoRA run from its "
+            "weights (hf/ in its run directory as model.path), or continue it without `lora`"
+        )
     if spare:
         raise CheckpointError(
             f"{path} holds {len(spare)} tensors that this model lacks, first {spare[0].removeprefix('model.')}: "

@@ -102,13 +102,8 @@ def _targets(config: Config) -> Iterator[Finding]:
                     f"{pattern!r} is {'neither a component nor' if known else 'not'} a glob over module names: {why}",
                     f'use {", ".join(known)} or e.g. "**.q_proj"' if known else 'write e.g. "**.layers.0.**"',
                 )
-            elif "." not in pattern and "*" not in pattern and pattern != "lm_head":
-                close = nearest(pattern, known, 0.7)
-                yield Finding(
-                    path,
-                    f"{pattern!r} would match a module at the top of the model alone",
-                    f"did you mean {close}?" if close else f'write "**.{pattern}" for every module of that name',
-                )
+            elif close := nearest(pattern, known, 0.8):
+                yield Finding(path, f"unknown component {pattern!r}", f"did you mean {close}?")
 
 
 def _lora(config: Config) -> Iterator[Finding]:
@@ -130,6 +125,13 @@ def _lora(config: Config) -> Iterator[Finding]:
                 "remove it; model.load_in_fp8 keeps the base as codes alone, which FSDP2 gathers as such",
                 (("lora",),),
             )
+    if lora.dora and lora.dropout:
+        yield Finding(
+            ("lora", "dropout"),
+            "DoRA with dropout would need the base layer's product of the dropped input as well",
+            "use `dropout: 0`, or `dora: false`",
+            (("lora", "dora"),),
+        )
     if train.compile:
         yield Finding(
             ("train", "compile"),

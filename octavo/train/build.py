@@ -1,8 +1,9 @@
 """Assembly: from a configuration to everything a run needs, as one ordered list.
 
 The order matters. The plan is made and shown before a weight is read; freezing comes before the plan is applied (a
-frozen layer has no wgrad), FP8 before sharding (FSDP2 swaps parameters inside the converted layers), sharding before
-the optimizer (it must hold the shards), and resuming last, when everything that is filled exists.
+frozen layer has no wgrad), FP8 before adapters (which stand around FP8 layers), both before sharding (FSDP2 swaps
+parameters inside the converted layers), sharding before the optimizer (it must hold the shards), and resuming last,
+when everything that is filled exists.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch import nn
 from octavo import checkpoint, data, environment, fp8, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
+from octavo.config.rules_lora import kinds_of
 from octavo.fp8 import plan_file
-from octavo.train import compiled, planning, routing, rundir, tokens
+from octavo.models.quantization import read_quantization
+from octavo.train import base, compiled, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, autocasts, keep_towers_running, model_dtype
 from octavo.train.optim import adamw
@@ -45,6 +48,7 @@ class Job:
     stepper: Stepper
     progress: rundir.Progress
     data: Mapping[str, Any]
+    base: base.Base | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -84,9 +88,8 @@ def build(
             "recipe: auto measures nothing"
         )
 
-    model, lows = load_weights(cfg, world)
-    models.freeze(model, family, cfg.model.freeze)
-    fp8.apply(model, plan)
+    model, lows = assemble_model(cfg, world.device, plan, family, say)
+    rest = base.digests(model, world) if cfg.lora is not None else {}
     keep_less(model, family, plan, cfg, say)
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
@@ -94,6 +97,7 @@ def build(
     keep_towers_running(model, family, forward, world)
     head = losses_of(model, cfg, say)
     parallel.shard(model, family, world)
+    beside = base.Base.of(model, rest, world)
     if cfg.train.compile:
         compiled.compile_blocks(model, family, cfg.optimizer.update == "backward" and bool(cfg.train.clip))
     optimizer = adamw(model, cfg)
@@ -101,8 +105,9 @@ def build(
         fp8.set_low(optimizer, model, lows)
     update = update_for(cfg, model, optimizer, world)
     stepper = Stepper(cfg, model, family, update, world, forward, balance, load if load.layers else None, head)
-    progress = resume(stepper, start, say)
-    return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data)
+    progress = resume(stepper, start, say, beside)
+    found = beside if beside.whole else None
+    return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data, found)
 
 
 def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path | None:
@@ -181,11 +186,43 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def load_weights(cfg: Config, world: parallel.World) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model in the dtype that the optimizer wants, and the lower halves of fp32 weights where that keeps them."""
-    if cfg.optimizer.master == "bf16+16":
-        return models.load_split(cfg.model.path, device=world.device)
-    return models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device), {}
+def assemble_model(
+    cfg: Config,
+    device: torch.device,
+    plan: fp8.Plan,
+    family: models.Family,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model that a configuration trains, whole, on one device: loaded, frozen, its layers in FP8 as planned, with
+    adapters under `lora`. Beside it the lower halves of fp32 weights where the optimizer keeps them.
+
+    Raises ModelError, PlanError and AdapterError, each with its cure.
+    """
+    model, lows = load_weights(cfg, device, say)
+    base.freeze(model, family, cfg)
+    fp8.apply(model, plan)
+    if cfg.lora is not None:
+        from octavo import adapters
+
+        adapters.attach(model, family, cfg.lora, say, seed=cfg.run.seed)
+    return model, lows
+
+
+def load_weights(
+    cfg: Config, device: torch.device, say: Callable[[str], None]
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model in the dtype that the optimizer wants, quantized while it is read where that is asked, and the lower
+    halves of fp32 weights where the optimizer keeps them."""
+    path, kinds = cfg.model.path, kinds_of(cfg)
+    found = read_quantization(path)
+    if found is not None and not base.keeps_codes(cfg):
+        why = "model.keep_fp8 is false" if cfg.lora is not None else "its parameters are trained"
+        say(f"note: {path} is in FP8 ({found}); its weights are dequantized while they are read, since {why}")
+    if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
+        return models.load_split(path, device=device)
+    quantized = bool(kinds) or found is not None
+    codes: dict[str, Any] = {"load_in_fp8": kinds or None, "keep_fp8": base.keeps_codes(cfg)} if quantized else {}
+    return models.load(path, dtype=model_dtype(cfg), device=device, **codes), {}
 
 
 def keep_less(model: nn.Module, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]) -> None:
@@ -215,11 +252,17 @@ def keep_less(model: nn.Module, family: models.Family, plan: fp8.Plan, cfg: Conf
         fp8.synchronize_per_layer(blocks)
 
 
-def resume(stepper: Stepper, start: rundir.Start, say: Callable[[str], None]) -> rundir.Progress:
-    """Fill model, optimizer, amax histories and generators from the checkpoint that the run starts from, if any."""
+def resume(
+    stepper: Stepper, start: rundir.Start, say: Callable[[str], None], beside: base.Base | None = None
+) -> rundir.Progress:
+    """Fill model, optimizer, amax histories and generators from the checkpoint that the run starts from, if any, whose
+    frozen base must be the one that was loaded."""
     if start.checkpoint is None:
         return rundir.Progress()
     world = stepper.world
+    if beside is not None and beside.whole:
+        before = read_state(start.checkpoint)["counters"].get("base", {})
+        base.same(before, beside.whole, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
     fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
     checkpoint.rng.restore(restored.extra, world.rank)
@@ -256,7 +299,9 @@ def save(job: Job) -> Path:
             **job.progress.counters(job.cfg, job.data),
             "threads": torch.get_num_threads(),
             **({"plan": plan_file.document(job.plan)} if planning.leaves_open(job.cfg) else {}),
+            **({} if job.base is None else {"base": job.base.whole}),
         },
         world=job.world,
         keep=job.cfg.run.keep,
+        trained_only=job.cfg.lora is not None,
     )

@@ -16,7 +16,11 @@ from octavo.train.errors import TrainError
 
 
 def model_dtype(cfg: Config) -> torch.dtype:
-    """What the parameters of the model are: fp32, or BF16 where the optimizer keeps the rest of them or rounds."""
+    """What the parameters of the model are: fp32, or BF16 where the optimizer keeps the rest of them or rounds. The
+    base of LoRA, which nothing updates, is BF16 unless `train.precision` asks for fp32; adapters are what `lora.dtype`
+    says."""
+    if cfg.lora is not None:
+        return torch.float32 if cfg.train.precision == "fp32" else torch.bfloat16
     return torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo import fp8, models, parallel
 from octavo.config import Config
+from octavo.train import base as beside
 from octavo.train import build as assembly
 from octavo.train import compiled, gain, planning, rundir
 from octavo.train.build import Job
@@ -41,6 +42,8 @@ class RunResult:
     memory   bytes by kind, as last measured
     gain     what FP8 gained over high precision, where run.gain_steps asked for it; {"failed": why, "step"} without
              the memory for it
+    base     of a run beside a frozen base: how many weights it has, that they are what they were, what its FP8 codes
+             take (base.json has their fingerprints)
     skipped  steps that were not applied because loss or gradient were not finite
     seconds  of training, all sessions of the run together
     signal   the signal that stopped it
@@ -54,6 +57,7 @@ class RunResult:
     health: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
     gain: Mapping[str, Any] | None = None
+    base: Mapping[str, Any] | None = None
     skipped: int = 0
     seconds: float = 0.0
     signal: int | None = None
@@ -78,6 +82,7 @@ def run(cfg: Config, *, console: Any = None, label: str = "", hooks: Sequence[Ho
     Raises TrainError and the errors of the rooms below, each with its cure. What is raised on one rank alone ends that
     process; torchrun then ends the others.
     """
+    cfg = beside.settled(cfg)
     world = parallel.setup(cfg.run.threads)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
     if cfg.train.router_aux_loss_coef:
@@ -331,8 +336,9 @@ class _Loop:
 
     def _conclude(self, stopped: bool) -> RunResult:
         job, progress = self.job, self.job.progress
+        base = None if stopped or job.base is None else self._hold_the_base(job.base)
         if not stopped and self.cfg.run.hf:
-            self._write_hf()
+            self._write_adapter() if self.cfg.lora is not None else self._write_hf()
         result = RunResult(
             dir=job.directory,
             status="stopped" if stopped else "finished",
@@ -342,6 +348,7 @@ class _Loop:
             health=self.health,
             memory=self.memory,
             gain=self.gain,
+            base=base,
             skipped=progress.skipped,
             seconds=progress.seconds,
             signal=self.wish.signal if stopped else None,
@@ -357,6 +364,30 @@ class _Loop:
             listed = ", ".join(f"{count} {action}" for action, count in sorted(left_out.items()))
             self.display.say(f"rows: {listed}; see {job.directory / 'skipped.jsonl'}")
         return result
+
+    def _hold_the_base(self, base: beside.Base) -> Mapping[str, Any]:
+        """The frozen weights after training against those before: base.json, and what of it the result says."""
+        job = self.job
+        changed = base.changed(job.model, self.world)
+        said = {"weights": len(base.whole), "unchanged": changed is None, "fp8": dict(base.taken)}
+        if self.world.is_main:
+            rundir.write_json(job.directory / beside.FILE, {**said, "changed": changed, "sha256": base.whole})
+        if changed is not None:
+            raise TrainError(
+                f"the base is not what it was when training began: {changed} was written to, and frozen weights never "
+                f"are. {job.directory / beside.FILE} has its fingerprints; no adapter is written, because it would "
+                "belong to no base. Look for code that writes to the model's parameters (a hook, a callback)"
+            )
+        return said
+
+    def _write_adapter(self) -> None:
+        """adapter/: the trained adapters as PEFT's folder. Gathered from all ranks, written by the main one."""
+        from octavo import adapters
+
+        job, state = self.job, adapters.adapter_state(self.job.model)
+        self.world.from_main(
+            lambda: str(adapters.save(job.model, job.directory / "adapter", base=self.cfg.model.path, state=state))
+        )
 
     def _write_hf(self) -> None:
         """hf/: the trained weights as a Hugging Face folder. Gathered from all ranks, written by the main one."""

@@ -1,7 +1,7 @@
 """AdamW over a model's trainable parameters: one group with weight decay, one without.
 
 With everything in fp32 it is PyTorch's own; every other way to store states or weights is :class:`octavo.fp8.AdamW`,
-or the same with states in host memory.
+or the same with states in host memory. Adapters in BF16 have their fp32 values there as well (`master: fp32`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     if not groups:
         raise TrainError("every parameter is frozen, so there is nothing to train. Freeze less (model.freeze)")
     common: dict[str, Any] = {"lr": cfg.train.lr, "betas": settings.betas, "eps": settings.eps}
-    if (settings.states, settings.master, settings.update, settings.offload) == ("fp32", "fp32", "step", False):
+    plain = (settings.states, settings.master, settings.update, settings.offload) == ("fp32", "fp32", "step", False)
+    if plain and all(p.dtype == torch.float32 for group in groups for p in group["params"]):
         return torch.optim.AdamW(groups, **common, fused=True)
     kind = OffloadedAdamW if settings.offload else fp8.AdamW
     return kind(groups, **common, states=settings.states, master=settings.master, seed=cfg.run.seed)

@@ -15,7 +15,7 @@ from torch import nn
 from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.config.schema import COMPONENTS
-from octavo.train import routing
+from octavo.train import base, routing
 from octavo.train.forward import model_dtype
 from octavo.train.tokens import Tokens, attention_flops
 
@@ -52,13 +52,14 @@ def leaves_open(cfg: Config) -> bool:
 
 
 def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
-    """(model without weights, family), frozen as the run would freeze it: a frozen layer has no wgrad.
+    """(model without weights, family), frozen as the run would freeze it, since a frozen layer has no wgrad, and with
+    frozen FP8 weights where the run loads codes.
 
     Raises ModelError, and TrainError for a load-balancing loss that this model does not have."""
     model = models.empty(cfg.model.path, dtype=model_dtype(cfg))
     routing.coefficient(cfg, model)
     family = models.describe(model)
-    models.freeze(model, family, cfg.model.freeze)
+    base.prepare(model, family, cfg, cfg.model.path)
     return model, family
 
 
@@ -72,7 +73,7 @@ def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp
     model, family = model_of(cfg)
     if saved is not None and leaves_open(cfg):
         plan = fp8.load_plan(saved, model, family.components, other_machine=True)
-        return plan, family, _notes(plan, model, ranks, cfg.train.compile)
+        return plan, family, _notes(plan, model, family, ranks, cfg)
     return plan_model(cfg, model, family, ranks)
 
 
@@ -92,7 +93,7 @@ def plan_model(
         micro_steps = micro_steps_of(cfg, ranks)
         plan = fp8.plan(model, policy_from(cfg), family.components, counts, measurements, micro_steps)
     _check_compile(cfg, plan)
-    return plan, family, _notes(plan, model, ranks, cfg.train.compile)
+    return plan, family, _notes(plan, model, family, ranks, cfg)
 
 
 def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
@@ -170,12 +171,12 @@ def _telling(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
     return tell
 
 
-def _notes(plan: fp8.Plan, model: nn.Module, ranks: int, compiled: bool) -> tuple[str, ...]:
+def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
     notes = list(plan.notes)
-    if compiled and plan.groups:
+    if cfg.train.compile and plan.groups:
         notes.append("train.compile: compiled blocks run each layer's own GEMMs, so q, k, v and gate, up are not fused")
     notes += [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
     recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
     if ranks > 1 and "delayed" in recipes:
         notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")
-    return tuple(notes)
+    return (*notes, *base.notes(cfg, model, family))

@@ -6,7 +6,8 @@ plan.json          before any weight is read           result.json     only when
 gain.json          what FP8 gained, if it was measured (run.gain_steps)
 checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
 tensorboard/       event files                         hf/             safetensors for from_pretrained
-.lock              held while a process trains here
+adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
+.lock              held while a process trains here    which was trained, and that they did not change
 """
 
 from __future__ import annotations

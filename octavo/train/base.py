@@ -1,0 +1,200 @@
+"""What is trained beside, and never changed: the frozen base of LoRA, and components that are frozen in FP8.
+
+The base is loaded from its folder at every start and is in no checkpoint. What stands for it there is its fingerprint:
+SHA-256 of the bytes of every frozen weight as it was loaded, codes and scales where it is in FP8. A run that continues
+holds its base against that; and at its end a run holds it against what it began with, since nothing may have written
+to it. base.json in the run directory says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8, models
+from octavo.config import Config
+from octavo.config.rules_lora import kinds_of
+from octavo.config.schema import FITTING
+from octavo.fp8.local import plain
+from octavo.models.quantization import read_quantization
+from octavo.parallel import World
+from octavo.train.errors import TrainError
+
+FILE = "base.json"
+
+
+def settled(cfg: Config) -> Config:
+    """The configuration with the recipe that a checkpoint in FP8 asks for, where nobody named one: so it is saved, and
+    runs again unchanged. Codes in blocks of another size than a recipe's are dequantized where they are used."""
+    named = "recipe" in cfg.fp8.model_fields_set or cfg.fp8.plan is not None or bool(kinds_of(cfg))
+    if cfg.lora is None or not cfg.model.keep_fp8 or named:
+        return cfg
+    found = read_quantization(cfg.model.path)
+    if found is None:
+        return cfg
+    usual = found.spec.block == fp8.FROZEN[found.kind].block
+    section = cfg.fp8.model_copy(update={"recipe": FITTING[found.kind][0] if usual else "off"})
+    return cfg.model_copy(update={"fp8": section})
+
+
+def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:
+    """Freeze what the run does not train: all of the model under LoRA, else what `model.freeze` names."""
+    models.freeze(model, family, cfg.model.freeze)  # names that mean nothing are errors all the same
+    if cfg.lora is not None:
+        model.requires_grad_(False)
+
+
+def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | None = None) -> None:
+    """Make a model on the meta device what the run will load: frozen as it freezes, with frozen FP8 weights (without
+    values as everything else) where it loads codes. ``folder``: the checkpoint's; None: a published shape, in BF16."""
+    freeze(model, family, cfg)
+    for name, spec in frozen_names(model, family, cfg, folder).items():
+        path, _, parameter = name.rpartition(".")
+        module = model.get_submodule(path)
+        old = module._parameters[parameter]
+        assert old is not None
+        turned = old.dim() == 3 and bool(getattr(module, "is_transposed", False))
+        module._parameters[parameter] = fp8.freeze_weight(old, spec, transposed=turned)
+
+
+def frozen_names(model: nn.Module, family: models.Family, cfg: Config, folder: str | None) -> dict[str, fp8.CastSpec]:
+    """Parameter -> the cast of its codes, for all that the run loads as codes."""
+    kinds = kinds_of(cfg)
+    lacking = [name for name in kinds if name not in family.components]
+    if lacking:
+        raise TrainError(f"model.load_in_fp8.{lacking[0]}: this {family.name} has no {lacking[0]}. Remove it")
+    rows = fp8.topology(model, family.components)
+    return {
+        row.name if row.kind == "experts" else f"{row.name}.weight": fp8.FROZEN[kinds[row.component]]
+        for row in rows
+        if row.component in kinds and row.kind in ("linear", "experts")
+    }
+
+
+def keeps_codes(cfg: Config) -> bool:
+    """Whether the codes of a checkpoint in FP8 stay codes: only where nothing trains its weights."""
+    return cfg.lora is not None and cfg.model.keep_fp8
+
+
+def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[str, int]:
+    """Layer -> trained parameters of its adapter, nothing without `lora`. Raises AdapterError for targets that mean
+    nothing."""
+    if cfg.lora is None:
+        return {}
+    from octavo import adapters
+
+    names = set(adapters.targets_of(model, family, cfg.lora.targets, cfg.lora.exclude))
+    rows = [row for row in fp8.topology(model, family.components) if row.name in names]
+    rank, more = cfg.lora.rank, int(cfg.lora.dora)
+    return {row.name: (row.experts or 1) * (rank * sum(row.shape) + more * row.shape[0]) for row in rows}
+
+
+def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
+    """What a reader of the plan should know of a base like this; ``model`` is on the meta device, prepared."""
+    out = []
+    if cfg.lora is not None:
+        sizes, of = adapter_sizes(cfg, model, family), sum(p.numel() for p in model.parameters())
+        kinds: dict[str, int] = {}
+        for name in sizes:
+            kinds[name.rpartition(".")[2]] = kinds.get(name.rpartition(".")[2], 0) + 1
+        trained = sum(sizes.values())
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        out.append(
+            f"lora: adapters of rank {cfg.lora.rank} beside {len(sizes)} layers ({listed}): {trained / 1e6:.4g} M "
+            f"parameters are trained, {100 * trained / of:.2g} % of the base's {of / 1e6:.4g} M; their own GEMMs are "
+            "in high precision"
+        )
+    if cfg.lora is not None and cfg.model.freeze:
+        out.append("model.freeze changes nothing beside lora: the whole base is frozen, and adapters alone are trained")
+    taken = codes_of(model)
+    if taken["weights"]:
+        each = taken["bytes_per_parameter"]
+        out.append(
+            f"{taken['weights']} weights are frozen FP8 codes: {taken['parameters'] / 1e6:.4g} M parameters in "
+            f"{each:.4f} bytes each"
+        )
+    return out
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen weights of a run as its training begins, name -> SHA-256: ``codes`` of those in FP8 and ``rest`` of
+    all others, the same on any number of ranks; ``local``: of the rest what lies on this rank. ``taken``: bytes."""
+
+    codes: Mapping[str, str]
+    rest: Mapping[str, str]
+    local: Mapping[str, str]
+    taken: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, rest: Mapping[str, str], world: World) -> Base:
+        """``rest``: :func:`digests` before the model was sharded. A collective."""
+        local = rest if world.size == 1 else digests(model)
+        return cls(fp8.fingerprint(model), rest, local, codes_of(model))
+
+    @property
+    def whole(self) -> dict[str, str]:
+        return {**self.codes, **self.rest}
+
+    def changed(self, model: nn.Module, world: World) -> str | None:
+        """The first frozen weight that is not what it was, None where all are. A collective."""
+        now = {**fp8.fingerprint(model), **digests(model)}
+        before = {**self.codes, **self.local}
+        mine = next((name for name in before if now.get(name) != before[name]), None)
+        return next((name for name in world.gather_objects(mine) if name is not None), None)
+
+
+def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
+    """SHA-256 of each frozen parameter in high precision, by its stock name, of what lies on this rank. With a `world`
+    whose ranks all hold the whole model each rank computes its part, which makes it a collective."""
+    found = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not fp8.is_frozen(p)]
+    share = found if world is None else found[world.rank :: world.size]
+    mine = {_stock(name): _digest(plain(p)) for name, p in share}
+    if world is None:
+        return mine
+    parts = world.gather_objects(mine)
+    return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _stock(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.sha256(values.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def codes_of(model: nn.Module) -> dict[str, Any]:
+    """What the frozen FP8 weights take on this rank: how many, their parameters and bytes of codes and scales."""
+    held = [fp8.codes_of_frozen(weight) for _, weight in fp8.frozen_weights(model)]
+    parameters, size = sum(q.data.numel() for q in held), fp8.frozen_bytes(model)
+    each = {"bytes_per_parameter": size / parameters} if parameters else {}
+    return {"weights": len(held), "parameters": parameters, "bytes": size, **each}
+
+
+def same(before: Mapping[str, str], now: Mapping[str, str], where: Path | str, folder: str) -> None:
+    """Raise TrainError where the base that was loaded is not the one that a checkpoint was trained beside."""
+    if not before:
+        raise TrainError(
+            f"{where} says nothing of the base that it was trained beside, so it cannot be continued: its state.json "
+            "has no fingerprint. Start a new run; lora.adapter goes on from an adapter/ folder"
+        )
+    odd = next((name for name in (*now, *before) if before.get(name) != now.get(name)), None)
+    if odd is None:
+        return
+    what = "is not in it" if odd not in now else "was not in it then" if odd not in before else "has other values"
+    count = sum(before.get(name) != now.get(name) for name in {*before, *now})
+    raise TrainError(
+        f"the base in {folder} is not the one that {where} was trained beside: {odd} {what} ({count} of {len(now)} "
+        "weights differ). Adapters belong to the very weights that they were trained on; restore that folder, or start "
+        "a new run"
+    )
