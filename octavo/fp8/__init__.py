@@ -11,7 +11,7 @@ The arithmetic is :mod:`octavo.fp8.cast` and :mod:`octavo.fp8.recipe`; the layer
 """
 
 from octavo.fp8.attention import grouped_attention
-from octavo.fp8.cast import CastError, CastSpec, Quantized, dequantize
+from octavo.fp8.cast import CastError, CastSpec, Quantized, dequantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.experts import Experts
 from octavo.fp8.frozen import (
     FROZEN,
@@ -121,11 +121,13 @@ __all__ = [
     "plan",
     "predict",
     "quantize",
+    "quantize_with_scale",
     "recipe",
     "recompute",
     "reduce_scaling_state",
     "saturation",
     "save_plan",
+    "scale_from_amax",
     "scaling_state",
     "select",
     "set_low",

@@ -8,6 +8,7 @@ from octavo.models.freeze import freeze
 from octavo.models.generate import generate
 from octavo.models.loading import empty, load, load_split, parameter_count, read_config
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
+from octavo.models.quantization import Quantization, read_quantization, to_config
 from octavo.models.random import random_model
 from octavo.models.save import save_hf
 from octavo.models.shapes import SHAPES, shape_model
@@ -18,6 +19,7 @@ __all__ = [
     "SHAPES",
     "Family",
     "ModelError",
+    "Quantization",
     "TextProcessor",
     "attach_dummy_image",
     "describe",
@@ -32,9 +34,11 @@ __all__ = [
     "parameter_count",
     "random_model",
     "read_config",
+    "read_quantization",
     "save_hf",
     "shape_model",
     "stays",
     "tiny_config",
+    "to_config",
     "use_attention",
 ]

@@ -15,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from octavo.models.errors import ModelError
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 @contextmanager
@@ -46,14 +46,17 @@ def read_json(file: Path) -> dict:
     return raw
 
 
-def check_weight_files(folder: Path) -> list[Path]:
+def check_weight_files(folder: Path, indexed: bool | None = None) -> list[Path]:
     """The safetensors files of a folder, each opened and found whole (header only; no tensor is read).
+
+    indexed: whether to go by the index; None: where there is no model.safetensors.
 
     Raises ModelError when there are none (saying so when there are only pickles), when a shard of the index is
     missing or truncated, or when a shard lacks a tensor that the index places in it.
     """
-    index = folder / _INDEX
-    indexed = index.exists() and not (folder / _SINGLE).exists()  # transformers, too, prefers the single file
+    index = folder / INDEX
+    if indexed is None:
+        indexed = index.exists() and not (folder / SINGLE).exists()  # transformers, too, prefers the single file
     if indexed:
         weight_map = read_json(index).get("weight_map")
         if (
@@ -69,7 +72,7 @@ def check_weight_files(folder: Path) -> list[Path]:
             )
         files = [folder / name for name in shards]
     else:
-        weight_map, files = {}, [folder / _SINGLE]
+        weight_map, files = {}, [folder / SINGLE]
     for file in files:
         if not file.exists():
             raise ModelError(_no_weights(folder, file, indexed))
@@ -92,14 +95,14 @@ def check_weight_files(folder: Path) -> list[Path]:
 
 def _no_weights(folder: Path, file: Path, indexed: bool) -> str:
     if indexed:
-        return f"{file} is missing, though {_INDEX} names it. Download the shard again."
+        return f"{file} is missing, though {INDEX} names it. Download the shard again."
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
     if pickles:
         return (
             f"{folder} holds only pickled weights ({', '.join(pickles[:3])}); a pickle can run code when it is read, "
             "so Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format) first."
         )
-    return f"{folder} holds no {_SINGLE} and no {_INDEX}: there are no weights to load."
+    return f"{folder} holds no {SINGLE} and no {INDEX}: there are no weights to load."
 
 
 def first_line(error: BaseException) -> str:

@@ -1,12 +1,18 @@
 """Models from local Hugging Face folders: built on the meta device, weights streamed in from safetensors.
 
-Only data is read: `config.json` and `*.safetensors`. Pickled weights, remote code and quantised checkpoints are
-refused. Every tensor is accounted for: one that the model wants and the folder lacks (transformers would initialise
-it at random and only warn), or the other way round, is an error that names it.
+Only data is read: `config.json` and `*.safetensors`. Pickled weights and remote code are refused, and of quantised
+checkpoints all but FP8 ones (`octavo.models.quantization`). Every tensor is accounted for: one that the model wants and
+the folder lacks (transformers would initialise it at random and only warn), or the other way round, is an error that
+names it.
+
+A folder in high precision that stays so is loaded by transformers itself. FP8 is Octavo's own work
+(`octavo.models.assembly`): transformers' quantizers never run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,16 +27,21 @@ from transformers import (
     PreTrainedModel,
 )
 
+from octavo.models.assembly import asked_kinds, assemble, refuse_incomplete
 from octavo.models.errors import ModelError
 from octavo.models.families import VISION_FAMILIES, is_vision_config
 from octavo.models.folder import check_weight_files, first_line, quiet, read_json, summary
+from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
+from octavo.models.shards import open_weights
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
     """The configuration of a local model folder.
 
     Raises ModelError when the folder or `config.json` is missing, when the JSON is broken, when the model needs code
-    from the folder (`auto_map`), or when its `model_type` is unknown to the installed transformers.
+    from the folder (`auto_map`), when its `model_type` is unknown to the installed transformers, or when its weights
+    are quantized in a way that Octavo does not read. Of a folder in FP8 the configuration is that of the stock model
+    (`read_quantization` says how it is stored).
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -44,12 +55,16 @@ def read_config(path: str | Path) -> PreTrainedConfig:
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"{folder}/config.json holds quantised weights (quant_method {method!r}); training starts from BF16 or "
-            "FP32 weights. Use the unquantised checkpoint."
-        )
+    read_quantization(folder)  # refuses what cannot be read
+    config = _auto_config(folder)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for key in QUANTIZED_KEYS:  # what the weights on disk are, not the model
+            if hasattr(part, key):
+                delattr(part, key)
+    return config
+
+
+def _auto_config(folder: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
@@ -76,19 +91,59 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     attn_implementation: str | None = None,
+    load_in_fp8: str | Mapping[str, str | None] | None = None,
+    keep_fp8: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> PreTrainedModel:
     """Load a model from a local folder.
 
     dtype                of all parameters; buffers such as rotary tables keep their fp32
     device               where it ends up
     attn_implementation  "sdpa", "eager", ...; None lets transformers choose (sdpa where the family has it)
+    load_in_fp8          "row", "block" or "tensor": linear layers and experts of the language model become frozen FP8
+                         weights while they are read, and nothing is held in two precisions. A mapping says it for each
+                         of foundation, image_encoder, image_projector. Embeddings, the output projection, routers,
+                         norms and the patch embedding stay
+    keep_fp8             of a folder that holds FP8: True keeps the codes as they are (frozen weights), False gives
+                         their values in `dtype`
+    say                  told what a person should know: which of two sets of weights was taken, what was not used
+    progress             called with (bytes read, bytes in all) after every parameter, where FP8 is involved
 
     The model is in eval mode, as from_pretrained gives it. Raises ModelError for anything missing, truncated,
-    unexpected, mis-shaped, pickled or quantised, naming the file or the tensor.
+    unexpected, mis-shaped, unscaled, pickled or quantised in another way, naming the file or the tensor.
     """
     folder = Path(path)
     config = read_config(folder)
-    check_weight_files(folder)
+    kinds = asked_kinds(load_in_fp8)
+    quantization = read_quantization(folder)
+    shards, notes = open_weights(folder, quantization is not None)
+    for note in notes:
+        say(note)
+    own = shards.passed_by or quantization is not None or any(entry.is_codes for entry in shards.stored.values())
+    if kinds or own:
+        with shards:
+            build = partial(_skeleton, config, dtype, attn_implementation)
+            return assemble(
+                folder, build, shards, quantization, kinds, dtype, torch.device(device), keep_fp8, say, progress
+            )
+    model = _load_stock(folder, config, dtype, attn_implementation)
+    return model.to(device)
+
+
+def _skeleton(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+    """The model on the meta device, as from_pretrained has it before weights are read."""
+    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        with quiet(), torch.device("meta"):
+            return auto_class(config).from_config(config, dtype=dtype, **extra)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise ModelError(f"no {config.model_type!r} model can be built from its config: {summary(error)}") from error
+
+
+def _load_stock(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None
+) -> PreTrainedModel:
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         with quiet():
@@ -105,8 +160,8 @@ def load(
             )
     except (RuntimeError, ValueError, OSError, SafetensorError, ImportError) as error:
         raise ModelError(f"{folder} cannot be loaded as {config.model_type!r}: {summary(error)}") from error
-    _refuse_incomplete(folder, info)
-    return model.to(device)
+    refuse_incomplete(folder, info)
+    return model
 
 
 def load_split(
@@ -118,15 +173,16 @@ def load_split(
     A parameter whose lower halves are all zero has none: the dict of a BF16 checkpoint is empty, and such a checkpoint
     is never held in fp32. Of any other, the host holds the fp32 model, given up parameter by parameter. The BF16
     values are nearest with ties away from zero (`octavo.fp8.optim.master`); `load(path, torch.bfloat16)` takes ties to
-    even. Buffers are as that leaves them. Raises ModelError as `load` does.
+    even. Of a folder in FP8 the fp32 weights are code * scale. Buffers are as that leaves them. Raises ModelError as
+    `load` does.
     """
     folder = Path(path)
     config = read_config(folder)
-    if not _finer_than_bf16(check_weight_files(folder)):
+    if read_quantization(folder) is None and not _finer_than_bf16(check_weight_files(folder)):
         return load(folder, torch.bfloat16, device, attn_implementation), {}
     from octavo import fp8  # the arithmetic of two halves is the optimizer's
 
-    model = load(folder, torch.float32, "cpu", attn_implementation)
+    model = load(folder, torch.float32, "cpu", attn_implementation, keep_fp8=False)
     lows: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -151,32 +207,6 @@ def _finer_than_bf16(files: list[Path]) -> bool:
             if any(tensors.get_slice(name).get_dtype() in ("F64", "F32", "F16") for name in tensors.keys()):  # noqa: SIM118
                 return True
     return False
-
-
-def _refuse_incomplete(folder: Path, info: dict) -> None:
-    wrong = []
-    for key, what in (
-        ("missing_keys", "missing in the folder (transformers would fill it with random numbers)"),
-        ("unexpected_keys", "in the folder but unknown to the model"),
-        ("mismatched_keys", "of another shape than the model's"),
-        ("error_msgs", "reported while loading"),
-    ):
-        found = sorted(_named(item) for item in info.get(key, ()))
-        if found:
-            wrong.append(f"{len(found)} {what}: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}")
-    if wrong:
-        raise ModelError(
-            f"{folder}: tensors do not match the model that config.json describes. {'; '.join(wrong)}. Check that "
-            "config.json and the weights belong together, or download them again."
-        )
-
-
-def _named(item: object) -> str:
-    """A loading report's entry: a name, or (name, shape on disk, shape of the model)."""
-    if isinstance(item, tuple) and len(item) == 3:
-        name, disk, model = item
-        return f"{name} {tuple(disk)} instead of {tuple(model)}"
-    return str(item)
 
 
 def auto_class(config: PreTrainedConfig) -> type:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from octavo.models.errors import ModelError
 from octavo.models.folder import read_json
 
 METHODS = ("fp8", "compressed-tensors")
+QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
 _STRATEGIES = {"channel": "row", "tensor": "tensor", "block": "block"}
 _FORMATS = ("float-quantized", "naive-quantized")  # the second is the name that older versions gave to the first
 _CURE = (
@@ -62,10 +64,10 @@ class Quantization:
 
     @property
     def spec(self) -> fp8.CastSpec:
-        """The cast that frozen weights of these codes are under (only its block decides anything)."""
+        """The cast of frozen weights of these codes: scales of any value ("fp32")."""
         block = {"row": (1, -1), "tensor": (-1, -1)}.get(self.kind) or self.block
         assert block is not None
-        return fp8.CastSpec("e4m3", block, "pow2" if self.scale_format == "ue8m0" else "fp32")
+        return fp8.CastSpec("e4m3", block, "fp32")
 
     def grid(self, n: int, k: int) -> tuple[int, int]:
         """The shape of the scales of a weight [n, k], as frozen weights have it: [n, 1], [1, 1] or blocks."""
@@ -103,17 +105,29 @@ def by_substring(name: str, names: Iterable[str]) -> bool:
 
 def by_pattern(name: str, patterns: Iterable[str]) -> bool:
     """transformers' rule for `fp8`: a regular expression from the start up to a dot or the end, or the name's end."""
+    patterns = tuple(patterns)
+    if not patterns:
+        return False
+    return name.endswith(patterns) or _bounded(patterns).match(name) is not None
+
+
+@lru_cache(maxsize=64)
+def _bounded(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """One expression for all: a list may have a name for each of thousands of layers."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return any(name.endswith(p) or re.match(rf"(?:{p}){boundary}", name) is not None for p in patterns)
+    return re.compile(f"(?:{'|'.join(f'(?:{p})' for p in patterns)}){boundary}")
 
 
 def by_target(name: str, targets: Iterable[str], types: Iterable[str] = ("Linear",)) -> bool:
     """compressed-tensors' rule: the full name, `re:` and an expression from the start, or a class of the module."""
-    types = tuple(types)
-    return any(
-        re.match(t.removeprefix("re:"), name) is not None if t.startswith("re:") else t == name or t in types
-        for t in targets
-    )
+    exactly, expressions = _targets(tuple(targets))
+    return name in exactly or any(t in exactly for t in types) or any(one.match(name) for one in expressions)
+
+
+@lru_cache(maxsize=64)
+def _targets(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    marked = tuple(t for t in targets if t.startswith("re:"))
+    return frozenset(targets) - frozenset(marked), tuple(re.compile(t.removeprefix("re:")) for t in marked)
 
 
 def read_quantization(folder: str | Path) -> Quantization | None:
@@ -137,7 +151,7 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The block of a config.json that speaks of quantization, wherever it stands; None without one."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
-        for key in ("quantization_config", "compression_config"):
+        for key in QUANTIZED_KEYS:
             if place.get(key):
                 return place[key]
     return None
@@ -163,8 +177,8 @@ def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
     if size is None:
         raise ModelError(
             f"{where}: quant_method 'fp8' without weight_block_size means one scale a tensor, for which loaders "
-            "disagree about the name (weight_scale or weight_scale_inv). Per-tensor weights are written by compressed-tensors "
-            f"(strategy tensor). {_CURE}"
+            "disagree about the name (weight_scale or weight_scale_inv). Per-tensor weights are written by "
+            f"compressed-tensors (strategy tensor). {_CURE}"
         )
     scheme = str(block.get("activation_scheme", "dynamic")).lower()
     if scheme != "dynamic":

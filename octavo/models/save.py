@@ -6,7 +6,8 @@ into the trained model can leak into the folder.
 
 What is written is what trains: a model of BF16 parameters gives a folder in BF16, also where it was loaded from fp32
 and an optimizer keeps lower halves of its weights (master bf16+16), since forwards never saw those. Who wants them
-gives `fp8.fp32_weight` of each parameter as the state dict.
+gives `fp8.fp32_weight` of each parameter as the state dict. Frozen FP8 weights are written as their values, and the
+folder says nothing of FP8, also where its source does: codes are for `octavo export` to write.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from octavo import fp8
 from octavo.models.errors import ModelError
 from octavo.models.folder import quiet
 from octavo.models.loading import empty
@@ -92,6 +94,10 @@ def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tenso
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     return {
-        name: tensor.detach().to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        name: _values(tensor).to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
         for name, tensor in weights.items()
     }
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.detach().dequantize() if fp8.is_frozen(tensor) else tensor.detach()

@@ -117,8 +117,8 @@ def test_code_in_the_folder(folder):
 
 
 def test_quantised_weights(folder):
-    edit_config(folder, quantization_config={"quant_method": "fp8"})
-    refused(folder, "quantised weights .quant_method 'fp8'")
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    refused(folder, "quantised weights .quant_method 'gptq'")
 
 
 def test_pickled_weights(folder):

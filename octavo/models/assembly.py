@@ -1,0 +1,295 @@
+"""A model put together from a folder where FP8 is involved: on disk, in the model, or both.
+
+The list: which layers are asked for, which tensors make which parameter, whether codes have their scales and are where
+the configuration says, then parameter by parameter, and last what from_pretrained does too (ties, buffers, generation
+settings). Everything is checked before the first weight is read, but for what only values show.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from octavo import fp8
+from octavo.models.codes import pair
+from octavo.models.errors import ModelError
+from octavo.models.families import describe
+from octavo.models.quantization import Quantization
+from octavo.models.shards import Shards
+from octavo.models.sources import Origin, Sources, sources
+from octavo.models.streaming import Stream
+
+COMPONENTS = ("foundation", "image_encoder", "image_projector")
+_QUANTIZED = ("linear", "experts")
+_HOLDS_CODES = (*_QUANTIZED, "lm_head")
+
+
+def asked_kinds(load_in_fp8: str | Mapping[str, str | None] | None) -> dict[str, str]:
+    """component -> kind; one word speaks of the language model. Raises ModelError for unknown ones."""
+    given = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
+    asked = {component: kind for component, kind in given.items() if kind is not None}
+    for component, kind in asked.items():
+        if component not in COMPONENTS:
+            raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(COMPONENTS)}.")
+        if kind not in fp8.FROZEN:
+            raise ModelError(f"load_in_fp8 asks for {kind!r} in {component}; the kinds are {', '.join(fp8.FROZEN)}.")
+    return asked
+
+
+def assemble(
+    folder: Path,
+    build: Callable[[], PreTrainedModel],
+    shards: Shards,
+    quantization: Quantization | None,
+    asked: Mapping[str, str],
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_fp8: bool,
+    say: Callable[[str], None],
+    progress: Callable[[int, int], None] | None,
+) -> PreTrainedModel:
+    """The model of a folder, its weights streamed in; `octavo.models.load` says what the arguments are.
+
+    Raises ModelError, before a weight is read where that can be known.
+    """
+    paired = pair(shards.stored.values(), quantization, folder)
+    model = build()
+    rows = fp8.topology(model, describe(model).components)
+    weights = {_parameter(row): row for row in rows}
+    experts = {name for name, row in weights.items() if row.kind == "experts"}
+    found = sources(model, paired.weights, experts)
+    _complete(folder, model, found)
+    _as_configured(folder, model, found, weights, quantization, keep_fp8)
+    kinds = _kinds(folder, weights, found, asked, quantization, keep_fp8)
+    for note in paired.notes:
+        say(note)
+    for kept, other in found.twice:
+        say(f"{folder} offers one parameter twice: took {kept}, {kept.dtype}, not {other}, {other.dtype}")
+    if asked and not keep_fp8 and quantization is not None:
+        say("keep_fp8=False: codes on disk are dequantized, and what load_in_fp8 asks for is quantized anew")
+    stream = Stream(shards, model, paired.scales, quantization, kinds, _dtypes(model, dtype), device, keep_fp8=keep_fp8)
+    _fill(stream, found.origins, progress)
+    for note in stream.notes:
+        say(note)
+    return _finish(model, folder, found, device)
+
+
+def _parameter(row: fp8.Row) -> str:
+    return row.name if row.kind == "experts" else f"{row.name}.weight" if row.name else "weight"
+
+
+def _complete(folder: Path, model: PreTrainedModel, found: Sources) -> None:
+    """Refuse missing, unknown and mis-shaped tensors, as from_pretrained would report them."""
+    made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
+    missing = set(model.state_dict()) - made
+    ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    for one, other in [*ties.items(), *((b, a) for a, b in ties.items())]:
+        if one in missing and other not in missing:
+            missing.discard(one)
+    missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
+    ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]  # older checkpoints have them, and models make them anew
+    ignored |= {pattern for end, pattern in _OLD_BUFFERS.items() if any(name.endswith(end) for name in buffers)}
+    unknown = _without({str(entry) for entry in found.unknown}, ignored, lambda text: text.split(" ", 1)[0])
+    lacks = {name for origin in found.origins for name in origin.lacks}
+    shapes = {} if missing or lacks else {n: s for o in found.origins for n, s in _misfits(model, o)}
+    info = {
+        "missing_keys": missing | lacks,
+        "unexpected_keys": unknown,
+        "mismatched_keys": [(name, disk, wanted) for name, (disk, wanted) in shapes.items()],
+    }
+    refuse_incomplete(folder, info)
+
+
+_OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+
+
+def _without(names: set[str], patterns: Any, name_of: Callable[[str], str] = lambda text: text) -> set[str]:
+    if not patterns:
+        return names
+    return {name for name in names if not any(re.search(pattern, name_of(name)) for pattern in patterns)}
+
+
+def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, tuple[Any, Any]]]:
+    """(tensors on disk, (their shape, the shape wanted)) of an origin that does not fit; rules say so themselves."""
+    if origin.converter is not None:
+        return []
+    wanted = tuple(model.get_parameter_or_buffer(origin.name).shape)
+    if not origin.experts:
+        entry = origin.slots[0][0].stored
+        return [] if entry.shape == wanted else [(str(entry), (entry.shape, wanted))]
+    if len(origin.slots) != wanted[0]:
+        more = origin.slots[-1][0].stored
+        return [(str(more), ((len(origin.slots), *more.shape[-2:]), wanted))]
+    for pieces in origin.slots:
+        height, widths = sum(piece.shape[0] for piece in pieces), {piece.shape[1] for piece in pieces}
+        if {height, *widths} != set(wanted[1:]) or len(widths) != 1 or height * widths.pop() != wanted[1] * wanted[2]:
+            return [(str(pieces[0].stored), (pieces[0].stored.shape, wanted))]
+    return []
+
+
+def refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raise ModelError for what a loading report names: keys that are missing, unexpected or mis-shaped, and errors."""
+    wrong = []
+    for key, what in (
+        ("missing_keys", "missing in the folder (transformers would fill it with random numbers)"),
+        ("unexpected_keys", "in the folder but unknown to the model"),
+        ("mismatched_keys", "of another shape than the model's"),
+        ("error_msgs", "reported while loading"),
+    ):
+        found = sorted(_named(item) for item in info.get(key, ()))
+        if found:
+            wrong.append(f"{len(found)} {what}: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}")
+    if wrong:
+        raise ModelError(
+            f"{folder}: tensors do not match the model that config.json describes. {'; '.join(wrong)}. Check that "
+            "config.json and the weights belong together, or download them again."
+        )
+
+
+def _named(item: object) -> str:
+    """A loading report's entry: a name, or (name, shape on disk, shape of the model)."""
+    if isinstance(item, tuple) and len(item) == 3:
+        name, disk, model = item
+        return f"{name} {tuple(disk)} instead of {tuple(model)}"
+    return str(item)
+
+
+def _as_configured(
+    folder: Path,
+    model: PreTrainedModel,
+    found: Sources,
+    rows: Mapping[str, fp8.Row],
+    quantization: Quantization | None,
+    keep_fp8: bool,
+) -> None:
+    """Refuse codes where the configuration says values, values where it says codes, and codes where no layer takes
+    them: loaders that go by the configuration would read them as something else."""
+    if quantization is None:
+        return
+    for origin in found.origins:
+        row = rows.get(origin.name)
+        for entry in origin.stored:
+            names = {entry.name.removesuffix(".weight"), origin.name.removesuffix(".weight")}
+            covered = all(quantization.covers(name) for name in names)
+            if entry.is_codes and not covered:
+                raise ModelError(
+                    f"{folder}: {entry} holds FP8 codes, and by config.json that layer is not quantized: loaders that "
+                    "go by the list would take codes for values. Correct the list, or write the checkpoint again."
+                )
+            if covered and not entry.is_codes and row is not None and row.kind in _QUANTIZED:
+                raise ModelError(
+                    f"{folder}: {entry} holds {entry.dtype}, and by config.json that layer is in FP8 "
+                    f"({quantization.method}): other loaders would look for its scales. Add "
+                    f"{entry.name.removesuffix('.weight')!r} to the list of what is not quantized, or write the "
+                    "checkpoint again."
+                )
+            if entry.is_codes and keep_fp8 and (row is None or row.kind not in _HOLDS_CODES):
+                raise ModelError(
+                    f"{folder}: {entry} holds FP8 codes, and {origin.name} is no linear layer or experts, which alone "
+                    "take codes. Load with keep_fp8=False: its values are dequantized."
+                )
+
+
+def _kinds(
+    folder: Path,
+    rows: Mapping[str, fp8.Row],
+    found: Sources,
+    asked: Mapping[str, str],
+    quantization: Quantization | None,
+    keep_fp8: bool,
+) -> dict[str, str]:
+    """parameter -> kind, for those that are quantized on the way. Codes that exist must be of the kind asked for."""
+    there = {origin.name for origin in found.origins if keep_fp8 and any(e.is_codes for e in origin.stored)}
+    kinds: dict[str, str] = {}
+    for component, kind in asked.items():
+        mine = [n for n, row in rows.items() if row.component == component and row.kind in _QUANTIZED]
+        if not mine:
+            known = sorted({row.component for row in rows.values() if row.kind in _QUANTIZED})
+            raise ModelError(
+                f"load_in_fp8 asks for {component}, in which {folder} has no linear layer; those are in "
+                f"{', '.join(known) or 'no component'}."
+            )
+        held = [name for name in mine if name in there]
+        if held and quantization is not None and quantization.spec.block != fp8.FROZEN[kind].block:
+            raise ModelError(
+                f"load_in_fp8 asks for {kind} in {component}, and {folder} holds FP8 codes of {quantization} "
+                f"({held[0]} and {len(held) - 1} more). Leave load_in_fp8 out, which takes the codes as they "
+                "are, or use the BF16 checkpoint."
+            )
+        kinds.update({name: kind for name in mine if name not in there})
+    return kinds
+
+
+def _dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """The dtype of each parameter: that of the model on the meta device, and fp32 where its family insists on it."""
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in plan.items()]
+
+    def dtype_of(name: str) -> torch.dtype:
+        insisted = next((wanted for pattern, wanted in patterns if pattern.search(name)), None)
+        return insisted or model.get_parameter_or_buffer(name).dtype
+
+    return dtype_of
+
+
+def _fill(stream: Stream, origins: list[Origin], progress: Callable[[int, int], None] | None) -> None:
+    ordered = sorted(origins, key=lambda origin: (origin.stored[0].file, origin.stored[0].begin))
+    total, done = sum(entry.nbytes for origin in ordered for entry in origin.stored), 0
+    for origin in ordered:
+        stream.fill(origin)
+        done += sum(entry.nbytes for entry in origin.stored)
+        if progress is not None:
+            progress(done, total)
+    stream.finish()
+
+
+def _finish(model: PreTrainedModel, folder: Path, found: Sources, device: torch.device) -> PreTrainedModel:
+    """What from_pretrained does after the weights."""
+    made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
+    model.tie_weights(missing_keys=set(model.state_dict()) - made, recompute_mapping=False)
+    _make_buffers(model)
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ModelError(
+            f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers makes them "
+            "in a way that Octavo does not know. Load without FP8, or use transformers 5.23."
+        )
+    model._weight_conversions = found.rules
+    model.config.name_or_path = model.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.to(device).eval()
+
+
+def _make_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint holds (rotary tables, position ids): `_init_weights` of each model does,
+    module by module, and leaves no trace elsewhere since only those modules are given to it."""
+
+    def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, owner)
+        mine = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
+        if not mine:
+            return
+        held = dict(module._parameters)
+        for buffer_name, buffer in mine.items():
+            module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
+        for parameter in held:  # it would start them anew
+            module._parameters[parameter] = (
+                None
+                if held[parameter] is None
+                else nn.Parameter(torch.empty_like(held[parameter], device="meta"), requires_grad=False)
+            )
+        with torch.no_grad():
+            owner._init_weights(module)
+        module._parameters.update(held)
+
+    visit(model, "", model)

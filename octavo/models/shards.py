@@ -1,0 +1,181 @@
+"""Tensors of safetensors files by plain reads: nothing is mapped, so that memory holds what was asked for and no more.
+
+A mapped file counts as resident memory, page by page, as it is read; loading that way costs the size of the checkpoint
+beside the size of the model. Here the header is parsed (8 bytes of length, JSON, data) and rows are read at their
+offset into memory of one's own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from octavo.models.errors import ModelError
+from octavo.models.folder import INDEX, SINGLE, check_weight_files, read_json
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor on disk: its name, file, dtype and shape, and where its bytes begin in the file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether it holds 8-bit floats: codes, which are nothing without scales."""
+        return self.dtype in CODES
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.file.name})"
+
+
+class Shards:
+    """The tensors of some safetensors files, by name: `stored`; `read` gives rows of one. A context manager.
+
+    twice      tensors that lie in two files; `stored` has the later one until somebody decides
+    passed_by  whether transformers would have read other files of the folder
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.stored: dict[str, Stored] = {}
+        self.twice: list[tuple[Stored, Stored]] = []
+        self.passed_by = False
+        self._open: dict[Path, BinaryIO] = {}
+        for file in files:
+            for entry in header(file):
+                if entry.name in self.stored:
+                    self.twice.append((self.stored[entry.name], entry))
+                self.stored[entry.name] = entry
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for opened in self._open.values():
+            opened.close()
+        self._open.clear()
+
+    def read(self, stored: Stored, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
+        """Rows [begin, end) of a tensor's first dimension (None: all of it), on the CPU, in the dtype on disk.
+
+        into: contiguous CPU memory of that dtype and size that takes them instead of new memory.
+        """
+        begin, end = rows or (0, stored.shape[0] if stored.shape else 1)
+        shape = (end - begin, *stored.shape[1:]) if stored.shape else ()
+        out = torch.empty(shape, dtype=stored.dtype) if into is None else into
+        row = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        if not out.numel():
+            return out
+        buffer = memoryview(out.view(-1).view(torch.uint8).numpy())
+        if stored.file not in self._open:
+            self._open[stored.file] = open(stored.file, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
+        file = self._open[stored.file]
+        file.seek(stored.begin + begin * row)
+        while len(buffer):
+            got = file.readinto(buffer)  # type: ignore[attr-defined]
+            if not got:
+                raise ModelError(f"{stored.file} ends within {stored.name}: it was cut or changed while it was read.")
+            buffer = buffer[got:]
+        return out
+
+
+def header(file: Path) -> list[Stored]:
+    """What a safetensors file holds, from its header. Raises ModelError for a dtype that torch or Octavo lacks."""
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        entries = json.loads(opened.read(length))
+    out = []
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise ModelError(
+                f"{file} holds {name} in {entry['dtype']}, which Octavo does not read; it reads {', '.join(_DTYPES)}."
+            )
+        at = 8 + length + entry["data_offsets"][0]
+        out.append(Stored(name, file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), at))
+    return out
+
+
+def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]]:
+    """The tensors of a folder, and notes about choices that were made for it.
+
+    A folder with `model.safetensors` and an index offers two sets of weights. Taken is the one that fits config.json
+    (`quantized`: FP8 codes or not), and where that does not decide, model.safetensors, as transformers does. A tensor
+    that lies in two shards is taken from the one that the index names.
+
+    Raises ModelError for files that are missing, damaged or do not agree with the index.
+    """
+    if not (folder / INDEX).exists():
+        return Shards(check_weight_files(folder)), ()
+    if not (folder / SINGLE).exists():
+        return _indexed(folder, quantized)
+    single = Shards(check_weight_files(folder))
+    try:
+        indexed, notes = _indexed(folder, quantized)
+    except ModelError as error:
+        return single, (f"{folder} holds {SINGLE} and an index; took {SINGLE}, since of the other: {error}",)
+    fits = [s for s in (single, indexed) if any(t.is_codes for t in s.stored.values()) == quantized]
+    what = "FP8 codes" if quantized else "no FP8 codes"
+    why = f"it alone holds {what}, as config.json has it" if len(fits) == 1 else "transformers prefers it too"
+    if fits[:1] == [indexed]:
+        indexed.passed_by = True
+        note = f"{folder} offers two sets of weights: took the shards of {INDEX}, not {SINGLE} ({why})"
+        return indexed, (*notes, note)
+    return single, (f"{folder} offers two sets of weights: took {SINGLE}, not the shards of {INDEX} ({why})",)
+
+
+def _indexed(folder: Path, strict: bool) -> tuple[Shards, tuple[str, ...]]:
+    """The shards of an index, every tensor from the file that the index names. `strict`: refuse what it does not name,
+    which transformers reads and others do not."""
+    shards = Shards(check_weight_files(folder, indexed=True))
+    weight_map = read_json(folder / INDEX)["weight_map"]
+    unlisted = [entry for name, entry in shards.stored.items() if name not in weight_map]
+    if strict and unlisted:
+        raise ModelError(
+            f"{unlisted[0].file} holds {unlisted[0].name} ({len(unlisted)} such tensors), which {INDEX} does not list: "
+            "loaders that go by the index would miss it. Write the index again, or download both again."
+        )
+    notes = []
+    for one, other in shards.twice:
+        listed = weight_map.get(one.name)
+        kept, left = (one, other) if one.file.name == listed else (other, one)
+        shards.stored[one.name] = kept
+        notes.append(
+            f"{folder} offers {one.name} twice: took {kept.dtype} in {kept.file.name}, which the index names, not "
+            f"{left.dtype} in {left.file.name}"
+        )
+    return shards, tuple(notes)
