@@ -122,6 +122,7 @@ def inject(model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.d
     from octavo.adapters.layer import Linear
 
     config._register_custom_module({fp8.Linear: Linear, nn.Linear: Linear})
+    experts.in_order(model)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # Of the generators only the CPU's: torch.manual_seed would set those of all devices, and PEFT draws on the CPU.
         torch.default_generator.manual_seed(seed)

@@ -46,7 +46,7 @@ from octavo.fp8.weights import Part
 if TYPE_CHECKING:
     from octavo.config.schema import LoraSection
 
-__all__ = ["adopt", "factors", "obstacle", "parameters_of", "refuse", "stock_name", "wrappers"]
+__all__ = ["adopt", "factors", "in_order", "obstacle", "parameters_of", "refuse", "stock_name", "wrappers"]
 
 
 def stock_name(name: str) -> str:
@@ -71,6 +71,15 @@ def obstacle(module: nn.Module) -> str | None:
     if isinstance(module, moe.Experts):  # held against the stock module when it was converted
         return None
     return moe.obstacle(module) or (None if _is_meta(module) else moe.agrees(module))
+
+
+def in_order(model: nn.Module) -> None:
+    """Put the parameters of experts into the order of their classes. The names in an adapter's file depend on it: PEFT
+    wraps the first parameter first, and a model that was filled in another order may hold them otherwise."""
+    for module in model.modules():
+        if moe.is_experts(module):
+            for name in [n for n in module._parameters if not n.startswith(moe.PROJECTIONS[0])]:
+                module._parameters[name] = module._parameters.pop(name)
 
 
 def refuse(names: Iterable[str], lora: LoraSection) -> None:

@@ -309,9 +309,9 @@ def _shapes(
     rank = config.rank_pattern.get(key, config.r)
     out, into = row.shape
     if name in of_experts:
-        # PEFT nests the wrappers of one module, the first name (in order) innermost.
+        # PEFT nests the wrappers of one module, its first parameter innermost (:func:`experts.in_order`).
         container = name.rpartition(".")[0]
-        others = sorted(n for n in set(matched) if n.rpartition(".")[0] == container)
+        others = [n for n in of_experts if n in matched and n.rpartition(".")[0] == container]
         depth = len(others) - 1 - others.index(name)
         prefix = container + ".base_layer" * depth
         return {

@@ -162,6 +162,11 @@ class Survival:
         return math.sqrt(_mean([(w.relative**2, w.error**2) for w in self.counted()], 0.0))
 
     @property
+    def relative(self) -> float:
+        """|D| / |W| over all adapted weights, in the root mean square."""
+        return math.sqrt(_mean([(1.0, w.relative**2) for w in self.weights.values()], 0.0))
+
+    @property
     def lost(self) -> bool:
         return self.kept < KEPT or self.drowned > DROWNED
 
@@ -177,6 +182,7 @@ class Survival:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "relative": self.relative,
             "kept": self.kept,
             "error": self.error,
             "drowned": self.drowned,

@@ -311,6 +311,17 @@ def test_parameters_by_stock_name():
     assert list(experts.parameters_of(adapted(block))) == list(before)
 
 
+def test_names_do_not_depend_on_the_order_in_which_a_model_was_filled():
+    for family, make in FAMILIES.items():
+        block = Block(make())
+        want = {n: p.shape for n, p in lora(stock(Block(make()))).items()}
+        held = block.experts._parameters
+        for name in reversed(list(held)):
+            held[name] = held.pop(name)
+        experts.in_order(block)
+        assert {n: p.shape for n, p in lora(adapted(block)).items()} == want, family
+
+
 @pytest.mark.parametrize("asked", [{"dropout": 0.1}, {"dora": True}])
 def test_what_peft_refuses_is_refused_with_a_sentence(asked):
     from octavo.config.schema import LoraSection
