@@ -1,0 +1,255 @@
+"""Layers with frozen codes: planned in the recipes that multiply by them, equal to dequantized weights under the same
+casts, never a second byte a parameter, never a changed code."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import fp8
+from octavo.fp8.kept import kept
+
+RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int = 128, inner: int = 256) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(inner, hidden, bias=False), nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def built(kind: str, codes: bool = True, trained: bool = False) -> nn.Sequential:
+    """Two MLPs with frozen weights, or with their dequantized values; a layer behind them that is trained, if asked."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Mlp(), Mlp()).bfloat16().requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = fp8.freeze_weight(module.weight, kind)
+            module.weight = weight if codes else nn.Parameter(weight.dequantize(), requires_grad=False)
+    if trained:
+        model.insert(0, nn.Linear(128, 128).bfloat16())
+        model.append(nn.Linear(128, 8).bfloat16())
+    return model
+
+
+def batch(tokens: int = 7, seed: int = 1) -> torch.Tensor:
+    return torch.randn(tokens, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+POLICIES = {
+    "as it comes": {},
+    "dgrad in BF16": {"dgrad": "bf16"},
+    "fwd in BF16": {"fwd": "bf16"},
+    "recast": {"weight_codes": "recast"},
+    "param": {"param": True},
+    "fused, saved": {"fuse": "on", "activations": "fp8"},
+    "off": {"recipe": "off"},
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("how", POLICIES)
+def test_it_is_the_layer_of_its_values(kind: str, how: str) -> None:
+    """Casting the values again gives their codes back; so the two layers are one, bit for bit."""
+    found = []
+    for codes in (True, False):
+        model = built(kind, codes)
+        before = fp8.fingerprint(model)
+        plan = fp8.plan(model, fp8.Policy(**{"recipe": RECIPES[kind], **POLICIES[how]}))
+        fp8.apply(model, plan)
+        x = batch().requires_grad_()
+        with fp8.count_gemms() as counts:
+            with kept(model, []) as held:
+                y = model(x)
+            y.backward(batch(seed=2))
+        found.append((y.detach(), x.grad, held.report().total))
+        if not codes:
+            continue
+        assert fp8.fingerprint(model) == before and len(before) == 6
+        assert fp8.code_bytes(model) == 0  # no second byte a parameter, between steps or after one
+        assert not any(gemm == "wgrad" for (_, gemm, _), n in counts.items() if n)
+        fp8.invalidate(model)
+        with fp8.health() as health:
+            again = model(x)
+        assert "fused" in how or torch.equal(again, y)  # health looks at layers one by one
+        assert all("w" not in row for row in health.table().values())
+        with fp8.high_precision(model):
+            high = model(x)
+        thawed = fp8.thaw(built(kind))
+        assert torch.equal(high, thawed(x))
+    (y, dx, size), (y_values, dx_values, size_values) = found
+    assert torch.equal(y, y_values) and torch.equal(dx, dx_values) and size == size_values
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_step_is_proved(kind: str) -> None:
+    model = built(kind, trained=True)
+    plan = fp8.plan(model, fp8.Policy(recipe=RECIPES[kind]))
+    fp8.apply(model, plan)
+    proof = fp8.Proof(plan)
+    with fp8.count_gemms() as counts:
+        model(batch()).float().square().mean().backward()
+    proof.observe(counts, {"foundation": 1})
+    assert proof.report()["share"] == plan.share == 1.0
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("dgrad", ["fp8", "bf16"])
+def test_a_frozen_layer_keeps_nothing(kind: str, dgrad: str) -> None:
+    model = nn.Sequential(nn.Linear(128, 64, bias=False, dtype=torch.bfloat16))
+    model[0].weight = fp8.freeze_weight(model[0].weight, kind)
+    fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=RECIPES[kind], dgrad=dgrad)))
+    x = batch().requires_grad_()
+    with kept(model, []) as held:
+        y = model(x)
+    report = held.report()
+    assert report.total == 0, str(report)
+    assert set(report.apart) <= {"output"}, report.apart
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_recomputed_blocks_give_the_same() -> None:
+    results = []
+    for how in ("none", "full"):
+        model = built("row", trained=True)
+        fp8.apply(model, fp8.plan(model, "rowwise"))
+        fp8.recompute([(str(i), model[i]) for i in (1, 2)], how)
+        model(batch()).float().square().mean().backward()
+        results.append(model[0].weight.grad)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_training_beside_it_changes_no_code(kind: str) -> None:
+    model = built(kind, trained=True)
+    fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=RECIPES[kind])))
+    before = fp8.fingerprint(model)
+    codes = {n: copy.deepcopy(fp8.codes_of_frozen(w)) for n, w in fp8.frozen_weights(model)}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(20):
+        loss = (model(batch(32, step)) - 1).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert fp8.fingerprint(model) == before
+    for name, weight in fp8.frozen_weights(model):
+        q = fp8.codes_of_frozen(weight)
+        assert torch.equal(q.data.view(torch.uint8), codes[name].data.view(torch.uint8))
+        assert torch.equal(q.scale, codes[name].scale)
+
+
+# The plan -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind,wrong,cure",
+    [
+        ("row", "blockwise", "rowwise"),
+        ("block", "tensorwise", "blockwise"),
+        ("block", "delayed", "blockwise"),
+        ("tensor", "mxfp8", "tensorwise"),
+        ("row", "tensorwise", "rowwise"),
+    ],
+)
+def test_other_blocks_are_refused_with_the_cure(kind: str, wrong: str, cure: str) -> None:
+    with pytest.raises(fp8.PlanError, match=rf"'0.gate_proj' holds frozen FP8 codes of kind {kind}.*{wrong}.*{cure}"):
+        fp8.plan(built(kind), wrong)
+    with pytest.raises(fp8.PlanError, match=r"rule \*\*.up_proj asks for the recipe"):
+        fp8.plan(built(kind), fp8.Policy(recipe="off", rules=(fp8.Rule("**.up_proj", recipe=wrong),)))
+    with pytest.raises(fp8.PlanError, match="multiplies by other blocks"):
+        fp8.plan(built(kind), fp8.Policy(recipe=wrong, fwd="bf16"))
+
+
+def test_delayed_takes_codes_of_a_tensor() -> None:
+    model = built("tensor")
+    fp8.apply(model, fp8.plan(model, "delayed"))
+    model.train()
+    x = batch().requires_grad_()
+    model(x).sum().backward()
+    assert x.grad.isfinite().all() and fp8.code_bytes(model) == 0
+
+
+def test_auto_takes_what_fits() -> None:
+    for kind, recipe in RECIPES.items():
+        plan = fp8.plan(built(kind), "auto")
+        assert {r.recipe.name for r in plan.rows} == {recipe}
+    plan = fp8.plan(built("row"), fp8.Policy(recipe="auto", candidates=("blockwise", "mxfp8")))
+    assert not any(r.fp8 for r in plan.rows)
+    assert plan.rows[0].reason == "auto: holds frozen FP8 codes (e4m3 row pow2), and rowwise is no candidate of auto"
+
+
+def test_the_plan_says_what_is_frozen(tmp_path) -> None:
+    model = built("row")
+    plan = fp8.plan(model, fp8.Policy(recipe="rowwise", rules=(fp8.Rule("**.down_proj", recipe="off"),)))
+    said = "\n".join(plan.notes)
+    size = fp8.frozen_bytes(model)
+    assert f"6 weights hold frozen FP8 codes (6 row): {size:,} bytes" in said and "cast weights twice" not in said
+    assert "2 of 6 layers with frozen codes stay in high precision and compute with dequantized values" in said
+    assert "cast for it from dequantized values at each backward, and not kept" in said
+    assert plan.rows[0].to_json()["codes"] == "e4m3 row pow2"
+    mixed = built("row", trained=True)
+    assert "rowwise cast weights twice" in "\n".join(fp8.plan(mixed, "rowwise").notes)
+    loaded = fp8.load_plan(fp8.save_plan(plan, tmp_path / "plan.json"), model)
+    assert [r.recipe for r in loaded.rows] == [r.recipe for r in plan.rows]
+    with pytest.raises(fp8.PlanError, match="holds frozen FP8 codes of kind block"):
+        fp8.load_plan(tmp_path / "plan.json", built("block"))
+
+
+def test_a_plan_belongs_to_its_codes() -> None:
+    plain, frozen = built("block", codes=False), built("block")
+    with pytest.raises(fp8.PlanError, match=r"has linear \[256, 128\], the model has .* with frozen FP8 codes"):
+        fp8.apply(frozen, fp8.plan(plain, "blockwise"))
+    with pytest.raises(fp8.PlanError, match="another model"):
+        fp8.apply(built("row"), fp8.plan(frozen, "blockwise"))
+    away = built("block").to("meta")  # planned before anything is loaded
+    fp8.apply(frozen, fp8.plan(away, "blockwise"))
+    assert isinstance(frozen[0].up_proj, fp8.Linear)
+
+
+def test_sisters_are_not_joined_and_say_why() -> None:
+    model = built("block")
+    plan = fp8.plan(model, fp8.Policy(fuse="on"))
+    assert plan.groups and not any(g.fused for g in plan.groups)
+    fp8.apply(model, plan)
+    assert "its own" not in plan.table() and fp8.code_bytes(model) == 0
+    heads = nn.ModuleDict({f"{n}_proj": nn.Linear(128, 128, bias=False) for n in "qkv"}).requires_grad_(False)
+    for layer in heads.values():
+        layer.weight = fp8.freeze_weight(layer.weight, "block")
+    plan = fp8.plan(nn.ModuleDict({"attn": heads}), fp8.Policy(fuse="on"))
+    assert "codes of frozen weights would take a second byte a parameter" in plan.groups[0].reason
+
+
+@pytest.mark.long
+def test_a_compiler_leaves_such_layers_out() -> None:
+    model = built("block", trained=True)
+    fp8.apply(model, fp8.plan(model, "blockwise"))
+    x = batch()
+    want = model(x)
+    compiled = torch.compile(model, backend="aot_eager")
+    y = compiled(x)
+    y.float().square().mean().backward()
+    assert torch.equal(y, want) and model[0].weight.grad is not None
+    torch._dynamo.reset()
+
+
+def test_one_function_multiplies_by_the_codes_too() -> None:
+    q = fp8.codes_of_frozen(fp8.freeze_weight(torch.randn(64, 128), "block"))
+    weight = fp8.frozen(q.data, q.scale * 1.3, fp8.CastSpec("e4m3", (128, 128), "fp32"), torch.float32)
+    x = batch().float().requires_grad_()
+    y = fp8.linear(x, weight)
+    y.sum().backward()
+    model = nn.Sequential(nn.Linear(128, 64, bias=False))
+    model[0].weight = weight
+    fp8.apply(model, fp8.plan(model, "blockwise"))
+    assert torch.equal(model(x), y)
