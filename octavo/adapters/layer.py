@@ -64,11 +64,16 @@ class Linear(PeftLinear):
                 "DoRA with dropout would need the base layer's product of the dropped input as well, a second "
                 "quantization and GEMM of every layer. Set lora.dropout: 0."
             )
-        base: Any = self.get_base_layer()
         lengths: Any = self.lora_magnitude_vector[name]
-        grown = lengths.weight / row_norms(base.weight, a, b, scale) - 1
-        bias = base.bias
+        grown = lengths.weight / self._norms(name) - 1
+        bias: Any = self.get_base_layer().bias
         return torch.addcmul(y, y if bias is None else y - bias.to(y.dtype), grown.to(y.dtype))
+
+    @torch._disable_dynamo  # a compiler cannot even look at FP8 weights
+    def _norms(self, name: str) -> Tensor:
+        held: Any = self
+        a, b = held.lora_A[name].weight, held.lora_B[name].weight
+        return row_norms(held.get_base_layer().weight, a, b, held.scaling[name])
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """PEFT's, for a base in high precision. Raises AdapterError for frozen FP8 codes, which nothing is added to."""
@@ -80,7 +85,6 @@ class Linear(PeftLinear):
         super().merge(safe_merge, adapter_names)
 
 
-@torch._disable_dynamo
 @torch.no_grad()
 def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """The 2-norms [N] of the rows of W + scale B A in fp32, W [N, K] dequantized for as long as this takes."""
