@@ -1,9 +1,24 @@
-"""The state of a run on disk: saved whole or not at all, read without pickle's powers."""
+"""What lies on disk: the state of a run, saved whole or not at all, and model folders, examined."""
 
 from octavo.checkpoint import rng
 from octavo.checkpoint.dcp_safe import SafeReader
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import prune, steps, sweep
 from octavo.checkpoint.state import Restored, latest, load, save
+from octavo.checkpoint.verify import verify
+from octavo.checkpoint.verify_findings import Verified
 
-__all__ = ["CheckpointError", "Restored", "SafeReader", "latest", "load", "prune", "rng", "save", "steps", "sweep"]
+__all__ = [
+    "CheckpointError",
+    "Restored",
+    "SafeReader",
+    "Verified",
+    "latest",
+    "load",
+    "prune",
+    "rng",
+    "save",
+    "steps",
+    "sweep",
+    "verify",
+]

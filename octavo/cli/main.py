@@ -19,7 +19,7 @@ import octavo
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 #: commands whose exit code 1 means the verdict fail, and nothing else
-VERDICTS = ("compare", "demo")
+VERDICTS = ("compare", "demo", "verify")
 
 #: command -> what it does, in the order a newcomer meets them; each is octavo/cli/<command>.py
 COMMANDS: dict[str, str] = {
@@ -29,7 +29,9 @@ COMMANDS: dict[str, str] = {
     "compare": "train high precision and FP8 on the same data and seeds; exit code = the verdict",
     "eval": "evaluate a run on its held-out data",
     "generate": "ask a trained model about an image",
+    "merge": "fold an adapter into a model folder, in BF16 or FP8; measures what of it FP8 keeps",
     "export": "write a run or a model folder in BF16 or FP8, as servers load it",
+    "verify": "examine a model or adapter folder; a verdict for transformers, vLLM and SGLang",
     "bench": "time kernels, layers and steps beside high precision and other libraries",
     "doctor": "what this machine can run, what it cannot, and the cure",
     "tiny": "write a small checkpoint of a real architecture",

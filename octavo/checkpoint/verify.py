@@ -1,0 +1,225 @@
+"""`octavo verify`: is a folder what it says it is, and what will transformers, vLLM and SGLang do with it?
+
+    verified = checkpoint.verify("model-fp8", against="model")
+    verified.ok                 nothing is wrong
+    verified.findings           one sentence each: file, tensor, cure
+    verified.verdicts           one a loader: ok, warns, refuses, loads garbage
+    verified.compared           with `against`: the error of every tensor, worst first
+
+Headers first (`verify_headers`), then names and shapes against the stock model (`verify_names`), the layout of scales
+(`verify_scales`), skip lists (`verify_skips`), the values (`verify_values`), the reference (`verify_against`), and what
+follows for each loader (`verify_loaders`). PEFT adapters go their own way (`verify_adapter`). Nothing is changed,
+nothing is unpickled, no model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.verify_adapter import adapter_verdicts, check_adapter, check_factors, described, is_adapter
+from octavo.checkpoint.verify_against import compare, sources
+from octavo.checkpoint.verify_findings import FAIL, Compared, Finding, Findings, Verified
+from octavo.checkpoint.verify_headers import Headers, Held, read_folder
+from octavo.checkpoint.verify_loaders import verdicts
+from octavo.checkpoint.verify_names import check_companions, check_config, check_names, check_ties, scale_of
+from octavo.checkpoint.verify_scales import Pair, check_blocks, check_places, pair_up
+from octavo.checkpoint.verify_skips import check_skips
+from octavo.checkpoint.verify_stock import Stock, read_stock
+from octavo.checkpoint.verify_values import Progress, scan, unnamed
+from octavo.models import ModelError
+from octavo.models.folder import read_json
+from octavo.models.quantization import Quantization, parse, quantization_block
+
+
+def verify(
+    directory: str | Path,
+    against: str | Path | None = None,
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> Verified:
+    """Examine a Hugging Face folder, plain or FP8, or a PEFT adapter folder.
+
+    Args:
+        against: the folder that this one was made from, plain or FP8: every tensor is compared with it. For an adapter
+            its base, whose layers are looked up.
+        quick: headers and config.json alone, no values; excludes `against` for models.
+        progress: called as (bytes done, bytes in all, tensor).
+
+    Raises CheckpointError where there is nothing to examine: no folder, or neither config.json nor weights in it.
+    """
+    folder = Path(directory)
+    other = None if against is None else Path(against)
+    for place in (folder, *([] if other is None else [other])):
+        if not place.is_dir():
+            raise CheckpointError(f"{place} is not a folder; name a Hugging Face folder or a PEFT adapter folder.")
+    if is_adapter(folder):
+        return _adapter(folder, other, quick, progress)
+    if quick and other is not None:
+        raise CheckpointError("quick reads no values, and a reference is compared by values; leave one of them out.")
+    found = Findings()
+    looked = _look(folder, found)
+    if not looked.headers.files and not looked.raw and not found.items:
+        raise CheckpointError(f"{folder} holds neither config.json nor safetensors: there is nothing to verify.")
+    if not quick:
+        known = unnamed(looked.headers.tensors) if looked.stock is None else looked.known
+        scan(known, looked.pairs, looked.stock, found, progress)
+    compared: list[Compared] = []
+    if other is not None:
+        compared = _against(looked, other, found, progress)
+    if looked.stock is not None:
+        check_ties(looked.headers, looked.known, looked.stock, quick, found)
+    return _verified(folder, other, looked, quick, found, compared)
+
+
+class _Looked:
+    """What the headers and config.json of one folder say."""
+
+    def __init__(self, raw: Mapping[str, Any], headers: Headers) -> None:
+        self.raw, self.headers = raw, headers
+        self.q: Quantization | None = None
+        self.stock: Stock | None = None
+        self.known: dict[str, Held] = {}
+        self.pairs: list[Pair] = []
+
+    @property
+    def fp8(self) -> int:
+        return sum(held.fp8 and scale_of(name) is None for name, held in self.headers.tensors.items())
+
+
+def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
+    """Everything that needs no values. `stock`: the model, where it is known already."""
+    raw: Mapping[str, Any] = {}
+    try:
+        raw = read_json(folder / "config.json")
+    except ModelError as error:
+        found.fail("config", str(error), "config.json")
+    looked = _Looked(raw, read_folder(folder, found))
+    headers = looked.headers
+    block = quantization_block(raw)
+    unread = False
+    if block is not None:
+        try:
+            looked.q = parse(block, "config.json")
+        except ModelError as error:
+            unread = True
+            bare = block.get("quant_method") == "fp8" and not block.get("weight_block_size")
+            found.fail("fp8-tensor" if bare else "quantization", str(error), "config.json")
+    if stock is None and raw:
+        try:
+            stock = read_stock(folder, raw)
+        except ModelError as error:
+            found.fail("config", f"config.json {error}", "config.json")
+    looked.stock = stock
+    if raw:
+        check_config(folder, raw, block, headers, found)
+        vision = any(key in raw for key in ("vision_config", "audio_config"))
+        check_companions(folder, vision, found)
+    looked.pairs = pair_up(headers, None if unread else looked.q, found)
+    whole = not any(f.kind in _CUT for f in found)
+    if stock is not None and headers.tensors:
+        scratch = found if whole else Findings()  # a tensor in a damaged file is not also missing
+        looked.known = check_names(headers, stock, scratch)
+        if not whole:
+            found.items += [f for f in scratch if f.kind != "missing"]
+        check_places(looked.known, stock, looked.q, found)
+        if looked.q is not None and looked.fp8:
+            check_skips(looked.known, stock, looked.q, _listed(block), found)
+        check_blocks(looked.known, stock, looked.q, found)
+        _apart(looked, found)
+    return looked
+
+
+def _listed(block: Mapping[str, Any] | None) -> bool:
+    return any((block or {}).get(key) is not None for key in ("modules_to_not_convert", "ignored_layers", "ignore"))
+
+
+_CUT = ("truncated", "header", "missing-shard", "pickle", "no-weights", "index")
+
+
+def _apart(looked: _Looked, found: Findings) -> None:
+    """Experts one by one where transformers reads this family's stacked alone."""
+    assert looked.stock is not None
+    for name, singles in looked.stock.stacked.items():
+        first = next((looked.known[s] for s in singles if s in looked.known), None)
+        if name not in looked.known and first is not None:
+            found.warn(
+                "experts-apart",
+                f"{first.name!r} in {first.file} is an expert by itself, as vLLM and SGLang read FP8; transformers "
+                f"reads this family's experts stacked alone ({name!r}): for it, export in bf16, or load with octavo.",
+                first.file,
+                first.name,
+            )
+            return
+
+
+def _against(looked: _Looked, other: Path, found: Findings, progress: Progress | None) -> list[Compared]:
+    if looked.stock is None:
+        raise CheckpointError(
+            f"{looked.headers.folder} cannot be compared: its config.json describes no model; leave out --against."
+        )
+    aside = Findings()
+    reference = _look(other, aside, looked.stock)
+    broken = [f for f in aside if f.status == FAIL and f.kind in (*_CUT, "config", "quantization", "quantization-lost")]
+    if broken:
+        raise CheckpointError(f"the reference {other} cannot be used: {broken[0].text}")
+    here = sources(looked.known, {p.weight.name: p for p in looked.pairs}, looked.stock)
+    there = sources(reference.known, {p.weight.name: p for p in reference.pairs}, looked.stock)
+    tied = set(looked.stock.tied)
+    here = {name: source for name, source in here.items() if name not in tied}
+    there = {name: source for name, source in there.items() if name not in tied}
+    return compare(here, there, found, progress)
+
+
+def _verified(
+    folder: Path, other: Path | None, looked: _Looked, quick: bool, found: Findings, compared: list[Compared]
+) -> Verified:
+    ordered = tuple(sorted(found, key=lambda f: f.status != FAIL))
+    return Verified(
+        folder,
+        _form(looked),
+        len(looked.headers.tensors),
+        looked.headers.size,
+        looked.fp8,
+        not quick,
+        ordered,
+        verdicts(ordered, looked.q),
+        tuple(compared),
+        other,
+    )
+
+
+def _form(looked: _Looked) -> str:
+    if looked.q is not None:
+        return f"FP8, {looked.q}"
+    if looked.fp8:
+        return "FP8 without quantization_config"
+    sizes: Counter[str] = Counter()
+    for held in looked.headers.tensors.values():
+        sizes[held.dtype] += held.size
+    return f"plain {sizes.most_common(1)[0][0]}" if sizes else "no weights"
+
+
+def _adapter(folder: Path, base: Path | None, quick: bool, progress: Progress | None) -> Verified:
+    found = Findings()
+    headers, config = check_adapter(folder, base, found)
+    if not quick:
+        scan(headers.tensors, [], None, found, progress)
+        zero = {name: all(not bool(piece.any()) for _, piece in held.rows()) for name, held in headers.tensors.items()}
+        check_factors(headers, zero, found)
+    ordered: tuple[Finding, ...] = tuple(sorted(found, key=lambda f: f.status != FAIL))
+    return Verified(
+        folder,
+        described(config),
+        len(headers.tensors),
+        headers.size,
+        0,
+        not quick,
+        ordered,
+        adapter_verdicts(found, config),
+        (),
+        base,
+    )

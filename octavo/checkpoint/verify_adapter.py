@@ -1,0 +1,208 @@
+"""A PEFT adapter folder: adapter_config.json beside adapter_model.safetensors, checked by themselves and with a base.
+
+Of a layer W [N, K] the file holds `base_model.model.X.lora_A.weight` [r, K] and `X.lora_B.weight` [N, r] (for stacked
+experts [E r, K] and [N, E r]); y gains B A x * alpha / r. Nothing of the base is in it, so the folder can be whole and
+still not fit: with a base at hand (--against, or the folder that adapter_config.json names) each layer is looked up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.verify_findings import Findings, Verdict
+from octavo.checkpoint.verify_headers import Headers, Held, read_folder
+from octavo.checkpoint.verify_stock import read_stock
+from octavo.models import ModelError
+from octavo.models.folder import read_json
+
+STEM = "adapter_model"
+_PART = re.compile(r"base_model\.model\.(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight$")
+_VECTOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_magnitude_vector(\.weight)?$")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder says that it is an adapter: it has no model's config.json."""
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def check_adapter(folder: Path, base: Path | None, found: Findings) -> tuple[Headers, dict[str, Any]]:
+    """Files, names, shapes and dtypes; and the base's layers where a base is there. Returns headers and the config."""
+    headers = read_folder(folder, found, STEM)
+    try:
+        config = read_json(folder / "adapter_config.json")
+    except ModelError as error:
+        found.fail("config", str(error), "adapter_config.json")
+        return headers, {}
+    _config(config, found)
+    parts = _parts(headers, found)
+    for layer, pair in parts.items():
+        _pair(layer, pair, config, found)
+    if not parts and headers.tensors:
+        found.fail(
+            "adapter-empty",
+            f"{folder.name}/{STEM}.safetensors holds no lora_A and lora_B; save the adapter with save_pretrained.",
+            f"{STEM}.safetensors",
+        )
+    named = config.get("base_model_name_or_path")
+    if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
+        base = Path(named)
+    if base is not None:
+        _base(parts, base, found)
+    return headers, config
+
+
+def _config(config: Mapping[str, Any], found: Findings) -> None:
+    file = "adapter_config.json"
+    if config.get("peft_type") != "LORA":
+        found.fail("config", f"{file} has peft_type {config.get('peft_type')!r}; Octavo knows LORA alone.", file)
+    rank = config.get("r")
+    if type(rank) is not int or rank < 1:
+        found.fail("config", f"{file} has r = {rank!r}, no rank; write the adapter again.", file)
+    for key in ("lora_alpha", "target_modules"):
+        if config.get(key) is None and not (key == "target_modules" and config.get("target_parameters")):
+            found.fail("config", f"{file} lacks {key}, without which PEFT cannot rebuild it; write it again.", file)
+    if not config.get("base_model_name_or_path"):
+        found.warn(
+            "adapter-base",
+            f"{file} names no base_model_name_or_path: nobody can tell what it belongs to; add the base's name.",
+            file,
+        )
+
+
+def _parts(headers: Headers, found: Findings) -> dict[str, dict[str, Held]]:
+    parts: dict[str, dict[str, Held]] = {}
+    for name, held in headers.tensors.items():
+        if match := _PART.match(name):
+            parts.setdefault(match["layer"], {})[match["part"]] = held
+        elif not _VECTOR.match(name) and "lora_" in name:
+            found.fail(
+                "adapter-names",
+                f"{held.file} holds {name!r}, which is not PEFT's name of a factor (base_model.model.X.lora_A.weight); "
+                "save the adapter with save_pretrained.",
+                held.file,
+                name,
+            )
+        if held.dtype not in ("F32", "BF16", "F16"):
+            found.fail(
+                "adapter-dtype",
+                f"{name!r} in {held.file} is {held.dtype}; factors are F32, BF16 or F16 (PEFT casts them to the base's "
+                "FP8 with autocast_adapter_dtype=False): train and save them in one of these.",
+                held.file,
+                name,
+            )
+    return parts
+
+
+def _pair(layer: str, pair: Mapping[str, Held], config: Mapping[str, Any], found: Findings) -> None:
+    a, b = pair.get("lora_A"), pair.get("lora_B")
+    if a is None or b is None:
+        there = a or b
+        assert there is not None
+        found.fail(
+            "adapter-half",
+            f"{there.name!r} in {there.file} has no {'lora_B' if b is None else 'lora_A'} beside it; save the adapter "
+            "again.",
+            there.file,
+            there.name,
+        )
+        return
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+        found.fail(
+            "adapter-shape",
+            f"{a.name!r} {list(a.shape)} and {b.name!r} {list(b.shape)} in {a.file} have no rank in common ([r, K] and "
+            "[N, r]); save the adapter again.",
+            a.file,
+            a.name,
+        )
+        return
+    rank = _rank(layer, config)
+    if rank and a.shape[0] % rank:
+        found.fail(
+            "adapter-rank",
+            f"{a.name!r} in {a.file} has rank {a.shape[0]}, and adapter_config.json says {rank}: PEFT scales by "
+            "alpha / r of the config; take the config that belongs to it.",
+            a.file,
+            a.name,
+        )
+
+
+def _rank(layer: str, config: Mapping[str, Any]) -> int | None:
+    for key, value in (config.get("rank_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({key})$", layer):
+            return value
+    rank = config.get("r")
+    return rank if type(rank) is int and rank > 0 else None
+
+
+def _base(parts: Mapping[str, Mapping[str, Held]], base: Path, found: Findings) -> None:
+    try:
+        stock = read_stock(base, read_json(base / "config.json"))
+    except ModelError as error:
+        found.fail("config", f"the base's config.json {error}; name the base with --against.", "config.json")
+        return
+    for layer, pair in parts.items():
+        a, b = pair.get("lora_A"), pair.get("lora_B")
+        if a is None or b is None:
+            continue
+        module = layer.removesuffix(".base_layer")
+        weight = stock.state.get(f"{module}.weight")
+        if weight is None and module.endswith(".experts"):
+            continue  # a stack of experts: which of its two parameters is told by nesting alone
+        if weight is None:
+            found.fail(
+                "adapter-layer",
+                f"{a.name!r} in {a.file} belongs to {module!r}, which the base {base.name} does not have; name the "
+                "base that it was trained on with --against.",
+                a.file,
+                a.name,
+            )
+        elif (b.shape[0], a.shape[-1]) != tuple(weight.shape[:2]) and len(weight.shape) == 2:
+            found.fail(
+                "adapter-shape",
+                f"{a.name!r} in {a.file} adds [{b.shape[0]}, {a.shape[-1]}] to {module!r}, which is "
+                f"{list(weight.shape)} in {base.name}; name the base that it was trained on with --against.",
+                a.file,
+                a.name,
+            )
+
+
+def check_factors(headers: Headers, zero: Mapping[str, bool], found: Findings) -> None:
+    """An adapter whose every B is zero was never trained. `zero`: name -> whether all values are zero."""
+    seen = [name for name in zero if ".lora_B" in name]
+    if seen and all(zero[name] for name in seen):
+        held = headers.tensors[seen[0]]
+        found.warn(
+            "adapter-untrained",
+            f"every lora_B in {held.file} is zero, e.g. {seen[0]!r}: the adapter adds nothing; save it after training.",
+            held.file,
+            seen[0],
+        )
+
+
+def adapter_verdicts(found: Findings, config: Mapping[str, Any]) -> tuple[Verdict, ...]:
+    """PEFT's, vLLM's and SGLang's: the folder loads where nothing failed, with what servers do not take."""
+    broken = next((f for f in found if f.status == "fail"), None)
+    out = []
+    for loader in ("transformers", "vLLM", "SGLang"):
+        source = "run: PEFT on transformers" if loader == "transformers" else f"read from {loader}'s code, not run"
+        if broken is not None:
+            bad = broken.kind in ("nan-values", "adapter-rank", "adapter-dtype")
+            out.append(Verdict(loader, "loads garbage" if bad else "refuses", broken.text, source))
+        elif loader != "transformers" and (config.get("use_dora") or config.get("modules_to_save")):
+            what = "DoRA" if config.get("use_dora") else "modules_to_save"
+            out.append(Verdict(loader, "refuses", f"{what} is not served; merge the adapter (octavo merge)", source))
+        elif any(f.status == "warn" for f in found):
+            out.append(Verdict(loader, "warns", next(f.text for f in found if f.status == "warn"), source))
+        else:
+            out.append(Verdict(loader, "ok", "PEFT's names, shapes and dtypes", source))
+    return tuple(out)
+
+
+def described(config: Mapping[str, Any]) -> str:
+    """What the adapter is, for the head of a report."""
+    more = " DoRA" if config.get("use_dora") else " rsLoRA" if config.get("use_rslora") else ""
+    return f"PEFT adapter, rank {json.dumps(config.get('r'))}{more}"

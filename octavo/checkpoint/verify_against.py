@@ -1,0 +1,240 @@
+"""A folder beside the one it was made from: names, shapes, and the error of every tensor against its bound.
+
+The bound. E4M3 has 3 mantissa bits: neighbours of a normal value in [2^e, 2^(e+1)) are 2^(e-3) apart, so rounding to
+the nearest moves it by 2^(e-4) at most, 2^-4 of itself. Below the normals neighbours are 2^-9 apart, a move of 2^-10 at
+most, in units of the scale s. BF16 has 7 mantissa bits, 2^-8 by the same count (scales or values may be rounded to it,
+on either side). So for any row of n values, by the triangle inequality,
+
+    |value - reference|  <=  (2^-4 + 2^-8) |reference|  +  2^-10 |s|      |.| the root of the sum of squares
+
+for FP8 beside high precision; 2^-8 |reference| where both are in high precision and one is BF16 (2^-11 for F16, 2^-20
+for F32); twice the FP8 bound where both are FP8 of different casts. A correct cast cannot exceed it; typical is 0.026
+(SQNR 31.6 dB). A tensor is judged by the row that exceeds its own bound most:
+
+    ok          no row beyond its bound
+    suspicious  a row up to twice beyond: two roundings, e.g. weights requantized on the way
+    bad         a row further off: other values, or scales that do not belong to these codes
+
+A bad FP8 tensor is decoded once more with its scales transposed (square grids), inverted, rooted and left out; the one
+that brings it within the bound is named as the cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.verify_findings import Compared, Findings
+from octavo.checkpoint.verify_headers import PIECE, Held
+from octavo.checkpoint.verify_scales import Pair
+from octavo.checkpoint.verify_stock import Stock
+from octavo.checkpoint.verify_values import Progress, experts, scales_fp32
+from octavo.fp8.formats import decode
+
+NORMAL, SUBNORMAL, BF16 = 2.0**-4, 2.0**-10, 2.0**-8
+_HIGH = {"BF16": BF16, "F16": 2.0**-11}
+_FINE = 2.0**-20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One matrix of a folder: where its bytes are, its scales, and which part of a stack it is.
+
+    turned  stored [K, N] (experts of some families); part: rows of the stored matrix, None for all
+    """
+
+    held: Held
+    scale: Tensor | None = None
+    block: tuple[int, int] = (-1, -1)
+    turned: bool = False
+    part: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.held.matrix
+        if self.turned:
+            rows, columns = columns, rows
+        return (self.part[1] - self.part[0], columns) if self.part else (rows, columns)
+
+    def window(self, first: int, last: int, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Rows first to last in fp32, and the scale of each element."""
+        base = self.part[0] if self.part else 0
+        if self.turned:
+            whole = self.held.window(0, self.held.matrix[0])
+            return whole.float().T[base + first : base + last].contiguous(), None
+        raw = self.held.window(base + first, base + last)
+        if scale is None:
+            return (decode(raw) if self.held.dtype == "F8_E4M3" else raw.float()), None
+        s = self._spread(scale, first, last)
+        return decode(raw) * s, s
+
+    def _spread(self, scale: Tensor, first: int, last: int) -> Tensor:
+        (r, c), columns = self.block, self.shape[1]
+        rows = torch.zeros(last - first, dtype=torch.long) if r == -1 else torch.arange(first, last) // r
+        cols = torch.zeros(columns, dtype=torch.long) if c == -1 else torch.arange(columns) // c
+        return scale[rows][:, cols]
+
+
+def sources(known: Mapping[str, Held], pairs: Mapping[str, Pair], stock: Stock) -> dict[str, Source]:
+    """Every tensor by the model's name on disk, stacked experts one by one."""
+    out: dict[str, Source] = {}
+    for name, held in known.items():
+        singles = stock.stacked.get(name)
+        pair = pairs.get(held.name)
+        if singles and pair is None and len(held.shape) == 3:
+            out.update(_unstacked(name, held, singles, stock))
+        elif len(held.shape) < 3 or pair is None:
+            scale = None if pair is None else scales_fp32(pair.scale)
+            if pair is not None and scale is not None:
+                if scale.numel() != math.prod(pair.grid):
+                    continue  # another grid, which was reported
+                scale = scale.reshape(pair.grid)
+            out[name] = Source(held, scale, pair.block if pair else (-1, -1))
+    return out
+
+
+def _unstacked(name: str, held: Held, singles: tuple[str, ...], stock: Stock) -> Iterator[tuple[str, Source]]:
+    wanted = tuple(stock.state[stock.to_module(name)].shape)
+    turned = held.shape != wanted
+    each = len(singles) // wanted[0]
+    rows = wanted[1] // each
+    for i, matrix in enumerate(experts(held)):
+        for j in range(each):
+            yield singles[i * each + j], Source(matrix, turned=turned, part=(j * rows, (j + 1) * rows))
+
+
+def compare(
+    here: Mapping[str, Source], there: Mapping[str, Source], found: Findings, progress: Progress | None = None
+) -> list[Compared]:
+    """Every tensor of both, worst first; adds findings for names, shapes and errors."""
+    for name in here.keys() - there.keys():
+        found.fail(
+            "against-names",
+            f"{name!r} in {here[name].held.file} is not in the reference: it is another model's folder, or was added; "
+            "compare with the folder that this one was made from.",
+            here[name].held.file,
+            name,
+        )
+    for name in there.keys() - here.keys():
+        found.fail(
+            "against-names",
+            f"{name!r} of the reference ({there[name].held.file}) is missing here; export again.",
+            "",
+            name,
+        )
+    both = [name for name in here if name in there]
+    total, done, out = sum(here[n].held.size for n in both), 0, []
+    for name in both:
+        a, b = here[name], there[name]
+        if progress is not None:
+            progress(done, total, f"against: {name}")
+        done += a.held.size
+        if a.shape != b.shape:
+            found.fail(
+                "against-shape",
+                f"{name!r} in {a.held.file} is {list(a.shape)} and {list(b.shape)} in the reference; compare with the "
+                "folder that this one was made from.",
+                a.held.file,
+                name,
+            )
+            continue
+        out.append(_one(name, a, b, found))
+    return sorted(out, key=lambda c: (_ORDER[c.status], -(math.inf if c.error is None else c.error)))
+
+
+_ORDER = {"bad": 0, "suspicious": 1, "ok": 2}
+
+
+def _one(name: str, a: Source, b: Source, found: Findings) -> Compared:
+    codes = ""
+    if a.scale is not None and b.scale is not None and a.block == b.block:
+        same = a.held.size == b.held.size and all(
+            x.view(torch.uint8).equal(y.view(torch.uint8))
+            for (_, x), (_, y) in zip(a.held.rows(), b.held.rows(), strict=True)
+        )
+        codes = "identical" if same else "differ"
+    error, ratio, bound = _error(a, b, a.scale)
+    status = "ok" if ratio <= 1 else "suspicious" if ratio <= 2 else "bad"
+    cause = _cause(a, b) if status == "bad" and a.scale is not None else ""
+    sqnr = math.inf if error == 0 else -math.inf if error is None else -20 * math.log10(error)
+    file = a.held.file
+    if status == "bad":
+        why = f"; {cause}" if cause else ""
+        much = f"differs from the reference by {error:.3g} of its norm" if error is not None else "is not zero as there"
+        found.fail(
+            "error",
+            f"{name!r} in {file} {much}, where a correct cast stays below {bound:.3g} (worst row {ratio:.3g} times its "
+            f"bound){why}; export it again.",
+            file,
+            name,
+        )
+    elif status == "suspicious":
+        found.warn(
+            "error",
+            f"{name!r} in {file} has a row {ratio:.3g} times beyond the bound of one cast ({bound:.3g} of its norm): "
+            "it may have been quantized twice; export it from the original.",
+            file,
+            name,
+        )
+    return Compared(name, file, error, sqnr, bound, status, codes, cause)
+
+
+def _error(a: Source, b: Source, scale: Tensor | None) -> tuple[float | None, float, float]:
+    """(relative error, worst row's share of its bound, relative bound) with `scale` in the place of a's own."""
+    rows, columns = a.shape
+    step = max(1, PIECE // (8 * max(1, columns)))
+    noise = power = allowed = 0.0
+    worst = 0.0
+    relative = _relative(a, b)
+    for first in range(0, rows, rows if a.turned or b.turned else step):
+        last = rows if a.turned or b.turned else min(first + step, rows)
+        x, s = a.window(first, last, scale)
+        y, t = b.window(first, last, b.scale)
+        difference = (x.double() - y.double()).square().sum(1)
+        reference = y.double().square().sum(1)
+        limit = relative * reference.sqrt()
+        for spread in (s, t):
+            if spread is not None:
+                limit = limit + SUBNORMAL * spread.double().square().sum(1).sqrt()
+        share = difference.sqrt() / limit.clamp(min=1e-300)
+        share = torch.where(difference == 0, torch.zeros_like(share), share)
+        worst = max(worst, float(share.nan_to_num(math.inf, math.inf, math.inf).max()) if share.numel() else 0.0)
+        noise += float(difference.sum())
+        power += float(reference.sum())
+        allowed += float(limit.square().sum())
+    if math.isnan(noise):
+        return None, math.inf, relative
+    if power == 0:
+        return (0.0 if noise == 0 else None), worst, relative
+    return math.sqrt(noise / power), worst, math.sqrt(allowed / power)
+
+
+def _relative(a: Source, b: Source) -> float:
+    """The part of the bound that goes with the reference's norm."""
+    codes = (a.scale is not None) + (b.scale is not None)
+    if codes == 2:
+        return 2 * (NORMAL + BF16)
+    if a.scale is not None:
+        return NORMAL + BF16
+    high = max(_HIGH.get(a.held.dtype, _FINE), _HIGH.get(b.held.dtype, _FINE))
+    return max(high, BF16) if codes else high
+
+
+def _cause(a: Source, b: Source) -> str:
+    """The mistake that explains a bad error: with it undone the error is within the bound."""
+    assert a.scale is not None
+    tries = [
+        ("its scales are reciprocals (1 / scale is stored)", a.scale.reciprocal()),
+        ("its scales are squared or were applied twice", a.scale.sqrt()),
+        ("its codes are plain values, cast without a scale", torch.ones_like(a.scale)),
+    ]
+    if a.scale.shape[0] == a.scale.shape[1] and a.scale.shape[0] > 1:
+        tries.insert(0, ("its grid of scales is transposed", a.scale.T.contiguous()))
+    for words, scale in tries:
+        if _error(a, b, scale)[1] <= 1:
+            return words
+    return ""

@@ -1,0 +1,341 @@
+"""What the weight files of a folder say of themselves: headers, index, and what stands beside them.
+
+A safetensors file is 8 bytes of header length, a JSON header, and the tensors' bytes back to back::
+
+    n (uint64) | {"name": {"dtype": "F8_E4M3", "shape": [N, K], "data_offsets": [begin, end]}, ...} | bytes
+
+The header is read by hand, so that what is wrong with it can be said; tensors are read in pieces of rows, so that no
+tensor has to fit into memory. Nothing is ever unpickled: a pickle is told by its first bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.verify_findings import Findings
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+PIECE = 1 << 25
+"""Bytes of a tensor that are read at once, at most (a single row may be longer)."""
+
+_HEADER_LIMIT = 100_000_000  # safetensors' own limit
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_AGAIN = "Download or write the file again."
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in a file: its name on disk, where it lies, what it is."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+    @property
+    def file(self) -> str:
+        return self.path.name
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype in ("F8_E4M3", "F8_E5M2")
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) with leading dimensions folded into rows; a scalar is (1, 1)."""
+        if not self.shape:
+            return 1, 1
+        rows = 1
+        for side in self.shape[:-1]:
+            rows *= side
+        return rows, self.shape[-1]
+
+    def read(self) -> Tensor:
+        """The whole tensor, in its own dtype: for scales and other small ones."""
+        return self._bytes(0, self.size).view(DTYPES[self.dtype]).view(self.shape)
+
+    def rows(self, step: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows of the matrix) from top to bottom, about PIECE bytes each, a multiple of `step` rows."""
+        count, columns = self.matrix
+        width = columns * SIZES[self.dtype]
+        if not width or not count:
+            return
+        many = max(1, PIECE // (width * step)) * step
+        for first in range(0, count, many):
+            last = min(first + many, count)
+            yield first, self.window(first, last)
+
+    def window(self, first: int, last: int) -> Tensor:
+        """Rows first to last of the matrix."""
+        width = self.matrix[1] * SIZES[self.dtype]
+        return self._bytes(first * width, last * width).view(DTYPES[self.dtype]).view(last - first, self.matrix[1])
+
+    def _bytes(self, begin: int, end: int) -> Tensor:
+        if end == begin:
+            return torch.empty(0, dtype=torch.uint8)
+        buffer = bytearray(end - begin)
+        with open(self.path, "rb") as file:
+            file.seek(self.start + begin)
+            got = file.readinto(buffer)
+        assert got == end - begin, f"{self.path} changed while it was read"
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+@dataclass
+class Headers:
+    """All tensors of a folder's weight files by name; `doubles` are those that a second file holds as well."""
+
+    folder: Path
+    tensors: dict[str, Held] = field(default_factory=dict)
+    doubles: list[tuple[Held, Held]] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return sum(held.size for held in self.tensors.values())
+
+
+class BadHeader(ValueError):
+    """Why a file is no whole safetensors file; the kind of the finding and the sentence's middle."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file is a pickle or torch's zip of one, by its first bytes."""
+    with open(path, "rb") as file:
+        head = file.read(4)
+    return head[:4] == b"PK\x03\x04" or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5)
+
+
+def read_file(path: Path) -> list[Held]:
+    """The tensors of one file. Raises BadHeader."""
+    size = path.stat().st_size
+    if is_pickle(path):
+        raise BadHeader(
+            "pickle",
+            "is a pickle under another name, which can run code when it is read; save the model as safetensors.",
+        )
+    with open(path, "rb") as file:
+        first = file.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+        if length < 0 or size < 8 + length <= _HEADER_LIMIT:
+            raise BadHeader("truncated", f"ends within its header ({size} bytes). {_AGAIN}")
+        if length > _HEADER_LIMIT:
+            raise BadHeader(
+                "header", f"is no safetensors file: its first 8 bytes ask for a header of {length} bytes. {_AGAIN}"
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        if not isinstance(header, dict):
+            raise ValueError(f"a {type(header).__name__} instead of an object")
+    except ValueError as error:
+        raise BadHeader("header", f"has a damaged header ({str(error)[:120]}). {_AGAIN}") from error
+    header.pop("__metadata__", None)
+    found = [_held(path, name, entry, 8 + length) for name, entry in header.items()]
+    end = 8 + length
+    for held in sorted(found, key=lambda h: (h.start, h.size)):
+        if held.start != end:
+            raise BadHeader("header", f"places {held.name!r} at byte {held.start} where {end} is next. {_AGAIN}")
+        end += held.size
+    if size < end:
+        lost = next(h for h in sorted(found, key=lambda h: h.start) if h.start + h.size > size)
+        raise BadHeader(
+            "truncated", f"is truncated: {size} bytes of {end}, so that {lost.name!r} and what follows is cut. {_AGAIN}"
+        )
+    if size > end:
+        raise BadHeader("header", f"has {size - end} bytes behind its last tensor. {_AGAIN}")
+    return found
+
+
+def _held(path: Path, name: str, entry: Any, base: int) -> Held:
+    try:
+        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise ValueError("negative or fractional numbers")
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadHeader("header", f"has a damaged entry for {name!r} ({error!s:.80}). {_AGAIN}") from error
+    if dtype not in SIZES:
+        raise BadHeader(
+            "header", f"stores {name!r} as {dtype}, which Octavo does not know; known are {', '.join(SIZES)}."
+        )
+    elements = 1
+    for side in shape:
+        elements *= side
+    if end - begin != elements * SIZES[dtype]:
+        raise BadHeader(
+            "header",
+            f"gives {name!r} {end - begin} bytes where {dtype} {list(shape)} has {elements * SIZES[dtype]}. {_AGAIN}",
+        )
+    return Held(name, path, dtype, shape, base + begin, end - begin)
+
+
+def read_folder(folder: Path, found: Findings, stem: str = "model") -> Headers:
+    """The weight files that loaders take: `stem`.safetensors, else the shards of its index, each checked.
+
+    Every finding about files goes to `found`; what could be read is returned all the same.
+    """
+    headers = Headers(folder)
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    placed = _read_index(index, found) if index.exists() else None
+    _pickles(folder, found, any(folder.glob("*.safetensors")))
+    if single.exists():
+        if placed is not None:
+            found.warn(
+                "two-layouts",
+                f"{folder.name} holds both {single.name} and {index.name}: transformers reads the single file, vLLM "
+                "what the index names; delete the one that is old.",
+                index.name,
+            )
+        _add(headers, single, found)
+    elif placed is not None:
+        _shards(folder, index, placed, headers, found)
+    elif not any(f.kind in ("pickle", "index") for f in found):
+        found.fail("no-weights", f"{folder} holds no {single.name} and no {index.name}: there are no weights to load.")
+    listed = {path.name for path in headers.files} | set((placed or {}).values())
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name in listed or not listed:
+            continue
+        if placed:
+            found.warn(
+                "extra-shard",
+                f"{path.name} is not named by {index.name}: loaders leave it out; delete it, or write the index again.",
+                path.name,
+            )
+        elif path.name.startswith(stem):
+            found.fail(
+                "extra-shard",
+                f"{path.name} stands beside {single.name} without an index: transformers leaves it out, vLLM and "
+                "SGLang read both; delete the one that is old.",
+                path.name,
+            )
+    return headers
+
+
+def _pickles(folder: Path, found: Findings, safetensors: bool) -> None:
+    pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern) if p.is_file() and is_pickle(p))
+    weights = [name for name in pickles if name.endswith(".bin") or "model" in name]
+    if weights and not safetensors:
+        found.fail(
+            "pickle",
+            f"{weights[0]} is a pickle, which can run code when it is read, and there are no safetensors beside it; "
+            "save the model with save_pretrained (safetensors is its format).",
+            weights[0],
+        )
+    elif weights:
+        found.warn(
+            "pickle-beside",
+            f"{weights[0]} is a pickle beside the safetensors ({len(weights)} such files): no loader here needs it; "
+            "delete it.",
+            weights[0],
+        )
+
+
+def _read_index(index: Path, found: Findings) -> dict[str, str] | None:
+    try:
+        raw = json.loads(index.read_text(encoding="utf-8"))
+        placed = raw["weight_map"]
+        if not placed or not all(isinstance(v, str) and Path(v).name == v for v in placed.values()):
+            raise ValueError("its weight_map is empty, or names files outside the folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found.fail("index", f"{index.name} cannot be used ({error!s:.120}); write the index again.", index.name)
+        return None
+    return dict(placed)
+
+
+def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers, found: Findings) -> None:
+    missing: set[str] = set()
+    for name in sorted(set(placed.values())):
+        if (folder / name).is_file():
+            _add(headers, folder / name, found)
+        else:
+            lost = sorted(t for t, shard in placed.items() if shard == name)
+            found.fail(
+                "missing-shard",
+                f"{name} is missing, though {index.name} places {lost[0]!r} and {len(lost) - 1} more tensors in it; "
+                "download the shard again.",
+                name,
+                lost[0],
+            )
+            missing.add(name)
+    read = {path.name for path in headers.files}
+    for tensor, shard in placed.items():
+        held = headers.tensors.get(tensor)
+        if shard in missing or (shard not in read and held is None):
+            continue
+        if held is None:
+            found.fail(
+                "index-entry",
+                f"{shard} lacks {tensor!r}, which {index.name} places in it; download both again.",
+                shard,
+                tensor,
+            )
+        elif held.file != shard and not any(held.name == second.name for _, second in headers.doubles):
+            found.fail(
+                "index-entry",
+                f"{index.name} places {tensor!r} in {shard}, but {held.file} holds it; write the index again.",
+                index.name,
+                tensor,
+            )
+    for tensor, held in headers.tensors.items():
+        if tensor not in placed:
+            found.fail(
+                "index-entry",
+                f"{index.name} has no entry for {tensor!r}, which {held.file} holds: loaders that follow the index "
+                "never read it; write the index again.",
+                held.file,
+                tensor,
+            )
+    for first, second in headers.doubles:
+        found.fail(
+            "duplicate",
+            f"{first.name!r} is in {first.file} and in {second.file}: which one is loaded depends on the loader; keep "
+            "the one that belongs and write the index again.",
+            second.file,
+            first.name,
+        )
+
+
+def _add(headers: Headers, path: Path, found: Findings) -> None:
+    headers.files.append(path)
+    try:
+        tensors = read_file(path)
+    except BadHeader as error:
+        found.fail(error.kind, f"{path.name} {error}", path.name)
+        return
+    except OSError as error:
+        found.fail("header", f"{path.name} cannot be read: {error.strerror}.", path.name)
+        return
+    for held in tensors:
+        if held.name in headers.tensors:
+            headers.doubles.append((headers.tensors[held.name], held))
+        else:
+            headers.tensors[held.name] = held

@@ -1,0 +1,241 @@
+"""Names, shapes and dtypes against the stock model, and config.json against what the files hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.checkpoint.verify_findings import Findings
+from octavo.checkpoint.verify_headers import Headers, Held
+from octavo.checkpoint.verify_stock import Stock
+
+#: what follows a weight's name where quantizers keep its scales; longest first
+SCALES = ("_scale_inv", "_scale_2", "_scale", "_zero_point")
+_HIGH = ("F32", "BF16", "F16")
+_FLOATS = (*_HIGH, "F8_E4M3", "F8_E5M2")
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+def scale_of(name: str) -> str | None:
+    """The weight that a name on disk holds the scales of, or None where it is none."""
+    for suffix in SCALES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return f"{name.removesuffix('.input_scale')}.weight" if name.endswith(".input_scale") else None
+
+
+def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, Held]:
+    """The tensors by the name that the stock model gives them (scales left out); reports what differs."""
+    known: dict[str, Held] = {}
+    present = headers.tensors
+    for name, held in present.items():
+        if scale_of(name) is not None and name not in stock.shapes:
+            continue
+        own = name if name in stock.linears or name in stock.tied else stock.alias(name, present)
+        if own is None:
+            if not stock.is_ignored(name):
+                found.fail(
+                    "extra",
+                    f"{held.file} holds {name!r} {list(held.shape)}, which the model of config.json does not have; "
+                    "take the config.json that belongs to these weights, or write them without it.",
+                    held.file,
+                    name,
+                )
+            continue
+        known[own] = held
+        _shape(own, held, stock, found)
+        _dtype(held, own, found)
+    _stacked_twice(known, stock, found)
+    for name, shape in stock.shapes.items():
+        if name in known:
+            continue
+        singles = stock.stacked.get(name, ())
+        if any(single in known for single in singles):
+            lost = [single for single in singles if single not in known]
+        else:
+            lost = [name]
+        for one in lost:
+            wanted = list(stock.linears[one].shape if one in stock.linears else shape)
+            found.fail(
+                "missing",
+                f"{one!r} {wanted} is in no file of {headers.folder.name}: transformers would fill it with random "
+                "numbers and only warn; write the checkpoint again, or take the config.json that belongs to it.",
+                "",
+                one,
+            )
+    return known
+
+
+def _stacked_twice(known: Mapping[str, Held], stock: Stock, found: Findings) -> None:
+    for name, singles in stock.stacked.items():
+        double = [single for single in singles if single in known]
+        if name in known and double:
+            found.fail(
+                "duplicate",
+                f"{known[name].file} holds the experts stacked as {name!r}, and {known[double[0]].file} one by one "
+                f"({double[0]!r}); keep one of them.",
+                known[name].file,
+                name,
+            )
+
+
+def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
+    if name in stock.tied:
+        wanted = stock.shapes[stock.tied[name]]
+    else:
+        wanted = stock.shapes.get(name) or (stock.linears[name].shape if name in stock.linears else ())
+    turned = name in stock.stacked and held.shape == (*wanted[:-2], wanted[-1], wanted[-2])
+    if held.shape != tuple(wanted) and not turned:
+        hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
+        found.fail(
+            "shape",
+            f"{held.name!r} in {held.file} has shape {list(held.shape)} where the model of config.json has "
+            f"{list(wanted)}{hint}; write it again, or take the config.json that belongs to these weights.",
+            held.file,
+            held.name,
+        )
+
+
+def _dtype(held: Held, name: str, found: Findings) -> None:
+    if held.dtype not in _FLOATS:
+        found.fail(
+            "dtype",
+            f"{held.name!r} in {held.file} is {held.dtype}; weights are BF16, F16, F32 or FP8 codes (F8_E4M3): write "
+            "it again in one of them.",
+            held.file,
+            held.name,
+        )
+    elif held.dtype == "F8_E5M2":
+        found.fail(
+            "dtype",
+            f"{held.name!r} in {held.file} is F8_E5M2, and loaders take weights in F8_E4M3 alone; quantize it again.",
+            held.file,
+            held.name,
+        )
+
+
+def check_config(
+    folder: Path, raw: Mapping[str, Any], block: Mapping[str, Any] | None, headers: Headers, found: Findings
+) -> None:
+    """quantization_config, dtype and architectures of config.json against the files."""
+    codes = [held for held in headers.tensors.values() if held.fp8]
+    if codes and block is None:
+        dangling = any(scale_of(name) for name in headers.tensors)
+        found.fail(
+            "quantization-lost",
+            f"config.json has no quantization_config, but {len(codes)} tensors are FP8 codes, e.g. {codes[0].name!r} "
+            f"in {codes[0].file}{'; their scales are there' if dangling else ' and no scales are there'}: loaders "
+            "would take codes for values. Put the quantization_config back (the export that wrote the codes has it), "
+            "or export the model again.",
+            codes[0].file,
+            codes[0].name,
+        )
+    if block is not None and not codes and headers.tensors:
+        found.fail(
+            "quantization-without-codes",
+            "config.json has a quantization_config, but no tensor is FP8: vLLM and SGLang would wait for scales; "
+            "remove the block from config.json, or write the quantized weights.",
+            "config.json",
+        )
+    if not raw.get("architectures"):
+        found.fail(
+            "architectures",
+            "config.json names no architectures: vLLM and SGLang choose the model's class by it; add e.g. "
+            '"architectures": ["Qwen3ForCausalLM"].',
+            "config.json",
+        )
+    _config_dtype(raw, headers, found)
+    told = dict(raw)
+    if any(str(told.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):
+        found.fail(
+            "config-dtype",
+            "config.json gives float8 as the dtype: loaders would cast every tensor to codes without scales; write "
+            '"dtype": "bfloat16".',
+            "config.json",
+        )
+
+
+def _config_dtype(raw: Mapping[str, Any], headers: Headers, found: Findings) -> None:
+    text = raw.get("text_config") if isinstance(raw.get("text_config"), Mapping) else {}
+    told = next((d[k] for d in (raw, text or {}) for k in ("dtype", "torch_dtype") if d.get(k)), None)
+    sizes: Counter[str] = Counter()
+    for held in headers.tensors.values():
+        if held.dtype in _DTYPES and scale_of(held.name) is None:
+            sizes[held.dtype] += held.size
+    if not sizes:
+        return
+    most = _DTYPES[sizes.most_common(1)[0][0]]
+    if told is None:
+        found.warn(
+            "config-dtype",
+            f'config.json names no dtype, and most values are {most}: loaders would guess; add "dtype": "{most}".',
+            "config.json",
+        )
+    elif str(told).removeprefix("torch.") != most and str(told) != "auto" and "float8" not in str(told):
+        found.warn(
+            "config-dtype",
+            f"config.json says dtype {told}, and most values on disk are {most}: loaders round them while loading; "
+            f'write "dtype": "{most}" if that is not meant.',
+            "config.json",
+        )
+
+
+def check_companions(folder: Path, vision: bool, found: Findings) -> None:
+    """Tokenizer, chat template and, for models of images, the processor: what a server needs beside weights."""
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        found.warn(
+            "companions",
+            f"{folder.name} has no tokenizer ({', '.join(_TOKENIZERS[:2])}): servers cannot start from it; copy the "
+            "tokenizer files of the model it was made from.",
+        )
+    template = any((folder / name).is_file() for name in _TEMPLATES)
+    told = folder / "tokenizer_config.json"
+    if not template and not (
+        told.is_file() and '"chat_template"' in told.read_text(encoding="utf-8", errors="replace")
+    ):
+        found.warn(
+            "companions",
+            f"{folder.name} has no chat template (chat_template.jinja): servers refuse chat requests; copy it from the "
+            "model it was made from.",
+        )
+    if vision and not any((folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json")):
+        found.warn(
+            "companions",
+            f"{folder.name} has no preprocessor_config.json, though the model takes images; copy it from the model it "
+            "was made from.",
+        )
+
+
+def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick: bool, found: Findings) -> None:
+    """Tied weights that are on disk twice: they must be the same bytes."""
+    for second, first in stock.tied.items():
+        two, one = known.get(second), known.get(first)
+        if two is None or one is None:
+            continue
+        same = two.dtype == one.dtype and two.shape == one.shape
+        if same and not quick:
+            pairs = zip(two.rows(), one.rows(), strict=True)
+            same = all(a.view(torch.uint8).equal(b.view(torch.uint8)) for (_, a), (_, b) in pairs)
+        if not same:
+            found.fail(
+                "tied",
+                f"{two.name!r} in {two.file} differs from {one.name!r}, though config.json ties them "
+                "(tie_word_embeddings): loaders keep one of the two; set tie_word_embeddings to false, or write the "
+                "folder without it.",
+                two.file,
+                two.name,
+            )
+        else:
+            found.warn(
+                "tied-twice",
+                f"{two.name!r} in {two.file} repeats {one.name!r}, which config.json ties it to: it costs "
+                f"{two.size} bytes for nothing; write the folder without it.",
+                two.file,
+                two.name,
+            )

@@ -1,0 +1,329 @@
+"""The layout of FP8 weights: each with its scales, under the right name, of the right grid and dtype; told by headers.
+
+method              weight X.weight F8_E4M3 [N, K]; scales          grid
+------------------  ---------------------------------------------  ----------------------------------
+fp8                 X.weight_scale_inv                              [ceil(N / r), ceil(K / c)]
+compressed-tensors  X.weight_scale, kind row (strategy channel)     [N, 1]
+                    kind tensor                                     [1], or a scalar
+                    kind block                                      [ceil(N / r), ceil(K / c)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from octavo.checkpoint.verify_findings import Findings
+from octavo.checkpoint.verify_headers import Headers, Held
+from octavo.checkpoint.verify_names import SCALES, scale_of
+from octavo.checkpoint.verify_stock import Linear, Stock, fused_groups
+from octavo.models.quantization import Quantization
+
+_OTHER = {"_scale_inv": "_scale", "_scale": "_scale_inv"}
+_METHOD = {"_scale_inv": "fp8", "_scale": "compressed-tensors"}
+_SCALE_DTYPES = ("F32", "BF16")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """FP8 codes and their scales. block: (rows, columns) that share a scale, -1 for the whole side."""
+
+    weight: Held
+    scale: Held
+    block: tuple[int, int]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape of the scales as the block has it, experts in front."""
+        lead, (n, k) = self.weight.shape[:-2], self.weight.shape[-2:]
+        r, c = self.block
+        return (*lead, 1 if r == -1 else -(-n // r), 1 if c == -1 else -(-k // c))
+
+
+def pair_up(headers: Headers, q: Quantization | None, found: Findings) -> list[Pair]:
+    """Every FP8 weight with its scales; reports those that have none, the wrong ones, or ones of another layout.
+
+    Without a quantization_config the layout is guessed from the scales, so that values can be looked at all the same.
+    """
+    pairs = []
+    for held in headers.tensors.values():
+        if held.dtype != "F8_E4M3" or scale_of(held.name) is not None:
+            continue
+        scale = _scales_of(held, headers, q, found)
+        if scale is None:
+            continue
+        block = _block(held, scale, q, found)
+        if block is not None:
+            pairs.append(Pair(held, scale, block))
+    _dangling(headers, q, found)
+    return pairs
+
+
+def _scales_of(held: Held, headers: Headers, q: Quantization | None, found: Findings) -> Held | None:
+    there = {suffix: headers.tensors.get(held.name + suffix) for suffix in _OTHER}
+    if q is None:
+        return there["_scale_inv"] or there["_scale"]
+    right, wrong = q.scale_suffix, _OTHER[q.scale_suffix]
+    scale, stray = there[right], there[wrong]
+    if scale is None and stray is not None:
+        found.fail(
+            "scale-name",
+            f"the scales of {held.name!r} are named {stray.name!r} in {stray.file}; quant_method {q.method!r} reads "
+            f"{held.name + right!r} ({wrong} belongs to {_METHOD[wrong]!r}): rename them, or write the config of the "
+            "other method.",
+            stray.file,
+            stray.name,
+        )
+        return stray
+    if scale is None:
+        found.fail(
+            "scale-missing",
+            f"{held.name!r} in {held.file} is FP8 and has no scales {held.name + right!r}: loaders would take codes "
+            "for values; export it again, or copy the scales from the checkpoint that it came from.",
+            held.file,
+            held.name,
+        )
+        return None
+    if stray is not None:
+        found.fail(
+            "scale-both",
+            f"{held.name!r} has scales under two names, {scale.name!r} and {stray.name!r} in {stray.file}; remove "
+            f"{stray.name!r}, which quant_method {q.method!r} does not read.",
+            stray.file,
+            stray.name,
+        )
+    return scale
+
+
+def _block(held: Held, scale: Held, q: Quantization | None, found: Findings) -> tuple[int, int] | None:
+    """The block by the config where the scales fit it, else by the scales; None where no block fits them."""
+    _dtype(held, scale, q, found)
+    if len(held.shape) < 2:
+        found.fail(
+            "fp8-elsewhere",
+            f"{held.name!r} in {held.file} is FP8 with {len(held.shape)} dimensions; only matrices are: write it in "
+            "BF16.",
+            held.file,
+            held.name,
+        )
+        return None
+    lead, (n, k) = held.shape[:-2], held.shape[-2:]
+    shape = scale.shape
+    if q is None:
+        return _guess(n, k, shape[len(lead) :])
+    wanted = (*lead, *q.grid(n, k))
+    block = {"row": (1, -1), "tensor": (-1, -1)}.get(q.kind) or q.block
+    loose = {wanted}
+    if q.kind == "tensor" and not lead:
+        loose |= {(1,), ()}
+    if shape in loose:
+        return block
+    guessed = _guess(n, k, shape[len(lead) :])
+    what = "x".join(str(side) for side in q.block) if q.block else q.kind
+    if shape == (*lead, *q.grid(n, k)[::-1]):
+        found.fail(
+            "scale-transposed",
+            f"{scale.name!r} in {scale.file} has shape {list(shape)}, the transpose of the grid {list(wanted)} of "
+            f"{held.name!r} {list(held.shape)} in blocks of {what}; transpose it, or export again.",
+            scale.file,
+            scale.name,
+        )
+        return None
+    found.fail(
+        "scale-grid",
+        f"{scale.name!r} in {scale.file} has shape {list(shape)}, and {held.name!r} {list(held.shape)} in blocks of "
+        f"{what} needs {list(wanted)}{_as_if(guessed)}; export it again, or correct the block in quantization_config.",
+        scale.file,
+        scale.name,
+    )
+    return guessed
+
+
+def _as_if(block: tuple[int, int] | None) -> str:
+    if block is None:
+        return ""
+    named = {(1, -1): "one a row (strategy channel)", (-1, -1): "one a tensor"}
+    return f" (it fits {named.get(block) or f'blocks of {block[0]}x{block[1]}'})"
+
+
+def _guess(n: int, k: int, shape: Sequence[int]) -> tuple[int, int] | None:
+    """The block that a grid of scales speaks of: usual ones before others."""
+    if tuple(shape) in {(), (1,)}:
+        return (-1, -1)
+    if len(shape) == 1 and shape[0] == n:
+        return (1, -1)
+    if len(shape) != 2:
+        return None
+    for r, c in ((128, 128), (64, 64), (32, 32), (256, 256), (1, 128), (1, 32)):
+        if (-(-n // r), -(-k // c)) == tuple(shape):
+            return (r, c)
+    if tuple(shape) == (n, 1):
+        return (1, -1)
+    return (-1, -1) if tuple(shape) == (1, 1) else None
+
+
+def _dtype(held: Held, scale: Held, q: Quantization | None, found: Findings) -> None:
+    powers = q is not None and q.scale_format == "ue8m0"
+    if scale.dtype in _SCALE_DTYPES or (scale.dtype == "F8_E8M0" and powers):
+        return
+    if scale.dtype == "F8_E8M0":
+        why = 'is F8_E8M0, and quantization_config lacks "scale_fmt": "ue8m0", by which loaders know it; add it'
+    elif scale.dtype == "F16":
+        why = "is F16, whose smallest values round scales of ordinary weights; write F32"
+    else:
+        why = f"is {scale.dtype}; scales are F32, BF16 or, with scale_fmt ue8m0, F8_E8M0: export again"
+    found.fail("scale-dtype", f"{scale.name!r} in {scale.file} {why}.", scale.file, scale.name)
+
+
+def _dangling(headers: Headers, q: Quantization | None, found: Findings) -> None:
+    for name, held in headers.tensors.items():
+        weight = scale_of(name)
+        if weight is None or not any(name.endswith(s) for s in (*SCALES, ".input_scale")):
+            continue
+        owner = headers.tensors.get(weight)
+        if name.endswith(".input_scale"):
+            if q is not None and q.activations != "static":
+                found.fail(
+                    "scale-dangling",
+                    f"{held.file} holds {name!r}, but quantization_config says activations are {q.activations}; remove "
+                    "it, or say activation_scheme static.",
+                    held.file,
+                    name,
+                )
+            continue
+        if owner is not None and owner.fp8:
+            continue
+        stands = (
+            "has no weight beside it" if owner is None else f"scales {weight!r}, which is {owner.dtype} and no code"
+        )
+        found.fail(
+            "scale-dangling",
+            f"{name!r} in {held.file} {stands}: {'the weight was left out' if owner is None else _CAST}; export again.",
+            held.file,
+            name,
+        )
+    if q is not None and q.activations == "static":
+        for held in headers.tensors.values():
+            if held.fp8 and scale_of(held.name) is None:
+                wanted = f"{held.name.removesuffix('.weight')}.input_scale"
+                if wanted not in headers.tensors:
+                    found.fail(
+                        "scale-missing",
+                        f"{held.name!r} in {held.file} has no {wanted!r}, though quantization_config says that "
+                        "activations have fixed scales; export it with dynamic activations.",
+                        held.file,
+                        held.name,
+                    )
+
+
+_CAST = "codes may have been cast without it"
+
+
+def check_places(known: Mapping[str, Held], stock: Stock, q: Quantization | None, found: Findings) -> None:
+    """FP8 where no loader dequantizes: embeddings, norms, routers; and lm_head, which servers do not quantize."""
+    head = _head(stock)
+    for name, held in known.items():
+        if not held.fp8:
+            continue
+        leaf = name.removesuffix(".weight").rpartition(".")[2]
+        if leaf in ("gate", "router") or "router" in leaf:
+            found.fail(
+                "router",
+                f"{name!r} in {held.file} is the router of the experts in FP8: no loader reads codes there, and it "
+                "decides which expert runs; write it in BF16 and list it among the layers that are not quantized.",
+                held.file,
+                name,
+            )
+        elif name in stock.stacked:
+            found.fail(
+                "stacked",
+                f"{name!r} in {held.file} holds stacked experts in FP8; servers read FP8 experts one by one "
+                f"({stock.stacked[name][0]!r}): export again.",
+                held.file,
+                name,
+            )
+        elif name not in stock.linears:
+            found.fail(
+                "fp8-elsewhere",
+                f"{name!r} in {held.file} is FP8, and it is no linear layer's weight: no loader dequantizes it; write "
+                "it in BF16.",
+                held.file,
+                name,
+            )
+        elif name == head:
+            found.fail(
+                "head",
+                f"{name!r} in {held.file} is the output projection in FP8: vLLM and SGLang read it in high precision "
+                "and would take codes for values; write it in BF16 and list it as not quantized.",
+                held.file,
+                name,
+            )
+
+
+def _head(stock: Stock) -> str | None:
+    module = stock.model.get_output_embeddings()
+    if module is None:
+        return None
+    names = {id(m): n for n, m in stock.model.named_modules()}
+    name = names.get(id(module))
+    return next((disk for disk, layer in stock.linears.items() if layer.module == name), None)
+
+
+def head_module(stock: Stock) -> str | None:
+    """The disk name of the output projection's module."""
+    name = _head(stock)
+    return None if name is None else name.removesuffix(".weight")
+
+
+def check_blocks(known: Mapping[str, Held], stock: Stock, q: Quantization | None, found: Findings) -> None:
+    """What servers' block kernels ask of shapes, and that the shards of a fused matrix are of one kind."""
+    for group in fused_groups(stock):
+        _one_kind(group, known, found)
+    if q is None or q.block is None:
+        return
+    r, c = q.block
+    inner = {layer.disk for group in fused_groups(stock) for layer in (group if group[0].expert else group[:-1])}
+    for name, held in known.items():
+        layer = stock.linears.get(name)
+        if not held.fp8 or layer is None:
+            continue
+        n, k = held.shape[-2:]
+        if k % c:
+            found.fail(
+                "block-k",
+                f"{name!r} in {held.file} has K = {k}, which is no multiple of {c}: vLLM's and SGLang's kernels "
+                f"quantize activations in groups of {c}; keep this layer in BF16 and list it.",
+                held.file,
+                name,
+            )
+        if n % r and layer.disk in inner:
+            found.fail(
+                "block-n",
+                f"{name!r} in {held.file} has N = {n}, no multiple of {r}, and servers put another layer below it in "
+                "one matrix, whose blocks would not match; keep the layers of this matrix in BF16 and list them.",
+                held.file,
+                name,
+            )
+        elif n % r and n > r:
+            found.warn(
+                "block-ragged",
+                f"{name!r} in {held.file} has N = {n}, no multiple of {r}: transformers on a CPU takes blocks of "
+                f"{n // -(-n // r)} rows there, an error or wrong values; keep it in BF16 if that matters.",
+                held.file,
+                name,
+            )
+
+
+def _one_kind(group: tuple[Linear, ...], known: Mapping[str, Held], found: Findings) -> None:
+    held = [known.get(f"{layer.disk}.weight") for layer in group]
+    there = [h for h in held if h is not None]
+    codes = [h for h in there if h.fp8]
+    if codes and len(codes) < len(there):
+        other = next(h for h in there if not h.fp8)
+        found.fail(
+            "fused-mixed",
+            f"{codes[0].name!r} in {codes[0].file} is FP8 and {other.name!r} is {other.dtype}; vLLM and SGLang put "
+            "them into one matrix and refuse it: quantize all of them, or none, and list them together.",
+            codes[0].file,
+            codes[0].name,
+        )

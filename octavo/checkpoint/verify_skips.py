@@ -1,0 +1,132 @@
+"""Whether every loader takes the skip list as it is meant: FP8 layers quantized, all others not.
+
+`modules_to_not_convert` (method fp8) and `ignore` (compressed-tensors) are read in different ways, which are in
+`octavo.models.quantization`; SGLang's is below. A name may be the module's in the model or the one on disk, since
+loaders map one to the other. Sources: transformers 5.23 `should_convert_module`;
+vLLM `is_layer_skipped` (exact names, all shards of a fused matrix alike); SGLang `is_layer_skipped` since pull request
+23467 (whole parts between dots, with and without `model.`); compressed-tensors 0.20 `is_match`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from octavo.checkpoint.verify_findings import LOADERS, Findings
+from octavo.checkpoint.verify_headers import Held
+from octavo.checkpoint.verify_scales import head_module
+from octavo.checkpoint.verify_stock import Linear, Stock
+from octavo.models.quantization import Quantization, by_pattern, by_target, exact
+
+
+def by_parts(name: str, names: Iterable[str]) -> bool:
+    """SGLang's rule: an entry, with or without `model.` in front, is a run of whole parts of the name."""
+    return any(
+        f".{base}." in f".{name}." for other in names for base in (other.strip("."), other.removeprefix("model."))
+    )
+
+
+_TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
+
+
+def forms(layer: Linear) -> tuple[str, ...]:
+    """The names that a server may know a layer by: in the model, on disk, and vision parts without `model.`."""
+    both = dict.fromkeys((layer.disk if layer.expert else layer.module, layer.disk))
+    bare = [name.removeprefix("model.") for name in both]
+    return (*both, *(name for name in bare if name.startswith(_TOWERS) and name not in both))
+
+
+def skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str, ...]) -> bool:
+    """Whether a loader leaves a layer in high precision. `moved`: the list in the model's names, for transformers."""
+    if q.method == "compressed-tensors":
+        names = forms(layer) if loader != "transformers" else (layer.disk if layer.expert else layer.module, layer.disk)
+        chosen = any(by_target(name, q.targets, layer.types) for name in names)
+        return not chosen or any(by_target(name, q.skipped, layer.types) for name in names)
+    if loader == "transformers":
+        return by_pattern(layer.module, moved)
+    names = (*forms(layer), layer.disk.rpartition(".experts.")[0] + ".experts") if layer.expert else forms(layer)
+    rule = exact if loader == "vLLM" else by_parts
+    return any(rule(name, q.skipped) for name in names)
+
+
+def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed: bool, found: Findings) -> None:
+    """Each layer under each loader's rule, and names of the list that mean nothing. `listed`: there is a list."""
+    key = "modules_to_not_convert" if q.method == "fp8" else "ignore"
+    moved = tuple(stock.to_module_prefix(name) for name in q.skipped)
+    head = head_module(stock)
+    done: set[str] = set()
+    for name, layer in _layers(known, stock):
+        held = known.get(name)
+        codes = held is not None and held.fp8
+        if layer.disk == head and q.method == "fp8" and not listed:
+            continue  # transformers keeps the head by itself where no list is given; servers always do
+        wrong = [loader for loader in LOADERS if skipped_by(loader, layer, q, moved) == codes]
+        if layer.disk == head and not codes:  # servers never quantize it, listed or not
+            wrong = [loader for loader in wrong if loader == "transformers"]
+        if not wrong or layer.disk in done:
+            continue
+        done.add(layer.disk)
+        file = held.file if held is not None else "config.json"
+        who = _and(wrong)
+        if codes:
+            found.fail(
+                "skip-covers-fp8",
+                f"{name!r} is FP8 in {file}, but {who} leave{'s' * (len(wrong) == 1)} it unquantized by {key} in "
+                f"config.json{_culprit(layer, q)}, and would take its codes for values; take that entry out, and write "
+                "full names.",
+                file,
+                name,
+            )
+        else:
+            found.fail(
+                "skip-missing",
+                f"{name!r} is {held.dtype if held else 'tied'} in {file}, but {who} take{'s' * (len(wrong) == 1)} "
+                f"it for FP8 and wait{'s' * (len(wrong) == 1)} for its scales; add {layer.disk!r} to {key} in "
+                "config.json.",
+                file,
+                name,
+            )
+    _meaningless(stock, q, key, found)
+
+
+def _layers(known: Mapping[str, Held], stock: Stock) -> Iterable[tuple[str, Linear]]:
+    """The layers of the model: experts one by one where they lie so, else the stack as one."""
+    single = {one for name, ones in stock.stacked.items() if name in known for one in ones}
+    for name, layer in stock.linears.items():
+        if name not in single:
+            yield name, layer
+    seen: set[str] = set()
+    for name in stock.stacked:
+        owner = name.rpartition(".")[0]
+        if name in known and owner not in seen:
+            seen.add(owner)
+            module = stock.to_module(name).rpartition(".")[0]
+            yield name, Linear(owner, module, (0, 0), (type(stock.model.get_submodule(module)).__name__,))
+
+
+def _culprit(layer: Linear, q: Quantization) -> str:
+    """The entry that does it, where one alone is at fault."""
+    for entry in q.skipped:
+        rules = (exact, by_parts, by_pattern) if q.method == "fp8" else (by_target,)
+        if any(rule(name, (entry,)) for rule in rules for name in forms(layer)):
+            return f" ({entry!r})"
+    return ""
+
+
+def _meaningless(stock: Stock, q: Quantization, key: str, found: Findings) -> None:
+    classes = {cls.__name__ for module in stock.model.modules() for cls in type(module).__mro__}
+    for entry in q.skipped:
+        known = {entry, f"model.{entry}", entry.removesuffix(".weight")}
+        if known & stock.modules or entry in classes:
+            continue
+        rule = by_target if q.method == "compressed-tensors" else by_pattern
+        if any(rule(name, (entry,)) for name in stock.modules):
+            continue
+        found.warn(
+            "skip-nothing",
+            f"{entry!r} in {key} of config.json names nothing in this model; take it out, or correct it.",
+            "config.json",
+        )
+
+
+def _and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,309 @@
+"""The scan of values: NaN, infinities, zero blocks, bad scales, and codes or scales that make no sense together.
+
+Read tensor by tensor in pieces of rows, so that memory stays at a few tens of MB whatever the model. Codes are looked
+at as bytes: without its sign a code of E4M3 orders as its magnitude does, 0x7F is NaN and 0x7E is 448.
+
+What can be told without a reference, and how surely:
+
+    scales all 1            a weight whose largest values are 224 to 448: surely no trained weight, scales were lost
+    values on E4M3's grid   a BF16 weight of which every value is an E4M3 value, up to 448: surely codes without scales
+    peaks above 1000        and below 100 with 1 / scale: a suspicion that reciprocals are stored
+    peaks 300 times below   the median of the other layers, and ordinary with the scale's root: a suspicion that the
+                            scale was applied twice
+    codes below 56          a scale taken from a block's amax makes its largest code 224 or more: a suspicion
+
+A peak is a block's largest |code| * scale; a tensor's is the median over its blocks. `--against` makes suspicions sure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.verify_findings import Findings
+from octavo.checkpoint.verify_headers import Held
+from octavo.checkpoint.verify_names import scale_of
+from octavo.checkpoint.verify_scales import Pair
+from octavo.checkpoint.verify_stock import Stock, fused_groups
+from octavo.fp8.formats import E4M3, NAN_CODE, decode
+
+Progress = Callable[[int, int, str], None]
+
+_FILLED = 56.0
+_TALL, _PLAIN = 1e3, 1e2
+_SMALL, _BELOW = 1e-3, 300.0
+_CODES = 16.0  # E4M3 values of a weight reach this only where they are codes of a scaled cast
+_MANY = 16  # distinct magnitudes below which a weight may lie on the grid by construction
+
+
+@dataclass(frozen=True)
+class _Scanned:
+    """Of an FP8 weight: the median over its non-zero blocks of code, peak, and of what other scales would give."""
+
+    pair: Pair
+    code: float
+    peak: float
+    inverse: float
+    root: float
+    ones: bool
+
+
+def scan(
+    known: Mapping[str, Held], pairs: Sequence[Pair], stock: Stock | None, found: Findings, progress: Progress | None
+) -> None:
+    """Look at every value. `stock` None: the model is unknown, so nothing is said of roles."""
+    total = sum(held.size for held in known.values())
+    done = 0
+    by_name = {pair.weight.name: pair for pair in pairs}
+    scanned: list[_Scanned] = []
+    for name, held in known.items():
+        if progress is not None:
+            progress(done, total, held.name)
+        if held.dtype == "F8_E4M3":
+            pair = by_name.get(held.name)
+            seen = _codes(held, pair, found)
+            if seen is not None:
+                scanned.append(seen)
+        elif held.dtype in ("F32", "BF16", "F16", "F64"):
+            _values(held, stock is not None and name in {**stock.linears, **stock.stacked}, found)
+        done += held.size
+    if progress is not None:
+        progress(total, total, "")
+    _judge(scanned, found)
+    if stock is not None:
+        _shared(by_name, known, stock, found)
+
+
+def scales_fp32(scale: Held) -> Tensor:
+    """The scales of a weight in fp32; bytes are exponents, as E8M0 has them."""
+    raw = scale.read()
+    return (raw.view(torch.float8_e8m0fnu) if raw.dtype is torch.uint8 else raw).float()
+
+
+def experts(held: Held) -> list[Held]:
+    """A weight as its matrices: itself, or those of stacked experts."""
+    if len(held.shape) < 3:
+        return [held]
+    count, size = held.shape[0], held.size // max(1, held.shape[0])
+    return [Held(held.name, held.path, held.dtype, held.shape[1:], held.start + i * size, size) for i in range(count)]
+
+
+def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
+    bad, peaks, nans = 0, [], 0
+    block = (1, -1) if pair is None else pair.block
+    for matrix in experts(held):
+        step = block[0] if block[0] > 0 else 1
+        rows = []
+        for _, piece in matrix.rows(step):
+            magnitude = piece.view(torch.uint8) & NAN_CODE
+            nans += int((magnitude == NAN_CODE).sum())
+            rows.append(_amax(magnitude.masked_fill_(magnitude == NAN_CODE, 0), block))
+        if rows:
+            grid = torch.cat(rows)
+            peaks.append(grid.amax(0, keepdim=True) if block[0] == -1 else grid)
+    if nans:
+        found.fail(
+            "nan-codes",
+            f"{held.name!r} in {held.file} holds {nans} NaN codes (0x7F or 0xFF): its layer answers NaN; export it "
+            "again from weights that are finite.",
+            held.file,
+            held.name,
+        )
+    if pair is None or not peaks:
+        return None
+    codes = torch.stack(peaks) if len(held.shape) > 2 else peaks[0]
+    scale = scales_fp32(pair.scale)
+    if scale.numel() != codes.numel():
+        return None  # another grid, which was reported
+    scale = scale.reshape(codes.shape)
+    bad = _bad_scales(pair, scale, codes, found)
+    alive = (codes > 0) & (scale > 0) & scale.isfinite()
+    zero = int((codes == 0).sum())
+    if zero and not bad:
+        where = torch.nonzero(codes == 0)[0].tolist()
+        found.warn(
+            "zero-block",
+            f"{held.name!r} in {held.file} has {zero} of {codes.numel()} blocks of zeros only, the first at {where}; "
+            "right where the weight is zero there, else it was lost: export again.",
+            held.file,
+            held.name,
+        )
+    if not bool(alive.any()):
+        return None
+    value = decode(codes[alive].view(E4M3.dtype))
+    s = scale[alive]
+    median = [float(x.median()) for x in (value, value * s, value / s, value * s.sqrt())]
+    return _Scanned(pair, median[0], median[1], median[2], median[3], bool((s == 1).all()))
+
+
+def _amax(magnitude: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest magnitude of each block of a piece, uint8 [row blocks, column blocks]; ragged edges padded by 0."""
+    m, k = magnitude.shape
+    c = k if block[1] == -1 else block[1]
+    r = m if block[0] == -1 else block[0]
+    right, below = -k % c, -m % r
+    if right or below:
+        magnitude = torch.nn.functional.pad(magnitude, (0, right, 0, below))
+    m, k = magnitude.shape
+    return magnitude.view(m // r, r, k // c, c).amax((1, 3))
+
+
+def _bad_scales(pair: Pair, scale: Tensor, codes: Tensor, found: Findings) -> bool:
+    name, file = pair.scale.name, pair.scale.file
+    wrong = False
+    for kind, mask, what in (
+        ("scale-nan", ~scale.isfinite(), "NaN or infinite"),
+        ("scale-zero", scale == 0, "zero"),
+        ("scale-negative", scale < 0, "negative"),
+    ):
+        count = int(mask.sum())
+        if count:
+            wrong = True
+            where = torch.nonzero(mask)[0].tolist()
+            zeros = int((mask & (codes == 0)).sum())
+            note = (
+                f" ({zeros} of them over codes that are all zero, which become NaN when requantized)" if zeros else ""
+            )
+            found.fail(
+                kind,
+                f"{name!r} in {file} holds {count} scales that are {what}, the first at {where}{note}; a scale is "
+                "positive, 1 for a block of zeros: export again.",
+                file,
+                name,
+            )
+    return wrong
+
+
+def _values(held: Held, linear: bool, found: Findings) -> None:
+    bad, peak, on_grid, distinct = 0, 0.0, linear and held.dtype != "F64", 0
+    for _, piece in held.rows():
+        finite = piece.isfinite()
+        if not bool(finite.all()):
+            bad += int((~finite).sum())
+            piece = piece.masked_fill(~finite, 0)
+        peak = max(peak, float(piece.abs().max()))
+        if on_grid:
+            head = piece.flatten()[:4096].float()
+            on_grid = bool((head.to(E4M3.dtype).float() == head).all())
+            distinct = max(distinct, head.abs().unique().numel())
+        if on_grid:
+            on_grid = bool((piece.to(E4M3.dtype).to(piece.dtype) == piece).all())
+    if bad:
+        found.fail(
+            "nan-values",
+            f"{held.name!r} in {held.file} holds {bad} values that are NaN or infinite; write it again from weights "
+            "that are finite.",
+            held.file,
+            held.name,
+        )
+    if not linear or not held.size:
+        return
+    if peak == 0:
+        found.warn(
+            "zero-weight",
+            f"{held.name!r} in {held.file} is zero everywhere; right for a layer that starts at zero, else it was "
+            "lost: write it again.",
+            held.file,
+            held.name,
+        )
+    elif on_grid and peak >= _CODES and peak <= E4M3.max:
+        found.fail(
+            "codes-as-values",
+            f"{held.name!r} in {held.file} is {held.dtype}, but each of its values is an E4M3 value, up to {peak:g}: "
+            "FP8 codes were cast without their scales (as `.to(torch.bfloat16)` does); export again, dequantized.",
+            held.file,
+            held.name,
+        )
+    elif on_grid and distinct >= _MANY:
+        found.warn(
+            "cast-through-fp8",
+            f"{held.name!r} in {held.file} is {held.dtype}, but each of its values is an E4M3 value, up to {peak:g}: "
+            "it was cast to FP8 without a scale and back, and small values are lost; write it again from the original.",
+            held.file,
+            held.name,
+        )
+
+
+def _judge(scanned: Sequence[_Scanned], found: Findings) -> None:
+    peaks = sorted(s.peak for s in scanned)
+    for seen in scanned:
+        weight, scale = seen.pair.weight, seen.pair.scale
+        others = sorted(peaks[: (i := peaks.index(seen.peak))] + peaks[i + 1 :]) or [math.nan]
+        peers = others[len(others) // 2]
+        where = f"{weight.name!r} in {weight.file}"
+        if seen.ones:
+            how = "plain values cast to FP8" if seen.code < _FILLED else "codes of a scaled cast"
+            found.fail(
+                "unscaled",
+                f"{where}: all its scales are 1 and its codes (largest {seen.code:g}) look like {how}: the scales were "
+                "lost or never made; export it again.",
+                weight.file,
+                weight.name,
+            )
+        elif seen.peak > _TALL and seen.inverse < _PLAIN:
+            found.fail(
+                "reciprocal",
+                f"{scale.name!r} in {scale.file} looks like reciprocals, a suspicion: {weight.name!r} reaches "
+                f"{seen.peak:.3g} with code * scale and {seen.inverse:.3g} with code / scale; scales are multipliers, "
+                "also where they are called inv: store 1 / scale, or make it sure with --against.",
+                scale.file,
+                scale.name,
+            )
+        elif seen.peak > _TALL:
+            found.warn(
+                "magnitude",
+                f"{where} reaches {seen.peak:.3g} with its scales, beyond any trained weight, a suspicion; compare it "
+                "with the original: --against.",
+                weight.file,
+                weight.name,
+            )
+        elif seen.peak < _SMALL and _SMALL < seen.root < _PLAIN:
+            add = found.fail if seen.peak < peers / _BELOW else found.warn
+            add(
+                "double-scaled",
+                f"{where} reaches only {seen.peak:.3g} with its scales (other layers {peers:.3g}), a suspicion that "
+                f"they were squared or applied twice (their roots give {seen.root:.3g}); export again, or make it sure "
+                "with --against.",
+                weight.file,
+                weight.name,
+            )
+        elif seen.code < _FILLED and seen.pair.block != (-1, -1):
+            found.warn(
+                "unfilled",
+                f"{where}: its largest codes are {seen.code:g} where a scale from amax makes them 224 to 448, a "
+                "suspicion that codes and scales are of different casts; compare it with the original: --against.",
+                weight.file,
+                weight.name,
+            )
+
+
+def _shared(pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, found: Findings) -> None:
+    """One scale a tensor: layers that servers fuse must share it, else codes are made anew under the largest."""
+    for group in fused_groups(stock):
+        held = [known.get(f"{layer.disk}.weight") for layer in group]
+        mine = [pairs[h.name] for h in held if h is not None and h.name in pairs]
+        if len(mine) < 2 or any(pair.block != (-1, -1) for pair in mine):
+            continue
+        scales = [float(scales_fp32(pair.scale).flatten()[0]) for pair in mine]
+        if len(set(scales)) > 1:
+            names = ", ".join(
+                f"{layer.disk.rpartition('.')[2]} {s:.4g}" for layer, s in zip(group, scales, strict=True)
+            )
+            first = mine[0].scale
+            found.warn(
+                "scale-unshared",
+                f"{first.name!r} in {first.file} differs from its neighbours' ({names}): vLLM and SGLang fuse these "
+                "layers and quantize them again under the largest, so that what they serve is not what is on disk; "
+                "export with one scale for all of them (fp8-tensor does).",
+                first.file,
+                first.name,
+            )
+
+
+def unnamed(headers: Mapping[str, Held]) -> dict[str, Held]:
+    """All weights by their own names: what is scanned where no model is known."""
+    return {name: held for name, held in headers.items() if scale_of(name) is None}

@@ -1,0 +1,113 @@
+"""Examines a model folder (plain, FP8) or an adapter folder: will transformers, vLLM and SGLang read what was meant?
+
+octavo verify DIR                      files, names, scales, skip lists, every value; a verdict for each loader
+octavo verify DIR --against BASE       also every tensor's error beside the folder it was made from
+octavo verify DIR --quick              headers and config.json alone
+
+Exit code 1 where something is wrong; warnings do not fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from octavo.cli import arguments, terminal
+
+_SHOWN = 3  # findings of one kind that are shown to a person, and compared tensors
+_ROWS = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a Hugging Face folder or a PEFT adapter folder")
+    parser.add_argument(
+        "--against", metavar="DIR", help="the folder it was made from (for an adapter: its base), plain or FP8"
+    )
+    parser.add_argument("--quick", action="store_true", help="read headers and config.json alone, no values")
+    parser.add_argument("--all", action="store_true", help="list every finding and every compared tensor")
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.checkpoint.verify import verify
+
+    if args.quick and args.against is not None:
+        raise arguments.UsageError("--quick reads no values, and --against compares them; leave one of them out")
+    with _progress() as tell:
+        verified = verify(args.directory, args.against, args.quick, tell)
+    if args.json:
+        terminal.show_json(verified.to_json())
+    else:
+        show(verified, everything=args.all)
+    return 0 if verified.ok else 1
+
+
+def show(verified: Any, everything: bool) -> None:
+    """What was found in words, the worst errors, the verdicts as a table, and one line that sums up."""
+    size = f"{verified.size / 1e9:.2f} GB" if verified.size >= 1e8 else f"{verified.size / 1e6:.2f} MB"
+    codes = f", {verified.fp8} of them FP8 codes" if verified.fp8 else ""
+    print(f"{verified.directory}: {verified.form}; {verified.tensors} tensors{codes}, {size}")
+    groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for finding in verified.findings:
+        groups[finding.status, finding.kind].append(finding)
+    for (status, _), findings in groups.items():
+        print()
+        shown = findings if everything else findings[:_SHOWN]
+        for finding in shown:
+            print(f"{status}: {finding.text}")
+        if len(findings) > len(shown):
+            print(f"{status}: ... and {len(findings) - len(shown)} more of this kind (--all lists them)")
+    if verified.compared:
+        _show_compared(verified, everything)
+    print()
+    terminal.show_table(
+        ("loader", "verdict", "reason", "how it is known"),
+        [(v.loader, v.verdict, v.reason, v.source) for v in verified.verdicts],
+    )
+    print()
+    failed, warned = len(verified.failures), len(verified.warnings)
+    depth = "" if verified.scanned else " by headers and config.json alone"
+    if failed:
+        print(f"{failed} thing{'s are' if failed > 1 else ' is'} wrong, {_count(warned)}.")
+    else:
+        print(f"Nothing is wrong{depth}, {_count(warned)}.")
+
+
+def _count(warned: int) -> str:
+    return "no warnings" if not warned else "1 warning" if warned == 1 else f"{warned} warnings"
+
+
+def _show_compared(verified: Any, everything: bool) -> None:
+    rows = verified.compared if everything else verified.compared[:_ROWS]
+    print()
+    terminal.show_table(
+        ("tensor", "status", "error", "bound", "SQNR dB", "codes"),
+        [
+            (c.tensor, c.status, terminal.number(c.error), terminal.number(c.bound), f"{c.sqnr:.1f}", c.codes or "-")
+            for c in rows
+        ],
+        title=f"beside {verified.against}, worst first",
+        right=(2, 3, 4),
+    )
+    same = sum(c.codes == "identical" for c in verified.compared)
+    exact = sum(c.error == 0 for c in verified.compared)
+    codes = f", {same} with the very codes" if same else ""
+    print(f"{len(verified.compared)} tensors compared, {exact} equal{codes}.")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar on a terminal, silence elsewhere; on stderr."""
+    console = terminal.console()
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

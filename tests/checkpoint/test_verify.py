@@ -1,0 +1,71 @@
+"""`checkpoint.verify`: good folders pass without a word, and each planted corruption is found and named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.checkpoint import CheckpointError
+from octavo.checkpoint.verify import verify
+from tests.checkpoint import planted
+
+Good = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
+    """good("fp8-block", "qwen3_moe") -> the folder, written once; read only."""
+    place = tmp_path_factory.mktemp("good")
+    tokenizer = planted.tokenizers(place / "tokenizer")
+
+    def get(form: str, model: str = "qwen3") -> Path:
+        folder = place / f"{form}-{model}"
+        return folder if folder.exists() else planted.write(form, folder, tokenizer, model)
+
+    return get
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_tied", "qwen3_moe", "qwen3_vl"])
+@pytest.mark.parametrize("form", planted.FORMS)
+def test_good_folders_pass_without_a_finding(good: Good, form: str, model: str) -> None:
+    folder = good(form, model)
+    verified = verify(folder, against=good("plain", model))
+    assert [f.text for f in verified.findings] == []
+    assert verified.ok and {v.verdict for v in verified.verdicts} == {"ok"}
+    assert verified.compared and all(c.status == "ok" for c in verified.compared)
+    if form != "plain":
+        assert verified.fp8 and 0.01 < verified.compared[0].error < 0.05
+    assert verify(folder, quick=True).findings == ()
+
+
+CASES = [
+    pytest.param(c, form, id=f"{c.plant.__name__}-{form}{'-against' * c.against}")
+    for c in planted.CORRUPTIONS
+    for form in c.forms
+]
+
+
+@pytest.mark.parametrize("case, form", CASES)
+def test_planted_corruptions_are_found(case: planted.Corruption, form: str, good: Good, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(good(form, case.model), folder)
+    case.plant(folder)
+    verified = verify(folder, against=good("plain", case.model) if case.against else None)
+    kinds = {f.kind for f in verified.findings}
+    assert case.kind in kinds, [f.text for f in verified.findings]
+    assert verified.ok != case.fails
+    finding = next(f for f in verified.findings if f.kind == case.kind)
+    assert finding.status == ("fail" if case.fails else "warn")
+    assert finding.text.endswith(".") and (finding.file in finding.text and finding.tensor in finding.text)
+    if case.fails:
+        assert any(v.verdict != "ok" for v in verified.verdicts)
+
+
+def test_nothing_to_verify(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        verify(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert not verify(tmp_path / "empty").ok
