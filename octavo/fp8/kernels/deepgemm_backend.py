@@ -72,7 +72,7 @@ class DeepGemmBackend(Borrower):
         casts = what.gemm(named)
         if casts is None:
             return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-        return _lacks_casts(named, casts.a, casts.b)
+        return _lacks_casts(named, casts.a, casts.b, device)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         return _gemm("fwd", x_q, w_q, out_dtype, bias)
@@ -128,11 +128,20 @@ def _lacks_library() -> str | None:
     return None
 
 
-def _lacks_casts(op: str, a: CastSpec, b: CastSpec) -> str | None:
+def _lacks_casts(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> str | None:
     formats, scales = {a.format, b.format}, {a.scale, b.scale}
-    if kind_of(op, a, b) not in ("block", "line") or formats != {"e4m3"} or scales != {"pow2"}:
+    if kind_of(op, a, b) not in ("block", "line") or formats != {"e4m3"} or not scales <= {"pow2", "fp32"}:
         return f"it multiplies E4M3 with pow2 scales of 1x128 by 128x128 or 1x128, not {a} by {b}"
+    if "fp32" in scales and not _any_scale(device.type, device.index):
+        return f"this GPU's DeepGEMM keeps the exponents of scales alone, and those of {a} by {b} have more"
     return None
+
+
+@lru_cache(maxsize=64)
+def _any_scale(kind: str, index: int | None) -> bool:
+    """Whether scales may be any fp32 number, as those of checkpoints are: on Hopper. On Blackwell the library makes
+    UE8M0 of them."""
+    return kind == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] == 9
 
 
 def _library() -> ModuleType:
@@ -199,6 +208,6 @@ def _check(op: str, a_q: Quantized, b_q: Quantized, fits: bool) -> None:
             f"{op}: operands of {list(a_q.data.shape)} and {list(b_q.data.shape)} do not fit each other. "
             "Flatten leading dimensions first, and lay rows of experts out with groups.route."
         )
-    lack = _lacks_casts(named, a_q.spec, b_q.spec)
+    lack = _lacks_casts(named, a_q.spec, b_q.spec, a_q.data.device)
     if lack is not None:
         raise CastError(f"{op} on deepgemm: {lack}. Use the casts of the blockwise recipe, or another backend.")
