@@ -1,0 +1,176 @@
+"""Attaching: what trains, where A begins, what is said; and what is refused before the model is changed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import adapters, fp8, models
+from octavo.adapters import AdapterError
+from tests.adapters.conftest import inputs, logits, lora, quantized
+
+
+def load(folder, name: str = "qwen3", dtype: torch.dtype = torch.float32):
+    model = models.load(folder(name), dtype=dtype)
+    return model, models.describe(model)
+
+
+def test_adapters_alone_train_and_change_nothing_yet(folder) -> None:
+    model, family = load(folder, "qwen3_vl")
+    batch = inputs(model, family)
+    before, classes = logits(model, batch), type(model)
+    said: list[str] = []
+    names = adapters.attach(model, family, lora(targets=("foundation", "image_projector")), said.append)
+    assert torch.equal(logits(model, batch), before) and type(model) is classes
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {n for n, _ in model.named_parameters() if adapters.is_adapter_parameter(n)}
+    assert trained == {f"{n}.lora_{part}.default.weight" for n in names for part in "AB"}
+    assert len(said) == 1 and "rank 4, alpha 8" in said[0] and f"{len(names)} layers" in said[0]
+    assert str(sum(p.numel() for _, p in adapters.adapter_parameters(model))) in said[0].replace(",", "")
+    assert not adapters.is_adapter_parameter("model.layers.0.self_attn.q_proj.base_layer.weight")
+
+
+@pytest.mark.parametrize("store", ["fp32", "bf16"])
+def test_a_depends_on_the_seed_alone_and_no_generator_moves(store: str, folder) -> None:
+    states = []
+    for seed, disturb in ((1, 5), (1, 6), (2, 5)):
+        model, family = load(folder, dtype=torch.bfloat16)
+        torch.manual_seed(disturb)
+        at = torch.get_rng_state()
+        adapters.attach(model, family, lora(dtype=store), seed=seed)
+        assert torch.equal(torch.get_rng_state(), at)
+        states.append(adapters.adapter_state(model))
+    same = [all(torch.equal(states[0][n], other[n]) for n in states[0]) for other in states[1:]]
+    assert same == [True, False]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[store]
+    assert all(v.dtype is dtype for v in states[0].values())
+    assert all(not v.any() for n, v in states[0].items() if "lora_B" in n)
+    assert all(v.std() > 0 for n, v in states[0].items() if "lora_A" in n)
+
+
+def test_adapters_are_never_float8(folder) -> None:
+    model, family = load(folder, dtype=torch.bfloat16)
+    quantized(model, "row", "rowwise")
+    adapters.attach(model, family, lora(dtype="bf16", dora=True))
+    assert {p.dtype for n, p in adapters.adapter_parameters(model)} == {torch.bfloat16}
+
+
+def test_rslora_scales_by_the_root_of_the_rank(folder) -> None:
+    model, family = load(folder)
+    adapters.attach(model, family, lora(rank=16, alpha=8, rslora=True))
+    assert {layer.scaling["default"] for layer in adapters.attached(model).values()} == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"targets": ("**.nothing",)}, "matches nothing"),
+        ({"targets": ("lm_head",)}, "lm_head"),
+        ({"dora": True, "dropout": 0.1}, "dropout: 0, or lora.dora: false"),
+        ({"adapter": "nowhere"}, "no adapter's folder"),
+    ],
+)
+def test_what_is_refused_leaves_the_model_alone(settings: dict, says: str, folder) -> None:
+    model, family = load(folder)
+    with pytest.raises(AdapterError, match=says):
+        adapters.attach(model, family, lora(**settings))
+    assert not adapters.attached(model) and all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"dora": True}])
+def test_experts_refuse_dropout_and_dora_with_the_cure(settings: dict, folder) -> None:
+    model, family = load(folder, "qwen3_vl_moe")
+    with pytest.raises(AdapterError, match=r'lora.exclude: \["\*\*.experts"\]'):
+        adapters.attach(model, family, lora(**settings))
+    adapters.attach(model, family, lora(exclude=("**.experts",), **settings))
+    assert not [n for n in adapters.attached(model) if "experts" in n]
+
+
+def test_names_that_peft_takes_for_experts_are_left_out_and_said(folder) -> None:
+    """PEFT reads "mlp.gate_proj" of these families as the experts' gate_up_proj of older checkpoints."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        vocab_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=16,
+        mlp_only_layers=[0],
+    )
+    model = Qwen3MoeForCausalLM(config)
+    family, said = models.describe(model), []
+    names = adapters.attach(model, family, lora(exclude=("**.experts",)), said.append)
+    assert set(names) == set(adapters.attached(model))
+    if not any("mlp.gate_proj" in n for n in names):  # PEFT of this version does so
+        assert "leaves out" in said[0] and "qwen3_moe" in said[0]
+        with pytest.raises(AdapterError, match="PEFT cannot address"):
+            twin = Qwen3MoeForCausalLM(model.config)
+            adapters.attach(twin, family, lora(targets=("model.layers.0.mlp.gate_proj",)))
+
+
+def test_a_model_takes_one_set(folder, tmp_path: Path) -> None:
+    model, family = load(folder)
+    adapters.attach(model, family, lora())
+    with pytest.raises(AdapterError, match="has adapters already"):
+        adapters.attach(model, family, lora())
+    adapters.save(model, tmp_path / "a", "base")
+    with pytest.raises(AdapterError, match="has adapters already"):
+        adapters.load(model, tmp_path / "a")
+
+
+def test_training_goes_on_from_an_adapter(folder, tmp_path: Path) -> None:
+    model, family = load(folder)
+    adapters.attach(model, family, lora(targets=("**.q_proj", "**.mlp")))
+    state = {n: torch.randn_like(v) for n, v in adapters.adapter_state(model).items()}
+    adapters.load_adapter_state(model, state)
+    adapters.save(model, tmp_path / "a", "base")
+    there = str(tmp_path / "a")
+    again, _ = load(folder)
+    said: list[str] = []
+    adapters.attach(again, family, lora(targets=("**.mlp", "q_proj"), adapter=there), said.append)
+    assert all(torch.equal(v, state[n]) for n, v in adapters.adapter_state(again).items()) and there in said[0]
+    for settings, says in (
+        ({"rank": 8, "targets": ("**.mlp", "q_proj")}, "lora.rank is 8.*has 4"),
+        ({"alpha": 9, "targets": ("**.mlp", "q_proj")}, "lora.alpha is 9"),
+        ({"rslora": True, "targets": ("**.mlp", "q_proj")}, "lora.rslora is True"),
+        ({"targets": ("**.mlp",)}, "2 differ, first model.layers.0.self_attn.q_proj"),
+    ):
+        other, _ = load(folder)
+        with pytest.raises(AdapterError, match=says):
+            adapters.attach(other, family, lora(adapter=there, **settings))
+        assert not adapters.attached(other)
+
+
+def test_the_gap_wants_the_right_stock_model(folder) -> None:
+    model, _ = load(folder)
+    with pytest.raises(AdapterError, match="no FP8 weights"):
+        adapters.gap(model, model)
+    quantized(model)
+    with pytest.raises(AdapterError, match="not among the stock ones"):
+        adapters.gap(model, [])
+    stock = dict(load(folder)[0].named_parameters())
+    name = next(n for n, _ in fp8.frozen_weights(model))
+    with pytest.raises(AdapterError, match="in the stock model"):
+        adapters.gap(model, {**stock, name: stock[name][:, :8]}.items())
+    exact = adapters.gap(model, fp8.thaw(quantized(load(folder)[0])))
+    assert exact.relative == 0 and exact.sqnr == float("inf") and exact.worst.relative == 0
+
+
+def test_peft_is_imported_when_something_is_attached_and_not_before() -> None:
+    """Only layer.py, which attaching imports, may import it as it is loaded."""
+    for file in Path(adapters.__file__).parent.glob("*.py"):
+        for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+            names = [a.name for a in getattr(statement, "names", [])] + [getattr(statement, "module", "") or ""]
+            wrong = isinstance(statement, ast.Import | ast.ImportFrom) and (
+                any(n.split(".")[0] == "peft" for n in names) or "octavo.adapters.layer" in names
+            )
+            assert file.name == "layer.py" or not wrong, file.name
