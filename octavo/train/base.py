@@ -8,6 +8,7 @@ to it. base.json in the run directory says so.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,6 +94,30 @@ def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[
     rows = [row for row in fp8.topology(model, family.components) if row.name in names]
     rank, more = cfg.lora.rank, int(cfg.lora.dora)
     return {row.name: (row.experts or 1) * (rank * sum(row.shape) + more * row.shape[0]) for row in rows}
+
+
+def with_adapters(model: nn.Module, family: models.Family, cfg: Config) -> nn.Module:
+    """A model on the meta device as it is trained: a copy with adapters, under `lora`; else the model itself."""
+    if cfg.lora is None:
+        return model
+    from octavo import adapters
+
+    dressed = copy.deepcopy(model)
+    adapters.attach(dressed, family, cfg.lora.model_copy(update={"adapter": None}))
+    return dressed
+
+
+def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Config) -> None:
+    """Give a part of a model the adapters that the whole has in ``dressed``."""
+    if cfg.lora is None:
+        return
+    from octavo import adapters
+
+    here = {row.name for row in fp8.topology(small, family.components)}
+    names = tuple(name for name in adapters.attached(dressed) if name in here)
+    if names:
+        own = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
+        adapters.attach(small, family, own)
 
 
 def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:

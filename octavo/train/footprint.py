@@ -29,7 +29,7 @@ from octavo import fp8, models
 from octavo.config import Config
 from octavo.config.schema import RecomputeSection
 from octavo.fp8 import plan_blocks
-from octavo.train import planning, static
+from octavo.train import base, planning, static
 from octavo.train.errors import TrainError
 from octavo.train.forward import autocasts
 from octavo.train.rehearsal import Rehearsal, rehearse
@@ -76,7 +76,7 @@ class Footprints:
 
     Args:
         cfg: the configuration as given; what it says of recipes is that of all others.
-        model: stock, on the meta device, frozen.
+        model: stock, on the meta device, frozen, with the frozen FP8 weights that the run will load.
         plan: that of ``cfg``.
         tokens: of one micro-batch of ``cfg``.
         device: the type of device that will train, "cuda" or "cpu".
@@ -93,8 +93,10 @@ class Footprints:
     ) -> None:
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
-        self.held = static.held(model, family)
-        self.reached = static.backward_reaches(model)
+        self.dressed = base.with_adapters(model, family, cfg)  # what is trained, and what runs
+        self.held = static.held(self.dressed, family)
+        self.reached = static.backward_reaches(self.dressed, [group.names for group in plan.groups])
+        self.frozen = static.frozen_of(self.held)
         self._rehearsals: dict[Any, Rehearsal] = {}
         self._standing: dict[Any, dict[str, int]] = {}
         self._plans: dict[Any, fp8.Plan] = {_of_plan(cfg): plan}
@@ -129,7 +131,7 @@ class Footprints:
     def _rehearse(self, cfg: Config, head_alone: bool = False) -> Rehearsal:
         autocast = autocasts(cfg, torch.device(self.device))
         tokens = _one_row(self.tokens)
-        return rehearse(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone)
+        return rehearse(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone, self.dressed)
 
     def _recomputed(self, cfg: Config, kept: Rehearsal) -> dict[str, int]:
         """What a block keeps while its backward runs that it did not keep before."""
@@ -178,7 +180,8 @@ class Footprints:
 
     def _still(self, cfg: Config, plan: fp8.Plan, ranks: int) -> dict[str, int]:
         """The kinds that stand between steps."""
-        key = (ranks, cfg.optimizer.master, cfg.optimizer.states, cfg.optimizer.update, _of_plan(cfg))
+        dtype = cfg.lora and cfg.lora.dtype
+        key = (ranks, cfg.optimizer.master, cfg.optimizer.states, cfg.optimizer.update, dtype, _of_plan(cfg))
         if key not in self._standing:
             held = self.held
             self._standing[key] = {
@@ -186,7 +189,7 @@ class Footprints:
                 "master": static.master(cfg, held, ranks),
                 "gradients": static.gradients(cfg, held, ranks),
                 "optimizer": static.states(cfg, held, ranks),
-                "codes": static.codes(plan, self.reached, ranks),
+                "codes": static.codes(plan, self.reached, ranks, self.frozen),
             }
         return self._standing[key]
 
@@ -199,6 +202,7 @@ class Footprints:
                    and up), each with its codes for dgrad and for wgrad; and what the block keeps where it is recomputed
         gradient   of one weight before it is added, or with `update: backward` before it is used
         codes      of one weight, where they are cast at each use
+        values     of one frozen FP8 weight, where a GEMM multiplies by them and not by its codes
         gathered   under FSDP2: the root's weights and gradients whole, those of two blocks (one is fetched ahead)
         stream     buffers of an optimizer whose states come and go
 
@@ -218,7 +222,7 @@ class Footprints:
             + kept.recomputed.get(name, 0)
             for name, wide in about.widest.items()
         )
-        inner, outer = each * about.largest_inside, each * about.largest
+        inner, outer = (static.trained_width(cfg) * n for n in (about.largest_inside, about.largest))
         parts: dict[str, int] = {}
         if cfg.optimizer.update == "backward":
             first = loss + outer > blocks + inner
@@ -229,11 +233,23 @@ class Footprints:
             parts["gradient"] = outer if planning.micro_steps_of(cfg, ranks) > 1 else 0
         if plan.policy.weight_codes == "recast":
             parts["codes"] = about.codes
+        if self.frozen:
+            parts["values"] = low * self._dequantized(plan)
         if ranks > 1:
             parts["gathered"] = self._gathered(cfg, plan)
         if cfg.optimizer.offload:
             parts["stream"] = STREAM
         return {name: size for name, size in parts.items() if size}
+
+    def _dequantized(self, plan: fp8.Plan) -> int:
+        """Elements of the largest frozen FP8 weight whose values some GEMM asks for, one expert at a time."""
+        rows = {static.weight_name(row): row for row in plan.rows}
+        sizes = [0]
+        for p in self.held:
+            row = rows.get(static.stock_name(p.name)) if p.codes is not None else None
+            if row is not None and not static.multiplies_by_codes(row, p.codes):
+                sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
+        return max(sizes)
 
     def _gathered(self, cfg: Config, plan: fp8.Plan) -> int:
         whole, grads = static.gathered(cfg, self.held, plan), static.ungathered(cfg, self.held)

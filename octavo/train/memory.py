@@ -73,6 +73,15 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages on this rank, each once."""
     found = {}
     for tensor in tensors:
-        storage = plain(tensor).untyped_storage()
-        found[str(storage.device), storage.data_ptr()] = storage.nbytes()
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            found[str(storage.device), storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What holds a tensor's values on this rank: itself, or codes and scales of a frozen FP8 weight."""
+    if not fp8.is_frozen(tensor):
+        return (plain(tensor),)
+    q = fp8.codes_of_frozen(tensor)
+    return (q.data, q.scale)

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo import fp8, models
+from octavo import adapters, fp8, models
 from octavo.config import Config
 from octavo.fp8.choose import backends_for
 from octavo.fp8.kept import ACTIVATION, Kept, kept
-from octavo.train import build, losses, routing
+from octavo.train import base, build, losses, routing
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
 from octavo.train.memory import made_by_model
@@ -88,11 +88,13 @@ def rehearse(
     cfg: Config,
     autocast: bool,
     head_alone: bool = False,
+    dressed: nn.Module | None = None,
 ) -> Rehearsal:
     """Count what a forward of these tokens keeps.
 
     Args:
         model: stock, on the meta device, frozen as in the run; it stays as it is.
+        dressed: the same with adapters, where the run has some.
         plan: of this model. It is applied with the reference backend, which keeps what every backend keeps.
         tokens: rows of ``tokens.row`` tokens, all of one length, ``lm_head`` of which have a loss, and images of
             ``tokens.image`` patches.
@@ -103,12 +105,13 @@ def rehearse(
     Raises TrainError where the images' tokens do not fit into the rows, or such a forward is not possible.
     """
     try:
-        found = _counted(model, family, plan, tokens, cfg, autocast, head_alone)
+        dressed = model if dressed is None else dressed
+        found = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
         routers = _routers(plan) if routing.coefficient(cfg, model) else []
         if not routers or head_alone:
             return found
-        more = _counted(model, family, plan, tokens, cfg, autocast, balanced=True)
-        _, standing = _shrunk(model, family, _kinds(model, family, plan))
+        more = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
+        _, standing = _shrunk(model, family, _kinds(dressed, family, plan))
         some = sum(any(name.startswith(f"{block}.") for block in standing) for name in routers)
         return replace(found, logits=found.logits + (more.logits - found.logits) * len(routers) // max(1, some))
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -122,6 +125,7 @@ def rehearse(
 
 def _counted(
     model: nn.Module,
+    dressed: nn.Module,
     family: models.Family,
     plan: fp8.Plan,
     tokens: Tokens,
@@ -133,8 +137,9 @@ def _counted(
     """``balanced``: with the load-balancing loss of the routers that are left, of which ``logits`` then has a part for
     each."""
     dtype = model_dtype(cfg)
-    small, standing = _shrunk(model, family, _kinds(model, family, plan), head_alone)
+    small, standing = _shrunk(model, family, _kinds(dressed, family, plan), head_alone)
     fp8.apply(small, _cut(plan, small))
+    base.dress(small, dressed, family, cfg)
     head = fp8.chunked_head(small) if cfg.train.logits == "chunked" else None
     small.train()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -280,15 +285,26 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
 
 
 def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
-    """Exchange every parameter and buffer for a fake one on the CPU, floating parameters in ``dtype``; ties stay."""
+    """Exchange every parameter and buffer for a fake one on the CPU, floating parameters in ``dtype`` and adapters in
+    their own; frozen FP8 weights get fake codes; ties stay."""
     made: dict[int, Tensor] = {}
+    adapts = {id(p) for _, p in adapters.adapter_parameters(model)}
 
     def fake(tensor: Tensor) -> Tensor:
+        if fp8.is_frozen(tensor):
+            return frozen(tensor)
         parameter = isinstance(tensor, nn.Parameter)
-        kind = dtype if parameter and tensor.is_floating_point() else tensor.dtype
+        kind = dtype if parameter and tensor.is_floating_point() and id(tensor) not in adapts else tensor.dtype
         with mode:
             empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
         return nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
+
+    def frozen(tensor: Tensor) -> Tensor:
+        q = fp8.codes_of_frozen(tensor)
+        with mode:
+            codes = torch.empty(q.data.shape, dtype=q.data.dtype, device="cpu")
+            scale = torch.empty(q.scale.shape, dtype=q.scale.dtype, device="cpu")
+        return fp8.frozen(codes, scale, q.spec, dtype, transposed=tensor.gathered.turned)
 
     for module in model.modules():
         for held in (module._parameters, module._buffers):

@@ -8,13 +8,13 @@ storages of real models and optimizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from octavo import fp8, models
+from octavo import adapters, fp8, models
 from octavo.config import Config
 from octavo.fp8.cast import CastSpec, layout
 from octavo.fp8.param_rows import Shards
@@ -34,13 +34,17 @@ _STEP = 4  # the step's number, fp32, one for each parameter
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter, tied ones once: its name, shape, whether it is trained, and its block ("": the root's)."""
+    """One parameter, tied ones once: its name, shape, whether it is trained, and its block ("": the root's). ``codes``:
+    the cast of a frozen FP8 weight, stored as its GEMM multiplies by it or ``turned``; ``adapter``: one of LoRA's."""
 
     name: str
     shape: tuple[int, ...]
     trained: bool
     block: str
     component: str
+    codes: CastSpec | None = None
+    turned: bool = False
+    adapter: bool = False
 
     def rows(self, ranks: int) -> int:
         """Rows on rank 0."""
@@ -50,9 +54,22 @@ class Held:
         """Elements on rank 0."""
         return self.rows(ranks) * math.prod(self.shape[1:])
 
+    def width(self, cfg: Config) -> int:
+        """Bytes of an element, and of its gradient, where it has values."""
+        return adapter_width(cfg) if self.adapter else width(cfg)
+
+    def bytes(self, cfg: Config, ranks: int = 1) -> int:
+        """On rank 0: values, or codes and the scales of all blocks that its rows lie in."""
+        if self.codes is None:
+            return self.width(cfg) * self.elements(ranks)
+        inner = self.shape[-2:][::-1] if self.turned else self.shape[-2:]
+        if len(self.shape) == 3:
+            return self.rows(ranks) * bytes_of((inner[0], inner[1]), self.codes)
+        return bytes_of((self.rows(ranks), inner[1]), self.codes)
+
 
 def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
-    """The parameters of a model, which may be on the meta device."""
+    """The parameters of a model, which may be on the meta device; adapters among them where it has some."""
     inside = {f"{name}.{inner}": name for name, block in family.layers(model) for inner, _ in block.named_parameters()}
     return tuple(
         Held(
@@ -61,23 +78,38 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
             p.requires_grad,
             inside.get(name, ""),
             family.component_of(name.rpartition(".")[0]) or "foundation",
+            fp8.codes_of_frozen(p).spec if fp8.is_frozen(p) else None,
+            fp8.is_frozen(p) and p.gathered.turned,
+            adapters.is_adapter_parameter(name),
         )
         for name, p in model.named_parameters()
     )
 
 
 def width(cfg: Config) -> int:
-    """Bytes of an element of a weight, and of its gradient."""
+    """Bytes of an element of a weight of the model, and of its gradient."""
     return model_dtype(cfg).itemsize
 
 
+def adapter_width(cfg: Config) -> int:
+    """Bytes of an element of an adapter, and of its gradient."""
+    return 2 if cfg.lora is not None and cfg.lora.dtype == "bf16" else 4
+
+
+def trained_width(cfg: Config) -> int:
+    """Bytes of an element of what is trained."""
+    return width(cfg) if cfg.lora is None else adapter_width(cfg)
+
+
 def weights(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
-    return width(cfg) * sum(p.elements(ranks) for p in found)
+    return sum(p.bytes(cfg, ranks) for p in found)
 
 
 def master(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
-    """What makes a BF16 weight exactly fp32: its other 16 bits. An fp32 weight is its own master."""
-    each = 2 if cfg.optimizer.master == "bf16+16" else 0
+    """What makes a BF16 weight exactly fp32: its other 16 bits, or of adapters in BF16 all 32. An fp32 weight is its
+    own master."""
+    beside = 4 if trained_width(cfg) == 2 and cfg.optimizer.master == "fp32" else 0
+    each = 2 if cfg.optimizer.master == "bf16+16" else beside
     return each * sum(p.elements(ranks) for p in found if p.trained)
 
 
@@ -85,7 +117,7 @@ def gradients(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
     """After backward; none where each is used and freed in backward."""
     if cfg.optimizer.update == "backward":
         return 0
-    return width(cfg) * sum(p.elements(ranks) for p in found if p.trained)
+    return sum(p.width(cfg) * p.elements(ranks) for p in found if p.trained)
 
 
 def states(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
@@ -95,8 +127,9 @@ def states(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
     return sum(_STEP + element * n + group * math.ceil(n / GROUP) for n in trained)
 
 
-def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1) -> int:
-    """FP8 codes of weights that outlive a step, with their scales.
+def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Collection[str] = ()) -> int:
+    """FP8 codes of weights that outlive a step, with their scales, beside the weights themselves: ``frozen`` ones are
+    codes, of which none are kept twice.
 
     Under FSDP2 codes go with the gathered weight; those of a weight that is FP8 between steps (`fp8.param`) are cast
     from its shard and stay with that. ``reached``: see :func:`backward_reaches`.
@@ -105,32 +138,52 @@ def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1) -> int:
         return 0
     if ranks > 1:
         return sum(_shard_of_codes(row, ranks) for row in fp8_weights(plan))
-    rows = _once(plan.rows)
+    rows = [row for row in _once(plan.rows) if weight_name(row) not in frozen]
     return sum(codes_of(row, None if row.row.module in reached else (row.recipe and row.recipe.fwd,)) for row in rows)
 
 
-def backward_reaches(model: nn.Module) -> frozenset[str]:
+def backward_reaches(model: nn.Module, sisters: Iterable[Sequence[str]] = ()) -> frozenset[str]:
     """Modules whose input asks for a gradient, so that dgrad multiplies by their weight: those behind a trained
-    parameter in the order of the modules, which is the order of execution in the models that Octavo knows."""
+    parameter in the order of the modules, which is the order of execution in the models that Octavo knows.
+
+    ``sisters``: groups of layers of one input, as q, k and v, of which the first decides for all."""
+    first = {name: group[0] for group in sisters for name in group}
     found: set[str] = set()
     trained = False
     for name, module in model.named_modules():
-        if trained:
+        if trained and (first.get(name, name) == name or first[name] in found):
             found.add(name)
         trained = trained or any(p.requires_grad for p in module.parameters(recurse=False))
     return frozenset(found)
 
 
+def frozen_of(found: Iterable[Held]) -> frozenset[str]:
+    """The stock names of frozen FP8 weights."""
+    return frozenset(stock_name(p.name) for p in found if p.codes is not None)
+
+
+def stock_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
 def fp8_weights(plan: fp8.Plan) -> tuple[fp8.PlanRow, ...]:
     """The rows whose weight is FP8 between steps (`fp8.param`), tied ones once: an FP8 GEMM multiplies by it, and it
     is no other layer's in high precision."""
-    sure = {_weight(row) for row in plan.rows if plan.policy.param_of(row.component) and _specs(row)}
-    return tuple(row for row in _once(plan.rows) if _weight(row) in sure and sure.issuperset(row.row.tied))
+    sure = {weight_name(row) for row in plan.rows if plan.policy.param_of(row.component) and _specs(row)}
+    return tuple(row for row in _once(plan.rows) if weight_name(row) in sure and sure.issuperset(row.row.tied))
 
 
-def _weight(row: fp8.PlanRow) -> str:
+def weight_name(row: fp8.PlanRow) -> str:
     """The name of its parameter."""
     return row.name if row.kind == "experts" else f"{row.name}.weight"
+
+
+def multiplies_by_codes(row: fp8.PlanRow, codes: CastSpec | None) -> bool:
+    """Whether every GEMM of a frozen layer multiplies by the codes of its weight."""
+    if row.recipe is None or codes is None:
+        return False
+    used = [row.recipe.fwd, row.recipe.dgrad]
+    return all(g is not None and (g.b.format, g.b.block) == (codes.format, codes.block) for g in used)
 
 
 def _specs(row: fp8.PlanRow) -> list[CastSpec]:
@@ -187,15 +240,16 @@ def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, in
     """
     out: dict[str, int] = {}
     for p in found:
-        out[p.block] = out.get(p.block, 0) + width(cfg) * p.elements()
+        out[p.block] = out.get(p.block, 0) + p.bytes(cfg)
     blocks = [name for name in out if name]
+    frozen = frozen_of(found)
     exchanged = {row.name for row in fp8_weights(plan)}
     for row in plan.rows:
         home = next((b for b in blocks if row.name.startswith(f"{b}.")), "")
         if row.name in exchanged:
             values = width(cfg) * (row.row.experts or 1) * row.shape[0] * row.shape[1]
             out[home] = out.get(home, 0) + codes_of(row) - values
-        elif plan.policy.weight_codes == "keep":
+        elif plan.policy.weight_codes == "keep" and weight_name(row) not in frozen:
             out[home] = out.get(home, 0) + codes_of(row)
     return out
 
@@ -204,5 +258,5 @@ def ungathered(cfg: Config, found: Iterable[Held]) -> dict[str, int]:
     """Block -> bytes of its whole gradients before they are summed over ranks; the root under ""."""
     out: dict[str, int] = {}
     for p in found:
-        out[p.block] = out.get(p.block, 0) + (width(cfg) * p.elements() if p.trained else 0)
+        out[p.block] = out.get(p.block, 0) + (p.width(cfg) * p.elements() if p.trained else 0)
     return out
