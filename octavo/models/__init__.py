@@ -13,6 +13,7 @@ from octavo.models.random import random_model
 from octavo.models.save import save_hf
 from octavo.models.shapes import SHAPES, shape_model
 from octavo.models.tiny_configs import tiny_config
+from octavo.models.values import stream
 
 __all__ = [
     "COMPONENTS",
@@ -38,6 +39,7 @@ __all__ = [
     "save_hf",
     "shape_model",
     "stays",
+    "stream",
     "tiny_config",
     "to_config",
     "use_attention",

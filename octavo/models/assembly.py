@@ -17,7 +17,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from octavo import fp8
-from octavo.models.codes import pair
+from octavo.models.codes import Paired, pair
 from octavo.models.errors import ModelError
 from octavo.models.families import describe
 from octavo.models.quantization import Quantization
@@ -58,14 +58,8 @@ def assemble(
 
     Raises ModelError, before a weight is read where that can be known.
     """
-    paired = pair(shards.stored.values(), quantization, folder)
     model = build()
-    rows = fp8.topology(model, describe(model).components)
-    weights = {_parameter(row): row for row in rows}
-    experts = {name for name, row in weights.items() if row.kind == "experts"}
-    found = sources(model, paired.weights, experts)
-    _complete(folder, model, found)
-    _as_configured(folder, model, found, weights, quantization, keep_fp8)
+    paired, found, weights = checked(folder, model, shards, quantization, keep_fp8)
     kinds = _kinds(folder, weights, found, asked, quantization, keep_fp8)
     for note in paired.notes:
         say(note)
@@ -78,6 +72,21 @@ def assemble(
     for note in stream.notes:
         say(note)
     return _finish(model, folder, found, device)
+
+
+def checked(
+    folder: Path, model: PreTrainedModel, shards: Shards, quantization: Quantization | None, keep_fp8: bool
+) -> tuple[Paired, Sources, dict[str, fp8.Row]]:
+    """(codes with their scales, what makes each parameter, the linear layers by parameter) of a folder's tensors, found
+    to be those of the model. Raises ModelError."""
+    paired = pair(shards.stored.values(), quantization, folder)
+    rows = fp8.topology(model, describe(model).components)
+    weights = {_parameter(row): row for row in rows}
+    experts = {name for name, row in weights.items() if row.kind == "experts"}
+    found = sources(model, paired.weights, experts)
+    _complete(folder, model, found)
+    _as_configured(folder, model, found, weights, quantization, keep_fp8)
+    return paired, found, weights
 
 
 def _parameter(row: fp8.Row) -> str:

@@ -59,7 +59,7 @@ def export_model(
         values = values_of(opened.model)
     else:
         say(f"{path}: {found.quantization or 'high precision'}")
-        values = values_of(models.load(found.base, device=device))
+        values = models.stream(found.base)
     return export(
         values, found.base, directory, format, include=include, largest=largest, device=device, protect=(found.path,),
         say=say, progress=progress,
