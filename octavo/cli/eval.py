@@ -1,36 +1,92 @@
-"""Evaluates a run on its held-out data: loss, and exact match per question.
+"""Evaluates a run, a folder or an adapter on held-out data: loss, and exact match per question.
 
 octavo eval runs/first
-octavo eval runs/first --step 200 --recipe off      the same weights in high precision
+octavo eval runs/first --step 200 --recipe off         the same weights in high precision
+octavo eval ./served --config run.yaml                 a folder, plain or FP8, on the data.eval of that file
+octavo eval runs/lora/adapter --base ./Qwen3-VL-8B --config run.yaml
+octavo eval runs/lora --base both                      over the FP8 base and over its high-precision weights: the gap
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from octavo.cli import arguments, terminal
-from octavo.config import RECIPES
+from octavo.cli import arguments, generate, terminal
+
+BOTH = "both"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--step", type=arguments.positive, metavar="N", help="this checkpoint (default: the newest)")
-    parser.add_argument("--recipe", metavar="NAME", choices=RECIPES, help="another recipe than the run's, e.g. off")
+    parser.add_argument("target", metavar="TARGET", help="a run, a Hugging Face folder, or an adapter folder")
+    parser.add_argument("--config", metavar="FILE.yaml", help="whose data.eval is asked: needed where TARGET is no run")
+    generate.add_target_options(parser, base="FOLDER|both")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if not Path(args.run).is_dir():
-        raise arguments.UsageError(f"there is no folder {args.run}; name the run.dir of an octavo train")
+    both = args.base == BOTH
+    if both and args.load_in_fp8 == "off":
+        raise arguments.UsageError("--base both evaluates over FP8 and without; leave --load-in-fp8 off out")
+    cfg = None
+    if args.config is not None:
+        from octavo.config import load_config
 
-    from octavo import train
+        cfg = load_config(args.config)
+    found = generate.look(args, None if both else args.base)
 
-    found = train.evaluate_run(args.run, args.step, args.recipe, say=terminal.note)
+    from octavo.train import usage
+
+    work = usage.compare_bases if both else usage.evaluate_target
+    with bar("evaluating") as progress:
+        result = work(
+            found, cfg, load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step,
+            say=terminal.note, progress=progress,
+        )  # fmt: skip
     if args.json:
-        terminal.show_json(found)
+        terminal.show_json(result)
+    elif both:
+        show_bases(result)
     else:
-        shown = dict(found) | {"exact_match": f"{100 * found['exact_match']:.1f} %"}
-        names = [name.replace("_", " ") for name in shown]
-        terminal.show_table(names, [[terminal.number(value) for value in shown.values()]], right=range(len(names)))
+        show_rows([result])
     return 0
+
+
+def show_rows(rows: list[dict[str, Any]]) -> None:
+    """Evaluations, one a row."""
+    shown = [row | {"exact_match": f"{100 * row['exact_match']:.1f} %"} for row in rows]
+    names = [name.replace("_", " ") for name in shown[0]]
+    right = [i for i, name in enumerate(names) if name != "base"]
+    terminal.show_table(names, [[terminal.number(value) for value in row.values()] for row in shown], right=right)
+
+
+def show_bases(result: dict[str, Any]) -> None:
+    """The rows of both bases, and what lies between them."""
+    show_rows(result["bases"])
+    gap, weights = result["gap"], result["weights"]
+    sqnr = "" if weights["sqnr_db"] is None else f", {weights['sqnr_db']:.1f} dB in the geometric mean"
+    print(
+        f"\nOver the FP8 base the loss is {gap['loss']:+.4g} nats and exact match {100 * gap['exact_match']:+.2f} "
+        "points against its high-precision weights."
+    )
+    print(
+        f"{weights['count']} FP8 weights differ from them by {weights['relative']:.2%} on average{sqnr}, at most by "
+        f"{weights['worst']['relative']:.2%} ({weights['worst']['name']})."
+    )
+
+
+@contextmanager
+def bar(label: str) -> Iterator[Any]:
+    """A bar of batches on a terminal, nothing elsewhere."""
+    console = terminal.console()
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, refresh_per_second=4, transient=True) as shown:
+        task = shown.add_task(label, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo import data
 from octavo.parallel import World
 from octavo.train import losses
 from octavo.train.forward import Forward
 
 
 def evaluate(
-    model: nn.Module, evalset: data.EvalSet, forward: Forward | None = None, world: World | None = None
+    model: nn.Module, evalset: Iterable[dict[str, Any]], forward: Forward | None = None, world: World | None = None
 ) -> dict[str, Any]:
     """{"loss", "exact_match", "questions", "tokens"} over a held-out set. A collective.
 

@@ -25,7 +25,12 @@ import torch
 from torch import nn
 
 from octavo import checkpoint, fp8, models, parallel
+from octavo.checkpoint.files import read_state
 from octavo.config import Config, load_config
+from octavo.config.rules_lora import kinds_of
+from octavo.models.folder import read_json
+from octavo.models.quantization import Quantization, read_quantization
+from octavo.train import base as bases
 from octavo.train import planning, rundir
 from octavo.train.build import scaling_of
 from octavo.train.errors import TrainError
@@ -60,6 +65,7 @@ class Target:
     cfg           the configuration, for a run
     quantization  how the base is quantized on disk; None in high precision
     moved         True where another base was given than the one that was trained on
+    trained_kinds component -> kind of the codes that an adapter in a run directory was trained over
     notes         what a reader should know about how this was found
     """
 
@@ -68,8 +74,9 @@ class Target:
     base: Path
     adapter: Path | None = None
     cfg: Config | None = None
-    quantization: models.Quantization | None = None
+    quantization: Quantization | None = None
     moved: bool = False
+    trained_kinds: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -80,7 +87,7 @@ class Target:
     @property
     def kinds(self) -> dict[str, str]:
         """component -> kind of the codes that the base is quantized to at load: what the run's configuration says."""
-        return {} if self.cfg is None else {k: v for k, v in self.cfg.model.load_in_fp8 if v is not None}
+        return {} if self.cfg is None else kinds_of(self.cfg)
 
     def open(
         self,
@@ -113,7 +120,7 @@ class Target:
         if step is not None:
             raise TrainError(f"step {step} chooses a checkpoint of a run, and {self.path} is no run directory")
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        model = self._load(dtype, device, load_in_fp8)
+        model = self._load(dtype, device, load_in_fp8 or None, say)
         notes = [*self.notes, *_convert(model, recipe, backend)]
         if self.adapter is not None:
             from octavo import adapters
@@ -122,10 +129,12 @@ class Target:
         model.eval()
         return Opened(model, models.load_processor(self.base), tuple(notes))
 
-    def _load(self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None) -> nn.Module:
+    def _load(
+        self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None, say: Say
+    ) -> Any:
         high = load_in_fp8 == HIGH
         kinds = None if high else load_in_fp8
-        return models.load(self.base, dtype=dtype, device=device, load_in_fp8=kinds, keep_fp8=not high)
+        return models.load(self.base, dtype=dtype, device=device, load_in_fp8=kinds, keep_fp8=not high, say=say)
 
     def _open_run(
         self,
@@ -137,27 +146,48 @@ class Target:
         dtype: torch.dtype | None,
         say: Say,
     ) -> Opened:
-        cfg, world = self._run_config(recipe, backend), parallel.World(device=device)
+        """As it was trained; over another base, or one in another precision, as any base with codes computes."""
         if load_in_fp8 is not None and not self.lora:
             raise TrainError(
                 f"load_in_fp8 quantizes a frozen base, and {self.path} trained all weights; choose its precision by "
                 "the recipe, or octavo export the run in an FP8 format and use that folder"
             )
+        cfg, world = self._run_config(recipe, backend), parallel.World(device=device)
         path = checkpoint_of(self.path, step, world, say)
-        plan, family, _ = planning.plan_for(cfg, saved=self.path / rundir.PLAN if recipe is None else None)
-        model = self._load(dtype or model_dtype(cfg), device, self.kinds if load_in_fp8 is None else load_in_fp8)
-        fp8.apply(model, plan)
+        as_trained = load_in_fp8 is None and not self.moved
+        wanted = dtype or model_dtype(cfg)
+        if as_trained:
+            plan, family, _ = planning.plan_for(cfg, saved=self.path / rundir.PLAN if recipe is None else None)
+            codes = None if self.kinds or bases.keeps_codes(cfg) else HIGH
+            model = self._load(wanted, device, self.kinds or codes, say)
+            bases.freeze(model, family, cfg)
+            fp8.apply(model, plan)
+            notes = [_told(model, plan)]
+        else:
+            model = self._load(wanted, device, load_in_fp8 or None, say)
+            family = models.describe(model.config)
+            model.requires_grad_(False)
+            notes = _convert(model, recipe, backend)
         if cfg.lora is not None:
             from octavo import adapters
 
-            adapters.attach(model, family, cfg.lora, say)
+            adapters.attach(model, family, cfg.lora.model_copy(update={"adapter": None}), seed=cfg.run.seed)
+            if as_trained and dtype is None:
+                self._same_base(model, path, world)
         restored = checkpoint.load(path, model=model, optimizer=None, world=world)
         histories = scaling_of(restored.extra)
-        if recipe is None and histories:
+        if recipe is None and histories and as_trained:
             fp8.load_scaling_state(model, histories)
         model.eval()
         processor = models.load_processor(self.base, cfg.data.max_pixels, cfg.data.min_pixels)
-        return Opened(model, processor, (*self.notes, f"step {restored.counters['step']}"))
+        return Opened(model, processor, (f"step {restored.counters['step']}", *notes, *self.notes))
+
+    def _same_base(self, model: nn.Module, path: Path, world: parallel.World) -> None:
+        """Raise TrainError where the base is not the one that the adapters were trained beside."""
+        before = read_state(path)["counters"].get("base")
+        if before:
+            now = bases.Base.of(model, bases.digests(model, world), world).whole
+            bases.same(before, now, path, str(self.base))
 
     def _run_config(self, recipe: str | None, backend: str) -> Config:
         """The run's configuration with another recipe or backend, if asked."""
@@ -203,7 +233,7 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
         found = Target(folder, "folder", folder)
     else:
         raise TrainError(_unknown(folder))
-    return replace(found, quantization=models.read_quantization(found.base))
+    return replace(found, quantization=read_quantization(found.base))
 
 
 def configuration(directory: Path) -> Config:
@@ -261,25 +291,25 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
     return fp8.Policy(recipe="off", components=components, rules=tuple(rules), backend=backend)
 
 
-def _convert(model: nn.Module, recipe: str | None, backend: str) -> list[str]:
+def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
     """Plan and apply the recipe of a model from a folder, or the one that fits its codes; what was done, in words."""
-    family = models.describe(model)
-    codes = sum(1 for _ in fp8.frozen_weights(model))
-    if recipe == "off":
-        return [f"{codes} FP8 weights, dequantized where they are used"] if codes else ["high precision"]
-    if recipe is not None:
-        policy: fp8.Policy | None = fp8.Policy(recipe=recipe, backend=backend)
-    else:
-        policy = fitting(model, family, backend)
-    if policy is None:
-        return ["high precision"]
+    family = models.describe(model.config)
+    policy = fitting(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
+    if policy is None or recipe == "off":
+        return [_told(model, None)]
     plan = fp8.plan(model, policy, family.components)
     fp8.apply(model, plan)
-    used = sorted(
-        {f"{row.recipe.name} on {row.backend.backend.name}" for row in plan.rows if row.recipe and row.backend}
-    )
-    layers = sum(row.fp8 for row in plan.rows)
-    return [f"{layers} FP8 layers ({', '.join(used)})" + (f", {codes} of them on frozen codes" if codes else "")]
+    return [_told(model, plan)]
+
+
+def _told(model: nn.Module, plan: fp8.Plan | None) -> str:
+    """What computes how."""
+    codes = sum(1 for _ in fp8.frozen_weights(model))
+    rows = [] if plan is None else [row for row in plan.rows if row.recipe is not None and row.backend is not None]
+    if not rows:
+        return f"{codes} FP8 weights, dequantized where they are used" if codes else "high precision"
+    used = sorted({f"{r.recipe.name} on {r.backend.backend.name}" for r in rows if r.recipe and r.backend})
+    return f"{len(rows)} layers in FP8 ({', '.join(used)})" + (f", {codes} weights frozen codes" if codes else "")
 
 
 def _run(folder: Path, base: str | Path | None) -> Target:
@@ -304,11 +334,11 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
                 else ": it is no whole PEFT adapter. Save or download it again"
             )
         )
-    named = models.loading.read_json(folder / ADAPTER).get("base_model_name_or_path")
+    named = read_json(folder / ADAPTER).get("base_model_name_or_path")
     run = folder.resolve().parent
     inside = configuration(run) if (run / rundir.CONFIG).is_file() else None
-    notes = []
-    if inside is not None and (trained := [v for _, v in inside.model.load_in_fp8 if v is not None]):
+    notes, trained_kinds = [], {} if inside is None else kinds_of(inside)
+    if trained := list(trained_kinds.values()):
         notes.append(
             f"this adapter was trained over {trained[0]} codes of its base: --load-in-fp8 {trained[0]} computes so "
             "again"
@@ -319,7 +349,7 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     places += [] if inside is None else [Path(inside.model.path)]
     for place in places:
         if (place / MODEL).is_file():
-            return Target(folder, "adapter", place, folder, notes=tuple(notes))
+            return Target(folder, "adapter", place, folder, trained_kinds=trained_kinds, notes=tuple(notes))
     raise TrainError(
         f"the base of the adapter {folder} is not there: its {ADAPTER} names {named!r}, which is no Hugging Face "
         "folder on this machine. Download it, and name it with --base FOLDER"

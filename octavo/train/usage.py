@@ -1,24 +1,27 @@
-"""Using what was trained: a run directory back as a model, and its evaluation."""
+"""Using what was trained: a run, a folder or an adapter back as a model, and its evaluation."""
 
 from __future__ import annotations
 
+import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from octavo import checkpoint, data, fp8, models, parallel
-from octavo.config import Config, load_config
-from octavo.train import planning, rundir
-from octavo.train.build import data_settings, scaling_of
+from octavo import data, fp8, models, parallel
+from octavo.config import Config
+from octavo.train import target
+from octavo.train.build import data_settings
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
-from octavo.train.forward import Forward, autocasts, model_dtype
+from octavo.train.forward import Forward, autocasts
+from octavo.train.target import HIGH, Target, checkpoint_of, configuration
 
 Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
 
 
 def load_run(
@@ -32,29 +35,9 @@ def load_run(
 
     One process. Raises TrainError where the directory is no run or has no such checkpoint.
     """
-    model, processor, cfg, _ = _open(Path(run_dir), step, recipe, say)
+    cfg = configuration(Path(run_dir))
+    model, processor, _ = target.look(run_dir).open(step=step, recipe=recipe, say=say)
     return model, processor, cfg
-
-
-def _open(directory: Path, step: int | None, recipe: str | None, say: Say) -> tuple[nn.Module, Any, Config, int]:
-    """`load_run`, and the step that was loaded."""
-    cfg = configuration(directory)
-    if recipe == "off":  # whatever formats, components and rules the run had
-        cfg = cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
-    elif recipe is not None:
-        cfg = cfg.with_overrides([f"fp8.recipe={recipe}", "fp8.plan=null"])
-    world = parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    path = _checkpoint(directory, step, world, say)
-    plan, _, _ = planning.plan_for(cfg, saved=directory / rundir.PLAN if recipe is None else None)
-    model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device)
-    fp8.apply(model, plan)
-    restored = checkpoint.load(path, model=model, optimizer=None, world=world)
-    histories = scaling_of(restored.extra)
-    if recipe is None and histories:
-        fp8.load_scaling_state(model, histories)
-    model.eval()
-    processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
-    return model, processor, cfg, restored.counters["step"]
 
 
 def evaluate_run(
@@ -64,38 +47,141 @@ def evaluate_run(
 
     Raises TrainError where the run's configuration names no held-out data.
     """
-    cfg = configuration(Path(run_dir))
-    if not cfg.data.eval:
-        raise TrainError(f"the run {run_dir} names no held-out data; add data.eval to its configuration")
-    model, processor, cfg, loaded = _open(Path(run_dir), step, recipe, say)
+    configuration(Path(run_dir))
+    return evaluate_target(target.look(run_dir), step=step, recipe=recipe, say=say)
+
+
+def evaluate_target(
+    found: Target,
+    cfg: Config | None = None,
+    *,
+    load_in_fp8: str | Mapping[str, str] | None = None,
+    recipe: str | None = None,
+    backend: str = "auto",
+    step: int | None = None,
+    say: Say = lambda text: None,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """Evaluate whatever `target.look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
+
+    cfg       whose data.eval is asked; None: the run's own
+    progress  is told batches done and batches in all
+    others    as `Target.open` takes them
+
+    Raises TrainError where there is no held-out data, and what opening raises.
+    """
+    cfg = _asked(found, cfg)
+    if found.kind == "run":  # which one is evaluated is part of the answer
+        step = int(checkpoint_of(found.path, step, _here(), say).name.removeprefix("step_"))
+    opened = found.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, say=say)
+    say(f"{found.path}: {', '.join(opened.notes)}")
+    result = _judge(found, cfg, opened.model, progress)
+    return result if step is None else {"step": step, **result}
+
+
+def compare_bases(
+    found: Target,
+    cfg: Config | None = None,
+    *,
+    load_in_fp8: str | None = None,
+    recipe: str | None = None,
+    backend: str = "auto",
+    step: int | None = None,
+    say: Say = lambda text: None,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """What the FP8 base of adapters costs them: evaluated over it, and over the same folder in high precision.
+
+    {"bases": one row each, "gap": FP8 minus high precision, "weights": how far the codes are from the folder's weights}
+    The rows: the FP8 base as its recipe computes it, the same codes dequantized (so that the error of weights and that
+    of activations can be told apart), the folder's own weights. Sizes of weights: `sqnr_db` the geometric mean over
+    all weights, `relative` |W - W'| / |W|. Arguments as for `evaluate_target`.
+
+    Raises TrainError for what has no adapters, no FP8 base, or a folder without high-precision weights.
+    """
+    if not found.lora:
+        raise TrainError(f"{found.path} has no adapters, so it has one base: the model itself. Leave --base out")
+    if found.quantization is not None:
+        raise TrainError(
+            f"the base {found.base} holds FP8 codes ({found.quantization}) and no high-precision weights to compare "
+            "with. Evaluate once as it is, and once with --base FOLDER, the folder that it was made from"
+        )
+    kinds: str | Mapping[str, str] = load_in_fp8 or found.kinds or found.trained_kinds
+    if not kinds or kinds == HIGH:
+        raise TrainError(
+            f"{found.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
+            "--load-in-fp8 row, block or tensor"
+        )
+    from octavo import adapters
+
+    cfg = _asked(found, cfg)
+    as_trained = load_in_fp8 is None and bool(found.kinds)
+    ways: list[tuple[str, Any, str | None]] = [("fp8", None if as_trained else kinds, recipe)]
+    ways += [("fp8, dequantized", kinds, "off")] if recipe != "off" else []
+    ways += [("high precision", HIGH, "off")]
+    if found.kind == "run":
+        step = int(checkpoint_of(found.path, step, _here(), say).name.removeprefix("step_"))
+    rows, weights = [], None
+    for name, load, how in ways:
+        opened = found.open(load_in_fp8=load, recipe=how, backend=backend, step=step, say=say)
+        say(f"{name}: {', '.join(opened.notes)}")
+        rows.append({"base": name, **_judge(found, cfg, opened.model, progress)})
+        if weights is None:
+            dtype = next(p.dtype for p in opened.model.parameters() if p.is_floating_point())
+            weights = adapters.gap(opened.model, models.load(found.base, dtype=dtype))
+        del opened
+    assert weights is not None
+    finite = [row.sqnr for row in weights.rows if row.sqnr != float("inf")]
+    first, last = rows[0], rows[-1]
+    return {
+        **({} if step is None else {"step": step}),
+        "bases": rows,
+        "gap": {key: first[key] - last[key] for key in ("loss", "exact_match")},
+        "weights": {
+            "count": len(weights.rows),
+            "relative": weights.relative,
+            "sqnr_db": statistics.fmean(finite) if finite else None,
+            "worst": {"name": weights.worst.name, "relative": weights.worst.relative},
+        },
+    }
+
+
+def _here() -> parallel.World:
+    return parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _asked(found: Target, cfg: Config | None) -> Config:
+    """The configuration whose data.eval is asked. Raises TrainError where there is none."""
+    chosen = cfg or found.cfg
+    if chosen is None:
+        raise TrainError(
+            f"{found.path} is no run, so it names no held-out data: give the configuration that does, "
+            "--config FILE.yaml (its data.eval)"
+        )
+    if not chosen.data.eval:
+        where = f"the run {found.path}" if cfg is None else "the configuration that was given"
+        raise TrainError(f"{where} names no held-out data; add data.eval to its configuration")
+    return chosen
+
+
+def _judge(found: Target, cfg: Config, model: nn.Module, progress: Progress) -> dict[str, Any]:
+    processor = models.load_processor(found.base, cfg.data.max_pixels, cfg.data.min_pixels)
     evalset = data.eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)
-    found = evaluate(model, evalset, Forward(model, world, autocasts(cfg, world.device)), world)
-    return {"step": loaded, **found}
+    wide = autocasts(found.cfg or cfg, world.device) and next(model.parameters()).dtype == torch.float32
+    with fp8.count_gemms() as counts:
+        result = evaluate(model, _Told(evalset, progress), Forward(model, world, wide), world)
+    return {**result, "fp8_gemms": counts.total(fp8=True)}
 
 
-def configuration(directory: Path) -> Config:
-    """The configuration that a run was made with. Raises TrainError for a directory that holds no run."""
-    file = directory / rundir.CONFIG
-    if not file.is_file():
-        raise TrainError(
-            f"{directory} is not a run directory: it has no {rundir.CONFIG}. Name one that octavo train wrote"
-        )
-    return load_config(file)
+class _Told:
+    """Held-out batches whose passing is told."""
 
+    def __init__(self, evalset: data.EvalSet, progress: Progress) -> None:
+        self.evalset, self.progress = evalset, progress
 
-def _checkpoint(directory: Path, step: int | None, world: parallel.World, say: Say) -> Path:
-    folder = directory / rundir.CHECKPOINTS
-    steps = checkpoint.steps(folder)
-    if not steps:
-        raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
-    if step is None:
-        found = checkpoint.latest(folder, world, say)
-        assert found is not None
-        return found
-    if step not in steps:
-        raise TrainError(
-            f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
-        )
-    return folder / f"step_{step}"
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for done, batch in enumerate(self.evalset, 1):
+            yield batch
+            self.progress(done, len(self.evalset))

@@ -78,11 +78,11 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
     "argv, code, message",
     [
         (["eval", "nowhere"], 2, "there is no folder nowhere"),
-        (["eval", "model"], 1, "model is not a run directory"),
+        (["eval", "model"], 1, "model is no run, so it names no held-out data: give the configuration that does"),
         (["eval", "run", "--step", "7"], 1, "no checkpoint of step 7; there are 1, 2"),
         (["eval", "run", "--recipe", "blok"], 2, "invalid choice: 'blok'"),
         (["generate", "nowhere", "--prompt", "a"], 2, "there is no folder nowhere"),
-        (["generate", "digits", "--prompt", "a"], 1, "config.json is missing"),
+        (["generate", "digits", "--prompt", "a"], 1, "it has no config.yaml, config.json is missing"),
         (["generate", "model", "--prompt", " "], 2, "--prompt is empty"),
         (["generate", "model", "--prompt", "a", "--image", "no.png"], 2, "there is no image file no.png"),
         (["generate", "model", "--prompt", "a", "--image", "run.yaml"], 1, "run.yaml"),
