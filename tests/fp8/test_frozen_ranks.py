@@ -38,29 +38,33 @@ class Lora(nn.Module):
 
 
 class Experts(nn.Module):
-    def __init__(self, experts: int, hidden: int, inner: int) -> None:
+    def __init__(self, experts: int, hidden: int, inner: int, transposed: bool) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, hidden).bfloat16() / 8)
-        self.down_proj = nn.Parameter(torch.randn(experts, hidden, inner).bfloat16() / 8)
-        self.act_fn = nn.SiLU()
+        first, second = (torch.randn(experts, *s).bfloat16() / 8 for s in ((2 * inner, hidden), (hidden, inner)))
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(w.mT.contiguous() if transposed else w) for w in (first, second)
+        )
+        self.act_fn, self.is_transposed = nn.SiLU(), transposed
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         out = torch.zeros_like(hidden_states)
         for e, (first, second) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
             share = ((top_k_index == e) * top_k_weights).sum(-1, keepdim=True).to(hidden_states.dtype)
-            gate, up = (hidden_states @ first.t()).chunk(2, -1)
-            out = out + (self.act_fn(gate) * up) @ second.t() * share
+            if not self.is_transposed:
+                first, second = first.t(), second.t()
+            gate, up = (hidden_states @ first).chunk(2, -1)
+            out = out + (self.act_fn(gate) * up) @ second * share
         return out
 
 
 class Block(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, transposed: bool) -> None:
         super().__init__()
         self.up, self.down = Lora(WIDTH, WIDE, dtype), Lora(WIDE, WIDTH, dtype)
         self.few, self.back = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
         self.stock = nn.Linear(WIDTH, WIDTH)  # no FP8 layer: it computes with dequantized values
         self.high = nn.Linear(WIDTH, WIDTH)  # frozen, in BF16
-        self.experts = Experts(5, WIDTH, 32)
+        self.experts = Experts(5, WIDTH, 32, transposed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.down(torch.relu(self.up(x))) + self.back(self.few(x))
@@ -71,7 +75,7 @@ class Block(nn.Module):
 
 def _build(kind: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(dtype), Block(dtype))
+    model = nn.Sequential(Block(dtype, False), Block(dtype, True))
     for name, p in model.named_parameters():
         if "lora" not in name:
             p.data = p.data.to(torch.bfloat16)
@@ -82,7 +86,8 @@ def _build(kind: str, dtype: torch.dtype) -> nn.Module:
         for layer in (block.up.base_layer, block.down.base_layer, block.few, block.back, block.stock):
             layer.weight = fp8.freeze_weight(layer.weight, kind)
         for name in ("gate_up_proj", "down_proj"):
-            setattr(block.experts, name, fp8.freeze_weight(getattr(block.experts, name), kind))
+            weight = getattr(block.experts, name)
+            setattr(block.experts, name, fp8.freeze_weight(weight, kind, transposed=block.experts.is_transposed))
     rules = tuple(fp8.Rule(match, recipe="off") for match in ("**.stock", "**.high", "**.lora_A.**", "**.lora_B.**"))
     return fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=RECIPES[kind], rules=rules)))
 
