@@ -119,17 +119,11 @@ def merge(
         what = "is a whole model" if found.kind == "folder" else "trained all weights"
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
     check_target(Path(directory), [source, found.base])
-    kind, load_in_fp8 = _base(found, base)
-    say(_chosen(found, kind, load_in_fp8))
-    model, _, notes = found.open(
-        load_in_fp8=load_in_fp8, recipe="off", step=step, device=device, dtype=_dtype(found.base), say=say
-    )
+    kind, trained = _base(found, base)
+    say(_chosen(found, kind, trained))
+    model, _, notes = _open(found, kind, trained, step=step, device=device, say=say)
     # What was quantized at load differs from its folder.
-    gap = (
-        adapters.gap(model, models.load(found.base, dtype=_dtype(found.base)))
-        if load_in_fp8 and kind == "fp8"
-        else None
-    )
+    gap = adapters.gap(model, models.load(found.base, dtype=_dtype(found.base))) if trained and kind == "fp8" else None
     survival = Survival(folds(model))
     done = export(
         _judged(model, survival, format, kind, anyway, say),
@@ -204,26 +198,28 @@ def _survived(survival: Survival) -> list[str]:
 # Bases ----------------------------------------------------------------------------------------------------------------
 
 
-def _base(found: target.Target, asked: str | None) -> tuple[str, str | Mapping[str, str]]:
-    """("fp8" or "high", what to load the base's folder with). Raises TrainError for one that there is not."""
+def _base(found: target.Target, asked: str | None) -> tuple[str, dict[str, str]]:
+    """("fp8" or "high", the kinds that the base was quantized to at load). Raises TrainError for what there is not."""
     coded, trained = found.quantization is not None, {} if found.moved else _trained_kinds(found)
-    if asked == "high":
-        if coded:
-            raise TrainError(
-                f"the base {found.base} holds FP8 codes and no high-precision weights. Name the folder of the model "
-                "that they were made of: --base DIR"
-            )
-        return "high", target.HIGH
-    if coded:
-        return "fp8", {}
-    if trained:
-        return "fp8", trained
-    if asked == "fp8":
+    if asked == "high" and coded:
+        raise TrainError(
+            f"the base {found.base} holds FP8 codes and no high-precision weights. Name the folder of the model that "
+            "they were made of: --base DIR"
+        )
+    if asked == "fp8" and not coded and not trained:
         raise TrainError(
             f"{found.path} was not trained over FP8 codes, as far as it says, and {found.base} holds none. Leave "
             "--base fp8 out, or name a folder in FP8: --base DIR"
         )
-    return "high", target.HIGH
+    return ("fp8", trained) if asked != "high" and (coded or trained) else ("high", {})
+
+
+def _open(found: target.Target, kind: str, trained: Mapping[str, str], **how: Any) -> target.Opened:
+    """The model with its adapters, its base in the precision that was chosen."""
+    if found.cfg is not None and kind == "fp8" and not found.moved:  # as it was trained, and held against that
+        return found.open(recipe="off", **how)
+    load_in_fp8 = target.HIGH if kind == "high" else trained or None
+    return found.open(recipe="off", load_in_fp8=load_in_fp8, dtype=_dtype(found.base), **how)
 
 
 def _trained_kinds(found: target.Target) -> dict[str, str]:
@@ -237,11 +233,11 @@ def _trained_kinds(found: target.Target) -> dict[str, str]:
     return {name: kind for name, kind in target.configuration(run).model.load_in_fp8 if kind is not None}
 
 
-def _chosen(found: target.Target, kind: str, load_in_fp8: str | Mapping[str, str]) -> str:
+def _chosen(found: target.Target, kind: str, trained: Mapping[str, str]) -> str:
     if kind == "high":
         return f"the adapter is folded into the high-precision weights of {found.base}"
-    if isinstance(load_in_fp8, Mapping) and load_in_fp8:
-        made = ", ".join(f"{name}: {word}" for name, word in load_in_fp8.items())
+    if trained:
+        made = ", ".join(f"{name}: {word}" for name, word in trained.items())
         return f"the adapter is folded into the FP8 codes that training saw ({found.base}, loaded with {made})"
     return f"the adapter is folded into the FP8 codes of {found.base}"
 

@@ -15,7 +15,9 @@ from octavo.adapters.merge import Fold, folds, merged
 from octavo.adapters.survival import KEPT, Survival
 from tests.adapters.conftest import components, inputs, logits, lora, quantized
 
-FAMILIES = ("qwen3_vl", "qwen3", "qwen3_moe", "qwen3_vl_moe")
+USUAL = [("qwen3_vl", "block"), ("qwen3", None), ("qwen3_moe", "row"), ("qwen3_vl_moe", "block")]
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "qwen3", "qwen3_moe", "qwen3_vl_moe")
+OTHERS = [(f, k) for f in FAMILIES for k in (None, "row", "block", "tensor") if (f, k) not in USUAL]
 Folder = Callable[[str], Path]
 
 
@@ -60,8 +62,7 @@ def near(ours: Tensor, theirs: Tensor, ulps: float = 256) -> None:
     assert float((ours - theirs).abs().max()) <= limit
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", [None, "block", "row"])
+@pytest.mark.parametrize(("name", "kind"), [*USUAL, *(pytest.param(*x, marks=pytest.mark.long) for x in OTHERS)])
 def test_the_merged_model_answers_as_the_adapted_one(name: str, kind: str | None, folder: Folder) -> None:
     path = folder(name)
     model = adapted(path, kind, rslora=True)
@@ -79,7 +80,7 @@ def test_it_is_what_peft_folds(name: str, settings: dict, folder: Folder, tmp_pa
     path = folder(name)
     model = adapted(path, **settings)
     adapters.save(model, tmp_path / "adapter", path)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16) if not settings else (torch.float32,):
         theirs = peft.PeftModel.from_pretrained(models.load(path, dtype=dtype), str(tmp_path / "adapter"))
         theirs = dict(theirs.merge_and_unload().named_parameters())
         changed = folds(model)

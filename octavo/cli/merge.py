@@ -1,0 +1,55 @@
+"""Folds the adapters of a LoRA run, or of a PEFT folder, into a model folder that stands alone.
+
+octavo merge runs/lora merged
+octavo merge runs/lora merged-fp8 --format fp8-block --base high
+octavo merge my-adapter merged --base Qwen3-VL-8B-Instruct
+
+By default the adapter is folded into the weights that training saw: the values of FP8 codes where the base was loaded
+in FP8. Written in FP8, what of the adapter's change survives is measured on the very codes, weight by weight; a merge
+that would round the adapter away is refused, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.cli import arguments, terminal
+from octavo.cli.export import FORMATS, INCLUDE, bar, device
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN_OR_ADAPTER", help="a run of octavo train with lora, or a PEFT folder")
+    parser.add_argument("directory", metavar="DIR", help="where to write: new, empty, or an earlier export")
+    parser.add_argument(
+        "--format", metavar="NAME", choices=FORMATS, default="bf16", help=f"{', '.join(FORMATS)}; default bf16"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="fp8|high|DIR",
+        help="what to fold into: the FP8 codes that training saw, the base folder's high-precision weights, or another "
+        "folder (default: fp8 where training saw codes)",
+    )
+    parser.add_argument("--anyway", action="store_true", help="write FP8 though it rounds the adapter away")
+    parser.add_argument(
+        "--include", metavar="COMPONENT", choices=INCLUDE, nargs="+", action="extend", default=[],
+        help=f"in FP8 too, beside the language model's layers: {', '.join(INCLUDE)}",
+    )  # fmt: skip
+    parser.add_argument("--step", type=arguments.positive, metavar="N", help="of a run: this checkpoint")
+    parser.add_argument("--device", metavar="NAME", help="cpu or cuda; default: a GPU if there is one")
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.train.merging import merge
+
+    with bar("merge") as progress:
+        done = merge(
+            args.path, args.directory, args.format, base=args.base, anyway=args.anyway, include=args.include,
+            step=args.step, device=device(args.device), say=terminal.note, progress=progress,
+        )  # fmt: skip
+    if args.json:
+        terminal.show_json(done.to_json())
+    else:
+        for sentence in done.sentences():
+            print(sentence)
+    return 0
