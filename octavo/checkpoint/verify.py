@@ -118,13 +118,13 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
         check_config(folder, raw, block, headers, found)
         vision = any(key in raw for key in ("vision_config", "audio_config"))
         check_companions(folder, vision, found)
-    looked.pairs = pair_up(headers, None if unread else looked.q, found)
     whole = not any(f.kind in _CUT for f in found)
+    seen = Findings()
+    looked.pairs = pair_up(headers, None if unread else looked.q, seen)
     if stock is not None and headers.tensors:
-        scratch = found if whole else Findings()  # a tensor in a damaged file is not also missing
-        looked.known = check_names(headers, stock, scratch)
-        if not whole:
-            found.items += [f for f in scratch if f.kind != "missing"]
+        looked.known = check_names(headers, stock, seen)
+    found.items += [f for f in seen if whole or f.kind not in _LOST]  # what a damaged file held is not also missing
+    if stock is not None and headers.tensors:
         check_places(looked.known, stock, looked.q, found)
         if looked.q is not None and looked.fp8:
             check_skips(looked.known, stock, looked.q, _listed(block), found)
@@ -137,7 +137,9 @@ def _listed(block: Mapping[str, Any] | None) -> bool:
     return any((block or {}).get(key) is not None for key in ("modules_to_not_convert", "ignored_layers", "ignore"))
 
 
-_CUT = ("truncated", "header", "missing-shard", "pickle", "no-weights", "index")
+#: findings of files after which nothing can be said of tensors that are not there
+_CUT = ("truncated", "header", "missing-shard", "pickle", "only-pickles", "no-weights", "index")
+_LOST = ("missing", "scale-missing", "scale-dangling", "scale-name")
 
 
 def _apart(looked: _Looked, found: Findings) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 FAIL, WARN = "fail", "warn"
 LOADERS = ("transformers", "vLLM", "SGLang")
-#: what a loader may do, from good to bad; "garbage" is the worst, because nobody is told
-VERDICTS = ("ok", "warns", "refuses", "loads garbage")
+#: what a loader may do. A folder that gives cause for several gets the last of them: who refuses loads no garbage.
+VERDICTS = ("ok", "warns", "loads garbage", "refuses")
 
 
 @dataclass(frozen=True)

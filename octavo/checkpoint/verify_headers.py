@@ -218,7 +218,7 @@ def read_folder(folder: Path, found: Findings, stem: str = "model") -> Headers:
         _add(headers, single, found)
     elif placed is not None:
         _shards(folder, index, placed, headers, found)
-    elif not any(f.kind in ("pickle", "index") for f in found):
+    elif not any(f.kind in ("only-pickles", "index") for f in found):
         found.fail("no-weights", f"{folder} holds no {single.name} and no {index.name}: there are no weights to load.")
     listed = {path.name for path in headers.files} | set((placed or {}).values())
     for path in sorted(folder.glob("*.safetensors")):
@@ -245,7 +245,7 @@ def _pickles(folder: Path, found: Findings, safetensors: bool) -> None:
     weights = [name for name in pickles if name.endswith(".bin") or "model" in name]
     if weights and not safetensors:
         found.fail(
-            "pickle",
+            "only-pickles",
             f"{weights[0]} is a pickle, which can run code when it is read, and there are no safetensors beside it; "
             "save the model with save_pretrained (safetensors is its format).",
             weights[0],
@@ -293,7 +293,7 @@ def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers,
             continue
         if held is None:
             found.fail(
-                "index-entry",
+                "index-tensor",
                 f"{shard} lacks {tensor!r}, which {index.name} places in it; download both again.",
                 shard,
                 tensor,
@@ -309,8 +309,8 @@ def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers,
         if tensor not in placed:
             found.fail(
                 "index-entry",
-                f"{index.name} has no entry for {tensor!r}, which {held.file} holds: loaders that follow the index "
-                "never read it; write the index again.",
+                f"{index.name} has no entry for {tensor!r}, which {held.file} holds: who reads by the index "
+                "misses it; write the index again.",
                 held.file,
                 tensor,
             )

@@ -19,7 +19,7 @@ READ = {
     "SGLang": "read from SGLang's code (up to 0.5.23), not run",
 }
 
-WARNS, REFUSES, GARBAGE = VERDICTS[1:]
+WARNS, GARBAGE, REFUSES = VERDICTS[1:]
 
 
 class Does(NamedTuple):
@@ -44,13 +44,15 @@ _HF = "transformers"
 CONSEQUENCES: dict[str, dict[str, Does]] = {
     "no-weights": _all(REFUSES, "there are no weights"),
     "pickle": _all(REFUSES, "a pickle is no safetensors file", True),
+    "only-pickles": _all(WARNS, "pickles are read, which Octavo does not do: they can run code"),
     "pickle-beside": {},
     "truncated": _all(REFUSES, "a shard is cut short", True),
     "header": _all(REFUSES, "a shard's header is damaged", True),
     "index": _all(REFUSES, "the index cannot be read", True),
     "missing-shard": _all(REFUSES, "a shard is missing", True),
-    "index-entry": {
-        _HF: Does(GARBAGE, "tensors that the index does not name may be left out and filled at random"),
+    "index-entry": _all(WARNS, "files are read whole, entries or not; who reads by the index misses a tensor", True),
+    "index-tensor": {
+        _HF: Does(GARBAGE, "a tensor that its file lacks is filled with random numbers, with a warning", True),
         **_servers(REFUSES, "a parameter gets no weights"),
     },
     "extra-shard": _servers(REFUSES, "every *.safetensors is read, the stray one too"),
@@ -59,12 +61,12 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "config": _all(REFUSES, "config.json cannot be used"),
     "quantization": _all(WARNS, "quantization_config is of a form that Octavo does not judge"),
     "fp8-tensor": {
-        _HF: Does(WARNS, "reads one scale a tensor as weight_scale_inv alone"),
+        _HF: Does(WARNS, "reads one scale a tensor as weight_scale_inv alone", True),
         **_servers(REFUSES, "one scale a tensor is read as weight_scale, and transformers writes weight_scale_inv"),
     },
     "quantization-lost": _all(GARBAGE, "codes are taken for values: nothing tells of their scales", True),
     "quantization-without-codes": {
-        _HF: Does(WARNS, "layers are made for codes and hold values"),
+        _HF: Does(WARNS, "layers are made for codes and hold values (on a CPU they are plain)", True),
         **_servers(REFUSES, "scales that do not exist are waited for"),
     },
     "config-dtype": _all(WARNS, "values are rounded to another dtype while loading"),
@@ -79,30 +81,37 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
         **_servers(REFUSES, "there is no parameter of that name"),
     },
     "shape": _all(REFUSES, "a tensor has another shape than the model", True),
-    "dtype": _all(GARBAGE, "a tensor is cast from a dtype that weights do not have"),
-    "tied": _all(GARBAGE, "one of two different tensors that config.json ties is dropped"),
+    "dtype": _all(WARNS, "a tensor is cast from a dtype that weights do not have", True),
+    "e5m2": {
+        _HF: Does(WARNS, "E5M2 codes are dequantized as they are on a CPU", True),
+        **_servers(GARBAGE, "E5M2 codes are cast to E4M3, which ends at 448"),
+    },
+    "tied": {
+        _HF: Does(WARNS, "two different tensors that config.json ties are both loaded, and not tied", True),
+        **_servers(GARBAGE, "one of two different tensors that config.json ties is dropped"),
+    },
     "tied-twice": {},
     "scale-missing": {
-        _HF: Does(GARBAGE, "codes without scales are taken for values", True),
+        _HF: Does(GARBAGE, "codes stay without scales: the first forward fails, or answers nonsense", True),
         **_servers(GARBAGE, "scales that are not loaded keep what memory held"),
     },
     "scale-name": {
-        _HF: Does(GARBAGE, "scales of another name are left out, and codes are taken for values", True),
+        _HF: Does(GARBAGE, "scales of another name are left out: the first forward fails, or answers nonsense", True),
         **_servers(REFUSES, "there is no parameter of that name"),
     },
     "scale-both": {
-        _HF: Does(WARNS, "one of two scales is left out"),
+        _HF: Does(WARNS, "one of two scales is left out", True),
         **_servers(REFUSES, "one scale has no parameter"),
     },
-    "scale-transposed": _all(REFUSES, "the grid of scales does not fit the weight"),
+    "scale-transposed": _all(REFUSES, "the grid of scales does not fit the weight", True),
     "scale-grid": {
-        _HF: Does(GARBAGE, "on a CPU the block is taken from the grid, not from the config"),
+        _HF: Does(WARNS, "on a CPU the block is taken from the grid; elsewhere the grid does not fit", True),
         **_servers(REFUSES, "the grid of scales does not fit the weight"),
     },
-    "scale-dtype": _all(GARBAGE, "scales are cast from another dtype"),
+    "scale-dtype": _all(WARNS, "scales are cast from another dtype", True),
     "scale-dangling": {
-        _HF: Does(WARNS, "scales without codes are left out"),
-        **_servers(REFUSES, "scales without a parameter"),
+        _HF: Does(WARNS, "a value that has scales is multiplied by them, code or not", True),
+        **_servers(GARBAGE, "a value that has scales is cast to FP8 and multiplied by them, code or not"),
     },
     "router": _all(GARBAGE, "the router is read in high precision: its codes are taken for values"),
     "head": _servers(GARBAGE, "the output projection is read in high precision: its codes are taken for values"),
@@ -119,18 +128,18 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "block-k": _servers(REFUSES, "block kernels quantize activations in whole groups along K"),
     "block-n": _servers(REFUSES, "blocks of fused shards would not match"),
     "block-ragged": {_HF: Does(WARNS, "on a CPU a ragged N is refused or read in blocks of another size", True)},
-    "nan-codes": _all(GARBAGE, "NaN codes make NaN"),
-    "nan-values": _all(GARBAGE, "NaN or infinite values"),
-    "scale-nan": _all(GARBAGE, "a scale is NaN or infinite"),
-    "scale-zero": _all(GARBAGE, "a scale is zero: its block is lost, or NaN once requantized"),
-    "scale-negative": _all(GARBAGE, "a scale is negative: kernels expect positive ones"),
+    "nan-codes": _all(GARBAGE, "NaN codes make NaN", True),
+    "nan-values": _all(GARBAGE, "NaN or infinite values", True),
+    "scale-nan": _all(GARBAGE, "a scale is NaN or infinite", True),
+    "scale-zero": _all(GARBAGE, "a scale is zero: its block is lost, or NaN once requantized", True),
+    "scale-negative": _all(GARBAGE, "a scale is negative: kernels expect positive ones", True),
     "zero-block": {},
     "zero-weight": {},
-    "codes-as-values": _all(GARBAGE, "codes stand where values should"),
+    "codes-as-values": _all(GARBAGE, "codes stand where values should", True),
     "cast-through-fp8": _all(WARNS, "values were rounded to FP8 without a scale"),
-    "unscaled": _all(GARBAGE, "codes without their scales"),
-    "reciprocal": _all(GARBAGE, "reciprocals are used as multipliers"),
-    "double-scaled": _all(GARBAGE, "scales seem to be applied twice"),
+    "unscaled": _all(GARBAGE, "codes without their scales", True),
+    "reciprocal": _all(GARBAGE, "reciprocals are used as multipliers", True),
+    "double-scaled": _all(GARBAGE, "scales seem to be applied twice", True),
     "magnitude": _all(WARNS, "weights are larger than trained ones"),
     "unfilled": _all(WARNS, "codes and scales may be of different casts"),
     "scale-unshared": _servers(WARNS, "fused layers are quantized again under the largest of their scales"),
@@ -139,6 +148,9 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "error": _all(GARBAGE, "values are not those of the reference"),
 }
 
+
+#: transformers dequantizes everything of method fp8 on a CPU, and looks at the list on a GPU alone
+_GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
 
 #: warnings that one loader does not survive, though the folder is right for the others
 _SURE = ("experts-apart",)
@@ -170,9 +182,9 @@ def _consequence(finding: Finding, loader: str) -> Does | None:
         if loader not in finding.text:  # the sentence names the loaders whose rule goes wrong
             return None
         if finding.kind == "skip-covers-fp8":
-            return Does(GARBAGE, "an FP8 layer counts as unquantized: its codes are taken for values")
+            return Does(GARBAGE, f"an FP8 layer counts as unquantized: its codes are taken for values{_GPU[loader]}")
         if loader == "transformers":
-            return Does(GARBAGE, "a layer in high precision is made for codes, and its scales stay random")
+            return Does(GARBAGE, f"a layer in high precision is made for codes, and has no scales{_GPU[loader]}")
         return Does(REFUSES, "scales of a layer in high precision are waited for")
     return CONSEQUENCES[finding.kind].get(loader)
 

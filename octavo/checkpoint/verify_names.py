@@ -113,7 +113,7 @@ def _dtype(held: Held, name: str, found: Findings) -> None:
         )
     elif held.dtype == "F8_E5M2":
         found.fail(
-            "dtype",
+            "e5m2",
             f"{held.name!r} in {held.file} is F8_E5M2, and loaders take weights in F8_E4M3 alone; quantize it again.",
             held.file,
             held.name,

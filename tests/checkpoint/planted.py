@@ -246,6 +246,21 @@ def rescale(folder: Path, change: Callable[[Tensor], Tensor], weight: str = Q) -
     put(folder, name, change(get(folder, name)))
 
 
+def values_on_disk(folder: Path, weight: str) -> Tensor:
+    """code * scale of a weight, fp32."""
+    codes, scale = get(folder, weight).float(), get(folder, scale_name(folder, weight)).float()
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        scale = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return codes * scale[: codes.shape[0], : codes.shape[1]] if scale.dim() == 2 else codes * scale
+
+
+def dequantize(folder: Path, weight: str) -> None:
+    """A weight in BF16 instead of FP8, rightly."""
+    values = values_on_disk(folder, weight).to(torch.bfloat16)
+    put(folder, scale_name(folder, weight), None)
+    put(folder, weight, values)
+
+
 def skip_list(folder: Path, change: Callable[[list[str]], Any]) -> None:
     def edit(raw: dict[str, Any]) -> None:
         block = raw["quantization_config"]
@@ -276,12 +291,8 @@ def scale_of_another_block(folder: Path) -> None:
 def unscaled_cast(folder: Path) -> None:
     """The weight's values cast as they are, the scales left at 1."""
     name = scale_name(folder)
-    s = get(folder, name).float()
-    wide = s
-    if s.dim() == 2 and s.shape[1] > 1:
-        wide = s.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    put(folder, Q, (get(folder, Q).float() * wide).to(torch.float8_e4m3fn))
-    put(folder, name, torch.ones_like(s))
+    put(folder, Q, values_on_disk(folder, Q).to(torch.float8_e4m3fn))
+    put(folder, name, torch.ones_like(get(folder, name)))
 
 
 def scales_of_one(folder: Path) -> None:
@@ -389,13 +400,7 @@ def skip_list_lacks_head(folder: Path) -> None:
 
 def skip_list_lacks_bf16_layer(folder: Path) -> None:
     """A layer left in BF16 without being listed: transformers does so silently where a shape does not fit."""
-    scale = get(folder, scale_name(folder, DOWN))
-    codes = get(folder, DOWN).float()
-    wide = scale
-    if scale.dim() == 2 and scale.shape[1] > 1:
-        wide = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    put(folder, DOWN, (codes * wide).to(torch.bfloat16))
-    put(folder, scale_name(folder, DOWN), None)
+    dequantize(folder, DOWN)
 
 
 def skip_list_by_fragment(folder: Path) -> None:
@@ -461,9 +466,7 @@ def unequal_scales(folder: Path) -> None:
 
 
 def half_a_fused_matrix(folder: Path) -> None:
-    name = scale_name(folder, GATE)
-    put(folder, GATE, get(folder, GATE).to(torch.bfloat16) / 448)
-    put(folder, name, None)
+    dequantize(folder, GATE)
     skip_list(folder, lambda names: names.append(GATE.removesuffix(".weight")))
 
 
@@ -615,14 +618,14 @@ CORRUPTIONS = (
     Corruption(nan_scale, "scale-nan", QUANTIZED),
     Corruption(negative_scale, "scale-negative", QUANTIZED),
     Corruption(nan_block, "nan-codes", QUANTIZED),
-    Corruption(nan_value, "nan-values"),
+    Corruption(nan_value, "nan-values", load=False),
     Corruption(scale_of_the_other_method, "scale-name", QUANTIZED),
     Corruption(scale_under_both_names, "scale-both", QUANTIZED),
-    Corruption(scale_in_f16, "scale-dtype", QUANTIZED),
+    Corruption(scale_in_f16, "scale-dtype", QUANTIZED, load=False),
     Corruption(scale_in_e8m0_untold, "scale-dtype", QUANTIZED, load=False),
     Corruption(skip_list_covers_fp8, "skip-covers-fp8", QUANTIZED),
     Corruption(skip_list_covers_by_its_end, "skip-covers-fp8", ("fp8-block",)),
-    Corruption(skip_list_lacks_head, "skip-missing", QUANTIZED),
+    Corruption(skip_list_lacks_head, "skip-missing", QUANTIZED, load=False),
     Corruption(skip_list_lacks_bf16_layer, "skip-missing", QUANTIZED),
     Corruption(skip_list_by_fragment, "skip-missing", QUANTIZED, load=False),
     Corruption(skip_list_names_nothing, "skip-nothing", QUANTIZED, fails=False, load=False),
@@ -640,22 +643,22 @@ CORRUPTIONS = (
     Corruption(damaged_header, "header"),
     Corruption(missing_shard, "missing-shard"),
     Corruption(missing_index_entry, "index-entry"),
-    Corruption(index_entry_without_tensor, "index-entry"),
+    Corruption(index_entry_without_tensor, "index-tensor"),
     Corruption(extra_shard, "extra-shard", fails=False, load=False),
     Corruption(single_file_beside_shards, "two-layouts", ("plain",), fails=False, load=False),
     Corruption(shard_beside_single_file, "extra-shard", ("plain",), load=False),
     Corruption(duplicated_tensor, "duplicate"),
     Corruption(pickle_for_safetensors, "pickle"),
     Corruption(plain_pickle_for_safetensors, "pickle"),
-    Corruption(only_pickles, "pickle"),
+    Corruption(only_pickles, "only-pickles"),
     Corruption(missing_tensor, "missing"),
     Corruption(extra_tensor, "extra"),
     Corruption(wrong_shape, "shape"),
     Corruption(wrong_dtype, "dtype"),
-    Corruption(e5m2_codes, "dtype", QUANTIZED),
+    Corruption(e5m2_codes, "e5m2", QUANTIZED),
     Corruption(another_config, "missing"),
     Corruption(broken_config, "config"),
-    Corruption(untied_head, "tied", ("plain", "fp8-block"), model="qwen3_tied"),
+    Corruption(untied_head, "tied", ("plain", "fp8-block"), model="qwen3_tied", load=False),
     Corruption(repeated_head, "tied-twice", ("plain",), fails=False, model="qwen3_tied", load=False),
     Corruption(no_architectures, "architectures", ("plain",), load=False),
     Corruption(no_tokenizer, "companions", ("plain",), fails=False, load=False),
