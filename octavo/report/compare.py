@@ -1,8 +1,10 @@
 """The trial: high precision, high precision with another seed, and each FP8 recipe, on the same data; then the verdict.
 
 High precision has none of the memory savings that the configuration asks for; where these make the model BF16, it
-computes in BF16 as well. A configuration with savings is trained without them, too, and with one more at a time
-(:mod:`octavo.report.savings`): the page says what each of them cost.
+computes in BF16 as well. Under LoRA every arm trains the same adapters, high precision beside the base in BF16 (one
+that is in FP8 on disk is dequantized), FP8 beside the base that the configuration loads. A configuration with savings
+is trained without them, too, and with one more at a time (:mod:`octavo.report.savings`): the page says what each of
+them cost.
 
 Every arm is an ordinary run in ``DIRECTORY/arms/NAME`` and the report lies in ``DIRECTORY/report``. The trial can be
 stopped and started again: a finished arm is read, a half-done one continues, and an arm that was trained with another
@@ -19,7 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.config import RECIPES, Config, Fp8Section, load_config
+from octavo.config import RECIPES, Config, Fp8Section, load_config, rules_lora
+from octavo.config.schema import FITTING
 from octavo.report.judge import Arm, Verdict, judge
 from octavo.report.rundir import ReportError, RunRecord, read, read_failed
 from octavo.report.savings import ladder, without
@@ -54,7 +57,9 @@ def compare(
         )
     if jobs < 1:
         raise ReportError(f"jobs={jobs}: at least one arm must train at a time")
-    directory = Path(directory)
+    from octavo.train import base
+
+    cfg, directory = base.settled(cfg), Path(directory)
     arms = arms_of(cfg, recipes, directory, savings)
     if fresh:
         clear(directory)
@@ -111,7 +116,7 @@ def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path, savings
     ]
     names = list(dict.fromkeys(recipes))
     for name in names:
-        chosen = cfg if name == own else cfg.with_overrides([f"fp8.recipe={name}", "fp8.plan=null"])
+        chosen = cfg if name == own else with_recipe(cfg, name)
         for number, (words, rung) in enumerate(ladder(chosen) if savings and len(names) == 1 else ()):
             arms.append(_arm(rung, directory, f"saving-{number}", words, "saving", seed))
         arms.append(_arm(chosen, directory, f"fp8-{name}", f"FP8 {name}", "fp8", seed))
@@ -121,6 +126,19 @@ def arms_of(cfg: Config, recipes: Sequence[str] | None, directory: Path, savings
 def high_precision(cfg: Config) -> Config:
     """What FP8 is held against: no FP8 and no saving, computing in BF16 where the configuration's model is BF16."""
     return without(cfg).model_copy(update={"fp8": Fp8Section(recipe="off")})
+
+
+def with_recipe(cfg: Config, name: str) -> Config:
+    """Another recipe for all that has none of its own; a base that is quantized while it is read is so in the kind of
+    codes that this recipe multiplies by, and in high precision where there is none."""
+    kind = next((kind for kind, recipes in FITTING.items() if name in recipes), None)
+    kinds = {
+        part: kind if (own := getattr(cfg.fp8, part)) is None or own.recipe is None else was
+        for part, was in rules_lora.kinds_of(cfg).items()
+    }
+    listed = ", ".join(f"{part}: {kind or 'null'}" for part, kind in kinds.items())
+    base = [f"model.load_in_fp8={{{listed}}}"] if kinds else []
+    return cfg.with_overrides([f"fp8.recipe={name}", "fp8.plan=null", *base])
 
 
 def own_recipe(cfg: Config) -> str:

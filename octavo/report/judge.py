@@ -16,6 +16,7 @@ import numpy as np
 from octavo.config import Config
 from octavo.report import verdict as rows
 from octavo.report.rundir import LayerHealth, ReportError, RunRecord, common
+from octavo.report.savings import base_of
 from octavo.report.verdict import FAIL, PASS, WARN, Check, percent
 
 #: what two arms must share; the rest of the record (free memory, variables) may differ
@@ -59,6 +60,8 @@ def dtype_of(arm: Arm, record: RunRecord) -> str:
     asked = arm.cfg.train.precision
     if asked != "auto":
         return asked
+    if arm.cfg.lora is not None:  # its base is BF16 everywhere
+        return "bf16"
     return "bf16" if record.environment.get("gpus") else "fp32"
 
 
@@ -213,7 +216,9 @@ def _line(
         if record.failure:
             parts.append(f"{arm.label} (fail): training failed after step {last_step(record)}")
             continue
-        text = f"{arm.label}{f' ({by_arm[arm.label]})' if len(fp8) > 1 else ''} beside {dtype}: "
+        beside = f", LoRA with its {base_of(arm.cfg)}," if arm.cfg.lora is not None else ""
+        other = f" with its {base_of(ref_arm.cfg)}" if ref_arm.cfg.lora is not None else ""
+        text = f"{arm.label}{f' ({by_arm[arm.label]})' if len(fp8) > 1 else ''}{beside} beside {dtype}{other}: "
         text += f"mean loss {100 * gap_of(record, ref):+.2f} % (seed noise {percent(noise)})"
         mine, share = accuracy(record), record.proof.get("share")
         if mine is not None and theirs is not None:
@@ -231,6 +236,7 @@ def _arm_data(arm: Arm, record: RunRecord, reference: RunRecord) -> dict[str, An
         "label": arm.label,
         "kind": arm.kind,
         "recipe": arm.cfg.fp8.recipe,
+        "base": base_of(arm.cfg),
         "seed": arm.cfg.run.seed,
         "failure": record.failure,
         "steps": last_step(record),

@@ -8,12 +8,14 @@ loss and tokens per second.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.config import Config
-from octavo.config.schema import COMPONENTS, OptimizerSection, RecomputeSection
+from octavo.config.rules_lora import kinds_of
+from octavo.config.schema import COMPONENTS, LoadInFp8Section, OptimizerSection, RecomputeSection
 
-__all__ = ["Switch", "ladder", "rungs", "without"]
+__all__ = ["Switch", "base_of", "ladder", "last", "rungs", "switches", "without"]
 
 
 class Switch(NamedTuple):
@@ -32,6 +34,7 @@ def switches(cfg: Config) -> list[Switch]:
     recompute = train.recompute
     told = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
     found = [
+        (_has_codes(cfg), base_of(cfg), _high_base),
         (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", _optimizer(states="fp32")),
         (optimizer.master != "fp32", f"weights as {optimizer.master}", _fp32_weights),
         (activations, "activations in FP8", lambda c: _fp8(c, {"activations": "bf16"}, {"activations": None})),
@@ -43,6 +46,42 @@ def switches(cfg: Config) -> list[Switch]:
         (train.offload_activations, "activations in host memory", _train(offload_activations=False)),
     ]
     return [Switch(words, off) for on, words, off in found if on]
+
+
+def base_of(cfg: Config) -> str:
+    """The frozen base that a configuration trains beside, in words; "" where it trains all there is."""
+    dtype = "fp32" if cfg.train.precision == "fp32" else "BF16"
+    kinds = kinds_of(cfg)
+    if kinds:
+        told = set(kinds.values())
+        how = told.pop() if len(told) == 1 else ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+        return f"base in FP8 ({how})"
+    if cfg.lora is None:
+        return ""
+    return f"base in FP8 ({_on_disk(cfg)}, as its checkpoint is)" if _has_codes(cfg) else f"base in {dtype}"
+
+
+def _has_codes(cfg: Config) -> bool:
+    return bool(kinds_of(cfg)) or (cfg.lora is not None and cfg.model.keep_fp8 and bool(_on_disk(cfg)))
+
+
+def _on_disk(cfg: Config) -> str:
+    """How the checkpoint itself is quantized; "" where it is not."""
+    if not (Path(cfg.model.path) / "config.json").is_file():  # its absence is for the first arm to say
+        return ""
+    from octavo.models.quantization import read_quantization
+
+    found = read_quantization(cfg.model.path)
+    return "" if found is None else found.kind
+
+
+def _high_base(cfg: Config) -> Config:
+    """A base in high precision: not quantized while it is read, and dequantized where its checkpoint is in FP8."""
+    more = {
+        "load_in_fp8": LoadInFp8Section(),
+        **({"keep_fp8": False} if cfg.lora is not None and _on_disk(cfg) else {}),
+    }
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update=more)})
 
 
 def without(cfg: Config) -> Config:
@@ -100,8 +139,11 @@ def _optimizer(**values: Any) -> Callable[[Config], Config]:
 
 
 def _fp32_weights(cfg: Config) -> Config:
-    """fp32 weights that compute in BF16, as the model of BF16 weights does: rungs differ by what is stored alone."""
+    """fp32 weights that compute in BF16, as the model of BF16 weights does: rungs differ by what is stored alone.
+    Adapters are fp32 then; beside them computes what computed before."""
     stored = cfg.optimizer.model_copy(update={"master": "fp32"})
+    if cfg.lora is not None:
+        return cfg.model_copy(update={"optimizer": stored, "lora": cfg.lora.model_copy(update={"dtype": "fp32"})})
     return cfg.model_copy(update={"optimizer": stored, "train": cfg.train.model_copy(update={"precision": "bf16"})})
 
 

@@ -36,7 +36,7 @@ class RunResult:
     dir      the run directory
     status   "finished", or "stopped" (a signal; saved, continue with run.resume=auto)
     steps    optimizer steps done
-    final    the last row of metrics.jsonl without eval, health, memory, gain and experts
+    final    the last row of metrics.jsonl without eval, health, memory, gain, experts and base
     eval     the last evaluation, None where there was none
     health   the last FP8 health summary (worst and median figures)
     memory   bytes by kind, as last measured
@@ -176,6 +176,8 @@ class _Loop:
             row |= result.experts
         if result.memory is not None:
             row["memory"] = self.memory = result.memory
+            if job.base is not None and job.base.taken["weights"]:
+                row["base"] = job.base.taken
         if result.health is not None:
             row["health"] = result.health.table()
             self.health = progress.health = result.health.summary()
@@ -343,7 +345,9 @@ class _Loop:
             dir=job.directory,
             status="stopped" if stopped else "finished",
             steps=progress.step,
-            final={k: v for k, v in self.last.items() if k not in ("eval", "health", "memory", "gain", "experts")},
+            final={
+                k: v for k, v in self.last.items() if k not in ("eval", "health", "memory", "gain", "experts", "base")
+            },
             eval=self.eval,
             health=self.health,
             memory=self.memory,

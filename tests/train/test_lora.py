@@ -1,0 +1,263 @@
+"""LoRA beside a frozen base: what trains, what is saved, what a base that changed costs, and going on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from octavo import fp8, models, train
+from octavo.checkpoint import CheckpointError
+from octavo.checkpoint.dcp_safe import SafeReader
+from octavo.config import Config, load_config
+from octavo.train import base, planning
+from octavo.train.rundir import read_rows
+from tests.train.test_predicted import agree, counted, predicted
+from tests.train.test_ranks import command, losses, torchrun
+from tests.train.test_resume import at
+
+pytest.importorskip("peft")
+LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
+ONE = ("train.micro_batch=1", "train.global_batch=1", "train.steps=1", "train.warmup=0", "data.eval=[]")
+
+
+def adapter(directory: Path | str) -> dict[str, torch.Tensor]:
+    return load_file(Path(directory) / "adapter" / "adapter_model.safetensors")
+
+
+def saved(checkpoint: Path) -> list[str]:
+    return sorted(SafeReader(checkpoint).read_metadata().state_dict_metadata)
+
+
+def test_adapters_train_and_nothing_else_is_kept(make):
+    cfg = make(*LORA, "run.hf=true", "run.save_every=3", "run.health_every=3")
+    result = train.run(cfg)
+    seen = list(result.losses().values())
+    assert seen[-1] < seen[0]
+    proof = json.loads((result.dir / "proof.json").read_text())
+    gemms = proof["components"]["foundation"]
+    assert set(gemms) == {"fwd", "dgrad"} and not proof["pending"] and not proof["missing"]
+    names = saved(result.dir / "checkpoints" / "step_6")
+    model = [name for name in names if name.startswith("model.")]
+    assert len(model) == 2 * 14 and all(".lora_A." in name or ".lora_B." in name for name in model)
+    assert len([name for name in names if name.startswith("optimizer.")]) == 3 * len(model)
+    assert result.base == {"weights": 63, "unchanged": True, "fp8": result.base["fp8"]}
+    assert result.base["fp8"]["weights"] == 14 and result.base["fp8"]["bytes_per_parameter"] <= 1.02
+    written = json.loads((result.dir / "base.json").read_text())
+    assert written["unchanged"] and written["changed"] is None and len(written["sha256"]) == 63
+    assert not (result.dir / "hf").exists()
+    assert len(adapter(result.dir)) == 28
+    config = json.loads((result.dir / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["base_model_name_or_path"]) == (4, cfg.model.path)
+    plan = json.loads((result.dir / "plan.json").read_text())
+    assert any(note.startswith("lora: adapters of rank 4 beside 14 layers") for note in plan["notes"])
+    assert any("14 weights are frozen FP8 codes: 0.0983 M parameters in 1.0006 bytes each" in n for n in plan["notes"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((*LORA, "lora.dropout=0.1"), id="block, dropout"),
+        pytest.param(
+            ("lora={}", "model.load_in_fp8=tensor", "fp8.recipe=delayed"), id="delayed", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_it_goes_on_bit_for_bit(make, overrides):
+    over = (*overrides, "run.hf=true")
+    whole = train.run(make(*over, dir="whole"))
+    cfg = make(*over, dir="stopped")
+    first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    assert first.status == "stopped" and not (first.dir / "adapter").exists()
+    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    assert second.losses() == whole.losses() and second.eval == whole.eval
+    ours, theirs = adapter(whole.dir), adapter(second.dir)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
+
+
+def test_another_base_is_refused(make, place: Path, tmp_path: Path):
+    """The folder that the base is loaded from is changed between two sessions."""
+    folder = tmp_path / "base"
+    shutil.copytree(place / "tiny", folder)
+    cfg = make(*LORA, f"model.path={folder}")
+    train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as tensors:
+        metadata = tensors.metadata()
+    weights = load_file(file)
+    name = "model.language_model.layers.1.mlp.up_proj.weight"
+    weights[name][3, 5] += 1.0
+    save_file(weights, file, metadata)
+    with pytest.raises(train.TrainError) as caught:
+        train.run(cfg.with_overrides(["run.resume=auto"]))
+    assert f"{name} has other values (1 of 63 weights differ)" in str(caught.value)
+    assert str(folder) in str(caught.value) and "step_3" in str(caught.value)
+
+
+def test_a_base_that_is_written_to_stops_the_run_without_an_adapter(make):
+    """Whatever writes to it: the end of the run finds out."""
+    cfg = make(*LORA, "train.steps=2", "train.warmup=1", "run.hf=true")
+    jobs = []
+    build = train.loop.assembly.build
+
+    def remember(*args, **kwargs):
+        jobs.append(build(*args, **kwargs))
+        return jobs[-1]
+
+    def write(row) -> None:
+        if row["step"] == 2:
+            weights = dict(jobs[0].model.named_parameters())
+            codes = fp8.codes_of_frozen(weights["model.language_model.layers.0.mlp.up_proj.base_layer.weight"])
+            codes.data.view(torch.uint8)[0, 0] ^= 1
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(train.TrainError) as caught:
+        patch.setattr(train.loop.assembly, "build", remember)
+        train.run(cfg, hooks=[write])
+    assert "model.language_model.layers.0.mlp.up_proj.weight was written to" in str(caught.value)
+    written = json.loads((Path(cfg.run.dir) / "base.json").read_text())
+    assert not written["unchanged"] and written["changed"].endswith("layers.0.mlp.up_proj.weight")
+    assert not (Path(cfg.run.dir) / "adapter").exists() and not (Path(cfg.run.dir) / "result.json").exists()
+
+
+def test_a_checkpoint_of_adapters_is_no_model_and_the_other_way_round(make):
+    """By the settings first; and by what a checkpoint holds, for whoever loads it in Python."""
+    lora = train.run(make(*LORA, "train.steps=1", "train.warmup=0", "data.eval=[]", dir="lora"))
+    full = train.run(make("train.steps=1", "train.warmup=0", "data.eval=[]", dir="full"))
+    steps = {run.dir.name: run.dir / "checkpoints" / "step_1" for run in (lora, full)}
+    with pytest.raises(train.TrainError, match="lora was None"):
+        train.run(
+            make(*LORA, "train.steps=1", "train.warmup=0", "data.eval=[]", f"run.resume={steps['full']}", dir="a")
+        )
+    from octavo import checkpoint, parallel
+
+    models_of = {run.dir.name: _model(load_config(run.dir / "config.yaml")) for run in (lora, full)}
+    world = parallel.World()
+    with pytest.raises(CheckpointError, match=r"holds trained parameters alone \(28, first .*lora_A.*does not train"):
+        checkpoint.load(steps["lora"], model=models_of["full"], optimizer=None, world=world)
+    with pytest.raises(CheckpointError, match="holds a whole model, and not one of the parameters that this model"):
+        checkpoint.load(steps["full"], model=models_of["lora"], optimizer=None, world=world)
+    assert checkpoint.load(steps["lora"], model=models_of["lora"], optimizer=None, world=world).step == 1
+
+
+def _model(cfg: Config) -> torch.nn.Module:
+    plan, family, _ = planning.plan_for(cfg)
+    return train.build.assemble_model(cfg, torch.device("cpu"), plan, family)[0]
+
+
+def test_adapters_go_on_from_a_folder(make):
+    first = train.run(make(*LORA, "run.hf=true", "data.eval=[]", "train.steps=3", dir="first"))
+    more = (*LORA, f"lora.adapter={first.dir / 'adapter'}", "data.eval=[]", "train.steps=3")
+    second = train.run(make(*more, dir="second"))
+    assert list(second.losses().values())[0] < list(first.losses().values())[0]
+    with pytest.raises(Exception, match="rank"):
+        train.run(make(*more, "lora.rank=8", dir="third"))
+
+
+def test_the_frozen_base_of_a_plan_is_what_is_loaded(make):
+    """The model that is planned, on the meta device, and the one that trains: same names, shapes, dtypes, codes."""
+    cfg = make("lora={}", "model.load_in_fp8={foundation: row, image_encoder: tensor}", "fp8.recipe=rowwise")
+    planned, _ = planning.model_of(cfg)
+    loaded = models.load(cfg.model.path, dtype=torch.bfloat16, load_in_fp8=dict(base.kinds_of(cfg)))
+    mine, theirs = dict(planned.named_parameters()), dict(loaded.named_parameters())
+    assert mine.keys() == theirs.keys()
+    for name, weight in mine.items():
+        assert (weight.shape, weight.dtype) == (theirs[name].shape, theirs[name].dtype), name
+        assert fp8.is_frozen(weight) == fp8.is_frozen(theirs[name]), name
+        if fp8.is_frozen(weight):
+            assert fp8.codes_of_frozen(weight).spec == fp8.codes_of_frozen(theirs[name]).spec, name
+    assert sum(map(fp8.is_frozen, mine.values())) == 22
+
+
+def test_freezing_a_frozen_base_is_noted(make):
+    _, _, notes = planning.plan_for(make(*LORA, "model.freeze=[image_encoder]"))
+    assert any(note.startswith("model.freeze changes nothing beside lora") for note in notes)
+    with pytest.raises(models.ModelError, match="image_encodr"):
+        planning.plan_for(make(*LORA, "model.freeze=[image_encodr]"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(LORA, id="block"),
+        pytest.param(
+            ("lora={dtype: bf16, targets: [foundation, image_encoder], exclude: ['**.layers.0.**']}", "fp8.recipe=rowwise",
+             "model.load_in_fp8={foundation: row, image_encoder: row}", "optimizer.master=bf16+sr", "optimizer.states=fp8",
+             "optimizer.update=backward", "fp8.activations=fp8", "train.recompute=selective"),
+            id="everything",
+        ),
+        pytest.param(("lora={dtype: bf16}", "optimizer.states=bf16", "fp8.recipe=off"), marks=pytest.mark.long),
+        pytest.param(("lora={dora: true}", *LORA[1:], "train.recompute=full"), marks=pytest.mark.long),
+        pytest.param(("lora={dtype: bf16}", "fp8.recipe=rowwise", "optimizer.master=bf16+16"), marks=pytest.mark.long),
+        pytest.param(("lora={dropout: 0.1}", *LORA[1:], "fp8.dgrad=bf16", "train.logits=full"), marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_a_run_counts_what_was_predicted(make, overrides):
+    """Between steps to the byte; activations and logits within 5 % (of a model of two layers, the first of which keeps
+    less, because no gradient reaches what is before it)."""
+    cfg = make(*ONE, *overrides)
+    train.run(cfg)
+    agree(counted(cfg), predicted(cfg))
+
+
+@pytest.mark.long
+def test_kill_9_and_going_on(make, tmp_path: Path):
+    over = (*LORA, "run.save_every=1", "run.hf=true", "train.steps=8")
+    whole = train.run(make(*over, dir="whole"))
+    cfg = make(*over, dir="killed")
+    process = subprocess.Popen(command(cfg, ranks=1), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (Path(cfg.run.dir) / "checkpoints" / "step_3").exists():
+        time.sleep(0.02)
+    subprocess.run(["pkill", "-9", "-P", str(process.pid)], check=False)
+    process.kill()
+    process.wait()
+    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    assert second.losses() == whole.losses()
+    ours, theirs = adapter(whole.dir), adapter(second.dir)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["block", "row"])
+def test_two_ranks_train_as_one_and_hold_the_base_alike(make, kind: str):
+    recipe = {"block": "blockwise", "row": "rowwise"}[kind]
+    over = ("lora={rank: 4}", f"model.load_in_fp8={kind}", f"fp8.recipe={recipe}", "run.hf=true", "run.save_every=3",
+            "run.keep=9", "train.micro_batch=1")  # fmt: skip
+    one, two = make(*over, dir="one"), make(*over, dir="two")
+    alone = train.run(one)
+    done = torchrun(two)
+    assert done.returncode == 0, done.stderr
+    assert losses(two) == pytest.approx(losses(one), rel=3e-3)
+    base_of = [json.loads((Path(cfg.run.dir) / "base.json").read_text()) for cfg in (one, two)]
+    assert base_of[0]["sha256"] == base_of[1]["sha256"] and base_of[1]["unchanged"]
+    assert sorted(adapter(alone.dir)) == sorted(adapter(two.run.dir))
+    step = Path(two.run.dir) / "checkpoints" / "step_3"
+    resumed = train.run(make(*over, f"run.resume={step}", dir="after"))
+    assert list(resumed.losses().values()) == pytest.approx(losses(two)[3:], rel=3e-3)
+    again = make(*over, f"run.resume={step}", dir="again")  # on as many ranks as it was saved on
+    done = torchrun(again)
+    assert done.returncode == 0, done.stderr
+    assert losses(again) == losses(two)[3:]
+
+
+@pytest.mark.long
+def test_rank_0_of_two_holds_what_was_predicted(make):
+    cfg = make(*ONE, *LORA, "train.global_batch=2")
+    done = torchrun(cfg)
+    assert done.returncode == 0, done.stderr
+    agree(counted(cfg), predicted(cfg, 2))
+
+
+def test_the_loss_rows_say_what_the_base_takes(make):
+    cfg = make(*LORA, *ONE)
+    train.run(cfg)
+    row = read_rows(Path(cfg.run.dir) / "metrics.jsonl")[0]
+    assert row["base"]["bytes_per_parameter"] <= 1.02 and row["base"]["weights"] == 14
