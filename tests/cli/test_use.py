@@ -1,0 +1,146 @@
+"""generate, eval and convert in process, on runs, folders and adapters: what they print and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import terminal
+from octavo.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """model/ (mini Qwen3-VL), fp8/ (its export), lora/ (a run over row codes, its adapter/ inside), run.yaml."""
+    from octavo.data import digits
+    from octavo.models import tiny
+
+    home = tmp_path_factory.mktemp("use")
+    tiny.write("qwen3_vl", home / "model", size="mini")
+    digits.write(home / "digits", train=8, test=4)
+    (home / "run.yaml").write_text(
+        """model: {path: model, load_in_fp8: row}
+lora: {rank: 2}
+data:
+  train: [{path: digits/train.json, images: digits}]
+  eval: [{path: digits/test.json, images: digits}]
+train: {steps: 2, micro_batch: 2, global_batch: 2, seq_length: 256, lr: 1e-2}
+run: {dir: lora, tensorboard: false, health_every: 0, threads: 1}
+"""
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        assert main(["train", "run.yaml"]) == 0
+        assert main(["export", "model", "fp8", "--format", "fp8-block"]) == 0
+    return home
+
+
+@pytest.fixture
+def here(home, monkeypatch):
+    monkeypatch.chdir(home)
+    return home
+
+
+def answer(argv, capsys):
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+ASK = ["--prompt", "first?", "--max-new-tokens", "2"]
+
+
+def test_generate_asks_all_of_them(here, capsys):
+    image = ["--image", str(next((here / "digits").rglob("*.png")))]
+    run = answer(["generate", "lora", *ASK, *image], capsys)
+    assert run["fp8_gemms"] > 0 and any("rowwise on" in note for note in run["notes"])
+    same = answer(["generate", "lora/adapter", *ASK, *image, "--load-in-fp8", "row"], capsys)
+    assert 0 < same["fp8_gemms"] < run["fp8_gemms"]  # the run computes its tower in FP8 too, which has no codes
+    assert answer(["generate", "lora/adapter", *ASK], capsys)["fp8_gemms"] == 0
+    assert answer(["generate", "lora/adapter", *ASK, "--base", "fp8"], capsys)["fp8_gemms"] > 0
+    reference = answer(["generate", "fp8", *ASK, "--backend", "reference"], capsys)
+    assert reference["fp8_gemms"] > 0 and "blockwise on reference" in reference["notes"][0]
+    assert answer(["generate", "fp8", *ASK, "--recipe", "off"], capsys)["fp8_gemms"] == 0
+    assert answer(["generate", "model", *ASK, "--recipe", "rowwise"], capsys)["fp8_gemms"] > 0
+    assert main(["generate", "fp8", *ASK]) == 0
+    assert "weights frozen codes" in capsys.readouterr().err
+
+
+def test_eval_judges_all_of_them(here, capsys):
+    run = answer(["eval", "lora"], capsys)
+    assert run["step"] == 2 and run["fp8_gemms"] > 0
+    folder = answer(["eval", "fp8", "--config", "run.yaml"], capsys)
+    assert "step" not in folder and folder["questions"] == run["questions"]
+    worn = answer(["eval", "lora/adapter", "--config", "run.yaml", "--base", "model"], capsys)
+    assert worn["fp8_gemms"] == 0 and abs(worn["loss"] - run["loss"]) < 0.1
+    high = answer(["eval", "lora", "--load-in-fp8", "off", "--recipe", "off"], capsys)
+    assert high["fp8_gemms"] == 0
+
+
+def test_eval_reports_the_gap_of_both_bases(here, capsys):
+    found = answer(["eval", "lora", "--base", "both"], capsys)
+    assert [row["base"] for row in found["bases"]] == ["fp8", "fp8, dequantized", "high precision"]
+    assert found["weights"]["count"] > 0
+    assert main(["eval", "lora", "--base", "both"]) == 0
+    out = capsys.readouterr().out
+    assert "Over the FP8 base the loss is" in out and "dB in the geometric mean" in out
+
+
+@pytest.mark.parametrize(
+    "argv, code, message",
+    [
+        (["generate", "nowhere", *ASK], 2, "there is no folder nowhere"),
+        (["generate", "run.yaml", *ASK], 1, "run.yaml is a configuration; name what came of it"),
+        (["generate", "digits", *ASK], 1, "is not a run directory, a Hugging Face folder or a PEFT adapter"),
+        (["generate", "lora/checkpoints", *ASK], 1, "folder of a run's checkpoints; name the run"),
+        (["generate", "fp8", *ASK, "--step", "1"], 2, "fp8 is no run directory; leave --step out"),
+        (["generate", "fp8", *ASK, "--backend", "warp"], 2, "there is no backend 'warp'; there are auto,"),
+        (["generate", "fp8", *ASK, "--backend", "reference", "--recipe", "off"], 2, "--recipe off has none"),
+        (["generate", "fp8", *ASK, "--base", "model"], 1, "is a whole model: only adapters have a base"),
+        (["generate", "fp8", *ASK, "--recipe", "rowwise"], 1, "rowwise"),
+        (["generate", "fp8", *ASK, "--load-in-fp8", "row"], 1, "fp8"),
+        (["generate", "lora", *ASK, "--base", "digits"], 1, "digits was given as the base of lora and has no config"),
+        (["generate", "model", *ASK, "--load-in-fp8", "fp4"], 2, "invalid choice: 'fp4'"),
+        (["eval", "model"], 1, "--config FILE.yaml (its data.eval)"),
+        (["eval", "model", "--config", "no.yaml"], 2, "there is no file no.yaml"),
+        (["eval", "model", "--config", "run.yaml", "--base", "both"], 1, "has no adapters, so it has one base"),
+        (["eval", "lora", "--base", "both", "--load-in-fp8", "off"], 2, "leave --load-in-fp8 off out"),
+        (["eval", "lora", "--step", "7"], 1, "no checkpoint of step 7; there are 2"),
+        (["convert", "hf_to_mm", "a", "b"], 2, "invalid choice: 'hf_to_mm'"),
+        (["convert", "hf_to_dcp", "nowhere", "x"], 1, "nowhere is not a folder"),
+        (["convert", "hf_to_dcp", "model", "digits"], 1, "digits exists, and nothing is overwritten"),
+        (["convert", "hf_to_dcp", "model", "model/x"], 1, "model/x lies in model, which is only read"),
+        (["convert", "dcp_to_hf", "model", "x"], 1, "it is no DCP checkpoint"),
+        (["convert", "dcp_to_hf", "lora/checkpoints/step_2", "x"], 1, "octavo export RUN"),
+        (["convert", "lora_hf_to_dcp", "model", "x"], 1, "a whole model: convert it with hf_to_dcp"),
+        (["convert", "dcp_to_hf", "model", "x", "--is-lora-base"], 2, "--is-lora-base belongs to hf_to_dcp"),
+        (["convert", "hf_to_dcp", "model", "x", "--like", "model"], 2, "--like belongs to dcp_to_hf; leave it out"),
+        (["convert", "hf_to_dcp", "model", "x", "--workers", "0"], 2, "expected a whole number of at least 1"),
+    ],
+)
+def test_refusals(here, argv, code, message, capsys):
+    assert main(argv) == code
+    assert message in capsys.readouterr().err
+    assert not (here / "x").exists() and not (here / "x.converting").exists()
+
+
+def test_convert_there_and_back(here, tmp_path, capsys):
+    for kind, source in (("hf_to_dcp", "fp8"), ("lora_hf_to_dcp", "lora/adapter")):
+        there, back = tmp_path / kind, tmp_path / f"{kind}-back"
+        assert main(["convert", kind, source, str(there)]) == 0
+        assert f"{there}: " in capsys.readouterr().out
+        assert answer(["convert", "dcp_to_hf", str(there), str(back)], capsys)["kept"] == 0
+        for file in Path(source).iterdir():
+            assert (back / file.name).read_bytes() == file.read_bytes(), file
+    assert main(["generate", str(tmp_path / "hf_to_dcp-back"), *ASK]) == 0
+
+
+def test_a_bar_is_shown_on_a_terminal(here, tmp_path, capsys, monkeypatch):
+    from rich.console import Console
+
+    shown = Console(force_terminal=True, width=100, file=(tmp_path / "out").open("w"))
+    monkeypatch.setattr(terminal, "console", lambda **_: shown)
+    assert main(["convert", "hf_to_dcp", "model", str(tmp_path / "dcp")]) == 0
+    assert main(["eval", "lora"]) == 0
+    shown.file.close()
+    drawn = (tmp_path / "out").read_text()
+    assert "hf_to_dcp" in drawn and "evaluating" in drawn
