@@ -1,6 +1,67 @@
 """Octavo: FP8 training of vision-language and language models that proves itself.
 
-``from octavo import fp8`` is the core and needs torch alone; the rest is behind ``octavo`` on the command line.
+``from octavo import fp8`` is the core and needs torch alone. ``octavo.load`` gives a Hugging Face model, if asked with
+its linear layers in FP8 and with a PEFT adapter; the rest is behind ``octavo`` on the command line.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from octavo import fp8
+
 __version__ = "0.3.0"
+
+
+def load(
+    path: str | Path,
+    load_in_fp8: str | Mapping[str, str | None] | None = None,
+    adapter: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    recipe: str | fp8.Policy | None = None,
+    keep_fp8: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> PreTrainedModel:
+    """A model from a local Hugging Face folder, in eval mode.
+
+    Args:
+        path: the folder: BF16 or fp32 weights, or FP8 codes (DeepSeek's blocks, compressed-tensors).
+        load_in_fp8: ``"row"``, ``"block"`` or ``"tensor"``: the linear layers and experts of the language model become
+            frozen FP8 weights while they are read; a mapping says it for each of foundation, image_encoder and
+            image_projector. None: as the folder has them, codes untouched.
+        adapter: a PEFT folder to attach; only its adapters ask for a gradient then. None: none.
+        dtype: of what is not FP8; None: BF16.
+        device: where the model ends up.
+        recipe: an FP8 recipe (or a policy) to plan and apply at once, for whole FP8 layers; None: stock layers, where
+            frozen weights compute as their dequantized values.
+        keep_fp8: False: codes in the folder become values in ``dtype``.
+        say: told what a person should know, such as which of two sets of weights was taken.
+
+    Raises ModelError, PlanError and AdapterError, each with what was found and the cure.
+    """
+    import torch
+
+    from octavo import fp8, models
+
+    model = models.load(
+        path,
+        dtype=dtype or torch.bfloat16,
+        device=device,
+        load_in_fp8=load_in_fp8,
+        keep_fp8=keep_fp8,
+        say=say,
+    )
+    if recipe is not None:
+        fp8.apply(model, fp8.plan(model, recipe, models.describe(model).components))
+    if adapter is not None:
+        from octavo import adapters
+
+        adapters.load(model, adapter, say)
+    return model

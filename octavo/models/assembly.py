@@ -270,11 +270,11 @@ def _finish(model: PreTrainedModel, folder: Path, found: Sources, device: torch.
             f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers makes them "
             "in a way that Octavo does not know. Load without FP8, or use transformers 5.23."
         )
-    model._weight_conversions = found.rules
+    model._weight_conversions = found.rules  # type: ignore[assignment]
     model.config.name_or_path = model.name_or_path = str(folder)
     if model.can_generate() and (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model.to(device).eval()
+    return model.to(device).eval()  # type: ignore[arg-type]
 
 
 def _make_buffers(model: PreTrainedModel) -> None:
@@ -291,12 +291,11 @@ def _make_buffers(model: PreTrainedModel) -> None:
         held = dict(module._parameters)
         for buffer_name, buffer in mine.items():
             module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
-        for parameter in held:  # it would start them anew
-            module._parameters[parameter] = (
-                None
-                if held[parameter] is None
-                else nn.Parameter(torch.empty_like(held[parameter], device="meta"), requires_grad=False)
-            )
+        for parameter, value in held.items():  # it would start them anew
+            if value is not None:
+                module._parameters[parameter] = nn.Parameter(
+                    torch.empty_like(value, device="meta"), value.requires_grad
+                )
         with torch.no_grad():
             owner._init_weights(module)
         module._parameters.update(held)

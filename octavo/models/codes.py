@@ -66,9 +66,9 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
         unused = [entry for entry in by_name.values() if entry.name.endswith(ends)]
         used |= {entry.name for entry in unused}
     rest = tuple(entry for entry in by_name.values() if entry.name not in used)
-    lone = [entry for entry in rest if (base := _base(entry.name)) is not None and base in by_name]
+    lone = [entry for entry in rest if _base(entry.name) in by_name]
     if lone:
-        base = by_name[_base(lone[0].name) or ""]
+        base = by_name[_base(lone[0].name)]
         raise ModelError(
             f"{folder}: {_some(lone)} is a scale, and {base} holds {base.dtype} and no FP8 codes. Either the codes "
             "were overwritten by values or the scale was left behind; write the checkpoint again."
@@ -88,9 +88,9 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
     return Paired(rest, scales, tuple(notes))
 
 
-def _base(name: str) -> str | None:
-    """The weight that a scale of this name belongs to; None if it is no name of a scale."""
-    return next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), None)
+def _base(name: str) -> str:
+    """The weight that a scale of this name belongs to; "" if it is no name of a scale."""
+    return next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), "")
 
 
 def _some(entries: list[Stored]) -> str:
@@ -130,7 +130,7 @@ def read_scale(shards: Shards, scale: Stored, piece: Piece, quantization: Quanti
             f"{scale} holds the scale {bad}; every scale is finite and above 0. The block was zero or damaged when it "
             "was quantized; write the checkpoint again."
         )
-    values = values if piece.index is None else values[piece.index]
+    values = values if piece.at is None else values[piece.at]
     return values.mT.contiguous() if piece.turned else values
 
 

@@ -99,7 +99,7 @@ class Shards:
         row = math.prod(stored.shape[1:]) * stored.dtype.itemsize
         if not out.numel():
             return out
-        buffer = memoryview(out.view(-1).view(torch.uint8).numpy())
+        buffer = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         if stored.file not in self._open:
             self._open[stored.file] = open(stored.file, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
         file = self._open[stored.file]

@@ -38,16 +38,16 @@ from octavo.models.shards import Stored
 
 
 class Piece(NamedTuple):
-    """A tensor on disk, or the slice `index` of its first dimension; `turned`: transposed for the GEMM."""
+    """A tensor on disk, or the slice `at` of its first dimension; `turned`: transposed for the GEMM."""
 
     stored: Stored
-    index: int | None = None
+    at: int | None = None
     turned: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As the GEMM has it."""
-        shape = self.stored.shape if self.index is None else self.stored.shape[1:]
+        shape = self.stored.shape if self.at is None else self.stored.shape[1:]
         return (shape[1], shape[0]) if self.turned else shape
 
 
@@ -130,7 +130,7 @@ class _Offer(NamedTuple):
 class _Names:
     """Name on disk -> (parameter, the rule's pattern, the rule that converts or None)."""
 
-    def __init__(self, model: PreTrainedModel, rules: list[Any], wanted: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, rules: list[Any], wanted: dict[str, Tensor]) -> None:
         self._wanted = wanted
         self._prefix = model.base_model_prefix
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -248,7 +248,7 @@ def run_rule(origin: Origin, model: PreTrainedModel, values: Mapping[str, Tensor
     rule = deepcopy(origin.converter)
     for pattern, entry in origin.collected:
         value = values[entry.name]
-        rule.add_tensor(origin.name, entry.name, pattern, lambda value=value: value)
+        rule.add_tensor(origin.name, entry.name, pattern, lambda value=value: value)  # type: ignore[arg-type]
     with torch.no_grad():
         made = rule.convert(origin.name, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from octavo.models.quantization import Quantization
 from octavo.models.shards import Shards, Stored
 from octavo.models.sources import Origin, Piece, is_transposed, run_rule
 
+Parts = Callable[[int], Iterator[tuple[int, Tensor]]]  # slot -> (first row, rows as the GEMM has them)
 _CHUNK = 1 << 21  # elements of a matrix that are read and cast at once
 
 
@@ -60,27 +62,27 @@ class Stream:
                 f"{plain} holds {plain.dtype} and {origin.stored[codes.index(True)]} FP8 codes, and both are parts of "
                 f"{origin.name}. Write the checkpoint again, with all of them in one precision."
             )
-        if any(codes):
-            if self.keep_fp8:
-                self._place(origin.name, self._frozen(origin))
-            else:
-                self._place(origin.name, self._values(origin, self._decoded(origin)))
+        if any(codes) and self.keep_fp8:
+            self._place(origin.name, self._frozen(origin))
         elif origin.name in self.kinds:
-            self._place(origin.name, self._quantized(origin))
+            decoded = self._decoded(origin, torch.float32) if any(codes) else None
+            self._place(origin.name, self._quantized(origin, decoded))
         else:
-            self._place(origin.name, self._values(origin))
+            decoded = self._decoded(origin, self.dtype_of(origin.name)) if any(codes) else None
+            self._place(origin.name, self._values(origin, decoded))
 
     def finish(self) -> None:
         """Notes about what was met on the way."""
         if self._cut:
             self.notes.append(
-                f"{self._cut} stacks of experts have smaller blocks than the format's, since gate ends inside one: the "
-                "codes are those on disk, and GEMMs of a recipe with other blocks take their dequantized values"
+                f"{self._cut} stacks of experts have smaller blocks than the format's: gate and up, which are one "
+                "matrix in the model, have scales of their own: their codes are those on disk, and GEMMs of a recipe "
+                "with larger blocks take their dequantized values"
             )
 
     # values
 
-    def _values(self, origin: Origin, parts: Callable[[int], Iterator[tuple[int, Tensor]]] | None = None) -> Tensor:
+    def _values(self, origin: Origin, parts: Parts | None) -> Tensor:
         """The parameter in high precision. `parts` gives the rows of a slot, as the GEMM has them."""
         shape, transposed = self._shape(origin.name), self._transposed(origin)
         out = torch.empty(shape, dtype=self.dtype_of(origin.name), device=self.device)
@@ -102,8 +104,8 @@ class Stream:
         """(first row, rows) of the pieces of a slot one below the other, in the dtype on disk, a few at a time."""
         row = 0
         for piece in pieces:
-            if piece.index is not None:
-                whole = self.shards.read(piece.stored, (piece.index, piece.index + 1))[0]
+            if piece.at is not None:
+                whole = self.shards.read(piece.stored, (piece.at, piece.at + 1))[0]
                 yield row, whole.mT if piece.turned else whole
             elif piece.turned or not piece.stored.shape:
                 whole = self.shards.read(piece.stored)
@@ -115,15 +117,17 @@ class Stream:
 
     # values on disk, codes in the model
 
-    def _quantized(self, origin: Origin) -> nn.Parameter:
+    def _quantized(self, origin: Origin, parts: Parts | None) -> nn.Parameter:
         spec = fp8.FROZEN[self.kinds[origin.name]]
         codes, scale, transposed = self._room(origin, spec)
         for slot, pieces in enumerate(origin.slots):
             into = (codes[slot], scale[slot]) if origin.experts else (codes, scale)
-            parts = (
-                (lambda p=pieces: iter([(0, self._slot(p))])) if origin.experts else (lambda p=pieces: self._rows(p))
-            )
-            cast_into(*into, spec, parts)
+            if parts is not None:
+                cast_into(*into, spec, partial(parts, slot))
+            elif origin.experts:
+                cast_into(*into, spec, partial(_once, self._slot(pieces)))
+            else:
+                cast_into(*into, spec, partial(self._rows, pieces))
             if not bool(torch.isfinite(into[1]).all()):
                 raise ModelError(f"{pieces[0].stored} holds NaN or infinity, which no FP8 code stands for.")
         return fp8.frozen(codes, scale, spec, self.dtype_of(origin.name), transposed)
@@ -166,10 +170,9 @@ class Stream:
             check_codes(codes.contiguous(), pieces[0].stored)
             into[row : row + codes.shape[0]].view(torch.uint8).copy_(codes.view(torch.uint8))
 
-    def _decoded(self, origin: Origin) -> Callable[[int], Iterator[tuple[int, Tensor]]]:
+    def _decoded(self, origin: Origin, dtype: torch.dtype) -> Parts:
         """Slot -> the rows of its values."""
         spec, scales = self._scales(origin)
-        dtype = self.dtype_of(origin.name)
 
         def parts(slot: int) -> Iterator[tuple[int, Tensor]]:
             pieces = origin.slots[slot]
@@ -216,7 +219,9 @@ class Stream:
         for entry in origin.stored:
             if entry.is_codes:
                 alone = Origin(origin.name, ((Piece(entry),),))
-                values[entry.name] = torch.cat([rows for _, rows in self._decoded(alone)(0)])
+                values[entry.name] = torch.cat(
+                    [rows for _, rows in self._decoded(alone, self.dtype_of(origin.name))(0)]
+                )
             else:
                 values[entry.name] = self.shards.read(entry)
         for name, value in run_rule(origin, self.model, values).items():
@@ -293,6 +298,10 @@ def cast_into(
         else:
             q = fp8.quantize_with_scale(values, whole.to(codes.device), spec)
         codes[row : row + values.shape[0]].copy_(q.data)
+
+
+def _once(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    yield 0, values
 
 
 def _castable(values: Tensor) -> Tensor:

@@ -1,0 +1,604 @@
+"""FP8 while loading: quantized on the way in, or codes taken as they are; and what may be wrong with a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import octavo
+from octavo import fp8, models
+from octavo.models import streaming, tiny
+from octavo.models.assembly import assemble
+from octavo.models.loading import _skeleton, read_config
+from octavo.models.shards import open_weights
+from tests.models.conftest import batch
+from tests.models.fp8_folders import CHANNEL, CONFIGS, alone, edit_config, edit_weights, quantized
+
+FORMATS = tuple(CONFIGS)
+KINDS = tuple(fp8.FROZEN)
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+
+
+def same(one, other) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def streamed(folder: Path, dtype=torch.float32):
+    """A folder in high precision by Octavo's own way, which `load` takes for FP8 alone."""
+    shards, _ = open_weights(folder, False)
+    build = partial(_skeleton, read_config(folder), dtype, None)
+    with shards:
+        return assemble(folder, build, shards, None, {}, dtype, torch.device("cpu"), True, print, None)
+
+
+def refused(folder: Path, message: str, **arguments) -> None:
+    with pytest.raises(models.ModelError, match=message):
+        models.load(folder, torch.bfloat16, **arguments)
+
+
+# high precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_streaming_gives_what_transformers_gives(checkpoint, family, dtype, monkeypatch):
+    monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)  # many chunks, as large matrices have
+    mine, stock = streamed(checkpoint(family), dtype), models.load(checkpoint(family), dtype)
+    assert type(mine) is type(stock) and not mine.training
+    for get in ("named_parameters", "named_buffers"):
+        for (name, a), (other, b) in zip(getattr(mine, get)(), getattr(stock, get)(), strict=True):
+            assert name == other and a.dtype == b.dtype and torch.equal(a, b), name
+            assert a.requires_grad == b.requires_grad and not a.is_meta
+    assert mine.config.to_dict() == stock.config.to_dict()
+    assert mine.config._attn_implementation == stock.config._attn_implementation
+    assert mine.generation_config.to_dict() == stock.generation_config.to_dict()
+    assert str(mine._weight_conversions) == str(stock._weight_conversions)
+    tied = mine.lm_head.weight is mine.get_input_embeddings().weight
+    assert tied == (stock.lm_head.weight is stock.get_input_embeddings().weight)
+
+
+def test_published_experts_lie_transposed(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl_moe"), tmp_path / "m"))
+    stock = models.load(folder, load_in_fp8="row")
+    turned = "mlp.experts.gate_up_proj"
+
+    def turn(weights):
+        for name in list(weights):
+            if name.endswith(turned):
+                weights[name] = weights[name].mT.contiguous()
+
+    edit_weights(folder, turn)
+    found = models.load(folder, load_in_fp8="row")
+    for (name, a), (_, b) in zip(fp8.frozen_weights(stock), fp8.frozen_weights(found), strict=True):
+        assert same(fp8.codes_of_frozen(a).data, fp8.codes_of_frozen(b).data), name
+    assert all(
+        torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), models.load(folder).parameters(), strict=True)
+    )
+
+
+# quantized on the way in
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeypatch):
+    monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)
+    stock = models.load(checkpoint(family))  # fp32, as on disk
+    asked = dict.fromkeys(("foundation", "image_encoder", "image_projector"), kind) if family in VISION else kind
+    seen = []
+    model = models.load(
+        checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), say=pytest.fail
+    )
+    values = dict(stock.named_parameters())
+    rows = fp8.topology(model, models.describe(model).components)
+    wanted = {r.name if r.kind == "experts" else f"{r.name}.weight" for r in rows if r.kind in ("linear", "experts")}
+    frozen = dict(fp8.frozen_weights(model))
+    assert set(frozen) == wanted
+    for name, weight in frozen.items():
+        q = fp8.codes_of_frozen(weight)
+        transposed = bool(getattr(stock.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
+        expected = fp8.codes_of_frozen(fp8.freeze_weight(values[name].detach(), kind, transposed=transposed))
+        assert same(q.data, expected.data) and torch.equal(q.scale, expected.scale) and q.spec == expected.spec, name
+        assert weight.dtype == torch.bfloat16 and not weight.requires_grad and weight.shape == values[name].shape
+    for name, parameter in model.named_parameters():
+        if name not in frozen:
+            assert torch.equal(parameter, values[name].bfloat16()) and parameter.requires_grad, name
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen) and seen[-1][0] == seen[-1][1] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
+def test_what_stays_in_high_precision(checkpoint, family):
+    model = models.load(checkpoint(family), load_in_fp8="block")
+    frozen = [name for name, _ in fp8.frozen_weights(model)]
+    assert frozen and not [n for n in frozen if re.search("visual|embed|lm_head|norm|mlp.gate.weight|patch", n)]
+
+
+def test_a_quantized_model_computes_and_trains_around_its_weights(checkpoint):
+    model = models.load(checkpoint("qwen3_vl"), load_in_fp8={"foundation": "row", "image_projector": None})
+    inputs = batch(models.load_processor(checkpoint("qwen3_vl")), image=True)
+    frozen = {name: weight.dequantize() for name, weight in fp8.frozen_weights(model)}
+    thawed = models.load(checkpoint("qwen3_vl"))
+    thawed.load_state_dict(frozen, strict=False)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, thawed(**inputs).logits)
+    model(**inputs).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "message"),
+    [
+        ("llama", "rows", "asks for 'rows' in foundation; the kinds are row, block, tensor"),
+        ("llama", {"lm_head": "row"}, "names 'lm_head'; the components are foundation, image_encoder, image_projector"),
+        ("llama", {"image_encoder": "row"}, "asks for image_encoder, in which .* has no linear layer.*foundation"),
+    ],
+)
+def test_what_cannot_be_asked(checkpoint, family, asked, message):
+    refused(checkpoint(family), message, load_in_fp8=asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_without_a_code(checkpoint, tmp_path, kind, bad):
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(folder, lambda weights: weights[name].view(-1)[7:8].fill_(bad))
+    refused(folder, rf"{name} \(model.safetensors\) holds NaN or infinity", load_in_fp8=kind)
+
+
+def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatch):
+    """q, k and v fused on disk: a rule that cuts whole tensors apart. Values go through it, codes do not."""
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    from octavo.models import sources
+
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
+    stock = models.load(folder, load_in_fp8="row")
+
+    def fuse(weights):
+        for name in [n for n in weights if n.endswith("mlp.gate_proj.weight")]:
+            stem = name.removesuffix("gate_proj.weight")
+            weights[stem + "fused.weight"] = torch.cat([weights.pop(name), weights.pop(stem + "up_proj.weight")])
+
+    edit_weights(folder, fuse)
+    rule = WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(0)])
+    monkeypatch.setattr(sources, "get_model_conversion_mapping", lambda model: [rule])
+    found = models.load(folder, load_in_fp8="row")
+    for (name, a), (other, b) in zip(fp8.frozen_weights(stock), fp8.frozen_weights(found), strict=True):
+        assert name == other and same(fp8.codes_of_frozen(a).data, fp8.codes_of_frozen(b).data)
+    plain = models.load(checkpoint("llama"))
+    assert all(torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), plain.parameters(), strict=True))
+
+    def freeze(weights):
+        for name in [n for n in weights if re.search("fused|_proj", n)]:
+            value = weights[name]
+            weights[name] = value.to(torch.float8_e4m3fn)
+            weights[name + "_scale"] = torch.full((value.shape[0], 1), 0.5)
+
+    edit_weights(folder, freeze)
+    edit_config(folder, quantization_config=CHANNEL)
+    refused(
+        folder, "fused.weight .* holds FP8 codes, and on the way to .*gate_proj.weight its tensor goes through Chunk"
+    )
+    high = models.load(folder, keep_fp8=False)
+    gate = load_file(folder / "model.safetensors")["model.layers.0.mlp.fused.weight"].float().chunk(2)[0] * 0.5
+    assert torch.equal(high.model.layers[0].mlp.gate_proj.weight, gate)
+
+
+# FP8 on disk
+
+
+def on_disk(model, codes: dict) -> dict[str, list[str]]:
+    """parameter -> the names on disk of what it is made of, told by shape and value alone: codes are unique."""
+    out: dict[str, list[str]] = {}
+    for name, weight in fp8.frozen_weights(model):
+        data = fp8.codes_of_frozen(weight).data
+        matrices = list(data) if data.dim() == 3 else [data]
+        for matrix in matrices:
+            halves = matrix.chunk(2) if "gate_up" in name else [matrix]
+            for half in halves:
+                match = [n for n, code in codes.items() if code.shape == half.shape and same(code, half.contiguous())]
+                assert len(match) == 1, (name, match)
+                out.setdefault(name, []).append(match[0])
+    return out
+
+
+@pytest.mark.parametrize("method", FORMATS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_codes_are_taken_as_they_are(checkpoint, tmp_path, family, method):
+    codes, scales = quantized(checkpoint(family), tmp_path / "q", method)
+    said: list[str] = []
+    model = models.load(tmp_path / "q", torch.bfloat16, say=said.append)
+    made = on_disk(model, codes)
+    assert sorted(name for names in made.values() for name in names) == sorted(codes)
+    high = models.load(tmp_path / "q", torch.bfloat16, keep_fp8=False)
+    assert not list(fp8.frozen_weights(high)) and {p.dtype for p in high.parameters()} == {torch.bfloat16}
+    values = dict(high.named_parameters())
+    for name, weight in fp8.frozen_weights(model):
+        q = fp8.codes_of_frozen(weight)
+        assert q.scale.dtype == torch.float32 and not weight.requires_grad
+        expected = []
+        for part in made[name]:
+            scale = scales[part].reshape(-1, 1) if method != "fp8" and method != "block" else scales[part]
+            spread = scale.repeat_interleave(128, 0)[: codes[part].shape[0]] if method in ("fp8", "block") else scale
+            if spread.shape[1] > 1:
+                spread = spread.repeat_interleave(128, 1)[:, : codes[part].shape[1]]
+            expected.append((codes[part].float() * spread).bfloat16())
+        whole = torch.cat(expected).view(weight.shape)
+        assert torch.equal(weight.dequantize(), whole) and torch.equal(values[name], whole), name
+    assert bool([s for s in said if "fixed scales of activations" in s]) == (method == "tensor")
+    assert not hasattr(model.config, "quantization_config") and not hasattr(models.empty(tmp_path / "q").config, "q")
+
+
+def test_experts_whose_gate_ends_inside_a_block_keep_their_codes(checkpoint, tmp_path):
+    quantized(checkpoint("qwen3_moe"), tmp_path / "q", "fp8")
+    said: list[str] = []
+    model = models.load(tmp_path / "q", say=said.append)
+    specs = {
+        n.rpartition(".")[2]: fp8.codes_of_frozen(w).spec.block for n, w in fp8.frozen_weights(model) if "exp" in n
+    }
+    assert specs == {"gate_up_proj": (64, 128), "down_proj": (128, 128)}  # gate has 64 rows here
+    assert "2 stacks of experts have smaller blocks than the format's" in said[0]
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
+def test_scales_of_every_dtype_become_fp32_exactly(checkpoint, tmp_path, scale_dtype):
+    codes, scales = quantized(checkpoint("llama"), tmp_path / "q", "fp8", scale_dtype)
+    edit_config(tmp_path / "q", quantization_config={**CONFIGS["fp8"], "scale_fmt": "ue8m0"})
+    model = models.load(tmp_path / "q")
+    for name, weight in fp8.frozen_weights(model):
+        q = fp8.codes_of_frozen(weight)
+        assert same(q.data, codes[name]) and torch.equal(q.scale, scales[name])
+        if scale_dtype is torch.float8_e8m0fnu:
+            assert q.spec == fp8.FROZEN["block"]
+    if scale_dtype is torch.float8_e8m0fnu:  # as bytes, which older safetensors wrote
+        edit_weights(
+            tmp_path / "q",
+            lambda w: w.update({n: v.view(torch.uint8) for n, v in w.items() if n.endswith("_scale_inv")}),
+        )
+        assert fp8.fingerprint(models.load(tmp_path / "q")) == fp8.fingerprint(model)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_fused_experts_in_codes(checkpoint, tmp_path, turned):
+    """[E, N, K] or [E, K, N] codes with their grid of scales, as fused checkpoints have them."""
+    quantized(checkpoint("qwen3_vl_moe"), tmp_path / "alone", "fp8")
+    expected = dict(fp8.frozen_weights(models.load(tmp_path / "alone")))
+    quantized(checkpoint("qwen3_vl_moe"), tmp_path / "q", "fp8")
+
+    def fuse(weights):
+        for index in range(2):
+            stem = f"model.language_model.layers.{index}.mlp.experts."
+            for which in ("gate_up_proj", "down_proj"):
+                for name in [
+                    n for n in weights if n.startswith(stem) and n.split(".")[6] in "gate_proj up_proj down_proj"
+                ]:
+                    if ("down" in name) == (which == "down_proj"):
+                        weights.pop(name)
+                q = fp8.codes_of_frozen(expected[stem + which])
+                data, scale = q.data.view(torch.uint8), q.scale
+                if which == "gate_up_proj":
+                    scale = scale[:, :1]  # one block of 128 here, for gate and up
+                    if turned:
+                        data, scale = data.mT, scale.mT
+                weights[stem + which] = data.contiguous().view(torch.float8_e4m3fn)
+                weights[stem + which + "_scale_inv"] = scale.contiguous()
+
+    edit_weights(tmp_path / "q", fuse)
+    found = dict(fp8.frozen_weights(models.load(tmp_path / "q")))
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        q, e = fp8.codes_of_frozen(weight), fp8.codes_of_frozen(expected[name])
+        assert same(q.data, e.data) and torch.equal(q.scale, e.scale[:, : q.scale.shape[-2]]), name
+
+
+def test_other_block_sizes(checkpoint, tmp_path):
+    quantized(checkpoint("llama"), tmp_path / "q", "fp8")
+    edit_config(tmp_path / "q", quantization_config={**CONFIGS["fp8"], "weight_block_size": [32, 64]})
+
+    def change(weights):
+        for name in [n for n in weights if n.endswith("_scale_inv")]:
+            n, k = weights[name.removesuffix("_scale_inv")].shape
+            weights[name] = torch.rand(-(-n // 32), -(-k // 64)) + 0.5
+
+    edit_weights(tmp_path / "q", change)
+    weights = load_file(tmp_path / "q" / "model.safetensors")
+    for name, weight in fp8.frozen_weights(models.load(tmp_path / "q")):
+        q = fp8.codes_of_frozen(weight)
+        assert q.spec.block == (32, 64) and same(q.data, weights[name])
+        assert torch.equal(q.scale, weights[f"{name}_scale_inv"])
+
+
+def test_an_fp8_folder_asked_for_again(checkpoint, tmp_path):
+    quantized(checkpoint("qwen3_vl"), tmp_path / "q", "channel")
+    plain = fp8.fingerprint(models.load(tmp_path / "q"))
+    assert fp8.fingerprint(models.load(tmp_path / "q", load_in_fp8="row")) == plain
+    more = fp8.fingerprint(models.load(tmp_path / "q", load_in_fp8={"foundation": "row", "image_encoder": "block"}))
+    assert plain.items() < more.items() and any("visual.blocks" in name for name in more)
+    refused(
+        tmp_path / "q",
+        "asks for block in foundation, and .* holds FP8 codes of compressed-tensors row",
+        load_in_fp8="block",
+    )
+    said: list[str] = []
+    anew = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, say=said.append)
+    assert {fp8.codes_of_frozen(w).spec for _, w in fp8.frozen_weights(anew)} == {fp8.FROZEN["block"]}
+    assert "quantized anew" in said[0]
+
+
+def test_a_folder_of_shards(checkpoint, tmp_path):
+    folder = tmp_path / "q"
+    quantized(checkpoint("qwen3_moe"), folder, "channel")
+    whole = fp8.fingerprint(models.load(folder))
+    to_shards(folder)
+    assert fp8.fingerprint(models.load(folder)) == whole
+
+
+def to_shards(folder: Path, keep: bool = False) -> dict[str, str]:
+    weights = load_file(folder / "model.safetensors")
+    index, names = {}, sorted(weights)
+    for number, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{number + 1:05d}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(part, file))
+    if not keep:
+        (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return index
+
+
+def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
+    folder = tmp_path / "q"
+    quantized(checkpoint("llama"), folder, "channel")
+    whole = fp8.fingerprint(models.load(folder))
+    to_shards(folder, keep=True)
+    said: list[str] = []
+    assert fp8.fingerprint(models.load(folder, say=said.append)) == whole
+    assert "took model.safetensors, not the shards" in said[0] and "transformers prefers it too" in said[0]
+    shutil.copy(checkpoint("llama") / "model.safetensors", folder)  # the single file in fp32, the shards in FP8
+    said.clear()
+    assert fp8.fingerprint(models.load(folder, say=said.append)) == whole
+    assert "took the shards of model.safetensors.index.json" in said[0] and "it alone holds FP8 codes" in said[0]
+    edit_config(folder, quantization_config=None)
+    said.clear()
+    assert not list(fp8.frozen_weights(models.load(folder, say=said.append)))
+    assert "took model.safetensors" in said[0] and "it alone holds no FP8 codes" in said[0]
+    quantized(checkpoint("llama"), tmp_path / "other", "channel")  # and the other way round
+    shutil.copy(tmp_path / "other" / "model.safetensors", folder)
+    shutil.copytree(checkpoint("llama"), tmp_path / "plain")
+    to_shards(tmp_path / "plain")
+    for file in (tmp_path / "plain").glob("model*"):
+        shutil.copy(file, folder)
+    stock = models.load(checkpoint("llama"))
+    said.clear()
+    found = models.load(folder, say=said.append)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), stock.parameters(), strict=True))
+    assert "took the shards" in said[0]
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    refused(folder, "holds FP8 codes, and config.json has no quantization_config")
+
+
+def test_codes_beside_a_copy_in_high_precision(checkpoint, tmp_path):
+    folder = tmp_path / "q"
+    codes, _ = quantized(checkpoint("llama"), folder, "channel")
+    whole = fp8.fingerprint(models.load(folder))
+    edit_weights(folder, lambda w: w.update({"layers.0.mlp.up_proj.weight": torch.ones(128, 64)}))
+    said: list[str] = []
+    assert fp8.fingerprint(models.load(folder, say=said.append)) == whole
+    assert "took model.layers.0.mlp.up_proj.weight (model.safetensors), torch.float8_e4m3fn" in said[0]
+
+
+def test_a_tensor_in_two_shards(checkpoint, tmp_path):
+    folder = tmp_path / "q"
+    quantized(checkpoint("llama"), folder, "channel")
+    whole = fp8.fingerprint(models.load(folder))
+    index = to_shards(folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    other = next(folder / f for f in set(index.values()) if f != index[name])
+    save_file({**load_file(other), name: torch.ones(128, 64)}, other)
+    said: list[str] = []
+    assert fp8.fingerprint(models.load(folder, say=said.append)) == whole
+    assert f"offers {name} twice: took torch.float8_e4m3fn in {index[name]}, which the index names" in said[0]
+
+
+# what is wrong with a folder
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path) -> Path:
+    quantized(checkpoint("llama"), tmp_path / "q", "fp8")
+    return tmp_path / "q"
+
+
+def put(name, make):
+    def change(weights):
+        weights[name] = make(weights.get(name))
+
+    return change
+
+
+S = f"{UP}_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop(S), f"{UP} .model.safetensors. holds FP8 codes without scales: {S} is missing"),
+        (lambda w: w.update({UP + "_scale": w.pop(S)}), "there is .*_scale, the name that another method gives them"),
+        (lambda w: w.pop(UP), f"{S} .model.safetensors. is a scale without codes: {UP} is missing"),
+        (put(UP, lambda v: v.bfloat16()), f"{S} .* is a scale, and {UP} .* holds torch.bfloat16 and no FP8 codes"),
+        (lambda w: (w.pop(S), w.update({UP: w[UP].bfloat16()})), f"{UP} .* holds torch.bfloat16, and by config.json"),
+        (put(UP, lambda v: v.float().to(torch.float8_e5m2)), f"{UP} .* holds codes in torch.float8_e5m2"),
+        (put(S, lambda v: v * float("nan")), f"{S} .* holds the scale nan; every scale is finite and above 0"),
+        (put(S, lambda v: v * 0), f"{S} .* holds the scale 0.0"),
+        (put(S, lambda v: -v), f"{S} .* holds the scale -"),
+        (put(S, lambda v: v / 0), f"{S} .* holds the scale inf"),
+        (put(S, lambda v: v.double()), f"{S} .* holds torch.float64; scales are float32, bfloat16, float16"),
+        (put(S, lambda v: v.to(torch.uint8)), f"{S} .* holds torch.uint8; scales are"),
+        (put(S, lambda v: v.expand(2, 1)), rf"{S} .* has shape \[2, 1\]; codes \[128, 64\] in fp8 block 128x128 have"),
+        (put(UP, lambda v: v.view(torch.uint8).fill_(0x7F).view(v.dtype)), f"{UP} .* holds the code of NaN"),
+        (put(UP, lambda v: v.view(torch.uint8).fill_(0xFF).view(v.dtype)), f"{UP} .* holds the code of NaN"),
+        (put(UP, lambda v: v[:64]), rf"{UP} \(model.safetensors\) \(64, 64\) instead of \(128, 64\)"),
+        (lambda w: (w.pop(UP), w.pop(S)), f"1 missing in the folder .*{UP}"),
+        (put("model.layers.9.x.weight", lambda v: torch.ones(2)), r"unknown to the model: model.layers.9.x"),
+        (put(UP.replace("weight", "input_scale"), lambda v: torch.ones(1)), "unknown to the model: .*input_scale"),
+        (
+            lambda w: w.update({"model.norm.weight": w["model.norm.weight"].to(torch.float8_e4m3fn),
+                                "model.norm.weight_scale_inv": torch.ones(1, 1)}),
+            "model.norm.weight .* holds FP8 codes, and model.norm.weight is no linear layer or experts",
+        ),
+    ],
+)  # fmt: skip
+def test_damaged_weights_are_refused_by_name(folder, change, message):
+    edit_weights(folder, change)
+    refused(folder, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"quantization_config": None},
+            "model.layers.0.mlp.down_proj.weight .*14 such tensors. holds FP8 codes, and con",
+        ),
+        (
+            {"quantization_config": {**CONFIGS["fp8"], "modules_to_not_convert": [UP.removesuffix(".weight")]}},
+            f"{UP} .* holds FP8 codes, and by config.json that layer is not quantized",
+        ),
+        (
+            {"quantization_config": CHANNEL},
+            "holds FP8 codes without scales: .*weight_scale is missing .there is .*_inv",
+        ),
+        (
+            {"quantization_config": {**CONFIGS["fp8"], "weight_block_size": [64, 64]}},
+            r"_scale_inv .* has shape \[1, 1\]; codes \[64, 128\] in fp8 block 64x64 have scales of shape \[1, 2\]",
+        ),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(folder, change, message):
+    edit_config(folder, **change)
+    refused(folder, message)
+
+
+def test_transposed_scales(checkpoint, tmp_path):
+    quantized(checkpoint("llama"), tmp_path / "q", "channel")
+    edit_weights(tmp_path / "q", lambda w: w.update({n: v.mT for n, v in w.items() if n.endswith("weight_scale")}))
+    refused(tmp_path / "q", r"weight_scale .* has shape \[1, 64\]; .* of shape \[64, 1\]. They look transposed")
+
+
+def test_a_missing_expert(checkpoint, tmp_path):
+    quantized(checkpoint("qwen3_moe"), tmp_path / "q", "channel")
+    lost = "model.layers.1.mlp.experts.7.up_proj.weight"
+
+    def lose(w):
+        w.pop(lost), w.pop(f"{lost}_scale")
+
+    edit_weights(tmp_path / "q", lose)
+    refused(tmp_path / "q", f"1 missing in the folder .*: {lost}")
+    more = lost.replace(".7.", ".8.")
+    quantized(checkpoint("qwen3_moe"), tmp_path / "r", "channel")
+    edit_weights(
+        tmp_path / "r", lambda w: w.update({more: w[lost].clone(), f"{more}_scale": w[f"{lost}_scale"].clone()})
+    )
+    refused(tmp_path / "r", "missing in the folder .*experts.8.gate_proj.weight")
+
+
+def test_one_expert_in_another_precision(checkpoint, tmp_path):
+    quantized(checkpoint("qwen3_moe"), tmp_path / "q", "channel")
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    edit_weights(tmp_path / "q", lambda w: (w.pop(f"{name}_scale"), w.update({name: w[name].bfloat16()})))
+    refused(tmp_path / "q", f"{name} .* holds torch.bfloat16, and by config.json that layer is in FP8")
+    edit_config(tmp_path / "q", quantization_config={**CHANNEL, "ignore": ["lm_head", name.removesuffix(".weight")]})
+    refused(tmp_path / "q", f"{name} .* holds torch.bfloat16 and .* FP8 codes, and both are parts of")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "unlisted", "pickle"])
+def test_damaged_files(folder, damage):
+    index = to_shards(folder)
+    first = folder / "model-00001-of-00002.safetensors"
+    if damage == "cut":
+        first.write_bytes(first.read_bytes()[:-100])
+        refused(folder, "model-00001-of-00002.safetensors is damaged or truncated")
+    elif damage == "gone":
+        first.unlink()
+        refused(folder, "model-00001-of-00002.safetensors is missing")
+    elif damage == "unlisted":
+        listed = {name: file for name, file in index.items() if name != UP}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+        refused(folder, f"model-0000.-of-00002.safetensors holds {UP} .*index.json does not list")
+    else:
+        for file in folder.glob("model*"):
+            file.unlink()
+        torch.save({}, folder / "pytorch_model.bin")
+        refused(folder, "only pickled weights")
+
+
+def test_a_file_that_shrinks_while_it_is_read(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
+    shards, _ = open_weights(folder, False)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    last = max(shards.stored.values(), key=lambda entry: entry.begin)
+    with shards, pytest.raises(models.ModelError, match=f"ends within {last.name}"):
+        shards.read(last)
+
+
+# other ways in and out
+
+
+def test_save_hf_writes_values_and_no_word_of_fp8(checkpoint, tmp_path):
+    quantized(checkpoint("qwen3_moe"), tmp_path / "q", "fp8")
+    model = models.load(tmp_path / "q", torch.bfloat16)
+    out = models.save_hf(model, tmp_path / "q", tmp_path / "hf")
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    high = models.load(tmp_path / "q", torch.bfloat16, keep_fp8=False).state_dict()
+    written = models.load(out, torch.bfloat16).state_dict()
+    assert high.keys() == written.keys() and all(torch.equal(value, written[name]) for name, value in high.items())
+
+
+def test_an_fp8_folder_split_in_two_halves(checkpoint, tmp_path):
+    quantized(checkpoint("llama"), tmp_path / "q", "fp8")
+    model, lows = models.load_split(tmp_path / "q")
+    whole = dict(models.load(tmp_path / "q", keep_fp8=False).named_parameters())
+    assert lows and not list(fp8.frozen_weights(model))
+    from octavo.fp8.optim.master import join
+
+    for name, parameter in model.named_parameters():
+        low = lows.get(name, torch.zeros(parameter.shape, dtype=torch.int16))
+        assert torch.equal(join(parameter.detach(), low), whole[name])
+
+
+def test_octavo_load(checkpoint, tmp_path):
+    model = octavo.load(checkpoint("qwen3_vl"), load_in_fp8="row")
+    assert next(model.model.visual.parameters()).dtype == torch.bfloat16
+    stock = [m for m in model.modules() if isinstance(m, fp8.Linear)]
+    assert not stock and list(fp8.frozen_weights(model))
+    codes = fp8.fingerprint(model)
+    layers = octavo.load(checkpoint("qwen3_vl"), load_in_fp8="row", recipe="rowwise", dtype=torch.float32)
+    assert fp8.fingerprint(layers) == codes
+    inputs = batch(models.load_processor(checkpoint("qwen3_vl")), image=True)
+    with torch.no_grad(), fp8.count_gemms() as counts:
+        layers(**inputs)
+    assert any(isinstance(m, fp8.Linear) for m in layers.modules()) and counts
+    assert isinstance(layers.lm_head, nn.Linear)
+
+
+def test_octavo_load_with_an_adapter(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    stock = models.load(checkpoint("llama"))
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(stock, config).save_pretrained(tmp_path / "adapter")
+    model = octavo.load(checkpoint("llama"), load_in_fp8="row", adapter=tmp_path / "adapter", recipe="rowwise")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert alone({}) == {} and torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
