@@ -265,11 +265,11 @@ def mapped(place: Place, dtype: torch.dtype, shape: Iterable[int]) -> Iterator[T
         yield torch.empty(shape, dtype=dtype)
         return
     start = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
     try:
         with open(place.file, "rb") as opened:
             length = place.offset + place.size - start
-            view = mmap.mmap(opened.fileno(), length, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+            # Private and writable, as torch wants it; nobody writes, so no page is copied.
+            view = mmap.mmap(opened.fileno(), length, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{place.file} cannot be read: {error}") from error
     flat = torch.frombuffer(view, dtype=torch.uint8, count=place.size, offset=place.offset - start)

@@ -1,0 +1,131 @@
+"""Is a conversion between a Hugging Face folder and DCP about as fast as a plain copy of the folder?
+
+    python benchmarks/convert.py [--gigabytes 1] [--shards 4] [--repeats 5] [--scratch FOLDER]
+
+Makes a folder of BF16 and FP8 tensors in shards and times, by turns and in this order: shutil.copytree of it, the same
+with every file forced to the disk (which a conversion does, so that what appears is there after a power cut),
+`hf_to_dcp`, `dcp_to_hf` of what that made, and, for comparison, what is usual: all tensors loaded, then DCP's own
+`save`. Before the times count, what came back is compared byte by byte. Writes results/convert_cpu.json.
+
+The ratio is the speed against the copy that is forced to the disk, so 1 is its speed. All reads are from the page
+cache, which is the harder case: a disk that reads slower than checksums are computed hides them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from octavo.bench import record
+from octavo.checkpoint import convert
+
+RESULT = Path(__file__).resolve().parent / "results" / "convert_cpu.json"
+COPY = "copytree, forced to the disk"
+
+
+def make(folder: Path, gigabytes: float, shards: int) -> int:
+    """A folder as large models have it: matrices of 8 to 32 MiB, FP8 codes with scales, small vectors; its bytes."""
+    folder.mkdir()
+    generator, each = torch.Generator().manual_seed(0), int(gigabytes * 1e9 / shards)
+    names = {}
+    for number in range(shards):
+        tensors, taken, layer = {}, 0, 0
+        while taken < each:
+            rows = (1024, 2048, 4096)[layer % 3]
+            bits = torch.randint(0, 120, (rows, 4096), generator=generator, dtype=torch.uint8)
+            name = f"model.layers.{number}.{layer}"
+            tensors[f"{name}.a.weight"] = bits.view(torch.float8_e4m3fn)
+            tensors[f"{name}.a.weight_scale_inv"] = torch.rand(rows // 128, 32, generator=generator)
+            tensors[f"{name}.b.weight"] = torch.rand(rows, 4096, generator=generator).bfloat16()
+            tensors[f"{name}.norm.weight"] = torch.ones(4096)
+            taken += 3 * bits.numel()
+            layer += 1
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        names |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(str({"weight_map": names}).replace("'", '"'))
+    (folder / "config.json").write_text("{}")
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def forced(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)
+    for file in target.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+
+
+def by_dcp(source: Path, target: Path) -> None:
+    """What is usual: everything in memory, then DCP's own writer (which forces its files to the disk too)."""
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        state |= load_file(file)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        dcp.save({"model": state}, checkpoint_id=target, no_dist=True)
+
+
+def measure(scratch: Path, gigabytes: float, shards: int, repeats: int) -> record.Result:
+    source, there = scratch / "model", scratch / "dcp"
+    size = make(source, gigabytes, shards)
+    convert.hf_to_dcp(source, there)
+    convert.dcp_to_hf(there, scratch / "back")
+    same, *wrong = filecmp.cmpfiles(source, scratch / "back", os.listdir(source), shallow=False)
+    if any(wrong):
+        raise SystemExit(f"not the same after there and back: {wrong}")
+    print(f"{len(same)} files, {size / 1e9:.2f} GB: the same there and back")
+    shutil.rmtree(scratch / "back")
+    ways: dict[str, Callable[[Path], object]] = {
+        "copytree": lambda target: shutil.copytree(source, target),
+        COPY: lambda target: forced(source, target),
+        "octavo hf_to_dcp": lambda target: convert.hf_to_dcp(source, target),
+        "octavo dcp_to_hf": lambda target: convert.dcp_to_hf(there, target),
+        "load all, then dcp.save": lambda target: by_dcp(source, target),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, way in ways.items():
+            target = scratch / "out"
+            os.sync()  # nobody pays for what another left to be written
+            began = time.perf_counter()
+            way(target)
+            if turn:  # the first warms up
+                times[name].append(time.perf_counter() - began)
+            shutil.rmtree(target)
+    rows = []
+    for name, seconds in times.items():
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        spread = (high - low) / middle
+        case = f"{size / 1e9:.2f} GB in {shards} shards"
+        rows.append(record.Row("convert", case, name, middle, spread, bytes=size, baseline=COPY))
+    return record.Result("cpu", gigabytes < 1, rows, settings={"repeats": repeats, "workers": 4})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--shards", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--scratch", type=Path, help="where; its disk must hold five times the folder")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+        result = measure(Path(scratch), args.gigabytes, args.shards, args.repeats)
+    for row in record.table(result):
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row[2:], (26, 10, 6, 12, 30, 6), strict=True)))
+    print(f"wrote {record.write(result, RESULT)}")
+
+
+if __name__ == "__main__":
+    main()
