@@ -64,12 +64,13 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo import fp8
     from octavo.cli import plan_memory
-    from octavo.train import planning
+    from octavo.train import base, planning
     from octavo.train.footprint import Card
 
     for size in (args.card, args.fit):
         if size is not None:
             Card.parse(size)
+    cfg = cfg if args.shape is not None else base.settled(cfg)
     model, family, count = _model(args, cfg)
     tokens = measurements = None
     if args.measure:
@@ -168,11 +169,11 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     """(model without weights, family, what counts its tokens)."""
     from octavo import models
     from octavo.models import shapes
-    from octavo.train import build, planning, tokens
+    from octavo.train import base, build, planning, tokens
 
     if args.shape is not None:
         model, family = shapes.shape_model(args.shape)
-        models.freeze(model, family, cfg.model.freeze)
+        base.prepare(model, family, cfg)
     else:
         model, family = planning.model_of(cfg)
 

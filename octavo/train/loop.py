@@ -26,6 +26,7 @@ from octavo.train.signals import StopWish
 from octavo.train.step import Batches, Look, StepResult
 
 PATIENCE = 10  # steps in a row that are not finite before the run gives up
+_APART = ("eval", "health", "memory", "gain", "experts", "base")  # of a row, what the result's `final` leaves out
 Hook = Callable[[Mapping[str, Any]], None]
 
 
@@ -345,9 +346,7 @@ class _Loop:
             dir=job.directory,
             status="stopped" if stopped else "finished",
             steps=progress.step,
-            final={
-                k: v for k, v in self.last.items() if k not in ("eval", "health", "memory", "gain", "experts", "base")
-            },
+            final={k: v for k, v in self.last.items() if k not in _APART},
             eval=self.eval,
             health=self.health,
             memory=self.memory,

@@ -179,8 +179,8 @@ def test_the_frozen_base_of_a_plan_is_what_is_loaded(make):
 def test_freezing_a_frozen_base_is_noted(make):
     _, _, notes = planning.plan_for(make(*LORA, "model.freeze=[image_encoder]"))
     assert any(note.startswith("model.freeze changes nothing beside lora") for note in notes)
-    with pytest.raises(models.ModelError, match="image_encodr"):
-        planning.plan_for(make(*LORA, "model.freeze=[image_encodr]"))
+    with pytest.raises(models.ModelError, match="nothing"):
+        planning.plan_for(make(*LORA, "model.freeze=['**.nothing']"))
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,10 @@ def test_freezing_a_frozen_base_is_noted(make):
     [
         pytest.param(LORA, id="block"),
         pytest.param(
-            ("lora={dtype: bf16, targets: [foundation, image_encoder], exclude: ['**.layers.0.**']}", "fp8.recipe=rowwise",
-             "model.load_in_fp8={foundation: row, image_encoder: row}", "optimizer.master=bf16+sr", "optimizer.states=fp8",
-             "optimizer.update=backward", "fp8.activations=fp8", "train.recompute=selective"),
+            ("lora={dtype: bf16, targets: [foundation, image_encoder], exclude: ['**.layers.0.**']}",
+             "model.load_in_fp8={foundation: row, image_encoder: row}", "fp8.recipe=rowwise", "optimizer.states=fp8",
+             "optimizer.master=bf16+sr", "optimizer.update=backward", "fp8.activations=fp8",
+             "train.recompute=selective"),
             id="everything",
         ),
         pytest.param(("lora={dtype: bf16}", "optimizer.states=bf16", "fp8.recipe=off"), marks=pytest.mark.long),
