@@ -131,7 +131,8 @@ class Exported:
                 said.append(f"{_count(count, 'FP8 weight')}: {meaning}{self._error(what)}")
         said += [f"{_count(count, 'layer')} in BF16: {reason}" for reason, count in self.skipped.items()]
         for component, count in self.opened.items():
-            include = f"; --include {component} keeps their codes" if component in layouts.INCLUDABLE else ""
+            asked = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
+            include = f"; --include {component} keeps codes" if asked else ""
             said.append(f"{_count(count, 'weight')} of the {component} with codes, written in BF16{include}")
         return said
 

@@ -78,7 +78,7 @@ class Shards:
                 self.shards.append([])
                 room = largest
             self.shards[-1].append(planned)
-            room -= size
+            room = max(room - size, 0)
         self.total = sum(nbytes(dtype, shape) for shard in self.shards for _, dtype, shape in shard)
 
     @property

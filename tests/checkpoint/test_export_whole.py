@@ -1,0 +1,236 @@
+"""An export appears whole or not at all: killed, out of room, refused, or on top of another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from octavo import models
+from octavo.checkpoint import CheckpointError, export_files
+from octavo.checkpoint.export import MARKER, export
+from octavo.checkpoint.export_files import Shards, size_of
+from octavo.checkpoint.export_values import values_of
+from octavo.models import ModelError, whole
+from tests.checkpoint.export_models import write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write("qwen3", tmp_path_factory.mktemp("whole") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return models.load(folder)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in directory.iterdir()}
+
+
+def forked(work) -> tuple[int, int]:
+    """(pid, pipe to read from) of a child process that runs `work(tell)` and ends; it shares no file with this one."""
+    read, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(read)
+            work(lambda text: os.write(write_end, f"{text}\n".encode()))
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write_end)
+    return pid, read
+
+
+def test_a_killed_export_leaves_the_earlier_one_and_the_next_one_clears_up(folder, model, tmp_path):
+    """kill -9 while tensors are written, in the first export of a folder and in those that replace another."""
+    out = tmp_path / "out"
+
+    def work(tell) -> None:
+        while True:
+            for format in ("fp8-block", "bf16"):
+                export(values_of(model), folder, out, format, progress=lambda done, total, name: tell(name))
+                tell("whole")
+
+    for tensors in (3, 45, 60, 90, 130):
+        pid, pipe = forked(work)
+        with open(pipe, encoding="utf-8") as told:
+            lines = [told.readline() for _ in range(tensors)]
+            os.kill(pid, signal.SIGKILL)
+            assert os.waitpid(pid, 0)[1] == signal.SIGKILL and all(lines)
+        assert out.exists() or "whole\n" not in lines
+        if out.exists():  # whole: everything that its list promises is there
+            promised = json.loads((out / MARKER).read_text())
+            size = sum(t.nbytes for name in promised["files"] for t in tensors_of(out / name).values())
+            assert size == promised["bytes"] and (out / "config.json").exists() and (out / "tokenizer.json").exists()
+    assert out.exists() and len(list(tmp_path.iterdir())) <= 2
+    export(values_of(model), folder, out, "fp8-dynamic")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def tensors_of(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(file, "pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+
+
+def test_a_file_that_the_machine_lets_grow_no_further(folder, model, tmp_path):
+    """A real refusal of the machine (the limit of ulimit -f), in the middle of a file."""
+
+    def work(tell) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+        try:
+            export(values_of(model), folder, tmp_path / "out", "bf16")
+        except ModelError as error:
+            tell(error)
+
+    pid, pipe = forked(work)
+    with open(pipe, encoding="utf-8") as told:
+        words = told.read()
+    assert os.waitpid(pid, 0)[1] == 0 and "the model could not be written to" in words and "ulimit -f" in words
+    assert list(tmp_path.iterdir()) == []
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Killed()])
+@pytest.mark.parametrize("when", ["write", "finish", "rename"])
+def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path, monkeypatch, error, when):
+    out = tmp_path / "out"
+    export(values_of(model), folder, out, "bf16")
+    before = contents(out)
+    calls = 0
+
+    def stop(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == {"write": 7, "finish": 1, "rename": 2}[when]:
+            raise error
+        return real(*args, **kwargs)
+
+    owner = {"write": Shards, "finish": Shards, "rename": whole}[when]
+    name = {"write": "write", "finish": "finish", "rename": "sync_directory"}[when]
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, stop)
+    expected: type[BaseException] = type(error)
+    if isinstance(error, OSError) and when != "rename":
+        expected = ModelError
+    with pytest.raises(expected) as caught:
+        export(values_of(model), folder, out, "fp8-block")
+    if expected is ModelError:
+        assert "No space left on device. Nothing was left half-written; free some space" in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    now = contents(out)
+    if when != "rename":
+        assert now == before
+    else:  # the new one was in place when the machine failed to confirm it
+        assert now == before or json.loads(now[MARKER])["format"] == "fp8-block"
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(folder, model, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr("octavo.checkpoint.export.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"would take 0.00 GB, and 0.00 GB are free .*free some space"):
+        export(values_of(model), folder, tmp_path / "out", "bf16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_an_earlier_export_is_replaced(folder, model, tmp_path):
+    (tmp_path / "empty").mkdir()
+    export(values_of(model), folder, tmp_path / "empty", "bf16")
+    export(values_of(model), folder, tmp_path / "empty", "fp8-tensor")  # an earlier export
+    assert json.loads((tmp_path / "empty" / MARKER).read_text())["format"] == "fp8-tensor"
+    other = tmp_path / "photos"
+    other.mkdir()
+    (other / "cat.png").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"is not empty \(cat.png\) and is no earlier export: it has no octavo_ex"
+    ):
+        export(values_of(model), folder, other, "bf16")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file; name a directory"):
+        export(values_of(model), folder, tmp_path / "file", "bf16")
+    for target in (folder, folder.parent):
+        with pytest.raises(CheckpointError, match="that is exported"):
+            export(values_of(model), folder, target, "bf16")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "photos"]
+
+
+def test_what_judges_the_values_may_stop_the_export(folder, model, tmp_path):
+    seen: dict[str, list] = {}
+
+    def judge(name, slot, rows, value):
+        seen.setdefault(name, []).append((slot, rows, value))
+
+    export(values_of(model), folder, tmp_path / "out", "fp8-block", written=judge)
+    assert set(seen) == {name for name, _ in values_of(model)}
+    ((slot, rows, q),) = seen["model.layers.0.mlp.down_proj.weight"]
+    assert (slot, rows) == (None, (0, 256)) and q.scale.shape == (2, 3)
+    ((slot, rows, norm),) = seen["model.norm.weight"]
+    assert (slot, rows, norm.dtype) == (None, None, torch.bfloat16)
+
+    def refuse(name, slot, rows, value):
+        raise CheckpointError(f"not {name}")
+
+    with pytest.raises(CheckpointError, match=r"not model.embed_tokens.weight"):
+        export(values_of(model), folder, tmp_path / "other", "fp8-block", written=refuse)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_progress_ends_at_the_whole(folder, model, tmp_path):
+    told: list[tuple[int, int]] = []
+    done = export(
+        values_of(model), folder, tmp_path / "out", "fp8-block", progress=lambda d, total, name: told.append((d, total))
+    )
+    assert told[-1] == (done.bytes, done.bytes) and told == sorted(told)
+
+
+# The files ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_laid_out_before_values_come(tmp_path):
+    tensors = {
+        "a": torch.arange(5, dtype=torch.uint8),
+        "b": torch.randn(3, 3),
+        "c": torch.randn(7).bfloat16(),
+        "d": torch.tensor(3),
+        "e": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "f": torch.zeros(0, 3),
+    }
+    planned = [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    for largest, count in ((10**6, 1), (40, 3), (1, 5)):
+        directory = tmp_path / str(largest)
+        directory.mkdir()
+        with Shards(directory, planned, largest) as shards:
+            for name in reversed(tensors):
+                shards.write(name, tensors[name])
+            shards.finish()
+        assert len(shards.names) == count
+        found = {n: t for name in shards.names for n, t in tensors_of(directory / name).items()}
+        assert found.keys() == tensors.keys()
+        for name, t in tensors.items():
+            assert found[name].dtype is t.dtype and found[name].shape == t.shape
+            assert torch.equal(found[name].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8))
+    with pytest.raises(CheckpointError, match="2 tensors of the model never came, first a"):
+        with Shards(tmp_path, planned[:2], 10**6) as shards:
+            shards.finish()
+
+
+def test_sizes():
+    assert [size_of(t) for t in ("5GB", "500 MB", "2GiB", "1.5kb", "77", "1b")] == [
+        5 * 10**9, 5 * 10**8, 2 * 2**30, 1500, 77, 1,
+    ]  # fmt: skip
+    for text in ("", "GB", "-1GB", "0", "5 gigs", "1e9"):
+        with pytest.raises(ValueError, match="expected a size such as 5GB"):
+            size_of(text)
+    assert export_files.nbytes(torch.bfloat16, (3, 5)) == 30
