@@ -67,7 +67,8 @@ Say = Callable[[str], None]
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters' values by the names of PEFT's files. Of a sharded model all ranks must call it together.
+    """The adapters' values by the names of PEFT's files, sharing memory with the parameters as a state dict does. Of a
+    sharded model all ranks must call it together, and get whole tensors.
 
     Raises AdapterError for a model without adapters.
     """
@@ -279,6 +280,12 @@ def _fitting(model: nn.Module, config: Any, state: Mapping[str, Tensor], where: 
             kind = row.kind if row is not None else _kind(model, name)
             why = NEVER.get(kind, "it is no linear layer")
             raise AdapterError(f"{where} adapts {name} ({kind}), which gets no adapter here: {why}.")
+    parameters = [name for name in matched if name in of_experts]
+    if parameters and (config.lora_dropout or config.use_dora):
+        raise AdapterError(
+            f"{where} adapts experts ({parameters[0]}) with lora_dropout={config.lora_dropout} and "
+            f"use_dora={config.use_dora}, and PEFT has neither for them. Set lora_dropout to 0 in {CONFIG}."
+        )
     lost = taken_over(model, config) if not isinstance(config.target_modules, str) else ()
     if lost:
         raise AdapterError(

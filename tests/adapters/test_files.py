@@ -211,3 +211,15 @@ def test_regular_expressions_and_all_linear_of_peft_are_read(folder, tmp_path: P
         theirs.save_pretrained(tmp_path / str(i), save_embedding_layers=False)
         mine = {n.removesuffix(".lora_A.default") for n, _ in theirs.base_model.model.named_modules() if "lora_A." in n}
         assert set(adapters.load(model_of(folder), tmp_path / str(i))) == mine
+
+
+def test_experts_with_dropout_are_refused_before_peft_does(folder, tmp_path: Path) -> None:
+    model = models.load(folder("qwen3_vl_moe"), dtype=torch.float32)
+    adapters.attach(model, models.describe(model), lora(targets=("**.experts",)))
+    adapters.save(model, tmp_path / "a", "base")
+    again = models.load(folder("qwen3_vl_moe"), dtype=torch.float32)
+    edit(tmp_path / "a", lora_dropout=0.1)
+    with pytest.raises(AdapterError, match=r"adapts experts.*lora_dropout=0.1"):
+        adapters.load(again, tmp_path / "a")
+    edit(tmp_path / "a", lora_dropout=0.0)
+    assert adapters.load(again, tmp_path / "a")
