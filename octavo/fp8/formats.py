@@ -59,7 +59,7 @@ _E4M3_SINGLE, _E4M3_PAIR = _e4m3_tables()
 
 def decode(codes: Tensor) -> Tensor:
     """The values of FP8 codes as a new contiguous fp32 tensor of the same shape (exact; NaN stays NaN)."""
-    if codes.dtype != E4M3.dtype or codes.device.type != "cpu":
+    if codes.dtype != E4M3.dtype or codes.device.type != "cpu" or type(codes) is not Tensor:  # a compiler's have none
         return codes.float().contiguous()
     flat = codes.contiguous().view(-1)  # reshape alone may give a strided view, of a single row in a padded buffer
     if flat.numel() % 2 or flat.storage_offset() % 2:

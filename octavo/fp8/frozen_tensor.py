@@ -107,7 +107,10 @@ class FrozenWeight(Fp8Weight):
         )
 
     def untyped_storage(self) -> torch.UntypedStorage:
+        """A shard's is that of its codes, by which FSDP2 tells whether it was moved; else it is the wrapper's."""
         q = self.own
+        if not self.shard:
+            return torch.Tensor.untyped_storage(self)
         return torch.empty(0, device=self.device).untyped_storage() if q is None else q.data.untyped_storage()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -241,12 +244,23 @@ class FrozenWeight(Fp8Weight):
         }
         return _unpickled, (state,)
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Its inner tensors by name, and values that can be compared: the compiler guards on them."""
+        names = []
+        for q in self.gathered.codes:
+            self.__dict__["codes_0"], self.__dict__["scale_0"] = q.data, q.scale
+            names = ["codes_0", "scale_0"]
+        need = self.source.needs[0]
+        where = (tuple(self.source.whole), need.transposed, self.gathered.turned, self.lead, self.shard)
+        return names, (need.spec, self.dtype, self.device, where)
+
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Fp8Weight:
-        source, device, (specs, turned, dtype) = context
-        made = [Quantized(inner[f"codes_{i}"], inner[f"scale_{i}"], spec) for i, spec in enumerate(specs)]
+        spec, dtype, device, (whole, transposed, turned, lead, shard) = context
+        made = [Quantized(inner["codes_0"], inner["scale_0"], spec)] if inner else []
         like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        return FrozenWeight(like, source, None, Store(made, turned), device)
+        source = Source((Need(spec, get("reference"), 1, transposed),), torch.Size(whole))
+        return FrozenWeight(like, source, None, Store(made, turned, lead, shard), device)
 
     # How FSDP2 shards it ---------------------------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class Fp8Weight(Tensor):
     kept: ClassVar[dict[Any, Callable[..., Any]]]  # what an operation returns as an Fp8Weight, None: it sees values
 
     @staticmethod
+    @torch._disable_dynamo  # a compiler may look at what operations of a weight do, not into them
     def __new__(
         cls: type[Fp8Weight],
         like: Tensor,
@@ -189,6 +190,7 @@ class Fp8Weight(Tensor):
     # How torch treats it ---------------------------------------------------------------------------------------------
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
