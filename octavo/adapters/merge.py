@@ -154,8 +154,9 @@ def _values(
         if is_adapter_parameter(name) or stock in tied:
             continue
         if stock in found:
-            with torch.no_grad():
-                yield stock, found[stock].whole(dtype)
+            with torch.no_grad():  # not around the yield, where it would reach into whoever takes the value
+                folded = found[stock].whole(dtype)
+            yield stock, folded
         elif fp8.is_frozen(value):
             yield stock, fp8.codes_of_frozen(value)
         else:

@@ -122,6 +122,17 @@ def test_into_another_base(folder: Folder) -> None:
         folds(model, nn.Linear(2, 2))
 
 
+def test_whoever_takes_a_value_keeps_its_own_grad_mode(folder: Folder) -> None:
+    model = adapted(folder("qwen3"))
+    taken = merged(model)
+    assert all(torch.is_grad_enabled() for _ in taken)
+    taken = merged(model)
+    while next(taken)[0] not in folds(model):
+        pass
+    taken.close()
+    assert torch.is_grad_enabled()
+
+
 def test_without_adapters_or_with_merged_ones_it_says_so(folder: Folder) -> None:
     model = models.load(folder("qwen3"))
     with pytest.raises(adapters.AdapterError, match="no adapters that could be merged"):
