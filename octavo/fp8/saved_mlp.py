@@ -13,7 +13,7 @@ of a, as the stock module does; the activation is the module's own, and so is it
 First layers and the last one are called as modules: in whatever recipe, also in high precision, fused with their
 sister, with hooks or an adapter around them. The last layer finds out by itself that its input can be made again
 (:class:`octavo.fp8.saved.Source`): an FP8 layer casts it in backward, a stock one (:class:`HighLinear`) multiplies it.
-An adapter's own matrices keep h in 16 bits where they are trained.
+An adapter's own matrices keep h in 16 bits where they are trained, unless they ask for the source as well.
 
 A module is known by the names of its children (:data:`KINDS`), and must first give the stock forward's output on random
 input (:func:`agrees`). One with anything besides (dropout, a norm between) stays.

@@ -211,6 +211,7 @@ def test_recomputed_blocks_give_the_same_gradients(how: str, folder) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_compiled_block_computes_the_same(dora: bool) -> None:
     model, x = build(dora=dora), x_of()
