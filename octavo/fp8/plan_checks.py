@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -102,9 +102,19 @@ def check_same_model(model: nn.Module, plan: Plan) -> None:
         return "nothing" if row is None else f"{row[0]} {list(row[1])}{codes}"
 
     for name in [*planned, *found]:
-        if planned.get(name) != found.get(name):
+        if not _same(planned.get(name), found.get(name)):
             has, wants = told(found.get(name)), told(planned.get(name))
             raise PlanError(
                 f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this "
                 "model."
             )
+
+
+def _same(planned: tuple[str, tuple[int, int], Any] | None, found: tuple[str, tuple[int, int], Any] | None) -> bool:
+    """Whether a row is the one that was planned. That all scales of codes are powers of two is known only once they are
+    read: a plan for any scales serves them too."""
+    if planned is None or found is None or None in (planned[2], found[2]):
+        return planned == found
+    mine, theirs = planned[2], found[2]
+    scales = mine.scale == theirs.scale or (mine.scale, theirs.scale) == ("fp32", "pow2")
+    return planned[:2] == found[:2] and (mine.format, mine.block) == (theirs.format, theirs.block) and scales

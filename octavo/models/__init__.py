@@ -1,5 +1,6 @@
 """Hugging Face models described, never modified: families and components, loading, processors, small checkpoints."""
 
+from octavo.models.assembly import frozen_names
 from octavo.models.attention import use_attention
 from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
@@ -27,6 +28,7 @@ __all__ = [
     "dummy_image_inputs",
     "empty",
     "freeze",
+    "frozen_names",
     "generate",
     "load",
     "load_processor",

@@ -20,8 +20,8 @@ from octavo import fp8
 from octavo.models.codes import Paired, pair
 from octavo.models.errors import ModelError
 from octavo.models.families import describe
-from octavo.models.quantization import Quantization
-from octavo.models.shards import Shards
+from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.shards import Shards, open_weights
 from octavo.models.sources import Origin, Sources, sources
 from octavo.models.streaming import Stream
 
@@ -87,6 +87,27 @@ def checked(
     _complete(folder, model, found)
     _as_configured(folder, model, found, weights, quantization, keep_fp8)
     return paired, found, weights
+
+
+def frozen_names(
+    path: str | Path,
+    model: PreTrainedModel,
+    load_in_fp8: str | Mapping[str, str | None] | None = None,
+    keep_fp8: bool = True,
+) -> dict[str, fp8.CastSpec]:
+    """Parameter -> the cast of its codes, for all that `load` would make frozen FP8 weights of; reads headers alone.
+    `model` is the folder's, on the meta device. Raises ModelError as `load` does before it reads a weight."""
+    folder, asked = Path(path), asked_kinds(load_in_fp8)
+    quantization = read_quantization(folder)
+    if not asked and quantization is None:
+        return {}
+    with open_weights(folder, quantization is not None)[0] as shards:
+        _, found, weights = checked(folder, model, shards, quantization, keep_fp8)
+        out = {name: fp8.FROZEN[k] for name, k in _kinds(folder, weights, found, asked, quantization, keep_fp8).items()}
+        if keep_fp8 and quantization is not None:
+            codes = (origin for origin in found.origins if any(entry.is_codes for entry in origin.stored))
+            out |= {origin.name: quantization.spec for origin in codes}
+    return out
 
 
 def _parameter(row: fp8.Row) -> str:

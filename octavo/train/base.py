@@ -64,9 +64,11 @@ def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | 
         module._parameters[parameter] = fp8.freeze_weight(old, spec, transposed=turned)
 
 
-def frozen_names(model: nn.Module, family: models.Family, cfg: Config, folder: str | None) -> dict[str, fp8.CastSpec]:
+def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | None) -> dict[str, fp8.CastSpec]:
     """Parameter -> the cast of its codes, for all that the run loads as codes."""
     kinds = kinds_of(cfg)
+    if folder is not None:
+        return models.frozen_names(folder, model, kinds, keeps_codes(cfg))
     lacking = [name for name in kinds if name not in family.components]
     if lacking:
         raise TrainError(f"model.load_in_fp8.{lacking[0]}: this {family.name} has no {lacking[0]}. Remove it")
