@@ -101,7 +101,7 @@ def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
         for _, piece in matrix.rows(step):
             magnitude = piece.view(torch.uint8) & NAN_CODE
             nans += int((magnitude == NAN_CODE).sum())
-            rows.append(_amax(magnitude.masked_fill_(magnitude == NAN_CODE, 0), block))
+            rows.append(_amax(magnitude.masked_fill_(magnitude == NAN_CODE, 1), block))  # NaN is no zero
         if rows:
             grid = torch.cat(rows)
             peaks.append(grid.amax(0, keepdim=True) if block[0] == -1 else grid)

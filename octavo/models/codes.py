@@ -101,7 +101,8 @@ def _some(entries: list[Stored]) -> str:
 def read_scale(shards: Shards, scale: Stored, piece: Piece, quantization: Quantization) -> Tensor:
     """The scales of a piece, fp32 [row blocks, column blocks] as the GEMM has them.
 
-    Raises ModelError for another dtype or shape, and for a scale that is NaN, infinite, zero or negative.
+    Raises ModelError for another dtype or shape, for a scale that is NaN, infinite, zero or negative, and
+    for scales that are all 1 over codes that are not all zero.
     """
     rows, columns = piece.stored.shape[-2:]
     grid = quantization.grid(rows, columns)
@@ -129,6 +130,11 @@ def read_scale(shards: Shards, scale: Stored, piece: Piece, quantization: Quanti
         raise ModelError(
             f"{scale} holds the scale {bad}; every scale is finite and above 0. The block was zero or damaged when it "
             "was quantized; write the checkpoint again."
+        )
+    if bool((values == 1).all()) and bool((shards.read(piece.stored).view(torch.uint8) & 0x7F).any()):
+        raise ModelError(
+            f"{scale} holds nothing but 1, and {piece.stored} is not zero: the weight was cast without scales, or they "
+            "were lost. Write the checkpoint again, with scales."
         )
     values = values if piece.at is None else values[piece.at]
     return values.mT.contiguous() if piece.turned else values

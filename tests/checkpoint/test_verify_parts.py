@@ -1,0 +1,276 @@
+"""The parts of a verification by themselves: pieces, bounds, lists by each loader's rule, shapes, verdicts, the CLI."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.checkpoint import CheckpointError, verify, verify_against, verify_headers, verify_loaders
+from octavo.checkpoint.verify_findings import VERDICTS
+from octavo.checkpoint.verify_skips import by_parts
+from octavo.cli.main import main
+from tests.checkpoint import planted
+
+Good = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
+    place = tmp_path_factory.mktemp("good")
+    tokenizer = planted.tokenizers(place / "tokenizer")
+
+    def get(form: str, model: str = "qwen3") -> Path:
+        folder = place / f"{form}-{model}"
+        return folder if folder.exists() else planted.write(form, folder, tokenizer, model)
+
+    return get
+
+
+@pytest.fixture
+def copy(good: Good, tmp_path: Path) -> Good:
+    def get(form: str, model: str = "qwen3") -> Path:
+        return Path(shutil.copytree(good(form, model), tmp_path / form))
+
+    return get
+
+
+def kinds(folder: Path, **more: object) -> set[str]:
+    return {f.kind for f in verify(folder, **more).findings}
+
+
+def test_pieces_change_nothing(good: Good, copy: Good, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copy("fp8-block")
+    planted.nan_block(folder)
+    planted.transposed_square_scale(folder)
+    whole = verify(folder, against=good("plain"))
+    monkeypatch.setattr(verify_headers, "PIECE", 20000)
+    monkeypatch.setattr(verify_against, "PIECE", 20000)
+    seen: list[tuple[int, int, str]] = []
+    parts = verify(folder, against=good("plain"), progress=lambda done, total, what: seen.append((done, total, what)))
+    assert parts.findings == whole.findings and {f.kind for f in whole.findings} == {"nan-codes", "error"}
+    assert [(c.tensor, c.status) for c in parts.compared] == [(c.tensor, c.status) for c in whole.compared]
+    assert all(0 <= done <= total for done, total, _ in seen) and len(seen) > 20
+
+
+def test_a_damaged_tensor_is_compared_by_its_worst_row(good: Good, copy: Good) -> None:
+    """One row of 256 off by a factor of 4 moves the whole by little, and that row by much."""
+    folder = copy("fp8-block")
+    codes = planted.get(folder, planted.Q)
+    codes[100] = (codes[100].float() / 4).to(torch.float8_e4m3fn)
+    planted.put(folder, planted.Q, codes)
+    worst = verify(folder, against=good("plain")).compared[0]
+    assert worst.tensor == planted.Q and worst.status == "bad" and worst.error < worst.bound * 2
+
+
+@pytest.mark.parametrize(
+    "plant, words",
+    [
+        (planted.transposed_square_scale, "transposed"),
+        (planted.reciprocal_scale, "reciprocals"),
+        (planted.squared_scale, "squared"),
+        (planted.scales_of_one, ""),
+        (planted.unscaled_cast, "lost or never made"),
+    ],
+)
+def test_the_cause_of_an_error_is_named(plant: Callable[[Path], None], words: str, good: Good, copy: Good) -> None:
+    folder = copy("fp8-block")
+    plant(folder)
+    assert words in " ".join(f.text for f in verify(folder, against=good("plain")).failures)
+
+
+def test_two_fp8_folders_are_compared_by_codes(good: Good, copy: Good) -> None:
+    folder = copy("fp8-block")
+    same = verify(folder, against=good("fp8-block"))
+    assert {c.codes for c in same.compared if c.tensor.endswith("_proj.weight")} == {"identical"}
+    assert all(c.error == 0 for c in same.compared)
+    other = verify(good("ct-row"), against=good("fp8-block"))
+    assert other.ok and other.compared[0].error > 0.01
+
+
+def test_a_dequantized_folder_beside_its_codes(good: Good, copy: Good) -> None:
+    folder = copy("plain")
+    for name in planted.values_of("qwen3"):
+        if planted.is_linear(name):
+            planted.put(folder, name, planted.values_on_disk(good("fp8-block"), name).to(torch.bfloat16))
+    verified = verify(folder, against=good("fp8-block"))
+    assert verified.ok and not verified.findings and verified.compared[0].error < 2**-8
+
+
+def test_a_reference_of_another_model_is_told(good: Good) -> None:
+    assert "against-names" in kinds(good("plain"), against=good("plain", "qwen3_moe"))
+    with pytest.raises(CheckpointError, match="leave one of them out"):
+        verify(good("plain"), against=good("plain"), quick=True)
+
+
+def test_a_broken_reference_is_refused(good: Good, copy: Good) -> None:
+    folder = copy("plain")
+    planted.truncated_shard(folder)
+    with pytest.raises(CheckpointError, match="the reference .* cannot be used: .* truncated"):
+        verify(good("plain"), against=folder)
+
+
+def test_scales_in_bf16_and_in_e8m0_are_good(good: Good, copy: Good, tmp_path: Path) -> None:
+    folder = copy("fp8-block")
+    for name in planted.values_of("qwen3"):
+        if planted.is_linear(name):
+            planted.rescale(folder, lambda s: s.to(torch.bfloat16), name)
+    assert not verify(folder, against=good("plain")).findings
+    for name, value in planted.values_of("qwen3").items():
+        if planted.is_linear(name):
+            s = torch.exp2(torch.ceil(torch.log2(planted.cast(value, "fp8-block")[1])))
+            wide = s.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            planted.put(folder, name, (value.float() / wide).to(torch.float8_e4m3fn))
+            planted.rescale(folder, lambda _, s=s: s.to(torch.float8_e8m0fnu), name)
+    assert "scale-dtype" in kinds(folder)
+    planted.edit_json(folder / "config.json", lambda raw: raw["quantization_config"].update(scale_fmt="ue8m0"))
+    assert not verify(folder, against=good("plain")).findings
+
+
+def _resize(folder: Path, key: str, value: int, changes: dict[str, tuple[int, int]]) -> None:
+    """Other widths: config.json and the named matrices, quantized again in blocks."""
+    planted.edit_json(folder / "config.json", lambda raw: raw.update({key: value}))
+    for layer in (0, 1):
+        for leaf, (n, k) in changes.items():
+            name = f"model.layers.{layer}.{leaf}.weight"
+            codes, scale = planted.cast(torch.randn(n, k) * 0.1, "fp8-block")
+            planted.put(folder, name, codes)
+            planted.put(folder, f"{name}_scale_inv", scale)
+
+
+@pytest.mark.parametrize(
+    "width, found",
+    [
+        (192, {"block-n", "block-k", "block-ragged"}),  # gate in front of up; down's K; up's N
+        (320, {"block-n", "block-k", "block-ragged"}),
+        (512, set()),
+    ],
+)
+def test_widths_that_are_no_whole_blocks(width: int, found: set[str], copy: Good) -> None:
+    folder = copy("fp8-block")
+    shapes = {"mlp.gate_proj": (width, 256), "mlp.up_proj": (width, 256), "mlp.down_proj": (256, width)}
+    _resize(folder, "intermediate_size", width, shapes)
+    verified = verify(folder)
+    assert {f.kind for f in verified.findings} == found
+    if found:
+        assert [v.verdict for v in verified.verdicts] == ["warns", "refuses", "refuses"]
+
+
+def test_sglang_reads_whole_parts_of_names() -> None:
+    assert by_parts("model.layers.0.mlp.gate", ["model.layers.0.mlp.gate"])
+    assert by_parts("model.layers.0.mlp.gate", ["layers.0.mlp"])
+    assert by_parts("visual.blocks.0.attn.qkv", ["model.visual"])
+    assert not by_parts("model.layers.0.mlp.gate_proj", ["model.layers.0.mlp.gate"])
+    assert not by_parts("model.layers.11.mlp.gate", ["layers.1"])
+
+
+@pytest.mark.parametrize(
+    "form, entry, loaders",
+    [
+        ("fp8-block", "model.layers.1", "transformers and SGLang"),  # a prefix: exact names do not know it
+        ("fp8-block", "model.layers.1.mlp.*", "transformers"),  # an expression
+        ("fp8-block", planted.DOWN.removesuffix(".weight"), "transformers, vLLM and SGLang"),
+        ("ct-row", "re:.*layers.1.mlp.*", "transformers, vLLM and SGLang"),
+        ("ct-row", "Linear", "transformers, vLLM and SGLang"),
+    ],
+)
+def test_an_entry_is_judged_by_each_loaders_rule(form: str, entry: str, loaders: str, copy: Good) -> None:
+    folder = copy(form)
+    planted.skip_list(folder, lambda names: names.append(entry))
+    finding = next(f for f in verify(folder, quick=True).failures if f.tensor == planted.DOWN)
+    assert finding.kind == "skip-covers-fp8" and f"but {loaders} leave" in finding.text
+    assert repr(entry) in finding.text
+
+
+def test_a_list_of_names_in_the_model_or_on_disk_is_the_same(copy: Good) -> None:
+    """Vision layers under the name without `model.`, as vLLM has them, beside the full ones."""
+    folder = copy("fp8-block", "qwen3_vl")
+    planted.skip_list(folder, lambda names: names.extend([n.removeprefix("model.") for n in names if "visual" in n]))
+    assert not verify(folder, quick=True).findings
+
+
+def test_values_on_e4m3s_grid(copy: Good) -> None:
+    folder = copy("plain")
+    planted.put(folder, planted.Q, planted.get(folder, planted.Q).to(torch.float8_e4m3fn).to(torch.bfloat16))
+    planted.put(folder, planted.DOWN, torch.zeros(256, 384, dtype=torch.bfloat16))
+    verified = verify(folder)
+    assert verified.ok and {f.kind for f in verified.findings} == {"cast-through-fp8", "zero-weight"}
+
+
+def test_every_kind_of_finding_has_its_consequence() -> None:
+    used: set[str] = set()
+    for file in Path(verify_loaders.__file__).parent.glob("verify*.py"):
+        if file.name == "verify_adapter.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            called = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in ("fail", "warn", "add", "BadHeader") and node.args and isinstance(node.args[0], ast.Constant):
+                used.add(node.args[0].value)
+    assert used and used <= verify_loaders.CONSEQUENCES.keys()
+    for does in verify_loaders.CONSEQUENCES.values():
+        assert does.keys() <= {"transformers", "vLLM", "SGLang"}
+        assert all(d.verdict in VERDICTS for d in does.values())
+
+
+def test_the_command(good: Good, copy: Good, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(good("fp8-block")), "--against", str(good("plain"))]) == 0
+    out = capsys.readouterr().out
+    assert "FP8, fp8 block 128x128" in out and "Nothing is wrong, no warnings." in out and "worst first" in out
+    folder = copy("fp8-block")
+    planted.dropped_scale(folder)
+    planted.skip_list_names_nothing(folder)
+    assert main(["verify", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert f"fail: {planted.Q!r}" in out and "1 thing is wrong, 1 warning." in out
+    assert main(["verify", str(folder), "--json", "--quick"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False and told["scanned"] is False
+    assert told["findings"][0]["kind"] == "scale-missing" and set(told["verdicts"]) == {
+        "transformers",
+        "vLLM",
+        "SGLang",
+    }
+    assert main(["verify", str(folder / "none")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    assert main(["verify", str(folder), "--quick", "--against", str(folder)]) == 2
+
+
+RUN = {
+    "dropped_scale": "loads garbage",
+    "quantization_config_lost": "loads garbage",
+    "transposed_scale": "refuses",
+    "truncated_shard": "refuses",
+    "missing_tensor": "loads garbage",
+    "nan_block": "loads garbage",
+    "extra_tensor": "warns",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUN)
+def test_transformers_does_what_is_said_of_it(name: str, good: Good, copy: Good) -> None:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    def logits(folder: Path) -> tuple[torch.Tensor, dict]:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+        with torch.no_grad():
+            return model(torch.arange(16)[None]).logits.float(), {k: v for k, v in info.items() if v}
+
+    wanted, _ = logits(good("fp8-block"))
+    folder = copy("fp8-block")
+    getattr(planted, name)(folder)
+    told = verify(folder).verdicts[0]
+    assert told.verdict == RUN[name] and told.source.startswith("run")
+    try:
+        found, info = logits(folder)
+    except (RuntimeError, SafetensorError) as error:
+        assert RUN[name] == "refuses" or "same dtype" in str(error)
+        return
+    same = torch.equal(found, wanted)
+    assert (RUN[name] == "warns") == same or info.get("missing_keys")
