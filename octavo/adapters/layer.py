@@ -88,6 +88,8 @@ class Linear(PeftLinear):
 @torch.no_grad()
 def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """The 2-norms [N] of the rows of W + scale B A in fp32, W [N, K] dequantized for as long as this takes."""
+    if weight.is_meta:  # of a model that is planned
+        return torch.empty(weight.shape[0], device="meta")
     values = weight.values() if isinstance(weight, Fp8Weight) else weight.detach()
     a32, b32 = a.detach().float(), b.detach().float()
     norms = []

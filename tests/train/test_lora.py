@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from octavo import fp8, models, train
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.dcp_safe import SafeReader
-from octavo.config import Config, load_config
+from octavo.config import Config, load_config, to_yaml
 from octavo.train import base, planning
 from octavo.train.rundir import read_rows
 from tests.train.test_predicted import agree, counted, predicted
-from tests.train.test_ranks import command, losses, torchrun
+from tests.train.test_ranks import ROOT, losses, torchrun
 from tests.train.test_resume import at
 
 pytest.importorskip("peft")
@@ -213,13 +214,16 @@ def test_kill_9_and_going_on(make, tmp_path: Path):
     over = (*LORA, "run.save_every=1", "run.hf=true", "train.steps=8")
     whole = train.run(make(*over, dir="whole"))
     cfg = make(*over, dir="killed")
-    process = subprocess.Popen(command(cfg, ranks=1), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    file = tmp_path / "killed.yaml"
+    file.write_text(to_yaml(cfg))
+    words = [sys.executable, "-m", "octavo", "train", str(file)]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not (Path(cfg.run.dir) / "checkpoints" / "step_3").exists():
         time.sleep(0.02)
-    subprocess.run(["pkill", "-9", "-P", str(process.pid)], check=False)
     process.kill()
     process.wait()
+    assert not (Path(cfg.run.dir) / "result.json").exists()
     second = train.run(cfg.with_overrides(["run.resume=auto"]))
     assert second.losses() == whole.losses()
     ours, theirs = adapter(whole.dir), adapter(second.dir)
