@@ -78,6 +78,13 @@ def _loaded(config: Config) -> Iterator[Finding]:
             "remove it",
             (("model", "load_in_fp8"), *_PARTS),
         )
+    if kinds and config.lora is None and config.optimizer.master == "bf16+16":
+        yield Finding(
+            ("optimizer", "master"),
+            "bf16+16 splits every weight while it is read, and weights that become codes have no halves",
+            "use fp32 or bf16+sr, or leave load_in_fp8 out",
+            (("model", "load_in_fp8"), ("lora",)),
+        )
     if kinds and not config.model.keep_fp8:
         yield Finding(
             ("model", "keep_fp8"),

@@ -396,6 +396,9 @@ class _Loop:
         """hf/: the trained weights as a Hugging Face folder. Gathered from all ranks, written by the main one."""
         job, world = self.job, self.world
         weights = parallel.full_state_dict(job.model, world) if world.size > 1 else None
+        if weights is None and job.base is not None:  # a component is frozen in FP8: its values, as it computed
+            found = job.model.state_dict().items()
+            weights = {name: w.dequantize() if fp8.is_frozen(w) else w for name, w in found}
         world.from_main(
             lambda: str(models.save_hf(job.model, self.cfg.model.path, job.directory / "hf", state_dict=weights))
         )

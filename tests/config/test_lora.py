@@ -103,6 +103,7 @@ def test_a_frozen_component_has_no_master():
     model = "load_in_fp8: {image_encoder: block}, freeze: [image_encoder]"
     assert "use fp8.image_encoder.param: false" in told(model, "fp8: {param: true}\n")
     assert read(model, "fp8: {param: true, image_encoder: {param: false}}\n").fp8.param
+    assert "bf16+16 splits every weight while it is read" in told(model, "optimizer: {master: bf16+16}\n")
 
 
 def test_adapters_in_bf16_take_every_master():
