@@ -6,7 +6,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import prune, steps, sweep
 from octavo.checkpoint.state import Restored, latest, load, save
 from octavo.checkpoint.verify import verify
-from octavo.checkpoint.verify_findings import Verified
+from octavo.checkpoint.verify.findings import Verified
 
 __all__ = [
     "CheckpointError",

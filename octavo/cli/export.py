@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.checkpoint.export_files import size_of
+    from octavo.checkpoint.export.files import size_of
     from octavo.train.exporting import export_model
 
     try:

@@ -13,7 +13,7 @@ import torch
 
 from octavo import models
 from octavo.checkpoint.export import LARGEST, Exported, Progress, check_target, export
-from octavo.checkpoint.export_values import Value, values_of
+from octavo.checkpoint.export.values import Value, values_of
 from octavo.train import target
 from octavo.train.errors import TrainError
 

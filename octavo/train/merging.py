@@ -29,7 +29,7 @@ from octavo import adapters, fp8, models
 from octavo.adapters.merge import folds
 from octavo.adapters.survival import KEPT, Survival
 from octavo.checkpoint.export import Exported, Progress, check_target, export
-from octavo.checkpoint.export_layout import FORMATS, INCLUDABLE
+from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
 from octavo.train import rundir, target
 from octavo.train.errors import TrainError
 

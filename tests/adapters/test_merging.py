@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from octavo import adapters, fp8, models
 from octavo.adapters.merge import folds
 from octavo.checkpoint.export import export
-from octavo.checkpoint.export_values import values_of
+from octavo.checkpoint.export.values import values_of
 from octavo.cli.main import main
 from octavo.config import load_config_text
 from octavo.data import digits

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from octavo import fp8
-from octavo.checkpoint import CheckpointError, SafeReader, convert, convert_folder, convert_work
+from octavo.checkpoint import CheckpointError, SafeReader, convert
+from octavo.checkpoint.convert import folder as convert_folder
+from octavo.checkpoint.convert import work as convert_work
 from octavo.checkpoint.dcp_safe import TensorsOnly
 
 NAME = "model.language_model.layers.0.mlp.down_proj.weight"

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoTokenizer, CompressedTensorsConfig, con
 from octavo import fp8, models
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.export import MARKER, export
-from octavo.checkpoint.export_layout import FORMATS, layout
-from octavo.checkpoint.export_names import fused_group
-from octavo.checkpoint.export_values import values_of
+from octavo.checkpoint.export.layout import FORMATS, layout
+from octavo.checkpoint.export.names import fused_group
+from octavo.checkpoint.export.values import values_of
 from octavo.models.quantization import by_pattern, by_target, exact
 from tests.checkpoint.export_models import stock, write
 from tests.models.conftest import batch

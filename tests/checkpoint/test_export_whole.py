@@ -13,10 +13,11 @@ import torch
 from safetensors import safe_open
 
 from octavo import models
-from octavo.checkpoint import CheckpointError, export_files
+from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.export import MARKER, export
-from octavo.checkpoint.export_files import Shards, size_of
-from octavo.checkpoint.export_values import values_of
+from octavo.checkpoint.export import files as export_files
+from octavo.checkpoint.export.files import Shards, size_of
+from octavo.checkpoint.export.values import values_of
 from octavo.models import ModelError, whole
 from tests.checkpoint.export_models import write
 

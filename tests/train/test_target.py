@@ -12,7 +12,7 @@ import torch
 
 from octavo import adapters, fp8, models, train
 from octavo.checkpoint.export import export
-from octavo.checkpoint.export_values import values_of
+from octavo.checkpoint.export.values import values_of
 from octavo.train import TrainError, target, usage
 
 LORA = ("model.load_in_fp8=row", "lora={rank: 2}", "fp8.recipe=rowwise", "run.hf=true")

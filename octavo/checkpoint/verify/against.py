@@ -28,11 +28,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.verify_findings import Compared, Findings
-from octavo.checkpoint.verify_headers import PIECE, Held
-from octavo.checkpoint.verify_scales import Pair
-from octavo.checkpoint.verify_stock import Stock
-from octavo.checkpoint.verify_values import Progress, experts, scales_fp32
+from octavo.checkpoint.verify.findings import Compared, Findings
+from octavo.checkpoint.verify.headers import PIECE, Held
+from octavo.checkpoint.verify.scales import Pair
+from octavo.checkpoint.verify.stock import Stock
+from octavo.checkpoint.verify.values import Progress, experts, scales_fp32
 from octavo.fp8.formats import decode
 
 NORMAL, SUBNORMAL, BF16 = 2.0**-4, 2.0**-10, 2.0**-8

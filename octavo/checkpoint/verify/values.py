@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.verify_findings import Findings
-from octavo.checkpoint.verify_headers import Held
-from octavo.checkpoint.verify_names import scale_of
-from octavo.checkpoint.verify_scales import Pair
-from octavo.checkpoint.verify_stock import Stock, fused_groups
+from octavo.checkpoint.verify.findings import Findings
+from octavo.checkpoint.verify.headers import Held
+from octavo.checkpoint.verify.names import scale_of
+from octavo.checkpoint.verify.scales import Pair
+from octavo.checkpoint.verify.stock import Stock, fused_groups
 from octavo.fp8.formats import E4M3, NAN_CODE, decode
 
 Progress = Callable[[int, int, str], None]

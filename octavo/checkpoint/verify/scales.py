@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.checkpoint.verify_findings import Findings
-from octavo.checkpoint.verify_headers import Headers, Held
-from octavo.checkpoint.verify_names import SCALES, scale_of
-from octavo.checkpoint.verify_stock import Linear, Stock, fused_groups
+from octavo.checkpoint.verify.findings import Findings
+from octavo.checkpoint.verify.headers import Headers, Held
+from octavo.checkpoint.verify.names import SCALES, scale_of
+from octavo.checkpoint.verify.stock import Linear, Stock, fused_groups
 from octavo.models.quantization import Quantization
 
 _OTHER = {"_scale_inv": "_scale", "_scale": "_scale_inv"}

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from octavo.checkpoint import convert_dcp as dcp
-from octavo.checkpoint import convert_folder as folders
-from octavo.checkpoint import convert_values as values
-from octavo.checkpoint.convert_folder import Entry, Folder, Place, Shard
-from octavo.checkpoint.convert_manifest import CARRIED, MANIFEST
+from octavo.checkpoint.convert import dcp, values
+from octavo.checkpoint.convert import folder as folders
+from octavo.checkpoint.convert.folder import Entry, Folder, Place, Shard
+from octavo.checkpoint.convert.manifest import CARRIED, MANIFEST
 from octavo.checkpoint.errors import CheckpointError
 
 Say = Callable[[str], None]

@@ -6,10 +6,9 @@
     verified.verdicts           one a loader: ok, warns, refuses, loads garbage
     verified.compared           with `against`: the error of every tensor, worst first
 
-Headers first (`verify_headers`), then names and shapes against the stock model (`verify_names`), the layout of scales
-(`verify_scales`), skip lists (`verify_skips`), the values (`verify_values`), the reference (`verify_against`), and what
-follows for each loader (`verify_loaders`). PEFT adapters go their own way (`verify_adapter`). Nothing is changed,
-nothing is unpickled, no model is loaded.
+Headers first (`headers`), then names and shapes against the stock model (`names`), the layout of scales (`scales`),
+skip lists (`skips`), the values (`values`), the reference (`against`), and what follows for each loader (`loaders`).
+PEFT adapters go their own way (`adapter`). Nothing is changed, nothing is unpickled, no model is loaded.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.verify_adapter import adapter_verdicts, check_adapter, check_factors, described, is_adapter
-from octavo.checkpoint.verify_against import compare, sources
-from octavo.checkpoint.verify_findings import FAIL, Compared, Finding, Findings, Verified
-from octavo.checkpoint.verify_headers import Headers, Held, read_folder
-from octavo.checkpoint.verify_loaders import verdicts
-from octavo.checkpoint.verify_names import check_companions, check_config, check_names, check_ties, scale_of
-from octavo.checkpoint.verify_scales import Pair, check_blocks, check_places, pair_up
-from octavo.checkpoint.verify_skips import check_skips
-from octavo.checkpoint.verify_stock import Stock, read_stock
-from octavo.checkpoint.verify_values import Progress, scan, unnamed
+from octavo.checkpoint.verify.adapter import adapter_verdicts, check_adapter, check_factors, described, is_adapter
+from octavo.checkpoint.verify.against import compare, sources
+from octavo.checkpoint.verify.findings import FAIL, Compared, Finding, Findings, Verified
+from octavo.checkpoint.verify.headers import Headers, Held, read_folder
+from octavo.checkpoint.verify.loaders import verdicts
+from octavo.checkpoint.verify.names import check_companions, check_config, check_names, check_ties, scale_of
+from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, pair_up
+from octavo.checkpoint.verify.skips import check_skips
+from octavo.checkpoint.verify.stock import Stock, read_stock
+from octavo.checkpoint.verify.values import Progress, scan, unnamed
 from octavo.models import ModelError
 from octavo.models.folder import read_json
 from octavo.models.quantization import Quantization, parse, quantization_block

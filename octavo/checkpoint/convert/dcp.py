@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from octavo.checkpoint.convert_folder import DTYPES, WORDS, Entry, Place, Shard, mapped
+from octavo.checkpoint.convert.folder import DTYPES, WORDS, Entry, Place, Shard, mapped
 from octavo.checkpoint.dcp_safe import SafeReader, read_item
 from octavo.checkpoint.errors import CheckpointError
 

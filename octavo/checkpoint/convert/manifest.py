@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint import convert_dcp as dcp
-from octavo.checkpoint import convert_folder as folders
-from octavo.checkpoint.convert_folder import Shard
-from octavo.checkpoint.convert_work import write_json
+from octavo.checkpoint.convert import dcp
+from octavo.checkpoint.convert import folder as folders
+from octavo.checkpoint.convert.folder import Shard
+from octavo.checkpoint.convert.work import write_json
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
 

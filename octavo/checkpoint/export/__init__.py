@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from octavo import fp8, models
-from octavo.checkpoint import export_layout as layouts
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.export_files import Shards, nbytes
-from octavo.checkpoint.export_layout import FORMATS, Layout
-from octavo.checkpoint.export_names import Matrix, to_disk
-from octavo.checkpoint.export_values import Trained, Value, decoded, part, regrid, shared_cast
+from octavo.checkpoint.export import layout as layouts
+from octavo.checkpoint.export.files import Shards, nbytes
+from octavo.checkpoint.export.layout import FORMATS, Layout
+from octavo.checkpoint.export.names import Matrix, to_disk
+from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid, shared_cast
 from octavo.fp8.cast import quantize, scale_from_amax
 from octavo.fp8.topology import template
 from octavo.models.whole import copy_companions, sync, whole, write_config

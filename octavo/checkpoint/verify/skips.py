@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from octavo.checkpoint.verify_findings import LOADERS, Findings
-from octavo.checkpoint.verify_headers import Held
-from octavo.checkpoint.verify_scales import head_module
-from octavo.checkpoint.verify_stock import Linear, Stock
+from octavo.checkpoint.verify.findings import LOADERS, Findings
+from octavo.checkpoint.verify.headers import Held
+from octavo.checkpoint.verify.scales import head_module
+from octavo.checkpoint.verify.stock import Linear, Stock
 from octavo.models.quantization import Quantization, by_pattern, by_target, exact
 
 

@@ -20,7 +20,7 @@ import torch
 
 from octavo import fp8, models
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.export_names import BLOCK, FUSED, Matrix, Names
+from octavo.checkpoint.export.names import BLOCK, FUSED, Matrix, Names
 from octavo.models.quantization import Quantization, by_pattern, by_substring, by_target, exact, to_config
 
 #: format -> the kind of its scales (`fp8.FROZEN` has their casts); bf16 has none

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.verify_findings import Findings
+from octavo.checkpoint.verify.findings import Findings
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo import fp8
-from octavo.checkpoint.convert_folder import DTYPES, Entry, Folder, Shard, make_shard, mapped
+from octavo.checkpoint.convert.folder import DTYPES, Entry, Folder, Shard, make_shard, mapped
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.quantization import Quantization
 

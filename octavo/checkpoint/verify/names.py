@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from octavo.checkpoint.verify_findings import Findings
-from octavo.checkpoint.verify_headers import Headers, Held
-from octavo.checkpoint.verify_stock import Stock
+from octavo.checkpoint.verify.findings import Findings
+from octavo.checkpoint.verify.headers import Headers, Held
+from octavo.checkpoint.verify.stock import Stock
 
 #: what follows a weight's name where quantizers keep its scales; longest first
 SCALES = ("_scale_inv", "_scale_2", "_scale", "_zero_point")

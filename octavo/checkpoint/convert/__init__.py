@@ -16,7 +16,7 @@ and `conversion.json`, each shard's header word for word, and for each tensor wh
 which is compared on the way back.
 
 Tensors pass one by one (each worker holds one), shards in parallel. What is finished is kept when a conversion is
-killed, and checked when it goes on; the result appears whole or not at all (`convert_work`).
+killed, and checked when it goes on; the result appears whole or not at all (`convert/work.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from typing import Any
 
 import torch
 
-from octavo.checkpoint import convert_dcp as dcp
-from octavo.checkpoint import convert_folder as folders
-from octavo.checkpoint import convert_values as values
-from octavo.checkpoint.convert_back import foreign, holds, nowhere, own, write_shard
-from octavo.checkpoint.convert_folder import Folder, Shard
-from octavo.checkpoint.convert_manifest import CARRIED, read_manifest, write_manifest
-from octavo.checkpoint.convert_work import SUFFIX, Tell, all_parts, begin
+from octavo.checkpoint.convert import dcp, values
+from octavo.checkpoint.convert import folder as folders
+from octavo.checkpoint.convert.back import foreign, holds, nowhere, own, write_shard
+from octavo.checkpoint.convert.folder import Folder, Shard
+from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_manifest
+from octavo.checkpoint.convert.work import SUFFIX, Tell, all_parts, begin
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
 from octavo.models.quantization import read_quantization

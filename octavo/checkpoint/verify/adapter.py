@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.verify_findings import Findings, Verdict
-from octavo.checkpoint.verify_headers import Headers, Held, read_folder
-from octavo.checkpoint.verify_stock import read_stock
+from octavo.checkpoint.verify.findings import Findings, Verdict
+from octavo.checkpoint.verify.headers import Headers, Held, read_folder
+from octavo.checkpoint.verify.stock import read_stock
 from octavo.models import ModelError
 from octavo.models.folder import read_json
 

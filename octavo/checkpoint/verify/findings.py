@@ -23,7 +23,7 @@ class Finding:
     """One thing that is not as it should be.
 
     status  fail or warn
-    kind    what it is in a word of the list in `verify_loaders.CONSEQUENCES`, e.g. "scale-missing"
+    kind    what it is in a word of the list in `loaders.CONSEQUENCES`, e.g. "scale-missing"
     file    the file's name in the folder, "" where it is about the folder
     tensor  the name on disk, "" where it is about the file
     text    the sentence, with the cure
@@ -52,7 +52,7 @@ class Compared:
 
     error   |value - reference| / |reference|, over the whole tensor; None where the reference is all zero and it is not
     sqnr    signal to noise in dB, 20 log10(1 / error); infinite where both are equal
-    bound   the error that a correct cast cannot exceed (`verify_against`)
+    bound   the error that a correct cast cannot exceed (`verify/against.py`)
     status  ok, suspicious or bad
     codes   "identical" or "differ" where both sides are FP8 codes of one kind, else ""
     cause   what explains a bad error exactly, e.g. "the scale grid is transposed"; "" where nothing tried does

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from octavo.checkpoint.verify_findings import LOADERS, VERDICTS, WARN, Finding, Verdict
+from octavo.checkpoint.verify.findings import LOADERS, VERDICTS, WARN, Finding, Verdict
 from octavo.models.quantization import Quantization
 
 RUN = "run: transformers 5.23 on a CPU"
