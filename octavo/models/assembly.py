@@ -96,18 +96,21 @@ def frozen_names(
     load_in_fp8: str | Mapping[str, str | None] | None = None,
     keep_fp8: bool = True,
 ) -> dict[str, fp8.CastSpec]:
-    """Parameter -> the cast of its codes, for all that `load` would make frozen FP8 weights of; reads headers alone.
-    `model` is the folder's, on the meta device. Raises ModelError as `load` does before it reads a weight."""
+    """Parameter -> the cast of its codes, for all that `load` would make frozen FP8 weights of; reads headers and
+    scales alone. `model` is the folder's, on the meta device. Raises ModelError as `load` does before it reads a
+    weight."""
     folder, asked = Path(path), asked_kinds(load_in_fp8)
     quantization = read_quantization(folder)
     if not asked and quantization is None:
         return {}
     with open_weights(folder, quantization is not None)[0] as shards:
-        _, found, weights = checked(folder, model, shards, quantization, keep_fp8)
+        paired, found, weights = checked(folder, model, shards, quantization, keep_fp8)
         out = {name: fp8.FROZEN[k] for name, k in _kinds(folder, weights, found, asked, quantization, keep_fp8).items()}
         if keep_fp8 and quantization is not None:
-            codes = (origin for origin in found.origins if any(entry.is_codes for entry in origin.stored))
-            out |= {origin.name: quantization.spec for origin in codes}
+            codes = [origin for origin in found.origins if any(entry.is_codes for entry in origin.stored)]
+            cpu = torch.device("cpu")
+            stream = Stream(shards, model, paired.scales, quantization, {}, lambda name: torch.bfloat16, cpu)
+            out |= {origin.name: stream.scales_of(origin)[0] for origin in codes if origin.converter is None}
     return out
 
 

@@ -9,7 +9,7 @@
 Every scale is a dequant multiplier, value = code * scale, "inv" or not. Experts lie one by one on disk,
 `mlp.experts.3.up_proj.weight`. The kinds are those of `fp8.FROZEN`: row (= channel), block, tensor.
 
-Which layers are in FP8 is told by two lists, and every loader reads them in its own way: `exact`, `by_substring`,
+Which layers are in FP8 is told by two lists, and every loader reads them in its own way: `exact`, `by_parts`,
 `by_pattern` and `by_target` are those ways. So whoever writes a checkpoint lists full names, which all of them take.
 """
 
@@ -98,9 +98,10 @@ def exact(name: str, names: Iterable[str]) -> bool:
     return name in names
 
 
-def by_substring(name: str, names: Iterable[str]) -> bool:
-    """SGLang's rule for `fp8`: an entry is a part of the name, with or without `model.` in front."""
-    return any(other in name or other.removeprefix("model.") in name for other in names)
+def by_parts(name: str, names: Iterable[str]) -> bool:
+    """SGLang's rule for `fp8` (since 2026-04): an entry is a run of whole parts of the name, `mlp.gate` of
+    `layers.0.mlp.gate` and not of `layers.0.mlp.gate_up_proj`; with or without `model.` in front."""
+    return any(f".{form}." in f".{name}." for other in names for form in (other, other.removeprefix("model.")))
 
 
 def by_pattern(name: str, patterns: Iterable[str]) -> bool:

@@ -135,7 +135,8 @@ def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]
 
     A folder with `model.safetensors` and an index offers two sets of weights. Taken is the one that fits config.json
     (`quantized`: FP8 codes or not), and where that does not decide, model.safetensors, as transformers does. A tensor
-    that lies in two shards is taken from the one that the index names.
+    that lies in two shards, in FP8 and in high precision, is taken from the one that the index names; in the same
+    precision it is refused.
 
     Raises ModelError for files that are missing, damaged or do not agree with the index.
     """
@@ -171,6 +172,11 @@ def _indexed(folder: Path, strict: bool) -> tuple[Shards, tuple[str, ...]]:
         )
     notes = []
     for one, other in shards.twice:
+        if one.is_codes == other.is_codes or not strict:
+            raise ModelError(
+                f"{one.name} is in {one.file} and in {other.file.name}, and loaders take the one or the other by "
+                "their order. Remove one of them from its file, or download the folder again."
+            )
         listed = weight_map.get(one.name)
         kept, left = (one, other) if one.file.name == listed else (other, one)
         shards.stored[one.name] = kept

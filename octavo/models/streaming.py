@@ -153,7 +153,7 @@ class Stream:
     # codes on disk
 
     def _frozen(self, origin: Origin) -> nn.Parameter:
-        spec, scales = self._scales(origin)
+        spec, scales = self.scales_of(origin)
         codes, scale, transposed = self._room(origin, spec)
         for slot, pieces in enumerate(origin.slots):
             into, grid = (codes[slot], scale[slot]) if origin.experts else (codes, scale)
@@ -172,7 +172,7 @@ class Stream:
 
     def _decoded(self, origin: Origin, dtype: torch.dtype) -> Parts:
         """Slot -> the rows of its values."""
-        spec, scales = self._scales(origin)
+        spec, scales = self.scales_of(origin)
 
         def parts(slot: int) -> Iterator[tuple[int, Tensor]]:
             pieces = origin.slots[slot]
@@ -189,7 +189,7 @@ class Stream:
 
         return parts
 
-    def _scales(self, origin: Origin) -> tuple[fp8.CastSpec, list[Tensor]]:
+    def scales_of(self, origin: Origin) -> tuple[fp8.CastSpec, list[Tensor]]:
         """The cast that the codes of an origin are under, and the scales of each slot."""
         q = self.quantization
         assert q is not None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from octavo import models
-from octavo.models.quantization import by_pattern, by_substring, by_target, exact, parse
+from octavo.models.quantization import by_parts, by_pattern, by_target, exact, parse
 from tests.models.fp8_folders import BLOCK, CHANNEL, CT_BLOCK, TENSOR, compressed
 
 Q = models.Quantization
@@ -177,10 +177,11 @@ NAMES = ["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.11.mlp.gate", 
 def test_each_loaders_rule():
     listed = ["lm_head", "model.layers.1", "mlp.gate"]
     assert [exact(n, listed) for n in NAMES] == [True, False, False, False]
-    assert [by_substring(n, listed) for n in NAMES] == [True, True, True, False]
+    assert [by_parts(n, listed) for n in NAMES] == [True, True, True, False]
+    assert not by_parts("model.layers.0.mlp.gate_up_proj", ["mlp.gate"])
     assert [by_pattern(n, listed) for n in NAMES] == [True, True, True, False]
     assert exact("model.layers.0.mlp.experts", ["model.layers.0.mlp.experts.0.up_proj"])
-    assert by_substring("visual.blocks.0.attn.qkv", ["model.visual.blocks"])
+    assert by_parts("visual.blocks.0.attn.qkv", ["model.visual.blocks"])
     assert by_pattern("model.layers.3.mlp.up_proj", [r"model\.layers\.\d+\.mlp"]) and not by_pattern("a.b", [])
     assert [by_target(n, ["re:.*visual.*", "lm_head"]) for n in NAMES] == [True, False, False, True]
     assert by_target("anything", ["Linear"]) and not by_target("anything", ["Linear"], ("Embedding",))

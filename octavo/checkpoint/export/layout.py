@@ -21,7 +21,7 @@ import torch
 from octavo import fp8, models
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.names import BLOCK, FUSED, Matrix, Names
-from octavo.models.quantization import Quantization, by_pattern, by_substring, by_target, exact, to_config
+from octavo.models.quantization import Quantization, by_parts, by_pattern, by_target, exact, to_config
 
 #: format -> the kind of its scales (`fp8.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}
@@ -223,7 +223,7 @@ def _told_apart(taken: set[str], names: Names, aliases: Mapping[str, tuple[str, 
     skipped = [alias for found in aliases.values() for alias in found]
     for module in sorted(taken):
         for name in names.aliases(module):
-            rules = {"vLLM": exact, "SGLang": by_substring, "transformers": by_pattern, "compressed-tensors": by_target}
+            rules = {"vLLM": exact, "SGLang": by_parts, "transformers": by_pattern, "compressed-tensors": by_target}
             for loader, rule in rules.items():
                 if (hit := next((other for other in skipped if _hits(rule, name, other)), None)) is not None:
                     raise CheckpointError(
