@@ -23,7 +23,7 @@ from octavo.models.errors import ModelError
 from octavo.models.families import describe
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.shards import Shards, open_weights
-from octavo.models.sources import Origin, Sources, sources
+from octavo.models.sources import Origin, Sources, is_transposed, sources
 from octavo.models.streaming import Stream
 
 COMPONENTS = ("foundation", "image_encoder", "image_projector")
@@ -139,6 +139,14 @@ def _complete(folder: Path, model: PreTrainedModel, found: Sources) -> None:
         "mismatched_keys": [(name, disk, wanted) for name, (disk, wanted) in shapes.items()],
     }
     refuse_incomplete(folder, info)
+    for origin in found.origins:
+        wanted = model.get_parameter_or_buffer(origin.name).dtype
+        for entry in origin.stored:
+            if entry.dtype.is_floating_point != wanted.is_floating_point:
+                raise ModelError(
+                    f"{folder}: {entry} holds {entry.dtype}, and {origin.name} is {wanted} in the model. Write the "
+                    "checkpoint again, or download it again."
+                )
 
 
 _OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
@@ -161,9 +169,10 @@ def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, tuple[An
     if len(origin.slots) != wanted[0]:
         more = origin.slots[-1][0].stored
         return [(str(more), ((len(origin.slots), *more.shape[-2:]), wanted))]
+    turned = is_transposed(model.get_submodule(origin.name.rpartition(".")[0]))
+    height, width = wanted[:0:-1] if turned else wanted[1:]
     for pieces in origin.slots:
-        height, widths = sum(piece.shape[0] for piece in pieces), {piece.shape[1] for piece in pieces}
-        if {height, *widths} != set(wanted[1:]) or len(widths) != 1 or height * widths.pop() != wanted[1] * wanted[2]:
+        if sum(piece.shape[0] for piece in pieces) != height or {piece.shape[1] for piece in pieces} != {width}:
             return [(str(pieces[0].stored), (pieces[0].stored.shape, wanted))]
     return []
 

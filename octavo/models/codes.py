@@ -118,25 +118,25 @@ def read_scale(shards: Shards, scale: Stored, piece: Piece, quantization: Quanti
             f"{scale} has shape {list(scale.shape)}; codes {list(piece.stored.shape)} in {quantization} have scales of "
             f"shape {[*front, *grid]}.{turned} Write the checkpoint again, or check the block size in config.json."
         )
-    read = shards.read(scale)
+    mine = None if piece.at is None else (piece.at, piece.at + 1)
+    read = shards.read(scale, mine)
     if scale.dtype is torch.uint8 and quantization.scale_format == "ue8m0":
         read = read.view(torch.float8_e8m0fnu)
     elif scale.dtype not in _SCALES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SCALES)
         raise ModelError(f"{scale} holds {scale.dtype}; scales are {names}. Write the checkpoint again.")
-    values = read.float().view(*front, *grid)
+    values = read.float().view(grid if mine is not None else (*front, *grid))
     if not bool((torch.isfinite(values) & (values > 0)).all()):
         bad = values[~(torch.isfinite(values) & (values > 0))][0].item()
         raise ModelError(
             f"{scale} holds the scale {bad}; every scale is finite and above 0. The block was zero or damaged when it "
             "was quantized; write the checkpoint again."
         )
-    if bool((values == 1).all()) and bool((shards.read(piece.stored).view(torch.uint8) & 0x7F).any()):
+    if bool((values == 1).all()) and bool((shards.read(piece.stored, mine).view(torch.uint8) & 0x7F).any()):
         raise ModelError(
             f"{scale} holds nothing but 1, and {piece.stored} is not zero: the weight was cast without scales, or they "
             "were lost. Write the checkpoint again, with scales."
         )
-    values = values if piece.at is None else values[piece.at]
     return values.mT.contiguous() if piece.turned else values
 
 

@@ -409,6 +409,28 @@ def test_a_tensor_in_two_shards(checkpoint, tmp_path):
     assert f"offers {name} twice: took torch.float8_e4m3fn in {index[name]}, which the index names" in said[0]
 
 
+def test_a_tensor_in_two_shards_in_the_same_precision(checkpoint, tmp_path):
+    folder = tmp_path / "q"
+    quantized(checkpoint("llama"), folder, "channel")
+    index = to_shards(folder)
+    name = "model.norm.weight"
+    other = next(folder / f for f in set(index.values()) if f != index[name])
+    save_file({**load_file(other), name: torch.ones(64)}, other)
+    refused(folder, f"{name} is in .*safetensors and in .*safetensors, and loaders take the one or the other by their")
+
+
+@pytest.mark.parametrize("method", FORMATS)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
+def test_what_will_be_frozen_is_known_before_it_is_read(checkpoint, tmp_path, family, method):
+    folder = tmp_path / "q"
+    quantized(checkpoint(family), folder, method)
+    loaded = {name: fp8.codes_of_frozen(w).spec for name, w in fp8.frozen_weights(models.load(folder))}
+    assert models.frozen_names(folder, models.empty(folder)) == loaded
+    assert models.frozen_names(folder, models.empty(folder), keep_fp8=False) == {}
+    plain = models.frozen_names(checkpoint(family), models.empty(folder), "tensor")
+    assert plain == dict.fromkeys(loaded, fp8.FROZEN["tensor"])
+
+
 # what is wrong with a folder
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -450,6 +472,8 @@ S = f"{UP}_scale_inv"
         (put(UP, lambda v: v.view(torch.uint8).fill_(0xFF).view(v.dtype)), f"{UP} .* holds the code of NaN"),
         (put(UP, lambda v: v[:64]), rf"{UP} \(model.safetensors\) \(64, 64\) instead of \(128, 64\)"),
         (lambda w: (w.pop(UP), w.pop(S)), f"1 missing in the folder .*{UP}"),
+        (put("model.norm.weight", lambda v: v.to(torch.int32)), "model.norm.weight .* holds torch.int32, and"),
+        (put(S, lambda v: v * 0 + 1), f"{S} .* holds nothing but 1, and {UP}"),
         (put("model.layers.9.x.weight", lambda v: torch.ones(2)), r"unknown to the model: model.layers.9.x"),
         (put(UP.replace("weight", "input_scale"), lambda v: torch.ones(1)), "unknown to the model: .*input_scale"),
         (
