@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,12 @@ def _unmeasured(name: str, title: str, arm: str, threshold: str) -> Check:
         name, title, arm, None, "not measured", threshold, WARN,
         "no health figures were recorded; set run.health_every to at most the number of steps",
     )  # fmt: skip
+
+
+def no_wgrad(check: Check) -> Check:
+    """What a check of weight gradients says where there are none to look at."""
+    say = "no weight gradients: every FP8 layer is frozen"
+    return replace(check, figure=None, shown="none", status=PASS, sentence=say)
 
 
 def check_underflow(arm: str, by_operand: Mapping[str, float], wgrad: bool) -> Check:

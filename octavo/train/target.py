@@ -152,7 +152,7 @@ class Target:
                 f"load_in_fp8 quantizes a frozen base, and {self.path} trained all weights; choose its precision by "
                 "the recipe, or octavo export the run in an FP8 format and use that folder"
             )
-        cfg, world = self._run_config(recipe, backend), parallel.World(device=device)
+        cfg, world = self.run_config(recipe, backend), parallel.World(device=device)
         path = checkpoint_of(self.path, step, world, say)
         as_trained = load_in_fp8 is None and not self.moved
         wanted = dtype or model_dtype(cfg)
@@ -189,7 +189,7 @@ class Target:
             now = bases.Base.of(model, bases.digests(model, world), world).whole
             bases.same(before, now, path, str(self.base))
 
-    def _run_config(self, recipe: str | None, backend: str) -> Config:
+    def run_config(self, recipe: str | None, backend: str) -> Config:
         """The run's configuration with another recipe or backend, if asked."""
         assert self.cfg is not None
         cfg = self.cfg

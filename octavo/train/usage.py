@@ -35,9 +35,10 @@ def load_run(
 
     One process. Raises TrainError where the directory is no run or has no such checkpoint.
     """
-    cfg = configuration(Path(run_dir))
-    model, processor, _ = target.look(run_dir).open(step=step, recipe=recipe, say=say)
-    return model, processor, cfg
+    configuration(Path(run_dir))
+    found = target.look(run_dir)
+    model, processor, _ = found.open(step=step, recipe=recipe, say=say)
+    return model, processor, found.run_config(recipe, "auto")
 
 
 def evaluate_run(

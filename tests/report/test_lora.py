@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from synthetic_runs import GOOD_PROOF, losses, write_run
 
 from octavo.config import Config, load_config_text
 from octavo.report.compare import arms_of
+from octavo.report.judge import Arm, _health_checks, dtype_of
+from octavo.report.rundir import read
 from octavo.report.savings import base_of, ladder, without
 
 TEXT = """
@@ -25,7 +28,10 @@ def config(more: str = ", load_in_fp8: block", lora: str = "{}", path: str | Pat
 
 def test_high_precision_trains_the_same_adapters_beside_a_bf16_base(tmp_path: Path) -> None:
     cfg = config(lora="{rank: 4, dtype: bf16}", rest="optimizer: {master: bf16+sr}\n")
-    arms = {arm.name: arm.cfg for arm in arms_of(cfg, None, tmp_path)}
+    trial = arms_of(cfg, None, tmp_path)
+    run = read(write_run(tmp_path / "run", losses(50)))
+    assert {dtype_of(arm, run) for arm in trial} == {"bf16"}  # also on a CPU
+    arms = {arm.name: arm.cfg for arm in trial}
     reference, fp8 = arms["high-precision"], arms["fp8-blockwise"]
     assert reference.lora is not None and reference.lora.rank == 4
     assert (reference.lora.dtype, reference.optimizer.master) == ("fp32", "fp32")
@@ -68,3 +74,23 @@ def test_a_checkpoint_in_fp8_is_dequantized_for_high_precision(tmp_path: Path) -
 def test_without_adapters_nothing_is_said(rest: str, words: str) -> None:
     cfg = load_config_text("model: {path: ./m}\ndata: {train: [{path: a.json}]}\ntrain: {steps: 10}\n" + rest)
     assert base_of(cfg) == words and ladder(cfg) == []
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_layers_that_are_all_frozen_have_no_weight_gradients_to_judge(tmp_path: Path, frozen: bool) -> None:
+    """Neither a run of LoRA nor one whose only FP8 layers are frozen lacks a figure; one that trains them does."""
+    recipe = {"name": "blockwise", "format": "e4m3", "fwd": "fp8", "dgrad": "fp8", "wgrad": "fp8"}
+    row = {"name": "layers.0.q_proj", "component": "foundation", "kind": "linear", "shape": [8, 8], "recipe": recipe}
+    high = {**row, "name": "layers.1.q_proj", "recipe": None, "frozen": False}
+    operand = {"sqnr": 31.0, "underflow": 0.0, "saturation": 0.0}
+    seen = {"layers.0.q_proj": {"x": operand, "w": operand, "dy": operand, "nan_codes": 0}}
+    planned = {"rows": [{**row, "frozen": frozen}, high]}
+    record = read(write_run(tmp_path / "run", losses(50), tables={25: seen}, plan_json=planned, proof=GOOD_PROOF))
+    arm = Arm("fp8", "FP8 blockwise", "fp8", config())
+    checks = {check.name: check for check in _health_checks(arm, record)}
+    for name in ("dw_cosine", "underflow_wgrad") if frozen else ():
+        assert checks[name].status == "pass" and checks[name].shown == "none"
+        assert checks[name].sentence == "no weight gradients: every FP8 layer is frozen"
+    if not frozen:
+        assert checks["dw_cosine"].status == "warn" and "no health figures" in checks["dw_cosine"].sentence
+    assert checks["sqnr_e4m3"].status == "pass"

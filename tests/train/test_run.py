@@ -126,6 +126,7 @@ def test_a_run_comes_back_with_fp8_and_its_evaluation(finished):
     model, _, _ = train.load_run(result.dir)
     assert any(isinstance(module, fp8.Linear) for module in model.modules())
     again = train.evaluate_run(result.dir)
+    assert again.pop("fp8_gemms") > 0
     assert again == {"step": STEPS, **result.eval}
     assert train.evaluate_run(result.dir, step=4)["step"] == 4
 
