@@ -105,7 +105,11 @@ def by_parts(name: str, names: Iterable[str]) -> bool:
 
 
 def by_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """transformers' rule for `fp8`: a regular expression from the start up to a dot or the end, or the name's end."""
+    """transformers' rule for `fp8`: a regular expression from the start up to a dot or the end, or the name's end.
+
+    Earlier versions (5.17) end at any letter, so that `layers.1` is `layers.11` too: full names, and never a list's
+    shorthand, mean the same everywhere.
+    """
     patterns = tuple(patterns)
     if not patterns:
         return False

@@ -189,6 +189,8 @@ def test_each_loaders_rule():
 
 def test_patterns_agree_with_transformers():
     theirs = pytest.importorskip("transformers.quantizers.quantizers_utils").should_convert_module
+    if not theirs("model.layers.11.mlp", ["model.layers.1"]):
+        pytest.skip("this version of transformers does not end a pattern at a dot yet")
     listed = [["lm_head"], ["model.layers.1"], ["mlp.gate"], ["gate"], [r"model\.layers\.\d+"], ["visual", "up_proj"]]
     for patterns in listed:
         for name in NAMES:
