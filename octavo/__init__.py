@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from octavo import fp8
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def load(

@@ -33,7 +33,7 @@ def test_overview(capsys):
 
 def test_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == "octavo 0.3.0\n"
+    assert capsys.readouterr().out == "octavo 0.4.0\n"
 
 
 @pytest.mark.parametrize("name", door.COMMANDS)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_record_is_json_and_whole():
     record = environment.describe()
     assert json.loads(json.dumps(record)) == record
-    assert record["octavo"]["version"] == "0.3.0"
+    assert record["octavo"]["version"] == "0.4.0"
     assert record["torch"]["version"] and record["torch"]["threads"] == 1
     assert record["cpu"]["usable_cores"] >= 1 and record["memory_bytes"] > 2**28
     assert record["packages"]["transformers"]
