@@ -44,6 +44,14 @@ class Store(Gathered):
         self.shard = shard
 
 
+def _no_values(shape: torch.Size) -> str:
+    return (
+        f"A frozen FP8 weight of shape {list(shape)} has no values in memory that could be pointed at. Save "
+        "fp8.fp8_state_dict(model) for its codes and scales, or fp8.thaw(model) first for values (save_pretrained "
+        "writes those); `octavo export` writes FP8 folders."
+    )
+
+
 class FrozenWeight(Fp8Weight):
     """See the module's docstring. Made by :func:`octavo.fp8.frozen`."""
 
@@ -101,16 +109,22 @@ class FrozenWeight(Fp8Weight):
 
     def data_ptr(self) -> int:
         """Refused: what lies there are codes, and whoever asks (safetensors) would read them as values."""
-        raise RuntimeError(
-            f"A frozen FP8 weight of shape {list(self.shape)} has no values in memory that could be pointed at. Save "
-            "fp8.fp8_state_dict(model) for its codes and scales, or fp8.thaw(model) first for values."
-        )
+        raise RuntimeError(_no_values(self.shape))
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """A shard's is that of its codes, by which FSDP2 tells whether it was moved; else it is the wrapper's."""
+        """A shard's is that of its codes, by which FSDP2 tells whether it was moved; else it is the wrapper's.
+
+        The wrapper's says why it has no address, to all who save by address: `model.save_pretrained`, safetensors.
+        """
         q = self.own
         if not self.shard:
-            return torch.Tensor.untyped_storage(self)
+            storage, shape = torch.Tensor.untyped_storage(self), self.shape  # never self: the storage would keep it
+
+            def refuse() -> int:
+                raise RuntimeError(_no_values(shape))
+
+            storage.data_ptr = refuse  # type: ignore[method-assign]
+            return storage
         return torch.empty(0, device=self.device).untyped_storage() if q is None else q.data.untyped_storage()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

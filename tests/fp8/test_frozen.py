@@ -160,6 +160,8 @@ def test_writes_and_gradients_are_refused() -> None:
     made.requires_grad_(False)
     with pytest.raises(RuntimeError, match="no values in memory"):
         made.weight.data_ptr()
+    with pytest.raises(RuntimeError, match=r"fp8\.fp8_state_dict\(model\) .*octavo export"):
+        made.weight.untyped_storage().data_ptr()  # as save_pretrained and safetensors ask it
     assert fp8.fingerprint(made) == before
 
 
