@@ -48,7 +48,7 @@ def targets_of(
 
     family   says which module belongs to which component; None goes by conventional names
     targets  components, globs or suffixes; each must match something that can have an adapter
-    exclude  globs or suffixes that are left out though a target names them
+    exclude  the same, left out though a target names them
 
     Raises AdapterError for a pattern that matches nothing (with the nearest names), one that names what never gets an
     adapter (with the reason), a malformed glob, and when nothing is left.
@@ -59,7 +59,7 @@ def targets_of(
     for pattern in targets:
         chosen.update(_matching(pattern, rows, model, family))
     for pattern in exclude:
-        out = {row.name for row in usable if _hits(pattern, row)}
+        out = {row.name for row in usable if row.component == pattern or _hits(pattern, row)}
         if not out:
             raise AdapterError(
                 f"exclude: {pattern!r} matches no layer that could have an adapter.{_close(pattern, usable)}"

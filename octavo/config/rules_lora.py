@@ -98,18 +98,17 @@ def _targets(config: Config) -> Iterator[Finding]:
     lora = config.lora
     assert lora is not None
     for key, patterns in (("targets", lora.targets), ("exclude", lora.exclude)):
-        known = COMPONENTS if key == "targets" else ()
         for index, pattern in enumerate(patterns):
             path: Path = ("lora", key, index)
-            if pattern in known:
+            if pattern in COMPONENTS:
                 continue
             if why := glob_problem(pattern):
                 yield Finding(
                     path,
-                    f"{pattern!r} is {'neither a component nor' if known else 'not'} a glob over module names: {why}",
-                    f'use {", ".join(known)} or e.g. "**.q_proj"' if known else 'write e.g. "**.layers.0.**"',
+                    f"{pattern!r} is neither a component nor a glob over module names: {why}",
+                    f'use {", ".join(COMPONENTS)} or e.g. "**.q_proj"',
                 )
-            elif close := nearest(pattern, known, 0.8):
+            elif close := nearest(pattern, COMPONENTS, 0.8):
                 yield Finding(path, f"unknown component {pattern!r}", f"did you mean {close}?")
 
 

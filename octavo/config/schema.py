@@ -201,7 +201,7 @@ class LoraSection(Section):
         'experts), or globs over module names ("**.q_proj"). Each must match something.',
     )
     exclude: Annotated[tuple[str, ...], _FROM_LIST] = Field(
-        default=(), description="Globs over module names that get none, though a target names them."
+        default=(), description="Components or globs over module names that get none, though a target names them."
     )
     dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="In which A and B are kept; optimizer.master says how BF16 ones are updated."

@@ -38,12 +38,24 @@ def read_json(file: Path) -> dict:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{file} is missing: {file.parent} is not a complete Hugging Face folder.") from None
+        raise ModelError(f"{file} is missing: {file.parent} is {_what(file.parent)}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{file} is not JSON: {error}. Download or write the file again.") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds a {type(raw).__name__}, not a JSON object. Download or write the file again.")
     return raw
+
+
+def _what(folder: Path) -> str:
+    """What a folder that lacks a file of a checkpoint is instead, and what to name in its place."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "a PEFT adapter. Name its base here and the adapter beside it (`lora.adapter` trains on), or make one "
+            "model of both: octavo merge."
+        )
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return "a run of octavo train. Make a Hugging Face folder of it: octavo export, or octavo merge for LoRA."
+    return "not a complete Hugging Face folder."
 
 
 def check_weight_files(folder: Path, indexed: bool | None = None) -> list[Path]:

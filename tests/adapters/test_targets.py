@@ -40,6 +40,7 @@ def test_globs_suffixes_and_modules() -> None:
     assert of("q_proj", "**.q_proj", exclude=[q[0]]) == q[1:]
     assert not set(of("foundation", exclude=["**.mlp"])) & set(of("**.language_model.**.mlp"))
     assert of("**") == of("foundation", "image_encoder", "image_projector")  # lm_head is passed by
+    assert of("**", exclude=["image_encoder", "image_projector"]) == of("foundation")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def test_what_never_gets_one_is_refused_with_the_reason(target: str, says: str) 
         (["x**.q_proj"], [], "stand alone"),
         (["**.q_proj"], ["**.q_proj"], "nothing is left.*Exclude less"),
         (["**.q_proj"], ["**.w_proj"], "exclude: .*matches no layer"),
+        (["foundation"], ["foundation"], "nothing is left.*Exclude less"),
     ],
 )
 def test_what_means_nothing_is_an_error(targets: list[str], exclude: list[str], says: str) -> None:

@@ -254,3 +254,14 @@ def test_a_damaged_folder_is_refused_when_split_too(folder):
     (folder / "config.json").unlink()
     with pytest.raises(models.ModelError, match="config.json is missing"):
         models.load_split(folder)
+
+
+def test_a_folder_of_another_kind_is_told_for_what_it_is(tmp_path: Path) -> None:
+    for name, says in (
+        ("adapter_config.json", "a PEFT adapter.*octavo merge"),
+        ("config.yaml", "a run of octavo train"),
+    ):
+        folder = tmp_path / name
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / name).write_text("{}")
+        refused(folder, f"config.json is missing: .* is {says}")
