@@ -113,7 +113,7 @@ def _targets(config: Config) -> Iterator[Finding]:
 
 
 def _lora(config: Config) -> Iterator[Finding]:
-    lora, fp8, train, optimizer = config.lora, config.fp8, config.train, config.optimizer
+    lora, fp8, optimizer = config.lora, config.fp8, config.optimizer
     assert lora is not None
     if lora.dtype == "fp32" and optimizer.master != "fp32":
         yield Finding(
@@ -137,13 +137,6 @@ def _lora(config: Config) -> Iterator[Finding]:
             "DoRA with dropout would need the base layer's product of the dropped input as well",
             "use `dropout: 0`, or `dora: false`",
             (("lora", "dora"),),
-        )
-    if train.compile:
-        yield Finding(
-            ("train", "compile"),
-            "compiled blocks do not carry adapters: PEFT's layers look at Python state that a graph would freeze",
-            "use `compile: false`",
-            (("lora",),),
         )
     for name in ("", *COMPONENTS):
         part = getattr(fp8, name) if name else fp8
