@@ -88,6 +88,8 @@ def hf_to_dcp(
     shards, opens = folder.shards, values.of_folder(folder)
     if to_bf16:
         shards, opens = values.in_bf16(shards, opens, quantization, source)
+    elif quantization is not None:
+        values.scales_of(shards, quantization, source)  # bytes are copied; codes and scales still have to be a pair
     prefix = "base_model.model.model." if lora_base else "model."
     keys: Keys = {entry.name: ((entry.name, prefix + entry.name),) for shard in shards for entry in shard.entries}
     if tie_weights:

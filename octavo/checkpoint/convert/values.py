@@ -40,13 +40,10 @@ def in_bf16(
     """
     shards = tuple(shards)
     there = {entry.name: entry for shard in shards for entry in shard.entries}
-    scale_of: dict[str, Entry] = {}
-    gone: set[str] = set()
-    for shard in shards:
-        for entry in shard.entries:
-            if entry.dtype in _CODES:
-                scale_of[entry.name] = _scale(entry, there, quantization, where / shard.file)
-                gone |= {scale_of[entry.name].name, f"{entry.name.removesuffix('.weight')}.input_scale"}
+    file_of = {entry.name: where / shard.file for shard in shards for entry in shard.entries}
+    scale_of = scales_of(shards, quantization, where)
+    gone = {scale.name for scale in scale_of.values()}
+    gone |= {f"{name.removesuffix('.weight')}.input_scale" for name in scale_of}
 
     def written(entry: Entry) -> tuple[str, str, tuple[int, ...]]:
         return entry.name, "BF16" if entry.dtype in (*_FLOATS, *_CODES) else entry.dtype, entry.shape
@@ -65,9 +62,59 @@ def in_bf16(
                 return
             assert quantization is not None
             with opens(scale_of[entry.name]) as scale:
+                why = _damaged(tensor, scale)
+                if why is not None:
+                    raise CheckpointError(
+                        f"{file_of[entry.name]}: {entry.name} {why}; it has no values to write. Make the folder again"
+                    )
                 yield _values(tensor, scale, quantization)
 
     return tuple(shard for shard in made if shard.entries), opens_bf16
+
+
+def scales_of(shards: Iterable[Shard], quantization: Quantization | None, where: Path) -> dict[str, Entry]:
+    """The scale of every tensor of codes, by the codes' name; from headers alone.
+
+    Raises CheckpointError, naming tensor and file, where codes have no scales or scales that do not fit, where the skip
+    list of config.json says that they are values, and where a scale stands beside no codes.
+    """
+    shards = tuple(shards)
+    there = {entry.name: entry for shard in shards for entry in shard.entries}
+    found: dict[str, Entry] = {}
+    for shard in shards:
+        for entry in shard.entries:
+            if entry.dtype not in _CODES:
+                continue
+            found[entry.name] = _scale(entry, there, quantization, where / shard.file)
+            if quantization is not None and not quantization.covers(entry.name.removesuffix(".weight")):
+                raise CheckpointError(
+                    f"{where / shard.file}: {entry.name} is in FP8, and by config.json that layer is not quantized. "
+                    "Correct the list, or make the folder again"
+                )
+    used = {scale.name for scale in found.values()}
+    for shard in shards if quantization is not None else ():
+        for entry in shard.entries:
+            if entry.name.endswith((".weight_scale_inv", ".weight_scale")) and entry.name not in used:
+                weight = there.get(entry.name.rpartition("_scale")[0])
+                holds = "and there is no such weight" if weight is None else f"which is in {weight.dtype} and no codes"
+                raise CheckpointError(
+                    f"{where / shard.file}: {entry.name} scales {entry.name.rpartition('_scale')[0]}, {holds}. Make "
+                    "the folder again"
+                )
+    return found
+
+
+def _damaged(codes: Tensor, scale: Tensor) -> str | None:
+    """What is wrong with codes and scales that fit each other by shape."""
+    scales = scale.float()
+    if not bool((torch.isfinite(scales) & (scales > 0)).all()):
+        return f"has the scale {scales[~(torch.isfinite(scales) & (scales > 0))][0].item()}"
+    parts = codes.reshape(-1).view(torch.uint8).split(1 << 22)
+    if any(bool(((part & 0x7F) == 0x7F).any()) for part in parts):
+        return "holds the code of NaN"
+    if bool((scales == 1).all()) and any(bool((part & 0x7F).any()) for part in parts):
+        return "has no scale but 1, as if it had been cast without scales"
+    return None
 
 
 def _scale(entry: Entry, there: dict[str, Entry], quantization: Quantization | None, file: Path) -> Entry:
@@ -86,7 +133,10 @@ def _scale(entry: Entry, there: dict[str, Entry], quantization: Quantization | N
         )
     matrix = entry.shape[-2:]
     wanted = quantization.grid(*matrix) if len(matrix) == 2 else ()
-    if len(entry.shape) not in (2, 3) or _count(scale.shape) != _count(entry.shape[:-2]) * _count(wanted):
+    turned = scale.shape == tuple(reversed(wanted)) != wanted and len(entry.shape) == 2
+    blocks = quantization.kind == "block" and scale.shape != (*entry.shape[:-2], *wanted)
+    count = _count(entry.shape[:-2]) * _count(wanted)
+    if len(entry.shape) not in (2, 3) or turned or blocks or _count(scale.shape) != count:
         raise CheckpointError(
             f"{file}: {entry.name} {list(entry.shape)} has scales of shape {list(scale.shape)}; "
             f"{quantization} wants {list(wanted)} a matrix"

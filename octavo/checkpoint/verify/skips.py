@@ -57,6 +57,8 @@ def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed
     for name, layer in _layers(known, stock):
         held = known.get(name)
         codes = held is not None and held.fp8
+        if held is None and layer.disk != head:
+            continue  # it is missing, which is said elsewhere; only the head can be tied
         if layer.disk == head and q.method == "fp8" and not listed:
             continue  # transformers keeps the head by itself where no list is given; servers always do
         wrong = [loader for loader in LOADERS if skipped_by(loader, layer, q, moved) == codes]
