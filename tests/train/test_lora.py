@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from octavo import fp8, models, train
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.dcp_safe import SafeReader
+from octavo.checkpoint.export import export
 from octavo.config import Config, load_config, to_yaml
 from octavo.train import base, planning
 from octavo.train.rundir import read_rows
@@ -278,3 +280,42 @@ def test_compiled_blocks_carry_adapters(make, place: Path):
     mine, theirs = compiled.losses(), eager.losses()
     assert mine[1] == theirs[1] and list(mine.values()) == pytest.approx(list(theirs.values()), rel=5e-3)
     assert compiled.base["unchanged"]
+
+
+@pytest.fixture(scope="module")
+def in_rows(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The mini Qwen3 as a checkpoint in FP8, a scale for each row."""
+    folder = tmp_path_factory.mktemp("fp8") / "rows"
+    found = models.load(place / "text", dtype=torch.bfloat16)
+    export(iter(found.state_dict().items()), place / "text", folder, "fp8-dynamic")
+    return folder
+
+
+def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
+    """LoRA takes its codes and the recipe that multiplies by them; full fine-tuning its values, and says so."""
+    rows = place / "digits" / "train_text.json"
+    over = [f"model.path={in_rows}", f"data.train=[{{path: {rows}}}]", "data.eval=[]", "train.seq_length=512",
+            "train.steps=2", "train.warmup=0", "run.hf=true"]  # fmt: skip
+    named = make(*over, "lora={rank: 4}", dir="lora")
+    sections = {name: getattr(named, name) for name in Config.model_fields if name != "fp8"}
+    cfg = Config(**sections)  # nobody names a recipe
+    assert base.settled(cfg).fp8.recipe == "rowwise" and base.settled(named).fp8.recipe == "blockwise"
+    result = train.run(cfg)
+    written = load_config(result.dir / "config.yaml")
+    assert written.fp8.recipe == "rowwise" and base.settled(written) == written
+    assert result.base["fp8"]["weights"] == 14
+    stored = dict(models.values.stream(in_rows))
+    kept = _model(written)
+    frozen = {name.replace(".base_layer.", "."): w for name, w in fp8.frozen_weights(kept)}
+    assert frozen.keys() == {name for name, value in stored.items() if isinstance(value, fp8.Quantized)}
+    for name, weight in frozen.items():
+        assert torch.equal(fp8.codes_of_frozen(weight).data.view(torch.uint8), stored[name].data.view(torch.uint8)), (
+            name
+        )
+    with pytest.raises(fp8.PlanError, match="blockwise"):  # named, and not the codes'
+        train.run(named.with_overrides([f"run.dir={result.dir.parent / 'other'}"]))
+
+    console = Console(record=True, width=400)
+    full = train.run(make(*over, dir="full"), console=console)
+    assert "its weights are dequantized while they are read, since its parameters are trained" in console.export_text()
+    assert full.base is None and "quantization_config" not in (full.dir / "hf" / "config.json").read_text()
