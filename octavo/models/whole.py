@@ -2,12 +2,14 @@
 
 A folder is written aside (`.NAME.part`, beside it, on the same disk), every file and directory is forced to the disk,
 and only then it is renamed into place. Whatever stops the writing, a kill or a full disk included, leaves an earlier
-folder of that name as it was; what a kill left aside is removed by the next one who writes there.
+folder of that name as it was; what a kill left aside is removed by the next one who writes there. Two who write to one
+place at once would mix their files: the second is refused. A link is followed, and what it points to is replaced.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -43,29 +45,57 @@ def whole(target: Path) -> Iterator[Path]:
     """A new directory to write into, which becomes `target` when the block ends, and vanishes when it raises.
 
     A directory at `target` is replaced: whether it may be is for the caller to ask first. The block forces its files to
-    the disk (`sync`). Raises ModelError where the disk, the quota or the file size limit is reached.
+    the disk (`sync`). Raises ModelError where the disk, the quota or the file size limit is reached, and where another
+    process is writing the same directory.
     """
+    target = target.resolve() if target.is_symlink() else target
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.parent / f".{target.name}.part"
-    _clear(scratch, target)
-    try:
-        made = scratch / "new"
-        with _room(target):
-            made.mkdir(parents=True)
-            yield made
-        if target.exists():
-            target.rename(scratch / "old")
-        made.rename(target)
-        sync_directory(target.parent)
-    finally:
+    with _alone(scratch, target):
         _clear(scratch, target)
+        try:
+            made = scratch / "new"
+            with _room(target):
+                made.mkdir()
+                yield made
+            if target.exists():
+                target.rename(scratch / "old")
+            made.rename(target)
+            sync_directory(target.parent)
+        finally:
+            _clear(scratch, target)
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _alone(scratch: Path, target: Path) -> Iterator[None]:
+    """Hold the scratch directory, made if need be. The lock is the kernel's: it ends with the process."""
+    while True:
+        scratch.mkdir(exist_ok=True)
+        held = os.open(scratch, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ModelError(
+                    f"{target} is being written by another process; wait for it, or name another directory."
+                ) from error
+            except OSError:
+                pass  # a file system without locks: go on as one who is alone
+            # whoever held it before may have removed the directory since: then it is no longer the one of this name
+            if scratch.is_dir() and os.path.samestat(os.fstat(held), scratch.stat()):
+                yield
+                return
+        finally:
+            os.close(held)
 
 
 def _clear(scratch: Path, target: Path) -> None:
     """Remove what was written aside; an earlier folder that was moved there returns where no new one took its place."""
     if (scratch / "old").is_dir() and not target.exists():
         (scratch / "old").rename(target)
-    shutil.rmtree(scratch, ignore_errors=True)
+    for aside in ("old", "new"):
+        shutil.rmtree(scratch / aside, ignore_errors=True)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from octavo import models
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.convert import fp32_weight, set_low
 from octavo.models import save, tiny
+from octavo.models.whole import whole
 from tests.models.conftest import batch
 
 
@@ -200,6 +201,25 @@ def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch)
     (tmp_path / ".hf.part" / "new").mkdir(parents=True)
     models.save_hf(model, source, tmp_path / "hf")
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+def test_two_who_write_one_place_do_not_mix(tmp_path):
+    with whole(tmp_path / "hf") as made:
+        (made / "first").touch()
+        with pytest.raises(models.ModelError, match="hf is being written by another process"), whole(tmp_path / "hf"):
+            pass
+    assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["first"]
+    with whole(tmp_path / "hf") as made:
+        (made / "second").touch()
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["hf", "second"]
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "disk" / "hf").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
+    with whole(tmp_path / "link") as made:
+        (made / "first").touch()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "hf" / "first").exists()
 
 
 def test_weights_of_another_model(checkpoint, tmp_path):
