@@ -3,7 +3,7 @@
 Needs peft when something is attached or read, not when this is imported.
 """
 
-from octavo.adapters.attach import adapter_parameters, attach, attached, disabled, is_adapter_parameter
+from octavo.adapters.attach import adapter_parameters, attach, attached, check, disabled, is_adapter_parameter
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import adapter_state, load, load_adapter_state, read_config, save
 from octavo.adapters.gap import Gap, gap
@@ -17,6 +17,7 @@ __all__ = [
     "adapter_state",
     "attach",
     "attached",
+    "check",
     "disabled",
     "gap",
     "is_adapter_parameter",

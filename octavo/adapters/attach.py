@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from octavo.config.schema import LoraSection
     from octavo.models import Family
 
-__all__ = ["DTYPES", "NAME", "adapter_parameters", "attach", "attached", "disabled", "is_adapter_parameter"]
+__all__ = ["DTYPES", "NAME", "adapter_parameters", "attach", "attached", "check", "disabled", "is_adapter_parameter"]
 
 NAME = "default"  # PEFT's name of the one adapter
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -64,6 +64,17 @@ def attach(
 
         load_adapter_state(model, state, where=str(lora.adapter))
     say(_summary(model, lora, names))
+    return names
+
+
+def check(model: nn.Module, family: Family | None, lora: LoraSection) -> tuple[str, ...]:
+    """The names that :func:`attach` would give adapters, and its errors; nothing is attached. A model on the meta
+    device will do, so that a plan can say what a run would, before the base is read."""
+    names = _prepared(model, family, lora, _config(lora), lambda text: None)
+    if lora.adapter is not None:
+        from octavo.adapters.files import continued
+
+        continued(lora, model, names)
     return names
 
 

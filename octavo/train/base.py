@@ -85,14 +85,21 @@ def keeps_codes(cfg: Config) -> bool:
     return cfg.lora is not None and cfg.model.keep_fp8
 
 
+def begun(cfg: Config) -> Config:
+    """The configuration of a run that has a checkpoint: it no longer needs the adapter that it began from."""
+    if cfg.lora is None or cfg.lora.adapter is None:
+        return cfg
+    return cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": None})})
+
+
 def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[str, int]:
-    """Layer -> trained parameters of its adapter, nothing without `lora`. Raises AdapterError for targets that mean
-    nothing."""
+    """Layer -> trained parameters of its adapter, nothing without `lora`. Raises AdapterError for all that attaching
+    would refuse, an adapter to go on from included: a plan shows what runs, and nothing is read for what will not."""
     if cfg.lora is None:
         return {}
     from octavo import adapters
 
-    names = set(adapters.targets_of(model, family, cfg.lora.targets, cfg.lora.exclude))
+    names = set(adapters.check(model, family, cfg.lora))
     rows = [row for row in fp8.topology(model, family.components) if row.name in names]
     rank, more = cfg.lora.rank, int(cfg.lora.dora)
     return {row.name: (row.experts or 1) * (rank * sum(row.shape) + more * row.shape[0]) for row in rows}

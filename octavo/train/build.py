@@ -77,7 +77,8 @@ def build(
         return tokens.count(asked, processor, family, model.config)
 
     saved = _saved_plan(cfg, world, start)
-    plan, family, notes, prediction = planning.plan_run(cfg, world, count, saved, say)
+    made = cfg if start.checkpoint is None else base.begun(cfg)
+    plan, family, notes, prediction = planning.plan_run(made, world, count, saved, say)
     own = saved is not None and saved == (directory / rundir.PLAN).resolve() and rundir.is_whole_plan(saved)
     if world.is_main and not own:
         rundir.write_plan(directory, family.name, plan, notes, prediction)
@@ -88,7 +89,7 @@ def build(
             "recipe: auto measures nothing"
         )
 
-    model, lows = assemble_model(cfg, world.device, plan, family, say)
+    model, lows = assemble_model(made, world.device, plan, family, say)
     rest = base.digests(model, world) if cfg.lora is not None else {}
     keep_less(model, family, plan, cfg, say)
     model.train()

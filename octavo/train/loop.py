@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8, models, parallel
+from octavo import checkpoint, fp8, models, parallel
 from octavo.config import Config
 from octavo.train import base as beside
 from octavo.train import build as assembly
@@ -86,8 +86,10 @@ def run(cfg: Config, *, console: Any = None, label: str = "", hooks: Sequence[Ho
     cfg = beside.settled(cfg)
     world = parallel.setup(cfg.run.threads)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
-    if cfg.train.router_aux_loss_coef:
-        planning.model_of(cfg)  # refused before there is a run directory, which another value could not enter
+    if cfg.train.router_aux_loss_coef or cfg.lora is not None:
+        # Refused before there is a run directory, which another value could not enter.
+        begins = cfg.run.resume in ("never", "auto") and not checkpoint.steps(Path(cfg.run.dir) / rundir.CHECKPOINTS)
+        beside.adapter_sizes(cfg if begins else beside.begun(cfg), *planning.model_of(cfg))
     with Claim() as claim:
         start = rundir.enter(cfg, world, display.say, claim)
         if start.result is not None:

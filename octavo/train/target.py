@@ -152,7 +152,7 @@ class Target:
                 f"load_in_fp8 quantizes a frozen base, and {self.path} trained all weights; choose its precision by "
                 "the recipe, or octavo export the run in an FP8 format and use that folder"
             )
-        cfg, world = self.run_config(recipe, backend), parallel.World(device=device)
+        cfg, world = bases.begun(self.run_config(recipe, backend)), parallel.World(device=device)
         path = checkpoint_of(self.path, step, world, say)
         as_trained = load_in_fp8 is None and not self.moved
         wanted = dtype or model_dtype(cfg)
@@ -171,7 +171,7 @@ class Target:
         if cfg.lora is not None:
             from octavo import adapters
 
-            adapters.attach(model, family, cfg.lora.model_copy(update={"adapter": None}), seed=cfg.run.seed)
+            adapters.attach(model, family, cfg.lora, seed=cfg.run.seed)
             if as_trained and dtype is None:
                 self._same_base(model, path, world)
         restored = checkpoint.load(path, model=model, optimizer=None, world=world)

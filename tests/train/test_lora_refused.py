@@ -1,0 +1,43 @@
+"""What a LoRA run cannot be is said by its plan, before there is a run directory or a base is read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from octavo import train
+from octavo.adapters import AdapterError
+from octavo.train import planning
+
+pytest.importorskip("peft")
+
+
+def test_what_attaching_refuses_is_refused_by_the_plan_and_leaves_no_run(make, tmp_path: Path) -> None:
+    for asked, says in (
+        ("lora={targets: [lm_head]}", "gets no adapter"),
+        ("lora={adapter: /nowhere}", "no adapter's folder"),
+    ):
+        cfg = make(asked, dir="new")
+        with pytest.raises(AdapterError, match=says):
+            planning.plan_for(cfg)
+        with pytest.raises(AdapterError, match=says):
+            train.run(cfg)
+        assert not (tmp_path / "new").exists()  # so that the mended file may use it
+
+
+def test_a_run_that_began_from_an_adapter_goes_on_without_it(make, tmp_path: Path) -> None:
+    short = ("lora={rank: 2, targets: [q_proj]}", "data.eval=[]", "train.steps=2", "train.warmup=0", "run.save_every=1")
+    train.run(make(*short, "run.hf=true", dir="first"))
+    folder = tmp_path / "given"
+    shutil.copytree(tmp_path / "first" / "adapter", folder)
+    asked = (*short, f"lora.adapter={folder}")
+    with pytest.raises(AdapterError, match=r"lora.rank is 3 .* has 2"):
+        planning.plan_for(make(*asked, "lora.rank=3", dir="other"))
+    whole = train.run(make(*asked, dir="second"))
+    (whole.dir / "result.json").unlink()
+    shutil.rmtree(whole.dir / "checkpoints" / "step_2")
+    shutil.rmtree(folder)
+    again = train.run(make(*asked, "run.resume=auto", dir="second"))
+    assert again.losses() == whole.losses()
