@@ -46,6 +46,16 @@ def read_json(file: Path) -> dict:
     return raw
 
 
+def check_generation_config(folder: Path) -> None:
+    """Raises ModelError for a generation_config.json that is no JSON object, or whose stop tokens are no numbers."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return
+    stop = read_json(file).get("eos_token_id")
+    if stop is not None and not all(type(one) is int for one in (stop if isinstance(stop, list) else [stop])):
+        raise ModelError(f"{file}: eos_token_id is {stop!r}; it is the number of a token, or a list of numbers.")
+
+
 def _what(folder: Path) -> str:
     """What a folder that lacks a file of a checkpoint is instead, and what to name in its place."""
     if (folder / "adapter_config.json").is_file():

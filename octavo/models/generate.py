@@ -26,7 +26,8 @@ def generate(
     images    one PIL image for each image part, in reading order
 
     The model's mode and its generation settings are left as they were. Raises ModelError when images and image parts
-    differ in number, when there is nothing to answer, and when max_new_tokens is below one.
+    differ in number, when there is nothing to answer or no chat template to write it by, and when max_new_tokens is
+    below one.
     """
     asked = sum(
         1
@@ -40,6 +41,11 @@ def generate(
     if not messages or max_new_tokens < 1:
         raise ModelError(
             f"{len(messages)} messages and max_new_tokens={max_new_tokens}: an answer needs at least one of each."
+        )
+    if not processor.chat_template:
+        raise ModelError(
+            "the model's folder has no chat template (chat_template.jinja), so a question cannot be written for it. "
+            "Add the template of its chat version; a base model has none."
         )
     text = processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     # The template has written the special tokens; a tokenizer that adds its own would write <s> twice.

@@ -30,7 +30,7 @@ from transformers import (
 from octavo.models.assembly import asked_kinds, assemble, refuse_incomplete
 from octavo.models.errors import ModelError
 from octavo.models.families import VISION_FAMILIES, is_vision_config
-from octavo.models.folder import check_weight_files, first_line, quiet, read_json, summary
+from octavo.models.folder import check_generation_config, check_weight_files, first_line, quiet, read_json, summary
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 from octavo.models.shards import open_weights
 
@@ -115,6 +115,7 @@ def load(
     """
     folder = Path(path)
     config = read_config(folder)
+    check_generation_config(folder)
     kinds = asked_kinds(load_in_fp8)
     quantization = read_quantization(folder)
     shards, notes = open_weights(folder, quantization is not None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from PIL import Image
 
 from octavo import models
+from octavo.checkpoint import verify
 from octavo.models import tiny
 from tests.models.conftest import conversation, picture
 
@@ -65,3 +68,16 @@ def test_what_the_processor_refuses_is_a_sentence(checkpoint):
     thin = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     with pytest.raises(models.ModelError, match="no image thinner than a patch"):
         models.generate(model, processor, thin, [Image.new("RGB", (2000, 2))], 2)
+
+
+def test_a_folder_without_a_chat_template_or_with_odd_stop_tokens_is_a_sentence(checkpoint, tmp_path):
+    folder = tmp_path / "qwen3"
+    shutil.copytree(checkpoint("qwen3"), folder)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(models.ModelError, match=r"no chat template \(chat_template.jinja\)"):
+        models.generate(models.load(folder), models.load_processor(folder), [{"role": "user", "content": "a"}])
+    for text, why in (("[]", "holds a list"), ("[1", "is not JSON"), ('{"eos_token_id": "x"}', "eos_token_id is 'x'")):
+        (folder / "generation_config.json").write_text(text)
+        with pytest.raises(models.ModelError, match=f"generation_config.json.* {why}"):
+            models.load(folder)
+        assert any(f.file == "generation_config.json" for f in verify(folder, quick=True).findings)

@@ -30,7 +30,7 @@ from octavo.checkpoint.verify.skips import check_skips
 from octavo.checkpoint.verify.stock import Stock, read_stock
 from octavo.checkpoint.verify.values import Progress, scan, unnamed
 from octavo.models import ModelError
-from octavo.models.folder import read_json
+from octavo.models.folder import check_generation_config, read_json
 from octavo.models.quantization import Quantization, parse, quantization_block
 
 
@@ -96,6 +96,10 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
         raw = read_json(folder / "config.json")
     except ModelError as error:
         found.fail("config", str(error), "config.json")
+    try:
+        check_generation_config(folder)
+    except ModelError as error:
+        found.fail("config", str(error), "generation_config.json")
     looked = _Looked(raw, read_folder(folder, found))
     headers = looked.headers
     block = quantization_block(raw)
