@@ -68,7 +68,10 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
     """Parameter -> the cast of its codes, for all that the run loads as codes."""
     kinds = kinds_of(cfg)
     if folder is not None:
-        return models.frozen_names(folder, model, kinds, keeps_codes(cfg))
+        asked = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
+        if kinds and not keeps_codes(cfg):
+            _not_cast_twice(asked, models.frozen_names(folder, model), folder)
+        return asked
     lacking = [name for name in kinds if name not in family.components]
     if lacking:
         raise TrainError(f"model.load_in_fp8.{lacking[0]}: this {family.name} has no {lacking[0]}. Remove it")
@@ -78,6 +81,17 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
         for row in rows
         if row.component in kinds and row.kind in ("linear", "experts")
     }
+
+
+def _not_cast_twice(asked: Mapping[str, fp8.CastSpec], there: Mapping[str, fp8.CastSpec], folder: str) -> None:
+    """Without `lora` the codes of a folder are dequantized; made into codes of another kind they would lose twice."""
+    for name, spec in asked.items():
+        if name in there and there[name] != spec:
+            raise TrainError(
+                f"load_in_fp8 would cast {name} to FP8 ({spec}) a second time: {folder} holds it as codes already "
+                f"({there[name]}), and full fine-tuning dequantizes those. Ask for the kind that is there, use the "
+                "BF16 checkpoint, leave load_in_fp8 out, or train adapters (lora), which take the codes as they are"
+            )
 
 
 def keeps_codes(cfg: Config) -> bool:
@@ -146,13 +160,6 @@ def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
         )
     if cfg.lora is not None and cfg.model.freeze:
         out.append("model.freeze changes nothing beside lora: the whole base is frozen, and adapters alone are trained")
-    taken = codes_of(model)
-    if taken["weights"]:
-        each = taken["bytes_per_parameter"]
-        out.append(
-            f"{taken['weights']} weights are frozen FP8 codes: {taken['parameters'] / 1e6:.4g} M parameters in "
-            f"{each:.4f} bytes each"
-        )
     return out
 
 
