@@ -9,7 +9,7 @@ import pytest
 
 from octavo import train
 from octavo.adapters import AdapterError
-from octavo.train import planning
+from octavo.train import TrainError, planning
 
 pytest.importorskip("peft")
 
@@ -41,3 +41,15 @@ def test_a_run_that_began_from_an_adapter_goes_on_without_it(make, tmp_path: Pat
     shutil.rmtree(folder)
     again = train.run(make(*asked, "run.resume=auto", dir="second"))
     assert again.losses() == whole.losses()
+
+
+def test_codes_of_a_folder_are_not_cast_to_another_kind(make, place: Path, tmp_path: Path) -> None:
+    from octavo import models
+    from octavo.checkpoint.export import export
+
+    source = place / "tiny"
+    export(models.load(source).state_dict().items(), source, tmp_path / "rows", "fp8-dynamic")
+    asked = (f"model.path={tmp_path / 'rows'}", "model.freeze=[foundation]", "fp8.recipe=off")
+    planning.plan_for(make(*asked, "model.load_in_fp8=row"))
+    with pytest.raises(TrainError, match="q_proj.weight to FP8 .* a second time.* holds it as codes"):
+        planning.plan_for(make(*asked, "model.load_in_fp8=block"))
