@@ -90,7 +90,7 @@ class Stream:
         direct = out.device.type == "cpu" and first.stored.dtype is out.dtype and not origin.experts
         if parts is None and direct:
             self.shards.read(first.stored, into=out)
-            return out
+            return _finite(out, first.stored)
         for slot, pieces in enumerate(origin.slots):
             matrix = (out[slot].mT if transposed else out[slot]) if origin.experts else out
             for row, values in parts(slot) if parts is not None else self._rows(pieces):
@@ -98,7 +98,7 @@ class Stream:
                     matrix.copy_(values)
                 else:
                     matrix[row : row + values.shape[0]].copy_(values)
-        return out
+        return _finite(out, first.stored)
 
     def _rows(self, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of the pieces of a slot one below the other, in the dtype on disk, a few at a time."""
@@ -298,6 +298,14 @@ def cast_into(
         else:
             q = fp8.quantize_with_scale(values, whole.to(codes.device), spec)
         codes[row : row + values.shape[0]].copy_(q.data)
+
+
+def _finite(values: Tensor, stored: Stored) -> Tensor:
+    """The values, if they are some. Looked at in pieces, so that nothing of the tensor's size comes beside it."""
+    flat = values.view(-1)
+    if values.is_floating_point() and not all(bool(torch.isfinite(part).all()) for part in flat.split(_CHUNK)):
+        raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")
+    return values
 
 
 def _once(values: Tensor) -> Iterator[tuple[int, Tensor]]:
