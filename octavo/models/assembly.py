@@ -33,6 +33,8 @@ _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
 def asked_kinds(load_in_fp8: str | Mapping[str, str | None] | None) -> dict[str, str]:
     """component -> kind; one word speaks of the language model. Raises ModelError for unknown ones."""
+    if load_in_fp8 is not None and not isinstance(load_in_fp8, str | Mapping):
+        raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {', '.join(fp8.FROZEN)}, or a kind for each component.")
     given = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
     asked = {component: kind for component, kind in given.items() if kind is not None}
     for component, kind in asked.items():

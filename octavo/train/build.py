@@ -217,8 +217,8 @@ def load_weights(
     path, kinds = cfg.model.path, kinds_of(cfg)
     found = read_quantization(path)
     if found is not None and not base.keeps_codes(cfg):
-        why = "model.keep_fp8 is false" if cfg.lora is not None else "its parameters are trained"
-        say(f"note: {path} is in FP8 ({found}); its weights are dequantized while they are read, since {why}")
+        why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are kept beside adapters alone (lora)"
+        say(f"note: {path} is in FP8 ({found}); its weights are dequantized while they are read: {why}")
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
         return models.load_split(path, device=device)
     quantized = bool(kinds) or found is not None

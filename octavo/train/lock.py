@@ -42,6 +42,10 @@ class Claim:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             file = (directory / LOCK).open("a+", encoding="utf-8")
+        except FileNotFoundError as error:
+            raise TrainError(
+                f"run directory {directory} cannot be made ({error.strerror}: {error.filename}). Name another run.dir"
+            ) from error
         except OSError as error:
             if error.errno in _WITHOUT:
                 return

@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo import checkpoint, fp8, models, parallel
 from octavo.config import Config
+from octavo.config.rules_lora import kinds_of
 from octavo.train import base as beside
 from octavo.train import build as assembly
 from octavo.train import compiled, gain, planning, rundir
@@ -86,7 +87,7 @@ def run(cfg: Config, *, console: Any = None, label: str = "", hooks: Sequence[Ho
     cfg = beside.settled(cfg)
     world = parallel.setup(cfg.run.threads)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
-    if cfg.train.router_aux_loss_coef or cfg.lora is not None:
+    if cfg.train.router_aux_loss_coef or cfg.lora is not None or kinds_of(cfg):
         # Refused before there is a run directory, which another value could not enter.
         begins = cfg.run.resume in ("never", "auto") and not checkpoint.steps(Path(cfg.run.dir) / rundir.CHECKPOINTS)
         beside.adapter_sizes(cfg if begins else beside.begun(cfg), *planning.model_of(cfg))

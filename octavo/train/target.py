@@ -121,7 +121,8 @@ class Target:
             raise TrainError(f"step {step} chooses a checkpoint of a run, and {self.path} is no run directory")
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         model = self._load(dtype, device, load_in_fp8 or None, say)
-        notes = [*self.notes, *_convert(model, recipe, backend)]
+        told = () if self.adapter is not None and load_in_fp8 else self.notes  # they advise what was given
+        notes = [*told, *_convert(model, recipe, backend)]
         if self.adapter is not None:
             from octavo import adapters
 
@@ -338,11 +339,10 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     run = folder.resolve().parent
     inside = configuration(run) if (run / rundir.CONFIG).is_file() else None
     notes, trained_kinds = [], {} if inside is None else kinds_of(inside)
-    if trained := list(trained_kinds.values()):
-        notes.append(
-            f"this adapter was trained over {trained[0]} codes of its base: --load-in-fp8 {trained[0]} computes so "
-            "again"
-        )
+    if trained_kinds:
+        kinds = sorted(set(trained_kinds.values()))
+        cure = f"--load-in-fp8 {kinds[0]}" if list(trained_kinds) == ["foundation"] else f"naming the run {run}"
+        notes.append(f"this adapter was trained over {' and '.join(kinds)} codes of its base: {cure} computes so again")
     if base is not None:
         return Target(folder, "adapter", _base_folder(base, folder), folder, moved=True, notes=tuple(notes))
     places = [] if not isinstance(named, str) or not named else [Path(named), folder / named]

@@ -137,6 +137,7 @@ def test_a_quantized_model_computes_and_trains_around_its_weights(checkpoint):
     ("family", "asked", "message"),
     [
         ("llama", "rows", "asks for 'rows' in foundation; the kinds are row, block, tensor"),
+        ("llama", 7, "load_in_fp8=7: give row, block, tensor, or a kind for each component"),
         ("llama", {"lm_head": "row"}, "names 'lm_head'; the components are foundation, image_encoder, image_projector"),
         ("llama", {"image_encoder": "row"}, "asks for image_encoder, in which .* has no linear layer.*foundation"),
     ],
@@ -147,9 +148,9 @@ def test_what_cannot_be_asked(checkpoint, family, asked, message):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_weight_without_a_code(checkpoint, tmp_path, kind, bad):
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_weight_that_is_no_number(checkpoint, tmp_path, kind, bad, name):
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
-    name = "model.layers.1.mlp.up_proj.weight"
     edit_weights(folder, lambda weights: weights[name].view(-1)[7:8].fill_(bad))
     refused(folder, rf"{name} \(model.safetensors\) holds NaN or infinity", load_in_fp8=kind)
 

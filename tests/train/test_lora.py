@@ -317,5 +317,5 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
 
     console = Console(record=True, width=400)
     full = train.run(make(*over, dir="full"), console=console)
-    assert "its weights are dequantized while they are read, since its parameters are trained" in console.export_text()
+    assert "its weights are dequantized while they are read: codes are kept beside adapters" in console.export_text()
     assert full.base is None and "quantization_config" not in (full.dir / "hf" / "config.json").read_text()
