@@ -34,6 +34,7 @@ REQUIRED: dict[str, str] = {
     "matplotlib": ">=3.8",
     "tensorboard": ">=2.16",
     "scikit-learn": ">=1.4",
+    "peft": ">=0.18",
 }
 
 #: found and recorded, never needed

@@ -30,7 +30,7 @@ from octavo.adapters.merge import folds
 from octavo.adapters.survival import KEPT, Survival
 from octavo.checkpoint.export import Exported, Progress, check_target, export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
-from octavo.train import rundir, target
+from octavo.train import target
 from octavo.train.errors import TrainError
 
 BASES = ("fp8", "high")
@@ -198,9 +198,14 @@ def _survived(survival: Survival) -> list[str]:
 # Bases ----------------------------------------------------------------------------------------------------------------
 
 
+def _trained_kinds(found: target.Target) -> dict[str, str]:
+    """component -> kind of the codes that the base was quantized to for training; nothing over another base."""
+    return {} if found.moved else dict(found.trained_kinds) if found.cfg is None else found.kinds
+
+
 def _base(found: target.Target, asked: str | None) -> tuple[str, dict[str, str]]:
     """("fp8" or "high", the kinds that the base was quantized to at load). Raises TrainError for what there is not."""
-    coded, trained = found.quantization is not None, {} if found.moved else _trained_kinds(found)
+    coded, trained = found.quantization is not None, _trained_kinds(found)
     if asked == "high" and coded:
         raise TrainError(
             f"the base {found.base} holds FP8 codes and no high-precision weights. Name the folder of the model that "
@@ -220,17 +225,6 @@ def _open(found: target.Target, kind: str, trained: Mapping[str, str], **how: An
         return found.open(recipe="off", **how)
     load_in_fp8 = target.HIGH if kind == "high" else trained or None
     return found.open(recipe="off", load_in_fp8=load_in_fp8, dtype=_dtype(found.base), **how)
-
-
-def _trained_kinds(found: target.Target) -> dict[str, str]:
-    """component -> kind of the codes that the base was quantized to for training: what the run says, or the run that
-    an adapter folder lies in."""
-    if found.cfg is not None:
-        return found.kinds
-    run = found.path.resolve().parent
-    if not (run / rundir.CONFIG).is_file():
-        return {}
-    return {name: kind for name, kind in target.configuration(run).model.load_in_fp8 if kind is not None}
 
 
 def _chosen(found: target.Target, kind: str, trained: Mapping[str, str]) -> str:

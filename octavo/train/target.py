@@ -28,6 +28,7 @@ from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, load_config
 from octavo.config.rules_lora import kinds_of
+from octavo.config.schema import FITTING
 from octavo.models.folder import read_json
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.train import base as bases
@@ -41,7 +42,7 @@ Kind = Literal["run", "folder", "adapter"]
 
 MODEL, ADAPTER, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 #: the recipe whose casts make codes of a kind (`fp8.FROZEN`), so that its GEMMs multiply by them as they are
-RECIPE_OF = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
+RECIPE_OF = {kind: recipes[0] for kind, recipes in FITTING.items()}
 #: what `load_in_fp8` takes besides the kinds: values in high precision, also of a folder that holds codes
 HIGH = "off"
 

@@ -76,8 +76,8 @@ def test_a_bias_is_added_before_the_one_rounding(name: str, bias_dtype: torch.dt
         for dtype in (torch.bfloat16, torch.float32):
             y = BACKEND.gemm_fwd(x_q, w_q, dtype, bias)
             assert y.dtype is dtype and y.shape == (m, n)
-            # fp32's noise in the sum may turn a tie: a few elements then take the other neighbour.
-            assert (y != exactly.to(dtype)).double().mean() < (0.02 if dtype is torch.bfloat16 else 1.0)
+            if dtype is torch.bfloat16:  # fp32's noise in the sum may turn a tie: a few take the other neighbour
+                assert (y != exactly.to(dtype)).double().mean() < 0.02
             assert fp8.calc_diff(y, exactly) < (3e-6 if dtype is torch.bfloat16 else 1e-10)
 
 
