@@ -39,7 +39,7 @@ REQUIRED: dict[str, str] = {
 
 #: found and recorded, never needed
 OPTIONAL: tuple[str, ...] = (
-    "triton", "deep_gemm", "flash-attn", "torchao", "trl", "peft", "accelerate", "vllm", "torchvision",
+    "triton", "deep_gemm", "flash-attn", "torchao", "trl", "accelerate", "vllm", "torchvision",
 )  # fmt: skip
 
 _SECONDS = 5.0

@@ -62,6 +62,9 @@ REQUIRED = (
         "pip install --upgrade scikit-learn",
         required=True,
     ),
+    Package(
+        "peft", "import peft", "no LoRA: nothing can attach, read or merge adapters", "pip install peft", required=True
+    ),
 )
 
 OPTIONAL = (
@@ -75,7 +78,6 @@ OPTIONAL = (
     Package("flash-attn", "import flash_attn", "attention uses torch's own kernels", "pip install flash-attn"),
     Package("torchao", "import torchao", "benchmarks lack this peer", "pip install torchao"),
     Package("trl", "import trl", "some tests lack their oracle", "pip install trl"),
-    Package("peft", "import peft", "nothing in this version; LoRA will need it", "pip install peft"),
     Package("vllm", "import vllm", "nothing in this version; faster rollouts will use it", "pip install vllm"),
     Package(
         "torchvision",
