@@ -62,8 +62,12 @@ REQUIRED = (
         "pip install --upgrade scikit-learn",
         required=True,
     ),
-    Package("peft", "import peft", "no LoRA: adapters can be neither attached nor read", "pip install peft", required=True),
-        "peft", "import peft", "no LoRA: nothing can attach, read or merge adapters", "pip install peft", required=True
+    Package(
+        "peft",
+        "import peft",
+        "no LoRA: adapters can be neither attached nor read",
+        "pip install --upgrade peft",
+        required=True,
     ),
 )
 

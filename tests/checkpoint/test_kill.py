@@ -93,6 +93,7 @@ while step < int(sys.argv[2]):
 """
 
 
+@pytest.mark.long
 def test_a_run_of_small_states_killed_in_mid_save_goes_on_bit_for_bit(tmp_path):
     """FP8 moments and weights in two halves: what follows a kill is what an uninterrupted run computes."""
     model, optimizer = small()

@@ -211,7 +211,9 @@ ELEMENTS = {
 }
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param(2, 3, marks=pytest.mark.long), pytest.param(3, 2, marks=pytest.mark.long)]
+)
 def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, first, second):
     for kind in KINDS:
         model, optimizer = small(*kind)

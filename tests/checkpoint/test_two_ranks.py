@@ -137,6 +137,7 @@ def _die_in_mid_save(world: World, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_in_mid_save_costs_that_save_only(tmp_path):
     with pytest.raises(FileNotFoundError):  # neither rank lives to write its answer
         ranks.run(_die_in_mid_save, 2, str(tmp_path))

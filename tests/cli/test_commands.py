@@ -165,6 +165,7 @@ def test_a_cpu_measures_nothing(here, capsys):
     assert "nothing was measured; recipes are those of the documented table" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys):
     """On a machine whose times are known: FP8 wins for wide layers."""
     from octavo import fp8

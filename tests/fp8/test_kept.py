@@ -130,6 +130,7 @@ def test_weights_buffers_gradients_and_cached_codes_do_not_count():
     assert report.by_dtype == {torch.float8_e4m3fn: 128 * 128, torch.float32: 128 * 4}
 
 
+@pytest.mark.long
 def test_positions_and_masks_are_apart():
     def decoder(self, x):
         angles = torch.arange(x.shape[0], dtype=torch.float32)[:, None] * torch.ones(8)

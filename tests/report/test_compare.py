@@ -127,7 +127,7 @@ def test_one_process(cfg, tmp_path: Path, monkeypatch) -> None:
         compare(cfg, None, tmp_path)
 
 
-@pytest.mark.parametrize("kept", [0, 37])
+@pytest.mark.parametrize("kept", [pytest.param(0, marks=pytest.mark.long), 37])
 def test_a_recipe_that_diverges_is_judged_and_the_others_go_on(cfg, tmp_path: Path, trained, monkeypatch, kept) -> None:
     import octavo.train
 

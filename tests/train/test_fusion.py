@@ -65,6 +65,7 @@ def test_a_run_goes_on_fused_and_is_evaluated_fused(make, calls):
     assert fusion.fused(high) == fusion.fused(other) == ()
 
 
+@pytest.mark.long
 def test_a_measured_plan_is_the_runs_own(make, calls):
     """`auto` goes on with what its plan.json says, also of sisters."""
     cfg = make(*COMMON, "fp8.recipe=auto", "fp8.candidates=[mxfp8]")

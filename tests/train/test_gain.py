@@ -93,6 +93,7 @@ def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypat
     assert [row["step"] for row in read_rows(second.dir / "metrics.jsonl") if "gain" in row] == [4]
 
 
+@pytest.mark.long
 def test_a_window_of_steps_that_are_run_again_is_taken_again(make):
     cfg = make("run.gain_steps=1", "run.save_every=2", "run.keep=9", "train.steps=5", "data.eval=[]")
     first = train.run(cfg, hooks=[at(4, signal.SIGTERM)])
@@ -118,7 +119,7 @@ def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
     assert result.gain["gain"] == 0.0
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypatch, recipe):
     real, passes = gain._run, []
 

@@ -57,7 +57,11 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return moves
 
 
-@pytest.mark.parametrize(("master", "over"), [("bf16+16", ()), ("bf16+sr", INSIDE)], ids=["step", "backward"])
+@pytest.mark.parametrize(
+    ("master", "over"),
+    [("bf16+16", ()), pytest.param("bf16+sr", INSIDE, marks=pytest.mark.long)],
+    ids=["step", "backward"],
+)
 def test_the_run_is_the_one_without_and_resumes(make, transfers, master: str, over):
     kept = (*SHORT, *over, "optimizer.states=fp8", f"optimizer.master={master}", "run.health_every=2")
     whole = train.run(make(*kept, dir="whole"))

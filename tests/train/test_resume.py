@@ -36,7 +36,7 @@ def steps_of(directory: Path) -> list[int]:
     return [row["step"] for row in read_rows(directory / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("recipe", ["off", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["off", "blockwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_sigterm_saves_and_leaves_and_auto_goes_on_bit_for_bit(make, recipe: str):
     whole = train.run(make(f"fp8.recipe={recipe}", dir="whole"))
     cfg = make(f"fp8.recipe={recipe}", dir="stopped")
@@ -50,7 +50,7 @@ def test_sigterm_saves_and_leaves_and_auto_goes_on_bit_for_bit(make, recipe: str
     assert steps_of(second.dir) == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("evals", [True, False])
+@pytest.mark.parametrize("evals", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_signal_in_the_last_step_leaves_no_run_finished_without_its_evaluation(make, evals: bool):
     over = ("train.steps=3", *([] if evals else ["data.eval=[]"]))
     whole = train.run(make(*over, dir="whole"))
@@ -245,6 +245,7 @@ def test_a_named_checkpoint_continues_in_place_or_elsewhere(make, tmp_path: Path
     assert steps_of(whole.dir) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.long
 def test_a_run_that_went_back_and_was_killed_does_not_return_to_its_former_end(make, tmp_path: Path):
     over = ("run.save_every=2", "run.keep=9", "data.eval=[]")
     whole = train.run(make(*over, dir="killed"))

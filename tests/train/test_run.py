@@ -146,7 +146,7 @@ def test_off_trains_in_high_precision_and_proves_that_too(make):
     assert not any("health" in row for row in read_rows(result.dir / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize("recipe", ["off", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("off", marks=pytest.mark.long), "blockwise", "delayed"])
 def test_recomputation_changes_no_loss(make, recipe: str):
     common = (f"fp8.recipe={recipe}", "train.steps=3", "train.warmup=0", "data.eval=[]")
     plain = train.run(make(*common, dir="plain"))

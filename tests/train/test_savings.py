@@ -48,7 +48,10 @@ def test_bytes_of_a_parameter(make):
     assert per_parameter(dir="plain") == pytest.approx(16, abs=0.01)
 
 
-@pytest.mark.parametrize("over", ALL.values(), ids=list(ALL))
+@pytest.mark.parametrize(
+    "over",
+    [pytest.param(over, id=name, marks=[pytest.mark.long] if name == "exact" else []) for name, over in ALL.items()],
+)
 def test_it_trains_near_the_run_without_and_goes_on_bit_for_bit(make, over):
     plain = train.run(make(SHORT, dir="without")).losses()
     if over is PLAIN:  # its loss has two more terms

@@ -13,7 +13,7 @@ from octavo.train.rundir import read_rows
 from octavo.train.update import AfterBackward
 
 
-@pytest.mark.parametrize("reduction", ["token", "sample"])
+@pytest.mark.parametrize("reduction", ["token", pytest.param("sample", marks=pytest.mark.long)])
 def test_micro_batch_and_accumulation_change_no_loss(make, reduction: str):
     """Nine steps over the same global batches of six, cut into micro-batches of 6, 3, 2 and 1."""
     curves = []

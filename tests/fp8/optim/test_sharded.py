@@ -112,7 +112,7 @@ def _work(world: World) -> dict:
     return answer
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_agree_with_one_process_bit_for_bit(size):
     answers = ranks.run(_work, size)
     for answer in answers:
