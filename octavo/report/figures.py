@@ -234,18 +234,19 @@ def _threshold(axes: Axes, value: float, color: str, text: str) -> None:
 
 
 def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], title: str) -> Figure:
-    """Per FP8 layer, in the model's order: SQNR and underflow by operand, and the cosine of its weight gradient."""
+    """Per FP8 layer, in the model's order: SQNR and underflow by operand, and the cosine of its weight gradient, where
+    any layer has one (frozen ones have none)."""
     layers = [h.layer for h in health]
     few = len(layers) <= 48
-    figure = Figure(figsize=(9, 8.4 if few else 7.2), layout="constrained")
-    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[1.25, 1, 1])
+    cosines = np.array([np.nan if h.cosine is None else h.cosine for h in health])
+    heights = [1.25, 1, 1] if np.isfinite(cosines).any() else [1.25, 1]
+    size = (8.4 if few else 7.2) * sum(heights) / 3.25
+    figure = Figure(figsize=(9, size), layout="constrained")
+    top, middle, *more = panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
     _dots(top, health, "sqnr", 1, ("x", "w", "dy"))
     _dots(middle, health, "underflow", 100, ("x", "w", "dy", "x_wgrad", "dy_wgrad"))
-    cosines = np.array([np.nan if h.cosine is None else h.cosine for h in health])
-    bottom.scatter(range(len(layers)), cosines, s=26 if few else 9, marker="D", color=_color("fp8-4"), lw=0)
     top.set(title=f"{title}: signal to quantization noise", ylabel="dB")
     middle.set(title="Underflow: non-zero values that became zero", ylabel="per cent")
-    bottom.set(title="Cosine of the weight gradient to high precision's", ylabel="cosine")
     _threshold(top, SQNR_WARN["e4m3"], "warn", "E4M3 warns below")
     most = max([100 * v for h in health for v in h.underflow.values()], default=0.0)
     middle.set_yscale("symlog", linthresh=0.01)
@@ -253,10 +254,12 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
     middle.set_ylim(-0.002, max(10.0, 2 * most))
     _threshold(middle, 100 * UNDERFLOW_WARN, "warn", "fwd, dgrad operands warn above")
     _threshold(middle, 100 * UNDERFLOW_FAIL, "bad", "fail above")
-    low = float(np.nanmin(cosines)) if np.isfinite(cosines).any() else 1.0
-    bottom.set_ylim(min(low, COSINE_MIN) - 0.01, 1.004)
-    _threshold(bottom, COSINE_MIN, "warn", "warns below")
-    for axes in (top, middle, bottom):
+    for axes in more:
+        axes.scatter(range(len(layers)), cosines, s=26 if few else 9, marker="D", color=_color("fp8-4"), lw=0)
+        axes.set(title="Cosine of the weight gradient to high precision's", ylabel="cosine")
+        axes.set_ylim(min(float(np.nanmin(cosines)), COSINE_MIN) - 0.01, 1.004)
+        _threshold(axes, COSINE_MIN, "warn", "warns below")
+    for axes in panels:
         for i, (_, first, last) in enumerate(_spans([components.get(name, "") for name in layers])):
             if i % 2 == 0:
                 axes.axvspan(first - 0.5, last + 0.5, color=_color("band"), lw=0, zorder=0)
@@ -270,9 +273,9 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
     for axes, columns in ((top, 3), (middle, 5)):
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, borderpad=0, handletextpad=0.1)
     if few:
-        bottom.set_xticks(range(len(layers)), [short(name) for name in layers], rotation=90, fontsize=7.5)
+        panels[-1].set_xticks(range(len(layers)), [short(name) for name in layers], rotation=90, fontsize=7.5)
     else:
-        bottom.set_xlabel("FP8 layer, in the model's order")
+        panels[-1].set_xlabel("FP8 layer, in the model's order")
     return figure
 
 
