@@ -51,6 +51,7 @@ def test_the_optimizer_suite_times_every_format_against_torch() -> None:
     assert result.ratio(smallest) == pytest.approx(ratio) and result.ratio(base) is None
 
 
+@pytest.mark.long
 def test_the_memory_suite_trains_in_every_way(monkeypatch) -> None:
     """Without a GPU nothing can wait in host memory, and no allocator tells bytes: those it says are asked of it."""
     told = iter(range(10**6))
@@ -180,6 +181,7 @@ def test_a_place_where_nothing_can_be_written_is_refused_before_anything_is_time
         assert f"results cannot be written to {place}" in told.err and "gemm small" not in told.err
 
 
+@pytest.mark.long
 def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out

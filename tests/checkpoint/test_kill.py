@@ -59,6 +59,7 @@ def _check(directory: Path, told: int) -> int:
     return got.step
 
 
+@pytest.mark.long
 def test_after_kill_9_in_mid_save_the_latest_checkpoint_loads(tmp_path):
     generator = random.Random(0)
     step = 0

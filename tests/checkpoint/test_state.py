@@ -301,6 +301,7 @@ def test_a_full_disk_is_told_and_the_former_checkpoint_stays(tmp_path, monkeypat
     assert load(latest(tmp_path, One()), *fresh()).step == 3
 
 
+@pytest.mark.long
 def test_a_short_write_inside_torchs_archive_is_told_as_a_full_disk(tmp_path):
     script = """
 import resource, signal, sys

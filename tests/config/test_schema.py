@@ -48,6 +48,6 @@ def test_the_configuration_imports_quickly_and_without_torch():
         spent, heavy = done.stdout.split(maxsplit=1)
         assert heavy == "[]\n"
         seconds.append(float(spent))
-        if seconds[-1] < 0.25:
+        if seconds[-1] < 0.5:  # of the second in which a wrong file is answered
             return
     raise AssertionError(f"importing octavo.config took {min(seconds):.2f} s of processor time")

@@ -213,6 +213,7 @@ def in_ddp(world):
     return {"own": own, "reduced": x_history(m)[:3].tolist(), "names": list(wrapped.state_dict())}
 
 
+@pytest.mark.long
 def test_ddp_leaves_each_rank_its_own_history():
     first, second = ranks.run(in_ddp, 2)
     assert (first["own"], second["own"]) == ([2, 1, 0], [20, 10, 0]), "DDP broadcasts buffers from rank 0"

@@ -41,6 +41,7 @@ def test_an_unknown_shape_lists_the_known():
         models.shape_model("qwen3_vl_8")
 
 
+@pytest.mark.long
 def test_time_and_memory_of_the_largest():
     code = (
         "import time; from octavo import models; t = time.time(); models.shape_model('qwen3_vl_30b_a3b'); "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -51,6 +52,7 @@ def _rows(model: nn.Module, family: models.Family) -> list[dict]:
     return [with_image, {"input_ids": ids[1], "mm_token_type_ids": kinds[1]}]
 
 
+@pytest.mark.long
 def test_a_rank_without_an_image_runs_the_tower_too(tmp_path):
     path = tiny.write("qwen3_vl", tmp_path / "model", size="mini")
     for answer in ranks.run(_vision, 2, str(path)):

@@ -24,7 +24,7 @@ from .test_ranks import torchrun
 from .test_resume import at
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recipe: str, monkeypatch):
     real = gain._run
 

@@ -31,6 +31,7 @@ def test_a_second_run_in_a_directory_in_use_is_refused_at_once(make):
     assert train.run(make(*over, "run.resume=auto")).status == "finished"  # given back at the end
 
 
+@pytest.mark.long
 def test_a_process_that_was_killed_holds_nothing_and_neither_do_its_workers(tmp_path: Path):
     code = (
         "import os, signal, sys, time; from pathlib import Path; from octavo.train.lock import Claim\n"

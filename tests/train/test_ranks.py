@@ -35,6 +35,7 @@ def losses(cfg: Config) -> list[float]:
     return [row["loss"] for row in read_rows(Path(cfg.run.dir) / "metrics.jsonl")]
 
 
+@pytest.mark.long
 def test_two_ranks_train_as_one_and_one_resumes_what_two_saved(make):
     """Blockwise, rows with and without images, so that in some steps only one rank has one; saved at step 4 of 6.
 

@@ -102,6 +102,7 @@ def test_recomputation_and_evaluation_change_no_figure(moe, place):
     assert plain == seen
 
 
+@pytest.mark.long
 def test_absent_is_the_checkpoints_own_factor_and_zero_is_off(moe, folder):
     own = models.read_config(folder).get_text_config().router_aux_loss_coef
     assert own > 0

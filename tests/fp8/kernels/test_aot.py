@@ -172,6 +172,7 @@ def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     )
 
 
+@pytest.mark.long
 def test_the_command_where_the_interpreter_is_on() -> None:
     """As typed in a shell; its words are handed to another process, which runs the command without the interpreter."""
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TRITON_INTERPRET": "1"}
