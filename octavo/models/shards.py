@@ -21,7 +21,8 @@ from torch import Tensor
 from octavo.models.errors import ModelError
 from octavo.models.folder import INDEX, SINGLE, check_weight_files, read_json
 
-_DTYPES = {
+#: what safetensors calls a dtype -> torch's
+DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -121,12 +122,12 @@ def header(file: Path) -> list[Stored]:
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in DTYPES:
             raise ModelError(
-                f"{file} holds {name} in {entry['dtype']}, which Octavo does not read; it reads {', '.join(_DTYPES)}."
+                f"{file} holds {name} in {entry['dtype']}, which Octavo does not read; it reads {', '.join(DTYPES)}."
             )
         at = 8 + length + entry["data_offsets"][0]
-        out.append(Stored(name, file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), at))
+        out.append(Stored(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), at))
     return out
 
 

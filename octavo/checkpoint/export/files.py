@@ -19,22 +19,11 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.errors import CheckpointError
+from octavo.models.shards import DTYPES
 
 Planned = tuple[str, torch.dtype, tuple[int, ...]]
 
-_DTYPES = {
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -96,7 +85,7 @@ class Shards:
             # Wide elements first, so that every tensor is aligned to its own.
             for name, dtype, shape in sorted(shard, key=lambda planned: (-planned[1].itemsize, planned[0])):
                 end = offset + nbytes(dtype, shape)
-                header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+                header[name] = {"dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
                 self._places[name] = _Place(index, offset, dtype, shape)
                 offset = end
             text = json.dumps(header, separators=(",", ":")).encode()

@@ -21,22 +21,8 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.verify.findings import Findings
+from octavo.models.shards import DTYPES
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 PIECE = 1 << 25
 """Bytes of a tensor that are read at once, at most (a single row may be longer)."""
