@@ -111,7 +111,7 @@ def arm(name: str, settings: dict[str, int]) -> dict[str, Any]:
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  # so that it counts as a library
 
     from octavo import models
-    from octavo.fp8.kept import kept
+    from octavo.fp8.memory.accounting import kept
 
     how = ARMS[name]
     plain = not how

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import environment, fp8
-from octavo.fp8.optim import moments
+from octavo.fp8.arithmetic import moments
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Make = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]

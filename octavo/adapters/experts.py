@@ -13,7 +13,7 @@ and the delta is their product transposed. :func:`factors` reads either.)
 
 PEFT computes by putting W + s B A, for all experts, in the place of W in every forward: FP8 codes cannot be added to,
 and the sum is as large as the layer. :func:`adopt` leaves PEFT's modules, names, configuration and files as they are
-and takes over the forward of the outer wrapper: on the rows that :mod:`octavo.fp8.experts` lays out by expert,
+and takes over the forward of the outer wrapper: on the rows that :mod:`octavo.fp8.moe.experts` lays out by expert,
 
     y_e = base(x_e) + s (x_e A_e^T) B_e^T
 
@@ -37,11 +37,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.adapters.errors import AdapterError
-from octavo.fp8 import experts as moe
-from octavo.fp8 import grouped_high
+from octavo.fp8.dense.sources import Source, source_of
 from octavo.fp8.kernels.groups import Groups
-from octavo.fp8.saved import Source, source_of
-from octavo.fp8.weights import Part
+from octavo.fp8.moe import experts as moe
+from octavo.fp8.moe import grouped_high
+from octavo.fp8.weights.cache import Part
 
 if TYPE_CHECKING:
     from octavo.config.schema import LoraSection

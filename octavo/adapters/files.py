@@ -26,8 +26,8 @@ from octavo.adapters import experts
 from octavo.adapters.attach import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.targets import NEVER, taken_over
-from octavo.fp8.topology import topology
-from octavo.fp8.weights import is_dtensor
+from octavo.fp8.policy.topology import topology
+from octavo.fp8.weights.shards import is_dtensor
 from octavo.models import ModelError
 from octavo.models.whole import sync
 from octavo.models.whole import whole as appearing

@@ -5,7 +5,7 @@ does not meet in the other. The adapter is the same in both, so that the gap is 
 and its dequantized codes W'::
 
     relative   |W - W'| / |W|, norms over the whole weight          E4M3 leaves about 2.5 %
-    sqnr       the mean over blocks of 10 log10 (|w|^2 / |w - w'|^2), in dB (:mod:`octavo.fp8.metrics`)
+    sqnr       the mean over blocks of 10 log10 (|w|^2 / |w - w'|^2), in dB (:mod:`octavo.fp8.arithmetic.metrics`)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from octavo import fp8
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.experts import stock_name
-from octavo.fp8.globs import template
-from octavo.fp8.param_tensor import Fp8Weight
+from octavo.fp8.policy.globs import template
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
 __all__ = ["Gap", "Row", "gap"]
 

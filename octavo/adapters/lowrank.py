@@ -12,7 +12,7 @@ for the backward.
 
 What is kept: h, and x as it came, the same tensor for all adapters that share it (q, k, v); its mask, one byte an
 element, if there is dropout. Under autocast the lowered x is kept, made once for all layers of that input
-(:mod:`octavo.fp8.shared_input`). Where the block can make x again (:mod:`octavo.fp8.saved`), not even x.
+(:mod:`octavo.fp8.dense.inputs`). Where the block can make x again (:mod:`octavo.fp8.dense.sources`), not even x.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.saved import Source, source_of
-from octavo.fp8.shared_input import Input
+from octavo.fp8.dense.inputs import Input
+from octavo.fp8.dense.sources import Source, source_of
 
 __all__ = ["low_rank", "low_rank_traced"]
 

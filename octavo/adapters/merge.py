@@ -21,7 +21,7 @@ from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.attach import NAME, attached, is_adapter_parameter
 from octavo.adapters.errors import AdapterError
-from octavo.fp8.weights import is_dtensor
+from octavo.fp8.weights.shards import is_dtensor
 
 __all__ = ["Fold", "folds", "merged"]
 

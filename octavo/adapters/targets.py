@@ -3,8 +3,8 @@
 A pattern is one of
 
     a component   foundation, image_encoder, image_projector: all its linear layers and experts
-    a glob        "**.q_proj", "model.language_model.layers.0.**" (:mod:`octavo.fp8.globs`); a module means all in it
-    a suffix      "q_proj", "self_attn.q_proj": what PEFT calls a target module
+    a glob        "**.q_proj", "model.language_model.layers.0.**" (:mod:`octavo.fp8.policy.globs`); a module means all
+    in it a suffix      "q_proj", "self_attn.q_proj": what PEFT calls a target module
 
 What comes out are full names, so that an adapter means the same modules wherever it is read. Some linear maps never
 get an adapter: see :data:`NEVER`.
@@ -21,7 +21,7 @@ from torch import nn
 from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
-from octavo.fp8.globs import covers, nearest
+from octavo.fp8.policy.globs import covers, nearest
 
 if TYPE_CHECKING:
     from octavo.models import Family

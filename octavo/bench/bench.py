@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octavo.bench.record import Absent, Result, Row
-from octavo.fp8 import timing
+from octavo.fp8.measuring import timing
 
 __all__ = ["Bench", "Call", "Refusal", "Rotation", "Work"]
 

@@ -13,8 +13,8 @@ import torch
 from octavo import fp8
 from octavo.bench import peers
 from octavo.bench.bench import Bench, Call, Rotation, Work
+from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels import registry
-from octavo.fp8.recipe import Recipe
 
 SHAPES = ((16384, 4096), (16384, 12288), (8192, 1152))
 SMALL = ((96, 160), (64, 144))

@@ -9,8 +9,8 @@ import torch
 from octavo import fp8
 from octavo.bench import peers
 from octavo.bench.bench import Bench, Call, Work
+from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.kernels import registry
-from octavo.fp8.recipe import GEMMS, Recipe
 
 # (name, N, K): Qwen3-8B's decoder, Qwen3-VL's and Qwen2.5-VL's vision towers.
 SHAPES = (

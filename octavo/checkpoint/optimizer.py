@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint import files
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
-from octavo.fp8.local import span
 from octavo.fp8.optim import layout
 from octavo.fp8.optim.adamw import AdamW
+from octavo.fp8.weights.shards import span
 
 # How the step is computed, not what it computes: these belong to the machine, not to the run.
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})

@@ -29,8 +29,8 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
 def _backend(name: str, device: str) -> list[Check]:
     import torch
 
+    from octavo.fp8.arithmetic.recipe import RECIPES
     from octavo.fp8.kernels import registry
-    from octavo.fp8.recipe import RECIPES
 
     backend, on = registry.get(name), torch.device(device)
     lacks = {recipe_name: _lack(name, recipe_name, device) for recipe_name in RECIPES}
@@ -53,8 +53,8 @@ def _lack(backend: str, recipe_name: str, device: str) -> str | None:
     """Why the backend cannot run all three GEMMs of this recipe here, None if it can."""
     import torch
 
+    from octavo.fp8.arithmetic.recipe import recipe
     from octavo.fp8.kernels import registry
-    from octavo.fp8.recipe import recipe
 
     made, on = recipe(recipe_name), torch.device(device)
     found = [
@@ -67,8 +67,8 @@ def _more(backend: str, device: str) -> str:
     """What it has in the default recipe besides casts and the GEMMs of a linear layer."""
     import torch
 
+    from octavo.fp8.arithmetic.recipe import recipe
     from octavo.fp8.kernels import registry
-    from octavo.fp8.recipe import recipe
 
     can = [
         op for op in MORE if registry.get(backend).supports(op, recipe("blockwise"), torch.device(device), None) is None
@@ -77,7 +77,7 @@ def _more(backend: str, device: str) -> str:
 
 
 def _try(backend: str, recipe_name: str, device: str) -> Check:
-    from octavo.fp8.metrics import SOUND
+    from octavo.fp8.arithmetic.metrics import SOUND
 
     name = f"{backend} {recipe_name} on {device}"
     means = f"fp8.recipe: {recipe_name} cannot be trusted here"

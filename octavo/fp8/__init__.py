@@ -7,13 +7,44 @@
     with fp8.count_gemms() as counts:       # proof of use
         loss = model(**batch).loss; loss.backward()
 
-The arithmetic is :mod:`octavo.fp8.cast` and :mod:`octavo.fp8.recipe`; the layer is :mod:`octavo.fp8.linear`.
+The arithmetic is :mod:`octavo.fp8.arithmetic.cast` and :mod:`octavo.fp8.arithmetic.recipe`; the layer is
+:mod:`octavo.fp8.dense.linear`.
 """
 
-from octavo.fp8.attention import grouped_attention
-from octavo.fp8.cast import CastError, CastSpec, Quantized, dequantize, quantize_with_scale, scale_from_amax
-from octavo.fp8.experts import Experts
-from octavo.fp8.frozen import (
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized, dequantize, quantize_with_scale, scale_from_amax
+from octavo.fp8.arithmetic.metrics import calc_diff, cosine, saturation, sqnr, underflow
+from octavo.fp8.arithmetic.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
+from octavo.fp8.blocks.attention import grouped_attention
+from octavo.fp8.dense.delayed import load_scaling_state, reduce_scaling_state, scaling_state
+from octavo.fp8.dense.linear import Linear, linear
+from octavo.fp8.fusion import Fusion, fuse, unfuse
+from octavo.fp8.kernels import registry as _registry
+from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
+from octavo.fp8.measuring.cases import MeasureError, Measurements
+from octavo.fp8.measuring.machine import Machine
+from octavo.fp8.measuring.measure import Cache, measure
+from octavo.fp8.measuring.precision import high_precision
+from octavo.fp8.memory.chunked_head import ChunkedHead, chunked_head
+from octavo.fp8.memory.chunked_loss import linear_cross_entropy, token_log_probs
+from octavo.fp8.memory.offload import offload as offload_activations
+from octavo.fp8.memory.offload import synchronize_per_layer
+from octavo.fp8.memory.recompute import recompute
+from octavo.fp8.moe.experts import Experts
+from octavo.fp8.observe.counts import HIGH, GemmCounts, count_gemms, uncounted
+from octavo.fp8.observe.health import Health, health
+from octavo.fp8.optim.adamw import AdamW
+from octavo.fp8.optim.convert import copy_state, fp32_weight, set_low, to_torch
+from octavo.fp8.planning.apply import apply
+from octavo.fp8.planning.decide import plan
+from octavo.fp8.planning.file import load_plan, save_plan
+from octavo.fp8.planning.plan import Plan
+from octavo.fp8.planning.rows import PlanRow
+from octavo.fp8.policy.policy import ComponentPolicy, PlanError, Policy, Rule
+from octavo.fp8.policy.topology import Row, topology
+from octavo.fp8.proof.prediction import Prediction, predict
+from octavo.fp8.proof.proof import Proof, ProofError
+from octavo.fp8.weights.cache import code_bytes, invalidate
+from octavo.fp8.weights.frozen import (
     FROZEN,
     codes_of_frozen,
     fingerprint,
@@ -24,34 +55,7 @@ from octavo.fp8.frozen import (
     is_frozen,
     thaw,
 )
-from octavo.fp8.fusion import Fusion, fuse, unfuse
-from octavo.fp8.health import Health, health
-from octavo.fp8.kernels import registry as _registry
-from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
-from octavo.fp8.linear import Linear, linear
-from octavo.fp8.logits import linear_cross_entropy, token_log_probs
-from octavo.fp8.logits_head import ChunkedHead, chunked_head
-from octavo.fp8.machine import Machine
-from octavo.fp8.measure import MeasureError, Measurements
-from octavo.fp8.measurements import Cache, measure
-from octavo.fp8.metrics import calc_diff, cosine, saturation, sqnr, underflow
-from octavo.fp8.observe import HIGH, GemmCounts, count_gemms, uncounted
-from octavo.fp8.offloaded import offload as offload_activations
-from octavo.fp8.offloaded import synchronize_per_layer
-from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.optim.convert import copy_state, fp32_weight, set_low, to_torch
-from octavo.fp8.param import fp8_state_dict, load_fp8_state_dict
-from octavo.fp8.plan import Plan, PlanRow, apply, plan
-from octavo.fp8.plan_file import load_plan, save_plan
-from octavo.fp8.policy import ComponentPolicy, PlanError, Policy, Rule
-from octavo.fp8.precision import high_precision
-from octavo.fp8.predict import Prediction, predict
-from octavo.fp8.proof import Proof, ProofError
-from octavo.fp8.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
-from octavo.fp8.recompute import recompute
-from octavo.fp8.scaling import load_scaling_state, reduce_scaling_state, scaling_state
-from octavo.fp8.topology import Row, topology
-from octavo.fp8.weights import code_bytes, invalidate
+from octavo.fp8.weights.state import fp8_state_dict, load_fp8_state_dict
 
 backends = _registry.names
 

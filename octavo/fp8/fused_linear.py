@@ -1,7 +1,8 @@
 """The three GEMMs of several layers at once: one autograd function with an output for each layer.
 
 See :mod:`octavo.fp8.fusion` for which layers those are and how each comes to its output. What a forward keeps is what
-:mod:`octavo.fp8.linear` keeps, once for all layers: the codes of x in wgrad layout, and references to the weights.
+:mod:`octavo.fp8.dense.linear` keeps, once for all layers: the codes of x in wgrad layout, and references to the
+weights.
 
 One node stands for several layers, and a backward may reach them one after the other (``q.sum().backward()`` and then
 ``k.sum().backward()``). Autograd frees what a node saved after the first of them, so the node itself keeps the codes
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8 import observe, weights
-from octavo.fp8.cast import Quantized
+from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.blocks.attention_output import OWN_OUTPUT
+from octavo.fp8.dense.casts import _no_autocast, cast_both, compute_dtype
+from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.inputs import Input
 from octavo.fp8.joined import Joined
-from octavo.fp8.linear import Site, _no_autocast, compute_dtype
-from octavo.fp8.saved_attention import OWN_OUTPUT
-from octavo.fp8.shared_input import Input, cast_both
-from octavo.fp8.weights import Part
+from octavo.fp8.observe import counts
+from octavo.fp8.weights import cache
+from octavo.fp8.weights.cache import Part
 
 __all__ = ["Call", "FusedGemms", "Marks"]
 
@@ -65,7 +68,7 @@ class FusedGemms(torch.autograd.Function):
             w_q = call.joined.get(owners, fwd.b, row.backend, 1, forward=True)  # type: ignore[arg-type]
             y_MN = row.backend.gemm_fwd(x_row, w_q, given.dtype, _joined_bias(owners, biases))
         kept = (x_col or x_row) if marks.needs_w else None
-        inside = needs[0] and site.shares_weight and weights.capturing(x)
+        inside = needs[0] and site.shares_weight and cache.capturing(x)
         ctx.save_for_backward(
             *((w_q.data, w_q.scale) if inside else ()),
             *((kept.data, kept.scale) if kept is not None else ()),
@@ -201,10 +204,10 @@ def _backward_one_by_one(ctx: Any, given: list[tuple[int, Tensor]], dws: list[Te
 
 def _count(ctx: Any, at: int, tokens: int, dgrad: bool, wgrad: bool) -> None:
     site, marks = ctx.call.sites[at], ctx.call.marks
-    if not marks.counted[at] or not observe.counting():
+    if not marks.counted[at] or not counts.counting():
         return
     flops = 2 * tokens * ctx.sizes[at] * ctx.x_shape[-1]
     for gemm, ran in (("dgrad", dgrad), ("wgrad", wgrad)):
         if ran:
-            observe.record(site.name, gemm, site.selections[gemm].backend.name, flops)
-            observe.came(site.name, gemm, marks.born[at])
+            counts.record(site.name, gemm, site.selections[gemm].backend.name, flops)
+            counts.came(site.name, gemm, marks.born[at])

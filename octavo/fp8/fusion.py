@@ -28,7 +28,7 @@ a leaf that asks for a gradient, since the graph of the outputs holds it.
 
 The outputs have one node in the graph. Backwards that reach them one by one work, each by the layer's own GEMMs; the
 codes of x are then kept until every sister that was called has had hers, or the graph is gone. A write to x that
-moves no version (``x.data.mul_()``) between two sisters is not seen; see :mod:`octavo.fp8.shared_input`.
+moves no version (``x.data.mul_()``) between two sisters is not seen; see :mod:`octavo.fp8.dense.inputs`.
 
 Activation checkpointing counts what a region saves, so a recomputation must fuse what its forward fused. Therefore
 nothing is carried into a region or out of it, and a group that gives up does so for calls that build a graph when the
@@ -46,20 +46,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from octavo.fp8 import gated_mlp, norms, observe, weights
-from octavo.fp8.cast import CastSpec
-from octavo.fp8.frozen import is_frozen
+from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
+from octavo.fp8.blocks import gated_mlp, rmsnorm
+from octavo.fp8.dense.casts import _autocast_enabled, compute_dtype, transformed
+from octavo.fp8.dense.inputs import torch_alone_writes
+from octavo.fp8.dense.linear import Linear
+from octavo.fp8.dense.swap import Swapped, unswap
 from octavo.fp8.fused_linear import Call, FusedGemms, Marks
-from octavo.fp8.health import watching
 from octavo.fp8.joined import Joined
 from octavo.fp8.kernels.layout import ALIGN
 from octavo.fp8.kernels.registry import Selection
-from octavo.fp8.linear import Linear, _autocast_enabled, compute_dtype, transformed
-from octavo.fp8.local import ordinary
-from octavo.fp8.recipe import GEMMS, Recipe
-from octavo.fp8.shared_input import torch_alone_writes
-from octavo.fp8.swapped import Swapped, unswap
-from octavo.fp8.weights import is_dtensor
+from octavo.fp8.observe import counts
+from octavo.fp8.observe.health import watching
+from octavo.fp8.weights import cache
+from octavo.fp8.weights.frozen import is_frozen
+from octavo.fp8.weights.shards import is_dtensor, ordinary
+from octavo.fp8.weights.versions import listen, now
 
 __all__ = ["SISTERS", "Fusion", "Group", "Sister", "families", "fuse", "fused", "obstacle", "unfuse", "unite"]
 
@@ -84,7 +87,7 @@ def fuse(model: nn.Module) -> tuple[Fusion, ...]:
     Returns one :class:`Fusion` for each gated MLP and norm with an FP8 layer beside it, and for each family of sisters
     of which at least one is an FP8 layer. Parameters, names and state dicts stay; :func:`unfuse` takes it back.
     """
-    blocks = [Fusion((name,), why) for name, why in (*gated_mlp.convert(model), *norms.convert(model))]
+    blocks = [Fusion((name,), why) for name, why in (*gated_mlp.convert(model), *rmsnorm.convert(model))]
     inside = {(f"{b.names[0]}.gate_proj", f"{b.names[0]}.up_proj") for b in blocks if b.reason is None}
     return (
         *blocks,
@@ -247,7 +250,7 @@ class Group:
     @torch._disable_dynamo
     def output(self, member: Linear, x: Tensor) -> Tensor | None:
         """What ``member`` gives for x, if the group can tell; None sends the layer to its own GEMMs."""
-        if self.off is not None and (weights.epoch() != self.since or not torch.is_grad_enabled()):
+        if self.off is not None and (now() != self.since or not torch.is_grad_enabled()):
             self.forget()
             return None
         pending = _pending()
@@ -266,7 +269,7 @@ class Group:
     def miss(self) -> None:
         self.misses += 1
         if self.misses >= _MISSES and self.off is None:
-            self.off, self.since = "its layers were not called with the same input", weights.epoch()
+            self.off, self.since = "its layers were not called with the same input", now()
 
     def _can(self, x: Tensor) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layer to say."""
@@ -289,7 +292,7 @@ class Group:
         )
 
     def _compute(self, member: Linear, x: Tensor) -> Tensor:
-        now = observe.phase()
+        now = counts.phase()
         marks = Marks(torch.is_grad_enabled(), len(self.members))
         sites = tuple(m._site for m in self.members)
         owners, biases = tuple(m.weight for m in self.members), tuple(m.bias for m in self.members)
@@ -359,17 +362,17 @@ class _Pending:
 
 def _report(at: int, member: Linear, x: Tensor, marks: Marks) -> None:
     """The layer was called: what its own forward would have reported."""
-    now, site = observe.phase(), member._site
+    now, site = counts.phase(), member._site
     marks.called[at] = True
     marks.counted[at], marks.born[at] = now.counted, now.gemm
-    if not now.counted or not observe.counting():
+    if not now.counted or not counts.counting():
         return
-    observe.record(site.name, now.gemm, site.selections["fwd"].backend.name, 2 * x.numel() * member.weight.shape[0])
+    counts.record(site.name, now.gemm, site.selections["fwd"].backend.name, 2 * x.numel() * member.weight.shape[0])
     for gemm, needed in (("dgrad", marks.needs_x), ("wgrad", marks.needs_w)):
         if needed:
-            observe.promise(site.name, gemm, now)
+            counts.promise(site.name, gemm, now)
     if not marks.grad and not now.recompute:
-        observe.gradless(site.name)
+        counts.gradless(site.name)
 
 
 _local = threading.local()
@@ -385,7 +388,7 @@ def _drop_pending() -> None:
         pending.drop()
 
 
-weights.listen(_drop_pending)
+listen(_drop_pending)
 
 
 def _stamp(x: Tensor) -> tuple[Any, ...]:
@@ -398,8 +401,8 @@ def _stamp(x: Tensor) -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         compute_dtype(x),
         _autocast_enabled(x),
-        weights.capturing(x),
-        weights.epoch(),
+        cache.capturing(x),
+        now(),
     )
 
 

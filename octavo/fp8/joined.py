@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.fp8 import weights as caching
-from octavo.fp8.cast import CastSpec, Quantized
-from octavo.fp8.formats import E8M0
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.param_tensor import Fp8Weight
-from octavo.fp8.weights import Part, WeightCodes
+from octavo.fp8.weights import cache as caching
+from octavo.fp8.weights.cache import Part, WeightCodes
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
 __all__ = ["Joined", "join"]
 
 
 class Joined:
     """Joined codes, cast once per optimizer step: valid as long as those of every weight would be, by the rules of
-    :class:`~octavo.fp8.weights.WeightCodes`, and dropped with the first of them. ``casts`` counts the casts made."""
+    :class:`~octavo.fp8.weights.cache.WeightCodes`, and dropped with the first of them. ``casts`` counts the casts
+    made."""
 
     def __init__(self, caches: tuple[WeightCodes, ...]) -> None:
         self.casts = 0

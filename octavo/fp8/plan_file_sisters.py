@@ -1,4 +1,4 @@
-"""The part of a plan file that says which sisters run as one GEMM (see :mod:`octavo.fp8.plan_file`)."""
+"""The part of a plan file that says which sisters run as one GEMM (see :mod:`octavo.fp8.planning.file`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from octavo.fp8.globs import compile_glob, matches, nearest, template
-from octavo.fp8.plan_sisters import PlanGroup, families
-from octavo.fp8.policy import OFF, PlanError
+from octavo.fp8.plan_sisters import families
+from octavo.fp8.planning.rows import PlanGroup
+from octavo.fp8.policy.globs import compile_glob, matches, nearest, template
+from octavo.fp8.policy.policy import OFF, PlanError
 
 __all__ = ["SisterLine", "asked_of", "check_sisters", "read_sisters", "sister_lines", "with_places"]
 

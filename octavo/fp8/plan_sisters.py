@@ -8,54 +8,26 @@ win as a part of the three. Then whether layers that are to run as one can (:fun
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from octavo.fp8 import fusion
-from octavo.fp8.choose import Single, SistersChoice, for_sisters
+from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.registry import Selection
-from octavo.fp8.measure import Case, Entry, Measured, Measurements
-from octavo.fp8.policy import AUTO, OFF
-from octavo.fp8.recipe import Recipe
-from octavo.fp8.topology import Row
+from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements
+from octavo.fp8.measuring.choose import Single, SistersChoice, for_sisters
+from octavo.fp8.planning.rows import PlanGroup
+from octavo.fp8.policy.policy import AUTO, OFF
+from octavo.fp8.policy.topology import Row
 
 if TYPE_CHECKING:
-    from octavo.fp8.plan import PlanRow
+    from octavo.fp8.planning.rows import PlanRow
 
-__all__ = ["PlanGroup", "groups_of", "notes"]
+__all__ = ["groups_of", "notes"]
 
 Selecting = Callable[[Row, Recipe, Entry, int], dict[str, Selection]]
-
-
-@dataclass(frozen=True)
-class PlanGroup:
-    """Sisters: the names of their rows, whether they run as one GEMM, and who decided or what forbids. ``choice`` and
-    ``measured`` say what was measured of ``case``, if it was."""
-
-    names: tuple[str, ...]
-    fused: bool
-    reason: str
-    case: Case | None = None
-    measured: Measured | None = None
-    choice: SistersChoice | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"names": list(self.names), "fused": self.fused, "reason": self.reason}
-        if self.choice is not None and self.measured is not None:
-            found = self.choice
-            out["measured"] = {
-                "case": str(self.case),
-                "best": found.name or None,
-                "bf16_ms": 1e3 * found.high,
-                "each_for_itself_ms": 1e3 * found.alone,
-                "apart_ms": None if found.apart is None else 1e3 * found.apart,
-                "joined_ms": None if found.joined is None else 1e3 * found.joined,
-                "planned_ms": 1e3 * found.planned,
-                "candidates": self.measured.to_json(),
-            }
-        return out
 
 
 def settle(

@@ -173,9 +173,9 @@ def load_split(
     For an optimizer that keeps weights as 16 + 16 bits (`fp8.AdamW`, master bf16+16; `fp8.set_low` takes them).
     A parameter whose lower halves are all zero has none: the dict of a BF16 checkpoint is empty, and such a checkpoint
     is never held in fp32. Of any other, the host holds the fp32 model, given up parameter by parameter. The BF16
-    values are nearest with ties away from zero (`octavo.fp8.optim.master`); `load(path, torch.bfloat16)` takes ties to
-    even. Of a folder in FP8 the fp32 weights are code * scale. Buffers are as that leaves them. Raises ModelError as
-    `load` does.
+    values are nearest with ties away from zero (`octavo.fp8.arithmetic.master`); `load(path, torch.bfloat16)` takes
+    ties to even. Of a folder in FP8 the fp32 weights are code * scale. Buffers are as that leaves them. Raises
+    ModelError as `load` does.
     """
     folder = Path(path)
     config = read_config(folder)

@@ -28,7 +28,7 @@ from torch import nn
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.config.schema import RecomputeSection
-from octavo.fp8 import plan_blocks
+from octavo.fp8.planning import modules
 from octavo.train import base, planning, static
 from octavo.train.errors import TrainError
 from octavo.train.forward import autocasts
@@ -37,7 +37,7 @@ from octavo.train.tokens import Tokens, attention_flops
 
 KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "workspace")
 
-# Largest number of elements of logits that a chunk of the head makes (octavo.fp8.logits), by device.
+# Largest number of elements of logits that a chunk of the head makes (octavo.fp8.memory.chunked_loss), by device.
 CHUNK = {"cuda": 2**25, "cpu": 2**23}
 # What an optimizer in host memory needs on the device: three buffers of a batch of states (octavo.fp8.optim.offload).
 STREAM = 3 * (64 << 20)
@@ -107,9 +107,9 @@ class Footprints:
         key = _of_plan(cfg)
         if key not in self._plans:
             policy = planning.policy_from(cfg)
-            saving = plan_blocks.saving_of(policy, self.family.components)
+            saving = modules.saving_of(policy, self.family.components)
             given = self.plan.rows, policy.fuse == "on", saving, self.family.components
-            self._plans[key] = replace(self.plan, policy=policy, blocks=plan_blocks.blocks_of(self.model, *given))
+            self._plans[key] = replace(self.plan, policy=policy, blocks=modules.blocks_of(self.model, *given))
         return self._plans[key]
 
     def rehearsal(self, cfg: Config, rows: int) -> Rehearsal:

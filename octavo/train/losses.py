@@ -65,7 +65,8 @@ def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, 
 
         (1 - label_smoothing) (lse - x_t) + label_smoothing (lse - mean_j x_j) + z_loss lse^2
 
-    the sources of which :func:`octavo.fp8.logits.linear_cross_entropy` names: it gives the same without the logits.
+    the sources of which :func:`octavo.fp8.memory.chunked_loss.linear_cross_entropy` names: it gives the same without
+    the logits.
     """
     wide = logits.float().flatten(0, 1)
     flat = F.cross_entropy(

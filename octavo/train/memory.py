@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.fp8.kept import Kept, Row, kept
-from octavo.fp8.local import plain
+from octavo.fp8.memory.accounting import Kept, Row, kept
+from octavo.fp8.weights.shards import plain
 
 MASTERS = ("master", "master_low")
 
@@ -25,9 +25,10 @@ MASTERS = ("master", "master_low")
 class Memory:
     """What a step holds. `forward()` surrounds the forward of a micro-batch, `report()` follows the backward.
 
-    What is kept for backward is counted by its storages (:mod:`octavo.fp8.kept`), the largest micro-batch of the step:
-    `activations`, and `logits` for what the head and the loss keep. Positions, masks and the batch itself are neither.
-    While health figures are taken, FP8 layers also keep x in high precision, so the loop never asks for both.
+    What is kept for backward is counted by its storages (:mod:`octavo.fp8.memory.accounting`), the largest micro-batch
+    of the step: `activations`, and `logits` for what the head and the loss keep. Positions, masks and the batch itself
+    are neither. While health figures are taken, FP8 layers also keep x in high precision, so the loop never asks for
+    both.
     """
 
     def __init__(self, model: nn.Module, family: models.Family) -> None:

@@ -2,8 +2,8 @@
 
 What a block keeps depends on its norms, its attention, on which layers share an input, on recomputation: on code rather
 than on a formula. So the blocks themselves run here, after the plan was applied, on fake tensors: tensors with a shape,
-a dtype and a storage of so many bytes that nobody allocates. The accountant (:mod:`octavo.fp8.kept`) counts what stays
-alive. A layer of 8 billion parameters' width and 8192 tokens takes a tenth of a second.
+a dtype and a storage of so many bytes that nobody allocates. The accountant (:mod:`octavo.fp8.memory.accounting`)
+counts what stays alive. A layer of 8 billion parameters' width and 8192 tokens takes a tenth of a second.
 
 Only token ids, positions and masks are real, because models look at them. Blocks that are equal (in class, shapes and
 recipes) keep equal amounts, so one of each kind runs and stands for the others; it runs between two real neighbours,
@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import adapters, fp8, models
 from octavo.config import Config
-from octavo.fp8.choose import backends_for
-from octavo.fp8.kept import ACTIVATION, Kept, kept
+from octavo.fp8.dense.gemms import backends_for
+from octavo.fp8.memory.accounting import ACTIVATION, Kept, kept
 from octavo.train import base, build, losses, routing
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype

@@ -22,7 +22,7 @@ from typing import Any
 from octavo import checkpoint, fp8
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
-from octavo.fp8 import plan_file
+from octavo.fp8.planning import file as plan_file
 from octavo.parallel import World
 from octavo.train import datafiles
 from octavo.train.errors import TrainError
@@ -283,7 +283,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 def write_plan(
     directory: Path, family: str, plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None
 ) -> None:
-    """plan.json: what `octavo plan --json` prints, and a plan file that `fp8.plan` takes (`octavo.fp8.plan_file`)."""
+    """plan.json: what `octavo plan --json` prints, and a plan file that `fp8.plan` takes
+    (`octavo.fp8.planning.file`)."""
     said = {"family": family, **plan.to_json(), **plan_file.document(plan), "notes": list(notes)}
     if prediction is not None:
         said["prediction"] = prediction.to_json()

@@ -16,8 +16,8 @@ from torch import nn
 
 from octavo import adapters, fp8, models
 from octavo.config import Config
-from octavo.fp8.cast import CastSpec, layout
-from octavo.fp8.param_rows import Shards
+from octavo.fp8.arithmetic.cast import CastSpec, layout
+from octavo.fp8.weights.fp8_rows import Shards
 from octavo.train.forward import model_dtype
 
 GROUP = 128  # elements of a parameter that share the figures of its 8-bit states: octavo.fp8.optim
@@ -193,7 +193,7 @@ def _specs(row: fp8.PlanRow) -> list[CastSpec]:
 
 
 def _shard_of_codes(row: fp8.PlanRow, ranks: int) -> int:
-    """What a rank keeps: :class:`octavo.fp8.param_rows.Rows`, as large on every rank."""
+    """What a rank keeps: :class:`octavo.fp8.weights.fp8_rows.Rows`, as large on every rank."""
     found = 0
     for spec in _specs(row):
         if row.row.experts:

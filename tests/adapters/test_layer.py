@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo import adapters, fp8
 from octavo.adapters import AdapterError
 from octavo.adapters.lowrank import low_rank, low_rank_traced
-from octavo.fp8.kept import Kept, kept
+from octavo.fp8.memory.accounting import Kept, kept
 from tests.adapters.conftest import lora
 
 QKV = ("q_proj", "k_proj", "v_proj")

@@ -16,7 +16,8 @@ from octavo.bench.bench import Bench, Refusal, Rotation, Work
 from octavo.bench.record import Result, Row
 from octavo.cli import bench as command
 from octavo.cli.main import main
-from octavo.fp8 import experts
+from octavo.fp8.moe import experts
+from octavo.fp8.moe.grouped import grouped_gemms
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("blockwise", "tensorwise", "rowwise", "mxfp8")
@@ -256,7 +257,7 @@ def test_nothing_that_fell_back_to_eager_is_timed_as_compiled(monkeypatch) -> No
 def test_experts_are_timed_grouped_on_both_sides(monkeypatch) -> None:
     """The baseline is transformers' grouped product, and ours is no loop over experts."""
     seen = []
-    theirs, ours = torch._grouped_mm, experts.grouped_gemms
+    theirs, ours = torch._grouped_mm, grouped_gemms
     monkeypatch.setattr(torch, "_grouped_mm", lambda *a, **k: seen.append("theirs") or theirs(*a, **k))
     monkeypatch.setattr(experts, "grouped_gemms", lambda *a: seen.append("ours") or ours(*a))
     config = suite_moe._config(small=True)

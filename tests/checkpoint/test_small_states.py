@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from octavo import checkpoint
-from octavo.fp8.local import span
 from octavo.fp8.optim import layout
+from octavo.fp8.weights.shards import span
 from octavo.parallel import World, shard
 from tests import ranks
 from tests.checkpoint.models import fresh, load, optimizer_for, save, small, train, trained

@@ -170,7 +170,7 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
     """On a machine whose times are known: FP8 wins for wide layers."""
     from octavo import fp8
     from octavo.cli import plan as command
-    from octavo.fp8.timing import Timed
+    from octavo.fp8.measuring.timing import Timed
     from octavo.train import planning
 
     def timer(case, calls, device):

@@ -11,9 +11,9 @@ import torch
 from octavo import doctor, environment, fp8
 from octavo.doctor import arithmetic, machine, packages
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
-from octavo.fp8 import metrics
+from octavo.fp8.arithmetic import metrics
+from octavo.fp8.arithmetic.metrics import SOUND
 from octavo.fp8.kernels import registry
-from octavo.fp8.measure import SOUND
 
 GIB = 2**30
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from octavo import fp8
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec
 
 from . import oracle
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from octavo.fp8 import attention
-from octavo.fp8.attention import grouped_attention
-from octavo.fp8.kept import kept
+from octavo.fp8.blocks import attention
+from octavo.fp8.blocks.attention import grouped_attention
+from octavo.fp8.memory.accounting import kept
 
 B, T, H, KV, D = 2, 37, 6, 2, 24
 MASKS = ("none", "causal", "shared boolean", "own boolean", "added")

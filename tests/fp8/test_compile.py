@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
-from octavo.fp8.linear import Site, select_backends
+from octavo.fp8.dense.gemms import Site, select_backends
 from tests import ranks
 
 CPU = torch.device("cpu")

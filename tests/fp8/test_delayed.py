@@ -271,15 +271,15 @@ def test_a_foreign_state_is_refused():
 
 
 def test_fingerprints_weigh_each_row_and_reuse_their_weights():
-    from octavo.fp8 import scaling
+    from octavo.fp8.dense import delayed
 
-    scaling._odd_numbers.clear()
+    delayed._odd_numbers.clear()
     found = {}
     for rows in (4, 9, 3):
         x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
         bits = x.view(torch.int64)
         want = (bits.sum(1) * torch.arange(1, 2 * rows, 2)).sum() | 1
-        assert int(scaling._fingerprint(x)) == int(want)
-        assert int(scaling._fingerprint(x.flip(0))) != int(want)
-        (found[rows],) = scaling._odd_numbers.values()
+        assert int(delayed._fingerprint(x)) == int(want)
+        assert int(delayed._fingerprint(x.flip(0))) != int(want)
+        (found[rows],) = delayed._odd_numbers.values()
     assert found[3] is found[9] and found[9].shape == (9,)

@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLM
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
 
 from octavo import fp8
-from octavo.fp8 import experts as moe
+from octavo.fp8.moe import experts as moe
 
 E, H, I = 6, 32, 24  # noqa: E741
 SMALL = {"hidden_size": H, "num_experts": E, "num_experts_per_tok": 2}

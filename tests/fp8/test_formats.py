@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.fp8.formats import E4M3, E5M2, E8M0, FORMATS, decode, decode_e8m0
+from octavo.fp8.arithmetic.formats import E4M3, E5M2, E8M0, FORMATS, decode, decode_e8m0
 
 from . import oracle
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.frozen_tensor import FrozenWeight
+from octavo.fp8.weights.frozen_tensor import FrozenWeight
 
 KINDS = tuple(fp8.FROZEN)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8
-from octavo.fp8 import param_rows
-from octavo.fp8.experts import PROJECTIONS
+from octavo.fp8.moe.experts import PROJECTIONS
+from octavo.fp8.weights import fp8_rows
 
 E, H, I = 5, 160, 32  # noqa: E741
 HOW = ("grouped", "dgrad in BF16", "fwd in BF16", "saved")
@@ -98,8 +98,8 @@ def test_one_expert_at_a_time_in_high_precision(cls: type[Plain], kind: str, mon
     """The stock loop over experts dequantizes the expert that it uses, and no other."""
     model, (x, index, share) = built(cls, kind), routed()
     want = built(cls, kind, codes=False)["experts"](x, index, share)
-    stock, shapes = param_rows.dequantize, []
-    monkeypatch.setattr(param_rows, "dequantize", lambda q, *a: shapes.append(tuple(q.data.shape)) or stock(q, *a))
+    stock, shapes = fp8_rows.dequantize, []
+    monkeypatch.setattr(fp8_rows, "dequantize", lambda q, *a: shapes.append(tuple(q.data.shape)) or stock(q, *a))
     assert torch.equal(model["experts"](x, index, share), want)
     assert set(shapes) == {(2 * I, H), (H, I)}
     fp8.apply(model, fp8.plan(model, RECIPES[kind]))

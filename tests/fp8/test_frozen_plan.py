@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.kept import kept
+from octavo.fp8.memory.accounting import kept
 
 RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
 

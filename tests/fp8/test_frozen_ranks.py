@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from octavo import fp8
-from octavo.fp8 import param_rows
-from octavo.fp8.frozen_tensor import FrozenWeight
+from octavo.fp8.weights import fp8_rows
+from octavo.fp8.weights.frozen_tensor import FrozenWeight
 from octavo.parallel import World, full_state_dict, shard
 from tests import ranks
 
@@ -151,7 +151,7 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
         before, state = fp8.fingerprint(alone), fp8.fp8_state_dict(alone)
         expected = _step(alone)
         model = _build(kind, getattr(torch, dtype))
-        with mock.patch.object(param_rows, "dequantize") as decode:
+        with mock.patch.object(fp8_rows, "dequantize") as decode:
             if world.mesh is not None:
                 shard(model, Blocks(), world)
             else:

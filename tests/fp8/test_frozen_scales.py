@@ -10,10 +10,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo import fp8
-from octavo.fp8 import cast
+from octavo.fp8.arithmetic import cast
 from octavo.fp8.kernels import deepgemm_backend, registry, torch_backend
 from octavo.fp8.kernels.layout import ALIGN, k_major
-from octavo.fp8.plan_frozen import fitted
+from octavo.fp8.planning.frozen import fitted
 
 RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
 BLOCKS = {"row": (1, -1), "block": (128, 128), "tensor": (-1, -1)}

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 
 from octavo import fp8, models
 from octavo.fp8 import fusion
-from octavo.fp8.gated_mlp import GatedMlp
-from octavo.fp8.norms import RmsNorm
+from octavo.fp8.blocks.gated_mlp import GatedMlp
+from octavo.fp8.blocks.rmsnorm import RmsNorm
 from octavo.models.tiny_configs import tiny_config
 
 

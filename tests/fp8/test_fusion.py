@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
-from octavo.fp8 import fusion, joined, weights
-from octavo.fp8.cast import quantize
+from octavo.fp8 import fusion, joined
+from octavo.fp8.arithmetic.cast import quantize
+from octavo.fp8.weights import cache
 
 from .test_fsdp_cache import alone  # noqa: F401
 
@@ -459,7 +460,7 @@ def test_a_graph_capture_keeps_no_codes(monkeypatch):
     x = torch.randn(4, 96)
     run(twin, x)
     casts = group_of(twin).joined.casts
-    monkeypatch.setattr(weights, "capturing", lambda _: True)
+    monkeypatch.setattr(cache, "capturing", lambda _: True)
     for _ in range(2):
         with torch.no_grad():  # unseen, as a replay's weights would be
             plain.k_proj.weight.data.mul_(2)

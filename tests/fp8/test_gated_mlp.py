@@ -14,10 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from octavo import fp8
-from octavo.fp8 import gated_mlp, shared_input, weights
-from octavo.fp8.cast import quantize
+from octavo.fp8.arithmetic.cast import quantize
+from octavo.fp8.blocks import gated_mlp
+from octavo.fp8.dense import inputs
+from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
-from octavo.fp8.swapped import unswap
+from octavo.fp8.weights import cache as weights
 
 from .test_fsdp_cache import alone  # noqa: F401
 
@@ -492,6 +494,6 @@ def test_a_backward_ends_the_shared_codes_of_its_input():
     _, twin = pair()
     x = torch.randn(40, 72)
     y = twin(x)
-    assert shared_input.held_bytes() > 0
+    assert inputs.held_bytes() > 0
     y.sum().backward()
-    assert shared_input.held_bytes() == 0
+    assert inputs.held_bytes() == 0

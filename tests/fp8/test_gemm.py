@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from octavo import fp8
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels.registry import get
-from octavo.fp8.recipe import RECIPES, recipe
 
 from . import oracle
 

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8 import experts as moe
-from octavo.fp8 import grouped_high
-from octavo.fp8.cast import scale_fp32
-from octavo.fp8.grouped_linear import alone
+from octavo.fp8.arithmetic.cast import scale_fp32
+from octavo.fp8.dense.gemms import Site
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.groups import TILE, of_expert, real_rows, route, spans
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.linear import Site
+from octavo.fp8.moe import experts as moe
+from octavo.fp8.moe import grouped_high
+from octavo.fp8.moe.grouped import alone
 
 E, H, I = 5, 144, 40  # noqa: E741
 SPECS = [

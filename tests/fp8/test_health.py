@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8 import cast, metrics
-from octavo.fp8.formats import decode
-from octavo.fp8.health import muted, watching
+from octavo.fp8.arithmetic import cast, metrics
+from octavo.fp8.arithmetic.formats import decode
+from octavo.fp8.observe.health import muted, watching
 
 BLOCKS = ((1, 128), (128, 1), (128, 128), (-1, -1), (1, -1), (-1, 1), (32, 1))
 SHAPES = ((1, 1), (5, 130), (130, 300), (2, 3, 64), (128, 128))
@@ -60,7 +60,7 @@ def test_figures_take_codes_that_lie_transposed():
 def test_an_operand_is_decoded_once_for_all_collectors(monkeypatch):
     m = nn.Sequential(nn.Linear(64, 32))
     fp8.apply(m, fp8.plan(m, "blockwise"))
-    calls, own = [], metrics.decode
+    calls, own = [], decode
     monkeypatch.setattr(metrics, "decode", lambda codes: calls.append(codes.shape) or own(codes))
     with fp8.health() as outer, fp8.health() as inner:
         m(torch.randn(8, 64, requires_grad=True)).square().sum().backward()

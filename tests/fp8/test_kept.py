@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
-from octavo.fp8.kept import Kept, kept, per_layer, slope
+from octavo.fp8.memory.accounting import Kept, kept, per_layer, slope
 from tests import ranks
 
 

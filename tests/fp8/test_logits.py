@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.fp8.logits import linear_cross_entropy, token_log_probs
+from octavo.fp8.memory.chunked_loss import linear_cross_entropy, token_log_probs
 
 IGNORE = -100
 
@@ -152,7 +152,7 @@ def test_ignored_tokens_cost_nothing(monkeypatch: pytest.MonkeyPatch):
 
 def test_targets_that_cannot_be_looked_at_give_the_same(monkeypatch: pytest.MonkeyPatch):
     """The way of targets on a GPU: rows without a target run along, and give and get nothing."""
-    from octavo.fp8 import logits
+    from octavo.fp8.memory import chunked_loss as logits
 
     hidden, weight, target, _ = problem()
     want = linear_cross_entropy(hidden, weight, target, z_loss=0.1)

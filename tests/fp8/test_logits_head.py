@@ -23,9 +23,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from octavo.fp8.logits import linear_cross_entropy
-from octavo.fp8.logits_head import ChunkedHead, chunked_head
-from octavo.fp8.swapped import unswap
+from octavo.fp8.dense.swap import unswap
+from octavo.fp8.memory.chunked_head import ChunkedHead, chunked_head
+from octavo.fp8.memory.chunked_loss import linear_cross_entropy
 from octavo.models.tiny_configs import CONFIGS, tiny_config
 
 from .test_fsdp_cache import alone  # noqa: F401

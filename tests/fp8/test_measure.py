@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8 import choose, measurements
 from octavo.fp8.kernels import registry
-from octavo.fp8.measure import HIGH, Case, Entry, Measured
-from octavo.fp8.predict import predict
-from octavo.fp8.timing import Timed, time_calls
+from octavo.fp8.measuring import choose
+from octavo.fp8.measuring import measure as measurements
+from octavo.fp8.measuring.cases import HIGH, Case, Entry, Measured
+from octavo.fp8.measuring.timing import Timed, time_calls
+from octavo.fp8.proof.prediction import predict
 
-measure = importlib.import_module("octavo.fp8.measure")  # fp8.measure is the function
+measure = importlib.import_module("octavo.fp8.measuring.bench")  # fp8.measure is the function
 GPU = fp8.Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"})
 TOKENS = {"foundation": 64, "lm_head": 64}
 

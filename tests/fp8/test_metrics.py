@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octavo import fp8
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec
 
 
 def test_sqnr_is_the_mean_of_decibels_over_blocks() -> None:

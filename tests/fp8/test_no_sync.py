@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
-from octavo.fp8 import cast
-from octavo.fp8.optim import update
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.adamw import MASTERS, reference
+from octavo.fp8.arithmetic.moments import STATES
+from octavo.fp8.optim import engine
 from octavo.fp8.optim.in_backward import clip_factor, gradient_norm
-from octavo.fp8.optim.moments import STATES
-from octavo.fp8.optim.update import MASTERS
 from tests.gpu.blocks import Block
 
 from .test_fusion import Attention
@@ -102,7 +102,7 @@ def test_no_fused_step_waits():
 @pytest.mark.parametrize("master", MASTERS)
 def test_no_update_waits(states, master, monkeypatch):
     """The step itself is a kernel where there is one; here, as on a GPU without Triton, it is the reference."""
-    monkeypatch.setattr(update, "on_cpu", update.reference)
+    monkeypatch.setattr(engine, "on_cpu", reference)
     torch.manual_seed(0)
     dtype = torch.float32 if master == "fp32" else torch.bfloat16
     m = nn.Sequential(nn.Linear(96, 48), nn.Linear(48, 5)).to(dtype)

@@ -17,10 +17,11 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from octavo import fp8
-from octavo.fp8 import gated_mlp, norms, shared_input
-from octavo.fp8.cast import quantize
+from octavo.fp8.arithmetic.cast import quantize
+from octavo.fp8.blocks import gated_mlp, rmsnorm
+from octavo.fp8.dense import inputs
+from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
-from octavo.fp8.swapped import unswap
 from octavo.models.tiny_configs import tiny_config
 
 from .test_fsdp_cache import alone  # noqa: F401
@@ -59,7 +60,7 @@ def pair(recipe="blockwise", seed=0, policy=None, **kwargs):
     block = Block(**kwargs)
     plain = fp8.apply(block, fp8.plan(block, fp8.Policy(recipe=recipe, **(policy or {}))))
     twin = copy.deepcopy(plain)
-    assert norms.convert(twin) == (("input_layernorm", None),)
+    assert rmsnorm.convert(twin) == (("input_layernorm", None),)
     return plain, twin
 
 
@@ -102,14 +103,14 @@ def test_the_layers_find_the_codes_of_y_and_cast_nothing(recipe, dtype, monkeypa
     x = torch.randn(2, 7, 96).to(given)
     inner(twin, x)  # weights
     seen, found = casts(monkeypatch, 14), []
-    own = shared_input.Input.codes
+    own = inputs.Input.codes
 
     def spy(self, row, col):
         codes = own(self, row, col)
         found.append((self.given, self.matrix(), row, col, codes))
         return codes
 
-    monkeypatch.setattr(shared_input.Input, "codes", spy)
+    monkeypatch.setattr(inputs.Input, "codes", spy)
     y = inner(twin, x.requires_grad_())
     assert seen == [] and len(found) == 3
     for given_, matrix, row, col, codes in found:
@@ -216,9 +217,9 @@ def test_only_what_is_needed_is_cast_and_kept(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = twin.input_layernorm(x)
     assert [tuple(t.shape) for t in kept] == [(5, 96), (96,), (5,)]
-    assert shared_input.held_bytes() > 0
+    assert inputs.held_bytes() > 0
     del y
-    assert shared_input.held_bytes() == 0
+    assert inputs.held_bytes() == 0
 
 
 def test_another_input_is_cast_as_ever(monkeypatch):
@@ -324,7 +325,7 @@ def test_what_stays_and_why(norm, policy, reason, dtype):
     block = Block(norm=norm, dtype=dtype)
     fp8.apply(block, fp8.plan(block, fp8.Policy(**{"recipe": "blockwise", **policy})))
     kind = type(block.input_layernorm)
-    ((_, why),) = norms.convert(block)
+    ((_, why),) = rmsnorm.convert(block)
     assert why is not None and re.search(reason, why), why
     assert type(block.input_layernorm) is kind
 
@@ -333,17 +334,17 @@ def test_other_norms():
     block = Block(norm=lambda k: nn.RMSNorm(k, eps=1e-5))
     block.input_layernorm.register_forward_hook(lambda *_: pytest.fail("a trial is no call"))
     fp8.apply(block, fp8.plan(block, "blockwise"))
-    assert norms.convert(block) == (("input_layernorm", None),) and norms.convert(block)[0][1] == "fused before"
+    assert rmsnorm.convert(block) == (("input_layernorm", None),) and rmsnorm.convert(block)[0][1] == "fused before"
     post = nn.ModuleDict({"post_attention_layernorm": Qwen3RMSNorm(96), "post_feedforward_layernorm": Qwen3RMSNorm(96)})
     post["mlp"] = nn.ModuleDict({"gate_proj": nn.Linear(96, 96), "up_proj": nn.Linear(96, 96)})
-    assert norms.convert(fp8.apply(post, fp8.plan(post, "blockwise"))) == ()
+    assert rmsnorm.convert(fp8.apply(post, fp8.plan(post, "blockwise"))) == ()
 
 
 def test_a_model_without_weights():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
     fp8.apply(model, fp8.plan(model, "blockwise"))
-    assert {why for _, why in (*norms.convert(model), *gated_mlp.convert(model))} == {None}
+    assert {why for _, why in (*rmsnorm.convert(model), *gated_mlp.convert(model))} == {None}
 
 
 def test_triton_in_the_interpreter():

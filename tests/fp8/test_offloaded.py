@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8
-from octavo.fp8.kept import kept
-from octavo.fp8.offloaded import offload, synchronize_per_layer
-from octavo.fp8.recompute import recompute
+from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.offload import offload, synchronize_per_layer
+from octavo.fp8.memory.recompute import recompute
 from tests import ranks
 from tests.fp8.test_fused_models import made
 from tests.fp8.test_recompute import Block, same, stack, step

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from octavo import fp8
-from octavo.fp8 import weights
-from octavo.fp8.cast import CastSpec, Quantized, quantize, scale_fp32
-from octavo.fp8.kernels import layout, ops, registry
-from octavo.fp8.linear import Site, select_backends
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize, scale_fp32
+from octavo.fp8.dense import compiled
+from octavo.fp8.dense.gemms import Site, select_backends
+from octavo.fp8.kernels import layout, registry
+from octavo.fp8.weights import cache as weights
 
 CPU = torch.device("cpu")
 RECIPES = ("blockwise", "rowwise", "tensorwise", "mxfp8")
@@ -51,10 +52,10 @@ def same(a: Quantized, b: Quantized) -> bool:
 def test_packing_takes_apart_and_puts_together_for_every_cast_and_layout(spec, contract):
     for rows, cols in ((1, 1), (5, 40), (130, 257), (16, 128), (0, 24), (24, 0)):
         q = quantize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)), spec)
-        codes, scale = ops.pack(q, contract)
+        codes, scale = compiled.pack(q, contract)
         assert codes.dtype is torch.uint8 and codes.is_contiguous() and scale.is_contiguous() and scale.dim() == 1
         assert tuple(codes.shape) == layout.padded_sizes(rows, cols, spec, contract)
-        again = ops.unpack(codes, scale, rows, cols, spec, contract)
+        again = compiled.unpack(codes, scale, rows, cols, spec, contract)
         assert same(q, again)
         if min(rows, cols) > 1:  # what a GEMM then reads is a view: nothing is copied a second time
             operand = layout.k_major(again, contract)
@@ -72,9 +73,9 @@ def test_codes_that_lie_right_already_are_packed_without_a_copy(spec, contract):
     view.view(torch.uint8).copy_(plain.data.view(torch.uint8))
     scale = layout.scale_buffer(rows, cols, spec, contract, CPU)
     scale.copy_(plain.scale)
-    codes, packed = ops.pack(Quantized(view, scale, spec), contract)
+    codes, packed = compiled.pack(Quantized(view, scale, spec), contract)
     assert codes.data_ptr() == view.data_ptr() and packed.data_ptr() == scale.data_ptr()
-    assert same(plain, ops.unpack(codes, packed, rows, cols, spec, contract))
+    assert same(plain, compiled.unpack(codes, packed, rows, cols, spec, contract))
 
 
 # --- the text that layers share ---------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def test_the_key_says_backends_and_casts_and_nothing_about_the_layer():
     ran = f"reference@{layout.REVISION}"
     square, tall = "e4m3,1,128,pow2;e4m3,128,128,pow2", "e4m3,128,1,pow2;e4m3,128,1,pow2"
     assert a.key == b.key == f"{ran}:{square}|{ran}:{square}|{ran}:{tall}"
-    parts = ops.gemms(key_of(named("rowwise", dgrad="bf16", format="hybrid")))
+    parts = compiled.gemms(key_of(named("rowwise", dgrad="bf16", format="hybrid")))
     assert parts.dgrad == "" and parts.operand("dgrad", 0) == ""
     assert parts.operand("wgrad", 0) == f"{ran}:e5m2,-1,1,pow2"
     assert parts.operand("wgrad", 1) == f"{ran}:e4m3,-1,1,pow2"
@@ -94,7 +95,7 @@ def test_the_key_says_backends_and_casts_and_nothing_about_the_layer():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_survives_as_text(name):
     for recipe in (named(name), named(name, wgrad="bf16"), named(name, fwd="bf16", dgrad="bf16")):
-        assert ops.recipe_of(ops.casts_of(recipe)) == recipe
+        assert compiled.recipe_of(compiled.casts_of(recipe)) == recipe
 
 
 # --- what the compiler is told ----------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def test_every_operator_does_what_it_told_the_compiler(name, backend):
     recipe = named(name)
     key, (m, n, k) = key_of(recipe, backend), (5, 24, 40)
     x, w, b = operands(m, n, k)
-    parts = ops.gemms(key)
+    parts = compiled.gemms(key)
     for row, col in ((0, 1), (0, None), (None, 1)):
         casts = ("" if row is None else parts.operand("fwd", 0), "" if col is None else parts.operand("wgrad", 1))
         torch.library.opcheck(torch.ops.octavo.cast, (x, *casts), test_utils=CHECKS)
@@ -125,7 +126,7 @@ def test_every_operator_does_what_it_told_the_compiler(name, backend):
 def test_the_gradient_is_right_under_aot_dispatch_with_sizes_unknown(name):
     key = key_of(named(name))
     x, w, b = (t.requires_grad_() for t in operands(37, 24, 40))
-    parts = ops.gemms(key)
+    parts = compiled.gemms(key)
     codes = torch.ops.octavo.cast(x.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1))
     torch.library.opcheck(torch.ops.octavo.linear, (x, w, b, *codes, key), test_utils=("test_aot_dispatch_dynamic",))
 
@@ -146,10 +147,10 @@ def test_outputs_never_share_memory():
         out = torch.ops.octavo.cast(torch.randn(16, 16), "one_cast:e4m3,-1,-1,fp32", "one_cast:e4m3,-1,-1,fp32")
     finally:
         del registry._backends["one_cast"]
-        ops._operand.cache_clear()
+        compiled._operand.cache_clear()
     assert len({t.untyped_storage()._cdata for t in out}) == 4
     spec = CastSpec("e4m3", (-1, -1), "fp32")
-    row, col = ops.unpack(*out[:2], 16, 16, spec, 1), ops.unpack(*out[2:], 16, 16, spec, 0)
+    row, col = compiled.unpack(*out[:2], 16, 16, spec, 1), compiled.unpack(*out[2:], 16, 16, spec, 0)
     assert same(row, col)
 
 
@@ -163,7 +164,7 @@ def test_a_tensor_that_cannot_be_cast_is_refused_while_tracing():
 def test_differentiating_twice_is_refused():
     key = key_of(named("rowwise"))
     x, w, _ = (t.requires_grad_() for t in operands(8, 16, 16))
-    parts = ops.gemms(key)
+    parts = compiled.gemms(key)
     codes = torch.ops.octavo.cast(x.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1))
     y = torch.ops.octavo.linear(x, w, None, *codes, key)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -182,7 +183,7 @@ def layer(name: str = "blockwise", n: int = 24, k: int = 40) -> fp8.Linear:
 
 def forward(module: fp8.Linear, weight: Tensor, x: Tensor) -> Tensor:
     key = module._site.key
-    codes = torch.ops.octavo.cast(x, ops.gemms(key).operand("fwd", 0), "")
+    codes = torch.ops.octavo.cast(x, compiled.gemms(key).operand("fwd", 0), "")
     return torch.ops.octavo.linear(x, weight, None, *codes, key)
 
 
@@ -245,7 +246,7 @@ def test_weights_that_are_cast_twice_lie_for_the_gemm_that_reads_them(name, monk
     monkeypatch.setattr(type(registry.get("reference")), "quantize", quantize)
     w, x, recipe = torch.randn(24, 40), torch.randn(4, 40, requires_grad=True), named(name)
     key = key_of(recipe)
-    codes = torch.ops.octavo.cast(x, ops.gemms(key).operand("fwd", 0), "")
+    codes = torch.ops.octavo.cast(x, compiled.gemms(key).operand("fwd", 0), "")
     torch.ops.octavo.linear(x, w, None, *codes, key).sum().backward()
     assert (recipe.fwd.b, 1) in asked and (recipe.dgrad.b, 0) in asked and (recipe.dgrad.b, 1) not in asked
 
@@ -279,6 +280,6 @@ def test_a_graph_on_disk_that_was_made_for_another_layout_is_not_found_again(mon
     """A compiler's cache keys a graph by its operators and constants; what the operators return is not part of it."""
     recipe = fp8.recipe("blockwise")
     selections = select_backends(recipe, torch.device("cpu"))
-    before = ops.describe(recipe, selections)
+    before = compiled.describe(recipe, selections)
     monkeypatch.setattr(layout, "REVISION", layout.REVISION + 1)
-    assert ops.describe(recipe, selections) != before
+    assert compiled.describe(recipe, selections) != before

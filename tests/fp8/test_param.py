@@ -11,9 +11,9 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from octavo import fp8
-from octavo.fp8.cast import dequantize
-from octavo.fp8.local import plain, span
-from octavo.fp8.param_tensor import Fp8Weight
+from octavo.fp8.arithmetic.cast import dequantize
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
+from octavo.fp8.weights.shards import plain, span
 
 RECIPES = fp8.RECIPES
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from octavo import fp8
 
-plan_file = importlib.import_module("octavo.fp8.plan_file")
+plan_file = importlib.import_module("octavo.fp8.planning.file")
 
 
 class Block(nn.Module):

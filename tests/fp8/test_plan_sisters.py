@@ -10,11 +10,11 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8 import fusion
-from octavo.fp8.measure import HIGH, Case
-from octavo.fp8.predict import predict
-from octavo.fp8.timing import Timed
+from octavo.fp8.measuring.cases import HIGH, Case
+from octavo.fp8.measuring.timing import Timed
+from octavo.fp8.proof.prediction import predict
 
-measure = importlib.import_module("octavo.fp8.measure")
+measure = importlib.import_module("octavo.fp8.measuring.bench")
 GPU = fp8.Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"})
 TOKENS = {"foundation": 64}
 

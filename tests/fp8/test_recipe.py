@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octavo import fp8
-from octavo.fp8.cast import CastSpec
-from octavo.fp8.recipe import RECIPES, Delayed, Gemm, RecipeError, recipe
+from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.fp8.arithmetic.recipe import RECIPES, Delayed, Gemm, RecipeError, recipe
 
 TABLE = {
     "tensorwise": ("tensor tensor", "tensor tensor", "tensor tensor", "fp32", "hybrid"),

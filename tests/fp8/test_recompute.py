@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config
 
 from octavo import fp8, models
-from octavo.fp8.kept import Kept, kept, per_layer
-from octavo.fp8.recompute import recompute
+from octavo.fp8.memory.accounting import Kept, kept, per_layer
+from octavo.fp8.memory.recompute import recompute
 from octavo.models import tiny
 from tests import ranks
 from tests.fp8 import test_kept

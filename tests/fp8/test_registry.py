@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from octavo import fp8
-from octavo.fp8.cast import CastError, CastSpec
+from octavo.fp8.arithmetic.cast import CastError, CastSpec
+from octavo.fp8.arithmetic.recipe import Gemm, Recipe, recipe
 from octavo.fp8.kernels import deepgemm_backend, registry, torch_backend, triton_backend
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import BackendError, get, names, register, select
-from octavo.fp8.recipe import Gemm, Recipe, recipe
 
 
 class Picky(ReferenceBackend):
@@ -232,8 +232,8 @@ def test_a_gemm_that_the_recipe_keeps_in_high_precision_is_no_fp8_gemm() -> None
 
 def test_experts_can_be_planned_for_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated and one by one, as its linear layers are emulated; the reason is there to be shown."""
-    from octavo.fp8.choose import backends_for
-    from octavo.fp8.grouped_linear import alone
+    from octavo.fp8.dense.gemms import backends_for
+    from octavo.fp8.moe.grouped import alone
 
     for module in (deepgemm_backend, torch_backend, triton_backend):
         monkeypatch.setattr(module, "_lacks", lambda *device: "this GPU has 8.0")

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8 import cast, saved, saved_attention
-from octavo.fp8.kept import kept
-from octavo.fp8.saved import SPEC, Source
-from octavo.fp8.shared_input import forget
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.blocks import attention_output
+from octavo.fp8.dense import sources
+from octavo.fp8.dense.inputs import forget
+from octavo.fp8.dense.sources import SPEC, Source
+from octavo.fp8.memory.accounting import kept
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,21 +28,21 @@ def few_objects():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_are_e4m3_in_blocks_of_128_under_powers_of_two(k, dtype):
     x = (torch.randn(2, 3, k) * 2.0 ** torch.randint(-9, 6, (2, 3, 1))).to(dtype)
-    q, want = saved.keep(x), cast.quantize(x.reshape(6, k), SPEC)
+    q, want = sources.keep(x), cast.quantize(x.reshape(6, k), SPEC)
     assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(q.scale, want.scale)
-    y = saved.value(q, dtype)
+    y = sources.value(q, dtype)
     assert y.dtype == dtype and torch.equal(y, cast.dequantize(want).to(dtype))
 
 
 def test_bad_and_extreme_values():
     x = torch.ones(3, 200)
     x[0, 5], x[1, 150], x[2, 0] = float("nan"), float("-inf"), 3e38
-    y = saved.value(saved.keep(x), torch.bfloat16)
+    y = sources.value(sources.keep(x), torch.bfloat16)
     assert y[0, :128].isnan().all() and (y[0, 128:] == 1).all()
     assert (y[1, :128] == 1).all() and y[1, 128:].isnan().all()
     assert y[2, 0] > 2e38 and y[2, 128:].eq(1).all()
     big = torch.tensor([[65504.0, float("nan")], [65504.0, 1.0]]).half()
-    y = saved.value(saved.keep(big), torch.float16)
+    y = sources.value(sources.keep(big), torch.float16)
     assert y[0].isnan().all() and y[1, 0] == 65504  # the code stands for 65536, which fp16 lacks
 
 
@@ -63,7 +65,7 @@ def run(module, x, again=None, lowered=False, grad=True):
         if again is None:
             y = module(x)
         else:
-            with saved.behind(x, again):
+            with sources.behind(x, again):
                 y = module(x)
     (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
     held = [t for t in held if t is not module.weight]
@@ -105,14 +107,16 @@ def test_a_frozen_weight_asks_for_no_source(recipe):
 def test_only_the_tensor_itself_has_a_source():
     x, y = torch.randn(4, 96), torch.randn(4, 96)
     source = Source((x,), lambda t: t)
-    with saved.behind(x, source):
-        assert saved.source_of(x) is source and saved.source_of(y) is None and saved.source_of(x.view(4, 96)) is None
-        with saved.behind(y, source):
-            assert saved.source_of(y) is source and saved.source_of(x) is None
-        assert saved.source_of(x) is source
+    with sources.behind(x, source):
+        assert (
+            sources.source_of(x) is source and sources.source_of(y) is None and sources.source_of(x.view(4, 96)) is None
+        )
+        with sources.behind(y, source):
+            assert sources.source_of(y) is source and sources.source_of(x) is None
+        assert sources.source_of(x) is source
         x.add_(1)
-        assert saved.source_of(x) is None
-    assert saved.source_of(y) is None
+        assert sources.source_of(x) is None
+    assert sources.source_of(y) is None
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
@@ -188,7 +192,7 @@ def test_a_copy_of_attentions_output_is_nobodys():
     assert sum(r.bytes for r in rows[0]) == sum(r.bytes for r in rows[1])
     y = torch.randn(2, 64, 4, 32, requires_grad=True).transpose(1, 2)
     out = nn.functional.scaled_dot_product_attention(y, y, y)
-    shared = saved_attention.kept_by_attention
+    shared = attention_output.kept_by_attention
     assert shared(out) and shared(out.transpose(1, 2).reshape(2, 64, 128)) and not shared(out * 1) and not shared(y)
     assert not shared(out.reshape(2, 4, 32, 64).reshape(-1))  # a copy
     assert not shared(out.clone()) and not shared(torch.cat([out, out])) and not shared(out.detach())

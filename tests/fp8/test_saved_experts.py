@@ -7,9 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
-from octavo.fp8 import experts as moe
-from octavo.fp8 import saved_experts
-from octavo.fp8.kept import kept
+from octavo.fp8.memory.accounting import kept
+from octavo.fp8.moe import experts as moe
+from octavo.fp8.moe import experts as saved_experts
 
 from .test_experts import FAMILIES, H, convert, routed
 from .test_saved import few_objects  # noqa: F401

@@ -14,10 +14,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionMLP
 from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from octavo import fp8
-from octavo.fp8 import cast, gated_mlp, saved, saved_mlp
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.blocks import gated_mlp
+from octavo.fp8.blocks import mlp as saved_mlp
+from octavo.fp8.dense import sources
+from octavo.fp8.dense.swap import unswap
 from octavo.fp8.fusion import fuse
-from octavo.fp8.kept import kept
-from octavo.fp8.swapped import unswap
+from octavo.fp8.memory.accounting import kept
 
 from .test_saved import few_objects  # noqa: F401
 
@@ -88,7 +91,7 @@ class Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        return cast.dequantize(cast.quantize(x, saved.SPEC)).to(x.dtype)
+        return cast.dequantize(cast.quantize(x, sources.SPEC)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy):

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from octavo import fp8, models
-from octavo.fp8.kept import kept
-from octavo.fp8.swapped import Swapped
+from octavo.fp8.dense.swap import Swapped
+from octavo.fp8.memory.accounting import kept
 from octavo.models.tiny_configs import tiny_config
 
 from .test_saved import few_objects  # noqa: F401

@@ -11,9 +11,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from octavo import fp8
-from octavo.fp8 import saved_norms
-from octavo.fp8.kept import kept
-from octavo.fp8.swapped import unswap
+from octavo.fp8.blocks import layernorm
+from octavo.fp8.dense.swap import unswap
+from octavo.fp8.memory.accounting import kept
 
 from .test_saved import few_objects  # noqa: F401
 
@@ -33,7 +33,7 @@ def pair(kind, k=96, dtype=torch.float32):
         for p in norm.parameters():
             p.copy_(torch.randn(p.shape) + 1)
     twin = copy.deepcopy(norm)
-    assert saved_norms.is_norm(norm) and saved_norms.save(twin) is None
+    assert layernorm.is_norm(norm) and layernorm.save(twin) is None
     return norm, twin
 
 
@@ -185,9 +185,9 @@ def test_norms_that_stay():
         (nn.LayerNorm(8).double(), "float64"),
         (nn.RMSNorm(8), "no number named"),
     ):
-        reason = saved_norms.save(norm)
+        reason = layernorm.save(norm)
         assert reason is not None and word in reason, reason
         assert "Fp8" not in type(norm).__name__
-    assert saved_norms.save(pair("layer")[1]) == saved_norms.save(pair("rms")[1]) == "fused before"
-    assert not saved_norms.is_norm(nn.BatchNorm1d(8)) and not saved_norms.is_norm(nn.GroupNorm(2, 8))
-    assert not saved_norms.is_norm(nn.Linear(8, 8))
+    assert layernorm.save(pair("layer")[1]) == layernorm.save(pair("rms")[1]) == "fused before"
+    assert not layernorm.is_norm(nn.BatchNorm1d(8)) and not layernorm.is_norm(nn.GroupNorm(2, 8))
+    assert not layernorm.is_norm(nn.Linear(8, 8))

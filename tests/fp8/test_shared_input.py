@@ -12,8 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo import fp8
-from octavo.fp8 import shared_input, weights
+from octavo.fp8.dense import inputs
+from octavo.fp8.dense.casts import Want, cast_both
 from octavo.fp8.kernels.registry import get
+from octavo.fp8.weights import cache
 
 from .test_fsdp_cache import alone  # noqa: F401
 
@@ -38,7 +40,7 @@ def three(recipe="blockwise", **kwargs):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    shared_input.forget()
+    inputs.forget()
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def of_x(casts, features=64):
 def warm(m, x):
     m(x.clone()).sum().backward()
     m.zero_grad()
-    shared_input.forget()
+    inputs.forget()
 
 
 def alone_each(m, x):
@@ -81,7 +83,7 @@ def alone_each(m, x):
     x = x.detach().clone().requires_grad_()
     ys = []
     for layer in (m.q, m.k, m.v):
-        shared_input.forget()
+        inputs.forget()
         ys.append(layer(x))
     return x, torch.cat(ys, -1)
 
@@ -144,7 +146,7 @@ def test_the_codes_that_they_keep_are_saved_once(recipe):
     assert len(live) == (1 if recipe == "tensorwise" else 2)  # what wgrad needs, and what the next layer may ask for
     del x
     gc.collect()
-    assert shared_input.held_bytes() == 0 and y.grad_fn is not None
+    assert inputs.held_bytes() == 0 and y.grad_fn is not None
 
 
 def test_high_precision_gemms_share_autocasts_copy():
@@ -216,7 +218,7 @@ def test_views_slices_and_addresses_used_again():
         x = torch.randn(6, 64)
         assert torch.equal(m.q(x), fp8.linear(x, m.q.weight, m.q.bias))
         del x
-        assert shared_input.held_bytes() == 0
+        assert inputs.held_bytes() == 0
 
 
 def test_at_most_one_input_is_held_and_bytes_are_counted():
@@ -226,9 +228,9 @@ def test_at_most_one_input_is_held_and_bytes_are_counted():
         with torch.no_grad():
             m(kept[-1])
         codes, scales = rows * 64, rows * 4
-        assert codes + scales <= shared_input.held_bytes() <= codes + 4 * scales
+        assert codes + scales <= inputs.held_bytes() <= codes + 4 * scales
     kept.clear()
-    assert shared_input.held_bytes() == 0
+    assert inputs.held_bytes() == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -299,7 +301,7 @@ def test_inference_and_training_do_not_mix():
         a = m(inner)
         inner.mul_(2)
         assert not torch.equal(a, m(inner))
-    assert shared_input.held_bytes() == 5 * 64 * 2 + sum(
+    assert inputs.held_bytes() == 5 * 64 * 2 + sum(
         4 * t for t in (5, 64)
     )  # the training input's, both ways, with their scales
     z.sum().backward()
@@ -330,7 +332,7 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
     m.q(x)
     before = m.q._site.codes.casts
     casts.clear()
-    monkeypatch.setattr(weights, "capturing", lambda _: True)
+    monkeypatch.setattr(cache, "capturing", lambda _: True)
     k = m.k(x)
     assert of_x(casts) == ["quantize_both"] + ["quantize"]  # the input's, and the weight's
     v = m.v(x)
@@ -342,7 +344,7 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
     assert of_x(casts) == []
     assert m.q._site.codes.casts == before
     monkeypatch.undo()
-    assert shared_input.held_bytes() > 0
+    assert inputs.held_bytes() > 0
     with torch.no_grad():
         casts2 = m.q._site.codes.casts
         m.q(x)
@@ -369,7 +371,7 @@ def test_the_function_shares_nothing(casts):
         casts.clear()
         fp8.linear(x, w)
         assert len(of_x(casts)) == 2  # x and w
-    assert shared_input.held_bytes() == 0
+    assert inputs.held_bytes() == 0
 
 
 def unchecked(m, x):
@@ -387,7 +389,7 @@ def test_memory_that_numpy_may_write_is_never_remembered():
                 write[:] = step + 1
                 layer = (m.q, m.k)[step % 2]
                 assert torch.equal(layer(x), fp8.linear(x, layer.weight, layer.bias)), step
-    assert shared_input.held_bytes() == 0
+    assert inputs.held_bytes() == 0
     x = torch.randn(5, 64)
     with torch.no_grad():
         m.q(x)
@@ -400,7 +402,7 @@ def test_codes_end_with_a_backward_an_optimizer_step_and_invalidate(end):
     m, x = three(), torch.randn(5, 64)
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
     y = m.q(x)
-    assert shared_input.held_bytes() > 0
+    assert inputs.held_bytes() > 0
     x.data.mul_(2)  # unseen
     if end == "backward":
         y.sum().backward()
@@ -408,7 +410,7 @@ def test_codes_end_with_a_backward_an_optimizer_step_and_invalidate(end):
         optimizer.step()
     else:
         fp8.invalidate(nn.Linear(1, 1))
-    assert shared_input.held_bytes() == 0
+    assert inputs.held_bytes() == 0
     assert all(unchecked(m, x))
 
 
@@ -452,8 +454,8 @@ def test_one_pass_where_a_backend_borrows_its_casts():
             return super().quantize(x, spec, contract)
 
     r, x = fp8.recipe("blockwise"), torch.randn(40, 64)
-    row, col = shared_input.Want(Lent(), r.fwd.a), shared_input.Want(get("reference"), r.wgrad.b)
-    got = shared_input.cast_both(x, row, col)
+    row, col = Want(Lent(), r.fwd.a), Want(get("reference"), r.wgrad.b)
+    got = cast_both(x, row, col)
     assert made == ["both"]
     for q, spec in zip(got, (r.fwd.a, r.wgrad.b), strict=True):
         want = fp8.quantize(x, spec)

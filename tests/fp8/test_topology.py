@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from octavo import fp8
-from octavo.fp8.globs import covers, matches, nearest
-from octavo.fp8.plan_table import fold
+from octavo.fp8.planning.table import fold
+from octavo.fp8.policy.globs import covers, matches, nearest
 
 
 @pytest.mark.parametrize(

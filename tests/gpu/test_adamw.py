@@ -12,13 +12,13 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from octavo import fp8
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
 from octavo.fp8.kernels.triton_kernels import adamw
 from octavo.fp8.kernels.triton_kernels.launch import launches
-from octavo.fp8.optim import update
+from octavo.fp8.optim import engine
 from octavo.fp8.optim.in_backward import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
-from octavo.fp8.optim.moments import GROUP, LAYOUT
 from octavo.fp8.optim.offload import Offload, OffloadedAdamW
-from octavo.fp8.optim.update import Hyper, Piece
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -69,7 +69,7 @@ def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
     one, other = ([piece(*shape, i, states, master) for i, shape in enumerate(SHAPES)] for _ in range(2))
     factor = torch.tensor(0.7, device="cuda")
     for step in range(1, 5):
-        update.reference(with_gradients(one, step), settings(states, master), factor, None)
+        reference(with_gradients(one, step), settings(states, master), factor, None)
         with launches() as seen:
             adamw.step(with_gradients(other, step), settings(states, master), factor)
         assert seen == {"adamw_step": 4}
@@ -90,7 +90,7 @@ def test_the_cpu_has_the_same_bits(states: str) -> None:
             q.grad.copy_(p.grad)
         here = [q._replace(step=step) for q in here]
         adamw.step(there, settings(states, "bf16+16"))
-        update.reference(here, settings(states, "bf16+16"), None, None)
+        reference(here, settings(states, "bf16+16"), None, None)
     for p, q in zip(there, here, strict=True):
         for name, x in (("weight", p.weight), *p.state.items()):
             other = q.weight if name == "weight" else q.state[name]
@@ -100,7 +100,7 @@ def test_the_cpu_has_the_same_bits(states: str) -> None:
 
 def test_coat_agrees_as_far_as_powers_do() -> None:
     one, other = ([piece(*shape, i, "coat", "fp32") for i, shape in enumerate(SHAPES)] for _ in range(2))
-    update.reference(with_gradients(one, 1), settings("coat", "fp32"), None, None)
+    reference(with_gradients(one, 1), settings("coat", "fp32"), None, None)
     adamw.step(with_gradients(other, 1), settings("coat", "fp32"))
     for p, q in zip(one, other, strict=True):
         torch.testing.assert_close(q.weight, p.weight, rtol=2e-7, atol=1e-7)
@@ -241,7 +241,7 @@ def test_many_small_batches_on_streams_never_cross() -> None:
         for p in one
     ]
     for step in range(1, 6):
-        update.step(with_gradients(one, step), settings("fp8", "bf16+16"))
+        engine.step(with_gradients(one, step), settings("fp8", "bf16+16"))
         offload.step(with_gradients(other, step), settings("fp8", "bf16+16"), None, None, adamw.step)
     offload.settle()
     assert_same(one, [q._replace(state={k: v.cuda() for k, v in q.state.items()}) for q in other])

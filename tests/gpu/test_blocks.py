@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8 import gated_mlp, norms
+from octavo.fp8.blocks import gated_mlp, rmsnorm
 
 from .blocks import Norm
 
@@ -40,7 +40,7 @@ def pair(recipe="blockwise", dtype=torch.bfloat16):
     plain = Block().to("cuda", dtype)
     fp8.apply(plain, fp8.plan(plain, fp8.Policy(recipe=recipe, fuse="off")))
     twin = copy.deepcopy(plain)
-    assert [why for _, why in (*gated_mlp.convert(twin), *norms.convert(twin))] == [None, None]
+    assert [why for _, why in (*gated_mlp.convert(twin), *rmsnorm.convert(twin))] == [None, None]
     return plain, twin
 
 

@@ -11,9 +11,9 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from octavo.fp8 import cast as reference
-from octavo.fp8.cast import CastSpec, Quantized
-from octavo.fp8.formats import FORMATS
+from octavo.fp8.arithmetic import cast as reference
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.formats import FORMATS
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import route
 from octavo.fp8.kernels.triton_kernels import bits, cast, grouped_cast

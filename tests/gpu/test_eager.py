@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8 import shared_input
+from octavo.fp8.dense import inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -98,8 +98,8 @@ def test_codes_are_shared_and_freed():
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         m.q_proj(x)
-        once = shared_input.held_bytes()
+        once = inputs.held_bytes()
         m.k_proj(x)
-        assert shared_input.held_bytes() == once >= 256 * 512
+        assert inputs.held_bytes() == once >= 256 * 512
     del x
-    assert shared_input.held_bytes() == 0
+    assert inputs.held_bytes() == 0

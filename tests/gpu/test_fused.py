@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels import reference_fused as reference
 from octavo.fp8.kernels.triton_kernels import fused

@@ -10,14 +10,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import reference_grouped
 from octavo.fp8.kernels.groups import TILE, Groups, of_expert, route, spans
 from octavo.fp8.kernels.triton_kernels import grouped, tiles
 from octavo.fp8.kernels.triton_kernels.gemm import gemm
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu
-from octavo.fp8.recipe import recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.fp8.logits import linear_cross_entropy, token_log_probs
+from octavo.fp8.memory.chunked_loss import linear_cross_entropy, token_log_probs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

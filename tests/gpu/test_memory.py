@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.fp8 import logits
-from octavo.fp8.kept import kept
+from octavo.fp8.memory import chunked_loss
+from octavo.fp8.memory.accounting import kept
 from octavo.fp8.optim.in_backward import UpdateInBackward
 
 transformers = pytest.importorskip("transformers")
@@ -118,7 +118,7 @@ def test_the_peak_of_a_step_is_the_sum_of_its_kinds() -> None:
 
     count = sum(p.numel() for p in model.parameters())
     tokens, wide = rows * length, BILLION["intermediate_size"]
-    chunk = min(logits._ELEMENTS["cuda"], tokens * vocabulary)
+    chunk = min(chunked_loss._ELEMENTS["cuda"], tokens * vocabulary)
     outer, inner = 2 * vocabulary * BILLION["hidden_size"], 2 * wide * BILLION["hidden_size"]
     in_loss = chunk * 12 + 4 * tokens * BILLION["hidden_size"] + outer
     in_blocks = tokens * wide * 12 + inner

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8 import grouped_high
 from octavo.fp8.kernels.groups import real_rows, route, spans
+from octavo.fp8.moe import grouped_high
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

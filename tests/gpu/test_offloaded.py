@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.attention import grouped_attention
-from octavo.fp8.kept import kept
-from octavo.fp8.offloaded import offload, synchronize_per_layer
-from octavo.fp8.recompute import recompute
+from octavo.fp8.blocks.attention import grouped_attention
+from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.offload import offload, synchronize_per_layer
+from octavo.fp8.memory.recompute import recompute
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from octavo import fp8
-from octavo.fp8 import param_rows
-from octavo.fp8.param_rows import Need, Shards
-from octavo.fp8.param_tensor import Fp8Weight
+from octavo.fp8.weights import fp8_rows
+from octavo.fp8.weights.fp8_rows import Need, Shards
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -108,9 +108,9 @@ def test_shards_have_the_codes_of_the_whole(recipe: str, monkeypatch: pytest.Mon
         sent = []
         for rank, rows in enumerate(values.split(446)):
             shards = Shards(1336, 3, rank)
-            sent.append(param_rows.wire(param_rows.cast(rows, needs, shards, Mesh()), shards))
+            sent.append(fp8_rows.wire(fp8_rows.cast(rows, needs, shards, Mesh()), shards))
     whole = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
-    for q, need in zip(param_rows.gathered(whole, needs, values.shape, Shards(1336, 3, 0), None), needs, strict=True):
+    for q, need in zip(fp8_rows.gathered(whole, needs, values.shape, Shards(1336, 3, 0), None), needs, strict=True):
         want = need.cast(values)
         assert torch.equal(q.data.contiguous().view(torch.uint8), want.data.contiguous().view(torch.uint8))
         assert torch.equal(q.scale, want.scale)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.measure import HIGH
-from octavo.fp8.timing import time_calls
+from octavo.fp8.measuring.cases import HIGH
+from octavo.fp8.measuring.timing import time_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

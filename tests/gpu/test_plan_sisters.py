@@ -6,7 +6,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8 import fusion
-from octavo.fp8.timing import time_calls
+from octavo.fp8.measuring.timing import time_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

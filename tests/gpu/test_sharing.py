@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8 import fusion, shared_input
+from octavo.fp8 import fusion
+from octavo.fp8.dense import inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -25,11 +26,11 @@ def test_codes_are_shared_until_the_backward_and_sisters_are_fused_and_backwarde
     twin = copy.deepcopy(plain)
     assert all(f.reason is None for f in fp8.fuse(twin))
     x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-    assert shared_input.torch_alone_writes(x)
+    assert inputs.torch_alone_writes(x)
     q = plain.q_proj(x)
-    assert shared_input.held_bytes() > 0
+    assert inputs.held_bytes() > 0
     q.sum().backward()
-    assert shared_input.held_bytes() == 0
+    assert inputs.held_bytes() == 0
     grads = []
     for m in (plain, twin):
         m.zero_grad()

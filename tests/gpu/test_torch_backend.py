@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from octavo import fp8
-from octavo.fp8 import cast
-from octavo.fp8.cast import Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.layout import codes_buffer, scale_buffer
-from octavo.fp8.recipe import RECIPES, recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from octavo import models
-from octavo.fp8.attention import grouped_attention
+from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import attention, tiny
 from tests.models.conftest import batch
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTrainedConfig, T5Config
 
 from octavo import models
-from octavo.fp8.topology import topology
+from octavo.fp8.policy.topology import topology
 from octavo.models import tiny
 
 TOWERS = {"qwen3_vl": (2, 2), "qwen3_vl_moe": (2, 2), "qwen2_5_vl": (2, 2), "internvl": (2, 2)}

@@ -596,7 +596,7 @@ def test_an_fp8_folder_split_in_two_halves(checkpoint, tmp_path):
     model, lows = models.load_split(tmp_path / "q")
     whole = dict(models.load(tmp_path / "q", keep_fp8=False).named_parameters())
     assert lows and not list(fp8.frozen_weights(model))
-    from octavo.fp8.optim.master import join
+    from octavo.fp8.arithmetic.master import join
 
     for name, parameter in model.named_parameters():
         low = lows.get(name, torch.zeros(parameter.shape, dtype=torch.int16))

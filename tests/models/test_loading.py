@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from octavo import models
-from octavo.fp8.optim.master import join
+from octavo.fp8.arithmetic.master import join
 from octavo.models import loading
 
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
-from octavo.fp8 import param_rows
-from octavo.fp8.local import plain, span
-from octavo.fp8.param_tensor import Fp8Weight
+from octavo.fp8.weights import fp8_rows
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
+from octavo.fp8.weights.shards import plain, span
 from octavo.parallel import World, full_state_dict, shard
 from tests import ranks
 
@@ -161,9 +161,9 @@ class Seen:
 def _codes(world: World, recipes: tuple[str, ...]) -> dict:
     """Codes of every layer against those of the whole weight; what was gathered; what was in memory meanwhile."""
     answer: dict = {"wrong": [], "copies": [], "bytes": {}}
-    stock = param_rows.dequantize
+    stock = fp8_rows.dequantize
     decoded: list[object] = []
-    param_rows.dequantize = lambda *a: decoded.append(a) or stock(*a)  # type: ignore[assignment]
+    fp8_rows.dequantize = lambda *a: decoded.append(a) or stock(*a)  # type: ignore[assignment]
     for recipe in recipes:
         for kind in (Block, Moe):
             want = {
@@ -189,7 +189,7 @@ def _codes(world: World, recipes: tuple[str, ...]) -> dict:
         padded = sum(p.padded_sharded_param_size.numel() * world.size for p in gathered)
         answer["bytes"][recipe] = sent / padded
     answer["decoded"] = len(decoded)
-    param_rows.dequantize = stock
+    fp8_rows.dequantize = stock
     return answer
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.fp8.logits import linear_cross_entropy
+from octavo.fp8.memory.chunked_loss import linear_cross_entropy
 from octavo.train import losses
 
 B, T, V = 6, 9, 11

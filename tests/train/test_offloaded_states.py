@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from octavo import train
+from octavo.fp8.optim import engine
 from octavo.fp8.optim import offload as offload_file
-from octavo.fp8.optim import update
 from octavo.fp8.optim.offload import Offload, OffloadedAdamW
 from octavo.train import build
 from octavo.train.optim import adamw
@@ -45,15 +45,15 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Counted:
     served = Offload("cpu", batch=64 << 10, transfers=moves)
     monkeypatch.setattr(build, "check_possible", lambda cfg, world: None)
     monkeypatch.setattr(offload_file, "of", lambda device: served)
-    stays = update.step
+    stays = engine.step
 
     def step(pieces, hyper, factor=None, agree=None):
         if moves.made:
-            served.step(pieces, hyper, factor, agree, update.engine(torch.device("cpu")))
+            served.step(pieces, hyper, factor, agree, engine.engine(torch.device("cpu")))
         else:  # the run without
             stays(pieces, hyper, factor, agree)
 
-    monkeypatch.setattr(update, "step", step)
+    monkeypatch.setattr(engine, "step", step)
     return moves
 
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from octavo import data, fp8, models, parallel, train
-from octavo.fp8.timing import Timed
+from octavo.fp8.measuring.timing import Timed
 from octavo.train import planning, tokens
 from octavo.train.planning import plan_for, policy_from
 

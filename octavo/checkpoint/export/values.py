@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
-from octavo.fp8.cast import quantize_with_scale, scale_fp32
-from octavo.fp8.param import needs_of
-from octavo.fp8.weights import HoldsCodes, is_dtensor, master_of
+from octavo.fp8.arithmetic.cast import quantize_with_scale, scale_fp32
+from octavo.fp8.planning.apply import needs_of
+from octavo.fp8.weights.cache import HoldsCodes, master_of
+from octavo.fp8.weights.shards import is_dtensor
 
 
 class Trained(NamedTuple):

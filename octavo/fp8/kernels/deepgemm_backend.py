@@ -26,12 +26,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import TILE, Groups
 from octavo.fp8.kernels.layout import CONTRACTED, Operand, experts_k_major, k_major, lines
 from octavo.fp8.kernels.registry import Borrower, get
 from octavo.fp8.kernels.torch_backend import kind_of
-from octavo.fp8.recipe import Recipe
 
 __all__ = ["DeepGemmBackend", "lacks_on_gpu"]
 

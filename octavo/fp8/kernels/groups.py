@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.fp8.cast import Quantized
+from octavo.fp8.arithmetic.cast import Quantized
 
 __all__ = ["TILE", "Groups", "Routing", "of_expert", "real_rows", "route", "spans"]
 

@@ -1,9 +1,9 @@
 """Where codes and scales lie in memory, so that any backend's GEMM can read what any backend's cast wrote.
 
-Logically a :class:`~octavo.fp8.cast.Quantized` always has the shape of the tensor it came from. In memory, tensor
-cores want the contracted dimension contiguous, padded, and the scales in an order of their own. A cast is therefore
-told which dimension of its [rows, columns] matrix the coming GEMM contracts (``contract``: 1 for x and w in fwd and dy
-in dgrad, 0 for w in dgrad and both operands of wgrad) and lays its result out like this::
+Logically a :class:`~octavo.fp8.arithmetic.cast.Quantized` always has the shape of the tensor it came from. In memory,
+tensor cores want the contracted dimension contiguous, padded, and the scales in an order of their own. A cast is
+therefore told which dimension of its [rows, columns] matrix the coming GEMM contracts (``contract``: 1 for x and w in
+fwd and dy in dgrad, 0 for w in dgrad and both operands of wgrad) and lays its result out like this::
 
     codes    the contracted dimension is contiguous; both dimensions of the buffer are padded with zero codes: the
              contracted one to a multiple of 16, or of the block's side along it where that is finite and larger (128,
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 
 __all__ = [
     "CONTRACTED",

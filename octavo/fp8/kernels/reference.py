@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec, Quantized
-from octavo.fp8.formats import decode
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.formats import decode
+from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels import reference_fused as fused
 from octavo.fp8.kernels import reference_grouped as grouped
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.recipe import Recipe
 
 if TYPE_CHECKING:
-    from octavo.fp8.optim.moments import Agree
-    from octavo.fp8.optim.update import Hyper, Piece
+    from octavo.fp8.arithmetic.adamw import Hyper, Piece
+    from octavo.fp8.arithmetic.moments import Agree
 
 __all__ = ["ReferenceBackend", "scaled"]
 
@@ -60,7 +60,7 @@ class ReferenceBackend(Backend):
         )
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        """See ``octavo.fp8.cast.quantize``; the result is plain and contiguous for every contraction."""
+        """See ``octavo.fp8.arithmetic.cast.quantize``; the result is plain and contiguous for every contraction."""
         return cast.quantize(x, spec)
 
     def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
@@ -71,11 +71,11 @@ class ReferenceBackend(Backend):
     def quantize_with_scale(
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
     ) -> Quantized:
-        """See ``octavo.fp8.cast.quantize_with_scale``."""
+        """See ``octavo.fp8.arithmetic.cast.quantize_with_scale``."""
         return cast.quantize_with_scale(x, scale, spec, amax)
 
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-        """See ``octavo.fp8.cast.dequantize``."""
+        """See ``octavo.fp8.arithmetic.cast.dequantize``."""
         return cast.dequantize(q, dtype)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -143,10 +143,10 @@ class ReferenceBackend(Backend):
     def adamw(
         self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
     ) -> None:
-        """See :mod:`octavo.fp8.optim.update`."""
-        from octavo.fp8.optim import update
+        """See :mod:`octavo.fp8.optim.engine`."""
+        from octavo.fp8.arithmetic.adamw import reference
 
-        update.reference(pieces, hyper, factor, agree)
+        reference(pieces, hyper, factor, agree)
 
 
 def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out_dtype: torch.dtype) -> Tensor:

@@ -7,8 +7,9 @@ With x, gate, up and every other input read as fp32 and each line computed in fp
     swiglu, backward   dgate = dh * up * (s + gate * s * (1 - s))   dup = dh * gate * s
 
 Products go from left to right. The result is rounded once, to the input's dtype, and what is quantized is the rounded
-result: codes and scales are those of ``octavo.fp8.cast.quantize(y, spec)``, so that a fused layer trains as the plain
-layer followed by a cast would. (Hugging Face's norms round twice, before and after the weight; once is closer.)
+result: codes and scales are those of ``octavo.fp8.arithmetic.cast.quantize(y, spec)``, so that a fused layer trains as
+the plain layer followed by a cast would. (Hugging Face's norms round twice, before and after the weight; once is
+closer.)
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 
 __all__ = ["check_rmsnorm", "check_swiglu", "rmsnorm_quantize", "swiglu_backward_quantize", "swiglu_quantize"]
 

@@ -1,8 +1,8 @@
 """Grouped operations in plain PyTorch: each expert's rows as if they were alone.
 
 The meaning in one sentence: cut the rows of one expert out of the matrix of all (:mod:`octavo.fp8.kernels.groups`), do
-what :mod:`octavo.fp8.cast` and the reference's GEMMs do with them, and put the result where the rows came from.
-Padding rows take part in nothing: no amax, no block, no sum. Their codes and results are zero.
+what :mod:`octavo.fp8.arithmetic.cast` and the reference's GEMMs do with them, and put the result where the rows came
+from. Padding rows take part in nothing: no amax, no block, no sum. Their codes and results are zero.
 
 The sizes of the experts are read into Python here, which is free on the CPU and would make any other device wait: the
 reference has grouped operations for the CPU alone.
@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec, Quantized
-from octavo.fp8.formats import E8M0
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
 from octavo.fp8.kernels.layout import ceil_div
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import Groups
-from octavo.fp8.recipe import Recipe
 
 if TYPE_CHECKING:
-    from octavo.fp8.optim.moments import Agree
-    from octavo.fp8.optim.update import Hyper, Piece
+    from octavo.fp8.arithmetic.adamw import Hyper, Piece
+    from octavo.fp8.arithmetic.moments import Agree
 
 __all__ = ["OPS", "Backend", "BackendError", "Borrower", "Selection", "get", "names", "quantize", "register", "select"]
 
@@ -76,8 +76,8 @@ class Backend:
         return f"it has no {op}"
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        """As ``octavo.fp8.cast.quantize``, bit for bit, for a GEMM that contracts dimension ``contract`` of the
-        [product of leading dimensions, last] matrix that x is."""
+        """As ``octavo.fp8.arithmetic.cast.quantize``, bit for bit, for a GEMM that contracts dimension ``contract`` of
+        the [product of leading dimensions, last] matrix that x is."""
         raise self._missing("quantize")
 
     def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
@@ -88,11 +88,11 @@ class Backend:
     def quantize_with_scale(
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
     ) -> Quantized:
-        """As ``octavo.fp8.cast.quantize_with_scale``, bit for bit."""
+        """As ``octavo.fp8.arithmetic.cast.quantize_with_scale``, bit for bit."""
         raise self._missing("quantize")
 
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As ``octavo.fp8.cast.dequantize``, bit for bit."""
+        """As ``octavo.fp8.arithmetic.cast.dequantize``, bit for bit."""
         raise self._missing("dequantize")
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -181,7 +181,7 @@ class Backend:
     def adamw(
         self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
     ) -> None:
-        """One step of AdamW, in place: see ``octavo.fp8.optim.update.reference``."""
+        """One step of AdamW, in place: see ``octavo.fp8.arithmetic.adamw.reference``."""
         raise self._missing("adamw")
 
     def _missing(self, op: str) -> BackendError:
@@ -330,7 +330,8 @@ def _lacks(
 
 
 def quantize(x: Tensor, spec: CastSpec, backend: str = "auto") -> Quantized:
-    """Cast x to FP8 on the best backend for its device, or on the one named (see ``octavo.fp8.cast.quantize``).
+    """Cast x to FP8 on the best backend for its device, or on the one named (see
+    ``octavo.fp8.arithmetic.cast.quantize``).
 
     Raises:
         BackendError: the named backend does not exist or cannot do this cast.

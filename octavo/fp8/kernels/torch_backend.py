@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from octavo.fp8.cast import CastError, CastSpec, Quantized
-from octavo.fp8.formats import E8M0
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.formats import E8M0
+from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.layout import CONTRACTED, Operand, k_major, lines, round_up
 from octavo.fp8.kernels.reference import scaled
 from octavo.fp8.kernels.registry import Borrower
-from octavo.fp8.recipe import Recipe
 
 __all__ = ["Product", "TorchBackend", "kind_of", "lay_out", "multiply", "swizzled"]
 

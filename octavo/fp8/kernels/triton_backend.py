@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.recipe import Recipe
 
 if TYPE_CHECKING:
-    from octavo.fp8.optim.moments import Agree
-    from octavo.fp8.optim.update import Hyper, Piece
+    from octavo.fp8.arithmetic.adamw import Hyper, Piece
+    from octavo.fp8.arithmetic.moments import Agree
 
 __all__ = ["TritonBackend"]
 

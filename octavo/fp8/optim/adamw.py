@@ -9,13 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from octavo.fp8.local import plain, span
-from octavo.fp8.optim import layout, sharded, update
+from octavo.fp8.arithmetic.adamw import MASTERS, Hyper, Piece
+from octavo.fp8.arithmetic.moments import STATES
+from octavo.fp8.arithmetic.philox import LIMIT
+from octavo.fp8.optim import engine, layout, sharded
 from octavo.fp8.optim import state_dict as state_dict_
-from octavo.fp8.optim.moments import STATES
-from octavo.fp8.optim.philox import LIMIT
-from octavo.fp8.optim.update import MASTERS, Hyper, Piece
-from octavo.fp8.weights import local_of
+from octavo.fp8.weights.shards import local_of, plain, span
 
 __all__ = ["AdamW"]
 
@@ -31,10 +30,10 @@ class AdamW(torch.optim.Optimizer):
         optimizer = fp8.AdamW(model.bfloat16().parameters(), lr=1e-4, master="bf16+16")          # exactly as fp32 ones
 
     states: the format of the moments, by bytes per parameter: "fp8" 2.06, "coat" 2.19, "bf16" 4, "fp32" 8
-        (:mod:`octavo.fp8.optim.moments`).
+        (:mod:`octavo.fp8.arithmetic.moments`).
     master: where the fp32 weight is: "fp32" in the parameter (or, of a BF16 parameter, in a state of 4 bytes);
         "bf16+16" in the BF16 parameter and 2 bytes beside it, exactly; "bf16+sr" nowhere: the BF16 parameter is
-        rounded stochastically (:mod:`octavo.fp8.optim.master`).
+        rounded stochastically (:mod:`octavo.fp8.arithmetic.master`).
     seed: of the random bits that round second moments and "bf16+sr" weights.
 
     All but `params` may differ between parameter groups. A parameter without a gradient is skipped, a sparse gradient
@@ -125,7 +124,7 @@ class AdamW(torch.optim.Optimizer):
                 if not plain(p).is_contiguous():
                     copies.append((plain(p), piece.weight))
             for pieces in work.values():
-                update.step(pieces, hyper(group), factor)
+                engine.step(pieces, hyper(group), factor)
             sharded.step(shared, hyper(group), factor)
             for weight, stepped in copies:
                 weight.copy_(stepped.view(weight.shape))
@@ -190,7 +189,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def hyper(group: dict[str, Any]) -> Hyper:
-    """The settings of a parameter group, for :func:`octavo.fp8.optim.update.step`."""
+    """The settings of a parameter group, for :func:`octavo.fp8.optim.engine.step`."""
     beta1, beta2 = group["betas"]
     names = ("lr", "eps", "weight_decay", "states", "master", "seed")
     return Hyper(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})

@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.fp8.local import Span, plain, span
-from octavo.fp8.optim import master, moments, sharded
+from octavo.fp8.arithmetic import master, moments
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree, Kept
+from octavo.fp8.optim import sharded
 from octavo.fp8.optim.layout import like, touched
-from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree, Kept
+from octavo.fp8.weights.shards import Span, plain, span
 
 __all__ = ["copy_state", "decode", "encode", "fp32_weight", "set_low", "to_torch"]
 

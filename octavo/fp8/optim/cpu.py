@@ -1,6 +1,6 @@
 """The step on the CPU: the reference's arithmetic, bit for bit, in place and in a core's cache.
 
-`reference` in :mod:`octavo.fp8.optim.update` reads as the formulas do and makes a new array in every line, of which
+`reference` in :mod:`octavo.fp8.optim.engine` reads as the formulas do and makes a new array in every line, of which
 most of its time goes into fetching memory. Here a chunk of 248 groups goes through all its operations in a few arrays
 that stay in the cache, and threads take chunks in turn (an operation on so few elements runs on one core). What is
 rare is looked for once a chunk and paid for only there: second moments of 0, a group that is not finite, a NaN weight.
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from octavo.fp8.optim import moments, philox
-from octavo.fp8.optim.moments import GROUP
-from octavo.fp8.optim.root import root
+from octavo.fp8.arithmetic import moments, philox
+from octavo.fp8.arithmetic.moments import GROUP
+from octavo.fp8.arithmetic.root import root
 
 if TYPE_CHECKING:
-    from octavo.fp8.optim.update import Hyper, Piece, Scalars
+    from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars
 
 __all__ = ["CHUNK", "Job", "run"]
 

@@ -40,11 +40,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.fp8 import observe, scaling
-from octavo.fp8.health import muted
-from octavo.fp8.local import plain
+from octavo.fp8.dense import delayed
+from octavo.fp8.observe import counts
+from octavo.fp8.observe.health import muted
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.weights import is_dtensor
+from octavo.fp8.weights.shards import is_dtensor, plain
 
 __all__ = ["PartialUpdate", "UpdateInBackward", "Updated", "clip_factor", "gradient_norm"]
 
@@ -118,7 +118,7 @@ class UpdateInBackward:
         norms: dict[int, Tensor] = {}
         if not clip:
             return self._one_pass(backward, parameters, norms)
-        before = scaling.scaling_state(self._model) if self._model is not None else {}
+        before = delayed.scaling_state(self._model) if self._model is not None else {}
         with self._pass(lambda p: norms.__setitem__(id(p), _norm(p))):
             backward(True)
         norm = _total(parameters, norms)
@@ -126,8 +126,8 @@ class UpdateInBackward:
             return Updated(norm, False)
         factor = clip_factor(norm, clip)
         if before and self._model is not None:  # the same scales again, and one entry a step
-            scaling.load_scaling_state(self._model, before)
-        with self._pass(lambda p: self.optimizer.update([p], factor)), observe.muted(), muted():
+            delayed.load_scaling_state(self._model, before)
+        with self._pass(lambda p: self.optimizer.update([p], factor)), counts.muted(), muted():
             backward(False)
         self._finish()
         return Updated(norm, True)

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.fp8.local import Span, plain, span
-from octavo.fp8.optim.moments import GROUP, LAYOUT, Kept
-from octavo.fp8.weights import is_dtensor
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Kept
+from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
 
 __all__ = ["PER_GROUP", "fresh", "groups", "keeps", "like", "touched"]
 

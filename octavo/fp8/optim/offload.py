@@ -30,12 +30,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from octavo.fp8.local import plain
-from octavo.fp8.optim import update
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, edges, part, whole
+from octavo.fp8.arithmetic.moments import GROUP, Agree
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.optim.moments import GROUP, Agree
-from octavo.fp8.optim.update import Engine, Hyper, Piece, part, whole
-from octavo.fp8.weights import is_dtensor
+from octavo.fp8.optim.engine import Engine
+from octavo.fp8.weights.shards import is_dtensor, plain
 
 __all__ = ["BATCH", "CudaTransfers", "Offload", "OffloadedAdamW", "Transfers", "of"]
 
@@ -186,7 +185,7 @@ class Offload:
 
         Groups that several ranks share (``agree``) are asked for once: all of them are the last batch, a few rows.
         """
-        cut = [] if agree is None else [part(e.piece, e.first, e.last) for e in update.edges(pieces)]
+        cut = [] if agree is None else [part(e.piece, e.first, e.last) for e in edges(pieces)]
         batches = list(self._batches(pieces if agree is None else map(whole, pieces)))
         if cut:
             batches.append(_batch(cut))

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.fp8.optim import update
-from octavo.fp8.optim.moments import GROUP
-from octavo.fp8.optim.update import Hyper, Piece
-from octavo.fp8.weights import is_dtensor
+from octavo.fp8.arithmetic.adamw import Hyper, Piece
+from octavo.fp8.arithmetic.adamw import edges as edges_of
+from octavo.fp8.arithmetic.moments import GROUP
+from octavo.fp8.optim import engine
+from octavo.fp8.weights.shards import is_dtensor
 
 __all__ = ["Agreement", "cut_groups", "is_cut", "step"]
 
@@ -81,9 +82,9 @@ def step(work: Sequence[tuple[Tensor, Piece]], hyper: Hyper, factor: float | Ten
     if not work:
         return
     held = [piece for _, piece in work if piece.weight.numel()]
-    edges = [(edge.piece.index, edge.group) for edge in update.edges(held)]
+    edges = [(edge.piece.index, edge.group) for edge in edges_of(held)]
     agree = Agreement([(p, piece.index) for p, piece in work], edges, work[0][1].weight.device)
-    update.step(held, hyper, factor, agree)
+    engine.step(held, hyper, factor, agree)
     agree.finish(hyper.states)
 
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.fp8.local import plain, span
 from octavo.fp8.optim.convert import encode
 from octavo.fp8.optim.layout import groups, keeps, touched
-from octavo.fp8.weights import is_dtensor
+from octavo.fp8.weights.shards import is_dtensor, plain, span
 
 if TYPE_CHECKING:
     from octavo.fp8.optim.adamw import AdamW

@@ -10,13 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.fp8.cast import CastSpec
-from octavo.fp8.kernels import aot, registry
-from octavo.fp8.kernels.triton_kernels import adamw
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
+from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
+from octavo.fp8.kernels import registry
+from octavo.fp8.kernels.triton_kernels import adamw, aot
 from octavo.fp8.kernels.triton_kernels.launch import launches
-from octavo.fp8.optim import update
-from octavo.fp8.optim.moments import GROUP, LAYOUT
-from octavo.fp8.optim.update import Hyper, Piece
 
 # NaN in, NaN out; numpy, on which the interpreter runs, says so each time.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -90,7 +89,7 @@ def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
     hyper = settings(states, master)
     for step, factor in ((1, None), (2, torch.tensor(0.7))):
         given, also = with_gradients(one, other, step)
-        update.reference(given, hyper, factor, None)
+        reference(given, hyper, factor, None)
         with launches() as seen:
             adamw.step(also, hyper, factor)
         assert seen == {"adamw_step": 4}, "one launch for each type of gradient, aligned or not"
@@ -108,7 +107,7 @@ def test_what_is_not_finite_and_what_is_tiny_or_huge(states: str) -> None:
             groups[0, 3], groups[1, 5] = float("nan"), float("inf")
             groups[2], groups[3] = 0.0, 1e-30  # whose squares vanish
             groups[4, ::2], groups[5, 7] = 1e19, 1e20  # whose squares are 2^126 and more; infinite
-        update.reference(given, settings(states, "bf16+16"), None, None)
+        reference(given, settings(states, "bf16+16"), None, None)
         adamw.step(also, settings(states, "bf16+16"))
     assert_same(one, other)
     assert one[0].weight[3].isnan() and one[0].weight[896:].isfinite().all()
@@ -120,7 +119,7 @@ def test_coat_agrees_as_far_as_powers_do() -> None:
     one, other = both("coat", "fp32", [*SHAPES[:4], (1200, 3)])
     for step in (1, 2):
         given, also = with_gradients(one, other, step, spread=1.0)
-        update.reference(given, settings("coat", "fp32"), 0.7, None)
+        reference(given, settings("coat", "fp32"), 0.7, None)
         adamw.step(also, settings("coat", "fp32"), 0.7)
         for p, q in zip(one, other, strict=True):
             torch.testing.assert_close(q.weight, p.weight, rtol=2e-7, atol=1e-7)
@@ -136,7 +135,7 @@ def test_coat_agrees_as_far_as_powers_do() -> None:
 
 def test_coat_meets_zeros_equal_magnitudes_and_nan() -> None:
     one, other = both("coat", "fp32", [(128 * 5, 0)])
-    for pieces, engine in ((one, update.reference), (other, adamw.step)):
+    for pieces, engine in ((one, reference), (other, adamw.step)):
         grad = pieces[0].grad.zero_().view(-1, 128)
         grad[1] = 0.25
         grad[2, :7] = torch.tensor([1e-3, -1e-3, 2e-3, 1e-5, -3e-4, 1.0, -1.0])
@@ -168,7 +167,7 @@ def test_groups_that_ranks_share_are_given_their_extrema(states: str) -> None:
 
     for step in (1, 2):
         given, also = with_gradients(one, other, step)
-        update.reference(given, settings(states, "bf16+16"), None, agree(0))
+        reference(given, settings(states, "bf16+16"), None, agree(0))
         adamw.step(also, settings(states, "bf16+16"), None, agree(1))
     assert_same(one, other)
     assert asked[0] == asked[1] and (states == "fp32" or asked[0])
@@ -179,7 +178,7 @@ def test_many_pieces_find_their_programs() -> None:
     one, other = both("fp32", "fp32", shapes)
     given, also = with_gradients(one, other, 1)
     also = [p._replace(step=1 + p.index) for p in also]  # each with scalars of its own
-    update.reference([p._replace(step=1 + p.index) for p in given], settings("fp32", "fp32"), None, None)
+    reference([p._replace(step=1 + p.index) for p in given], settings("fp32", "fp32"), None, None)
     adamw.step(also, settings("fp32", "fp32"))
     assert_same(one, other)
 

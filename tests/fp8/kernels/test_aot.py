@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from octavo.fp8.kernels import aot
+from octavo.fp8.kernels.triton_kernels import aot
 
 KERNELS = {"rmsnorm_rows", "rmsnorm_tile", "rstd_of_rows", "swiglu", "swiglu_backward", "gemm_kernel"}
 MODULES = {"cast", "gemm", "grouped", "fused"}
@@ -161,7 +161,11 @@ def test_help_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["--arch", "90", "-h"]):
         assert aot.main(words) == 0
         out = capsys.readouterr().out
-        assert "python -m octavo.fp8.kernels.aot [--arch 90 ...]" in out and "--only" in out and "exit code" in out
+        assert (
+            "python -m octavo.fp8.kernels.triton_kernels.aot [--arch 90 ...]" in out
+            and "--only" in out
+            and "exit code" in out
+        )
 
 
 def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +180,16 @@ def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_the_command_where_the_interpreter_is_on() -> None:
     """As typed in a shell; its words are handed to another process, which runs the command without the interpreter."""
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "octavo.fp8.kernels.aot", "--first", "--arch", "sm_90", "--only", "swiglu"]
+    command = [
+        sys.executable,
+        "-m",
+        "octavo.fp8.kernels.triton_kernels.aot",
+        "--first",
+        "--arch",
+        "sm_90",
+        "--only",
+        "swiglu",
+    ]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "swiglu" in done.stdout and ", 0 at fault" in done.stdout

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from octavo import fp8
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import deepgemm_backend, registry
 from octavo.fp8.kernels.groups import TILE, Routing, route
-from octavo.fp8.recipe import recipe
 
 BACKEND, REFERENCE = registry.get("deepgemm"), registry.get("reference")
 CUDA = torch.device("cuda")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels import torch_backend as tb
-from octavo.fp8.kernels.layout import codes_buffer, scale_buffer
-from octavo.fp8.recipe import RECIPES, recipe
+from octavo.fp8.kernels.layout import CONTRACTED, codes_buffer, scale_buffer
 
 GEMMS = ("fwd", "dgrad", "wgrad")
 WIDE = (
@@ -45,7 +45,7 @@ def operands(name: str, op: str, m: int, n: int, k: int, plain: bool = False) ->
     sides = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[op]
     if plain:  # as the reference leaves it: nothing padded, nothing ordered
         return cast.quantize(torch.zeros(sides[0]), gemm.a), cast.quantize(torch.zeros(sides[1]), gemm.b)
-    dims = tb.CONTRACTED[op]
+    dims = CONTRACTED[op]
     return laid_out(*sides[0], gemm.a, dims[0]), laid_out(*sides[1], gemm.b, dims[1])
 
 

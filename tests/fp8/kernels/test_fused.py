@@ -13,13 +13,13 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import layout, registry
 from octavo.fp8.kernels import reference_fused as reference
 from octavo.fp8.kernels.triton_kernels import fused
 from octavo.fp8.kernels.triton_kernels.launch import launches
-from octavo.fp8.recipe import recipe
 
 ROW, COL = CastSpec(block=(1, 128)), CastSpec(block=(128, 1))
 PAIRS = {

@@ -18,14 +18,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.adamw import Hyper, Piece
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.moments import LAYOUT
 from octavo.fp8.kernels import layout, registry
 from octavo.fp8.kernels.groups import route
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.kernels.triton_kernels import fused, fused_kernels, launch
-from octavo.fp8.optim.moments import LAYOUT
-from octavo.fp8.optim.update import Hyper, Piece
+from octavo.fp8.kernels.triton_kernels.bits import widen
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="on a GPU the kernels are compiled, not interpreted"),
@@ -226,7 +227,7 @@ def test_a_copy_without_a_fault_passes(tmp_path: Path, poisoned: None, monkeypat
 
 
 def test_a_faulty_helper_shows(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = fused_kernels.widen
+    right = widen
 
     def halves(x):
         return right(x) * 0.5

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels import layout, registry
-from octavo.fp8.recipe import RECIPES, recipe
 
 BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (32, 1))
 SIZES = ((1, 1), (16, 16), (17, 15), (33, 144), (130, 260), (128, 256))

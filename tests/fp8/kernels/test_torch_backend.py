@@ -10,10 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import fp8
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels import torch_backend as tb
-from octavo.fp8.recipe import recipe
+from octavo.fp8.kernels.layout import CONTRACTED
 from tests.fp8 import oracle
 
 BACKEND = registry.get("torch")
@@ -266,8 +267,8 @@ def test_the_kind_of_a_gemm() -> None:
         "blockwise": ("block", "block", "line"),
         "mxfp8": ("mx",) * 3,
     }.items():
-        gemms = [recipe(name).gemm(op) for op in tb.CONTRACTED]
-        assert tuple(tb.kind_of(op, g.a, g.b) for op, g in zip(tb.CONTRACTED, gemms, strict=True)) == kinds
+        gemms = [recipe(name).gemm(op) for op in CONTRACTED]
+        assert tuple(tb.kind_of(op, g.a, g.b) for op, g in zip(CONTRACTED, gemms, strict=True)) == kinds
     line, square, tensor = CastSpec(), CastSpec("e4m3", (128, 128)), CastSpec("e5m2", (-1, -1), "fp32")
     assert tb.kind_of("fwd", square, line) is None and tb.kind_of("fwd", tensor, tensor) is None
     assert tb.kind_of("fwd", CastSpec("e4m3", (1, 32)), CastSpec("e4m3", (1, 32))) is None  # mx is e8m0

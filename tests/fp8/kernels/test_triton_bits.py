@@ -9,9 +9,9 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastSpec
-from octavo.fp8.formats import FORMATS
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.fp8.arithmetic.formats import FORMATS
 from octavo.fp8.kernels.triton_kernels import bits
 from octavo.fp8.kernels.triton_kernels.launch import launch
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from octavo.fp8 import cast as reference
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic import cast as reference
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.triton_kernels import cast
 from octavo.fp8.kernels.triton_kernels.launch import launches

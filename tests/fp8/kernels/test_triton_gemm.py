@@ -19,15 +19,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import tiles
 from octavo.fp8.kernels.triton_kernels.gemm import gemm, variants
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
-from octavo.fp8.recipe import recipe
 
 from .. import oracle
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import reference_grouped
 from octavo.fp8.kernels.groups import TILE, Groups, of_expert, route, spans
 from octavo.fp8.kernels.registry import get
@@ -16,7 +17,6 @@ from octavo.fp8.kernels.triton_kernels import grouped
 from octavo.fp8.kernels.triton_kernels.gemm import gemm
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu
-from octavo.fp8.recipe import recipe
 
 from .test_triton_gemm import DESCRIPTORS, DIMS, POINTERS, TITLES, check, spread
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.fp8.optim import master, philox
+from octavo.fp8.arithmetic import master, philox
 
 
 def patterns():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.fp8.optim import moments
+from octavo.fp8.arithmetic import moments
 
 
 def chance(shape, step=1):

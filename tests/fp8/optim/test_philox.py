@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.fp8.optim import philox
+from octavo.fp8.arithmetic import philox
 
 
 def unsigned(x):

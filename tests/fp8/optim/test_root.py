@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from octavo.fp8.optim import cpu, moments, root, update
+from octavo.fp8.arithmetic import moments, root
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars, reference
+from octavo.fp8.optim import cpu
 
 
 @pytest.fixture(params=["with NumPy", "without"])
@@ -51,6 +53,6 @@ def test_a_step_takes_no_other(monkeypatch):
         state = {
             k.name: torch.zeros((256,) if k.row is None else (2, *k.row), dtype=k.dtype) for k in moments.LAYOUT[states]
         }
-        piece = update.Piece(torch.randn(256), torch.randn(256), state, 0, 0, 1)
-        update.reference([piece], update.Hyper(1e-3, states=states), None, None)
-        cpu.run([(piece, update.Scalars.of(update.Hyper(1e-3), 1), 0, 256)], update.Hyper(1e-3, states=states), None)
+        piece = Piece(torch.randn(256), torch.randn(256), state, 0, 0, 1)
+        reference([piece], Hyper(1e-3, states=states), None, None)
+        cpu.run([(piece, Scalars.of(Hyper(1e-3), 1), 0, 256)], Hyper(1e-3, states=states), None)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from octavo.fp8.optim import cpu, update
-from octavo.fp8.optim.moments import GROUP, LAYOUT, STATES
-from octavo.fp8.optim.update import Hyper, Piece
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars, edges, reference
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, STATES
+from octavo.fp8.optim import cpu
+from octavo.fp8.optim import engine as update
 
 MASTERS = [
     ("fp32", torch.float32),
@@ -55,7 +56,7 @@ def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
         if bad is not None:
             g[7] = g[cpu.CHUNK + 9000] = g[2 * cpu.CHUNK + 6] = bad
             g[n - 500 : n - 100] = bad
-        for engine, weight, state in zip((update.reference, update.on_cpu), weights, kept, strict=True):
+        for engine, weight, state in zip((reference, update.on_cpu), weights, kept, strict=True):
             engine([Piece(weight, g, state, 0, 3, step)], Hyper(1e-3, states=states, master="bf16+16"), None, None)
         assert same(*weights)
         for name in kept[0]:
@@ -76,7 +77,7 @@ def test_the_step_in_the_cache_has_the_bits_of_the_reference(states, master, dty
         g = gradient(n, step)
         if step == 4:
             g[5000], g[9000] = float("nan"), float("inf")
-        for engine, weight, state in zip((update.reference, update.on_cpu), weights, kept, strict=True):
+        for engine, weight, state in zip((reference, update.on_cpu), weights, kept, strict=True):
             engine([Piece(weight, g, state, start, 3, step)], hyper, 0.7, None)
         assert same(*weights)
         for name in kept[0]:
@@ -187,15 +188,15 @@ def test_no_second_moment_is_lost_in_a_run():
 
 def test_a_learning_rate_in_a_tensor_gives_the_same_numbers():
     # "meta" has no values: what is computed must not be read; a CPU tensor's is
-    number = update.Scalars.of(Hyper(3e-4, weight_decay=0.1), 7)
-    assert update.Scalars.of(Hyper(torch.tensor(3e-4, dtype=torch.float64), weight_decay=0.1), 7) == number
-    assert isinstance(update.Scalars.of(Hyper(torch.tensor(3e-4, device="meta")), 7).pace, torch.Tensor)
+    number = Scalars.of(Hyper(3e-4, weight_decay=0.1), 7)
+    assert Scalars.of(Hyper(torch.tensor(3e-4, dtype=torch.float64), weight_decay=0.1), 7) == number
+    assert isinstance(Scalars.of(Hyper(torch.tensor(3e-4, device="meta")), 7).pace, torch.Tensor)
 
 
 def test_edges_are_the_groups_that_a_piece_holds_in_part():
     def cut(n, start):
         w = torch.zeros(n)
-        return [tuple(e)[1:] for e in update.edges([Piece(w, w, {}, start, 0, 1)])]
+        return [tuple(e)[1:] for e in edges([Piece(w, w, {}, start, 0, 1)])]
 
     assert cut(256, 0) == [] and cut(0, 5) == []
     assert cut(1, 0) == [(0, 1, 0, 0, 0)]

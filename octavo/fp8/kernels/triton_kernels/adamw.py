@@ -27,11 +27,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars, edges, part, reference, whole
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree
 from octavo.fp8.kernels.triton_kernels.adamw_kernels import COLUMNS, adamw_step
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
-from octavo.fp8.optim import update
-from octavo.fp8.optim.moments import GROUP, LAYOUT, Agree
-from octavo.fp8.optim.update import Hyper, Piece, Scalars, part, whole
 
 __all__ = ["step", "variants"]
 
@@ -44,7 +43,7 @@ _WIDE = 1 << 63
 def step(
     pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None = None, agree: Agree | None = None
 ) -> None:
-    """Step all ``pieces`` in place as ``octavo.fp8.optim.update.reference`` does.
+    """Step all ``pieces`` in place as ``octavo.fp8.arithmetic.adamw.reference`` does.
 
     Bit for bit with the states fp8, bf16 and fp32 and every master. With coat the powers are those of the device: its
     figures differ in the last places, a code in some hundreds by one, and weights by as much as that moves a moment.
@@ -54,7 +53,7 @@ def step(
     """
     cut: list[Piece] = []
     if agree is not None:
-        cut = [part(e.piece, e.first, e.last) for e in update.edges(pieces)]
+        cut = [part(e.piece, e.first, e.last) for e in edges(pieces)]
         pieces = [whole(piece) for piece in pieces]
     kinds: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
@@ -71,7 +70,7 @@ def step(
     for (weight, grad, own, aligned), found in kinds.items():
         _launch(found, hyper, times, weight, grad, own, aligned)
     if cut:  # each of which has one edge: the columns that agree() was told of
-        update.reference(cut, hyper, factor, agree)
+        reference(cut, hyper, factor, agree)
 
 
 def _launch(

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.fp8 import cast
-from octavo.fp8.cast import CastError, CastSpec, Quantized
-from octavo.fp8.formats import E8M0
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import Operand, ceil_div, round_up
@@ -310,7 +310,7 @@ def _write_scales(top: Tensor, scale: Tensor, spec: CastSpec) -> None:
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """See ``octavo.fp8.cast.dequantize``; codes and scales may have any strides."""
+    """See ``octavo.fp8.arithmetic.cast.dequantize``; codes and scales may have any strides."""
     if dtype not in _OUT_DTYPES:
         return dequantize(q).to(dtype)
     cast.fitting(q)

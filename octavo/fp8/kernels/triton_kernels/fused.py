@@ -38,8 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.fp8.cast import CastSpec, Quantized
-from octavo.fp8.formats import E8M0
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.layout import ALIGN, ceil_div, codes_buffer, grid_of, round_up
 from octavo.fp8.kernels.reference_fused import check_rmsnorm, check_swiglu
 from octavo.fp8.kernels.triton_kernels import cast

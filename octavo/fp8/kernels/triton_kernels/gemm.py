@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.fp8.cast import CastError, Quantized
+from octavo.fp8.arithmetic.cast import CastError, Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.triton_kernels import cast, tiles
 from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store

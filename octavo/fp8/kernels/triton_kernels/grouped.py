@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.fp8.cast import CastError, Quantized
+from octavo.fp8.arithmetic.cast import CastError, Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import TILE, Groups
 from octavo.fp8.kernels.triton_kernels import cast, grouped_cast, tiles

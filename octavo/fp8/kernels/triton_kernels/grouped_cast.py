@@ -23,8 +23,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.fp8 import cast as reference
-from octavo.fp8.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic import cast as reference
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import Operand

@@ -17,7 +17,8 @@ _watchers: list[Counter[str]] = []
 
 
 class Variant(NamedTuple):
-    """One compiled form of a kernel: what ``python -m octavo.fp8.kernels.aot`` builds for each architecture.
+    """One compiled form of a kernel: what ``python -m octavo.fp8.kernels.triton_kernels.aot`` builds for each
+    architecture.
 
     ``signature`` gives Triton's type of each argument that is no constant (``"*bf16"``, ``"*fp8e4nv"``, ``"*u8"``,
     ``"i32"``; ``":16"`` behind it: a multiple of 16, as Triton finds out by itself at a launch); ``constants`` the

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.fp8.cast import CastError, CastSpec
-from octavo.fp8.formats import E8M0
+from octavo.fp8.arithmetic.cast import CastError, CastSpec
+from octavo.fp8.arithmetic.formats import E8M0
+from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.layout import ceil_div
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, Variant
-from octavo.fp8.recipe import recipe
 
 __all__ = [
     "Form",

@@ -1,0 +1,254 @@
+"""TODO octavo.fp8.arithmetic.adamw."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic import master, moments, philox
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree
+from octavo.fp8.arithmetic.root import root
+from octavo.fp8.optim import cpu
+
+MASTERS = ("fp32", "bf16+16", "bf16+sr")
+"""Where the fp32 weight is: see :mod:`octavo.fp8.arithmetic.master`."""
+
+_FIGURES = {k.name for kept in LAYOUT.values() for k in kept if k.row is not None}  # a row a group
+
+_CHUNK = 1 << 22  # elements worked on at a time where launches cost more than memory
+
+
+class Piece(NamedTuple):
+    """One parameter's work, as plain, flat, contiguous tensors on one device.
+
+    weight: [n] bfloat16 or float32, written in place.
+    grad: [n] of any floating dtype.
+    state: what :data:`LAYOUT` names ([n], or one row for each group this piece touches), `master_low` int16 [n] for the
+        master "bf16+16", `master` fp32 [n] for "fp32" behind a BF16 weight; written in place.
+    start: the index of its first element in the flattened unsharded parameter.
+    index: the number of the parameter in the optimizer, over all groups in order, the same on every rank.
+    step: the number of this step, from 1.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    start: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    step: int
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What the pieces of one call share. `lr` is a float or a 0-d tensor, read where it lies."""
+
+    lr: float | Tensor
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    states: str = "fp8"
+    master: str = "fp32"
+    seed: int = 0
+
+
+class Scalars(NamedTuple):
+    """The numbers of one step of one piece, each the fp64 result rounded to fp32. `decay` and `pace` are 0-d fp32
+    tensors where the learning rate is a tensor off the CPU (reading it would wait for the device), else floats."""
+
+    beta1: float
+    rest1: float  # 1 - beta1
+    beta2: float
+    rest2: float  # 1 - beta2
+    eps: float
+    root: float  # 1 / sqrt(1 - beta2^step)
+    decay: float | Tensor  # 1 - lr * weight_decay
+    pace: float | Tensor  # lr / (1 - beta1^step)
+
+    @classmethod
+    def of(cls, hyper: Hyper, step: int) -> Scalars:
+        lr, h = hyper.lr, hyper
+        correction = 1 - h.beta1**step
+        decay: float | Tensor
+        pace: float | Tensor
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            wide = lr.detach().double()
+            decay, pace = (1 - wide * h.weight_decay).float(), (wide / torch.full_like(wide, correction)).float()
+        else:
+            decay, pace = _fp32(1 - float(lr) * h.weight_decay), _fp32(float(lr) / correction)
+        return cls(
+            beta1=_fp32(h.beta1),
+            rest1=_fp32(1 - h.beta1),
+            beta2=_fp32(h.beta2),
+            rest2=_fp32(1 - h.beta2),
+            eps=_fp32(h.eps),
+            root=_fp32(1 / (1 - h.beta2**step) ** 0.5),
+            decay=decay,
+            pace=pace,
+        )
+
+
+class Edge(NamedTuple):
+    """A group of which a piece holds a part only: elements `first` to `last` of the piece, row `row` of its figures,
+    beginning at element `lane` of group `group` of the parameter."""
+
+    piece: Piece
+    first: int
+    last: int
+    row: int
+    lane: int
+    group: int
+
+
+def part(piece: Piece, first: int, last: int) -> Piece:
+    """Elements `first` to `last` of a piece, as views."""
+    if (first, last) == (0, piece.weight.numel()):
+        return piece
+    begin, end, group = piece.start + first, piece.start + last, piece.start // GROUP
+    rows = slice(begin // GROUP - group, -(-end // GROUP) - group if last > first else 0)
+    state = {name: x[rows] if name in _FIGURES else x[first:last] for name, x in piece.state.items()}
+    return piece._replace(weight=piece.weight[first:last], grad=piece.grad[first:last], state=state, start=begin)
+
+
+def whole(piece: Piece) -> Piece:
+    """The part of a piece that is whole groups."""
+    count = piece.weight.numel()
+    head = min(-piece.start % GROUP, count)
+    return part(piece, head, head + (count - head) // GROUP * GROUP)
+
+
+def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+    """The step in plain torch, on any device: whole groups in chunks, then all cut and ragged groups in one table."""
+    for piece in pieces:
+        for first, last in _chunks(piece, cpu.CHUNK if piece.weight.device.type == "cpu" else _CHUNK):
+            rows = slice((piece.start % GROUP + first) // GROUP, (piece.start % GROUP + last) // GROUP)
+            kept = {
+                k.name: piece.state[k.name][first:last].view(-1, GROUP) if k.row is None else piece.state[k.name][rows]
+                for k in LAYOUT[hyper.states]
+            }
+            weight = _read(piece, hyper, first, last).view(-1, GROUP)
+            grad = piece.grad[first:last].view(-1, GROUP)
+            chance = _chance(hyper, piece, piece.start + first, last - first)
+            m, v = moments.decode(hyper.states, kept)
+            weight, m, v = _advance(weight, grad, m, v, Scalars.of(hyper, piece.step), factor)
+            for name, value in moments.encode(hyper.states, m, v, chance).items():
+                kept[name].copy_(value)
+            _write(piece, hyper, first, last, weight.view(-1))
+    _step_edges(edges(pieces), hyper, factor, agree)
+
+
+def edges(pieces: Sequence[Piece]) -> list[Edge]:
+    """The groups that pieces hold a part of, in the order of the pieces, first before last."""
+    found = []
+    for piece in pieces:
+        n, lane = piece.weight.numel(), piece.start % GROUP
+        head = min(-lane % GROUP, n)
+        if head:
+            found.append(Edge(piece, 0, head, 0, lane, piece.start // GROUP))
+        tail = (n - head) % GROUP
+        if tail:
+            found.append(Edge(piece, n - tail, n, (lane + n - tail) // GROUP, 0, (piece.start + n - tail) // GROUP))
+    return found
+
+
+def _chunks(piece: Piece, size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of whole groups in a piece's elements, of at most `size` elements."""
+    head = -piece.start % GROUP
+    stop = head + max(piece.weight.numel() - head, 0) // GROUP * GROUP
+    for first in range(head, stop, size):
+        yield first, min(first + size, stop)
+
+
+def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+    if not cut:
+        return
+    table = [_pad(e, _read(e.piece, hyper, e.first, e.last)) for e in cut]
+    grads = [_pad(e, e.piece.grad[e.first : e.last].float()) for e in cut]
+    chance = [row for e in cut if (row := _chance(hyper, e.piece, e.group * GROUP, GROUP)) is not None]
+    kept = {}
+    for k in LAYOUT[hyper.states]:
+        of = [e.piece.state[k.name] for e in cut]
+        rows = [_pad(e, x[e.first : e.last]) if k.row is None else x[e.row] for e, x in zip(cut, of, strict=True)]
+        kept[k.name] = torch.stack(rows)
+    m, v = moments.decode(hyper.states, kept)
+    stepped = [
+        _advance(w, g, m[i], v[i], Scalars.of(hyper, e.piece.step), factor)
+        for i, (e, w, g) in enumerate(zip(cut, table, grads, strict=True))
+    ]
+    m, v = (torch.stack([s[i] for s in stepped]) for i in (1, 2))
+    new = moments.encode(hyper.states, m, v, torch.cat(chance) if chance else None, agree)
+    for i, e in enumerate(cut):
+        lanes = slice(e.lane, e.lane + e.last - e.first)
+        for k in LAYOUT[hyper.states]:
+            if k.row is None:
+                e.piece.state[k.name][e.first : e.last].copy_(new[k.name][i, lanes])
+            else:
+                e.piece.state[k.name][e.row].copy_(new[k.name][i])
+        _write(e.piece, hyper, e.first, e.last, stepped[i][0][lanes])
+
+
+def _pad(edge: Edge, part: Tensor) -> Tensor:
+    row = part.new_zeros(GROUP)
+    row[edge.lane : edge.lane + part.numel()] = part
+    return row
+
+
+def _advance(
+    w: Tensor, grad: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: float | Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(w, m, v) after the step, unrounded."""
+    g = grad.float()
+    if factor is not None:
+        g = g * (factor if isinstance(factor, Tensor) else _fp32(factor))
+    m = m * s.beta1 + g * s.rest1
+    v = v * s.beta2 + (g * s.rest2) * g
+    d = root(v) * s.root + s.eps
+    return w * s.decay - (m * s.pace) / d, m, v
+
+
+def _chance(hyper: Hyper, piece: Piece, start: int, count: int) -> Tensor | None:
+    """What rounds the second moments of a range of whole groups: int32 [G, 128], 0 to 65535."""
+    if hyper.states == "fp32":
+        return None
+    if hyper.states == "coat":
+        return ((_words(hyper, piece, start, count) >> 16) & 0xFFFF).view(-1, GROUP)
+    device = piece.weight.device
+    return moments.dither(hyper.seed, start, count, step=piece.step, parameter=piece.index, device=device).view(
+        -1, GROUP
+    )
+
+
+def _words(hyper: Hyper, piece: Piece, start: int, count: int) -> Tensor:
+    device = piece.weight.device
+    return philox.words(hyper.seed, start, count, step=piece.step, parameter=piece.index, device=device)
+
+
+def _read(piece: Piece, hyper: Hyper, first: int, last: int) -> Tensor:
+    """The fp32 weights of a range."""
+    if "master" in piece.state:
+        return piece.state["master"][first:last]
+    weight = piece.weight[first:last]
+    return master.join(weight, piece.state["master_low"][first:last]) if hyper.master == "bf16+16" else weight.float()
+
+
+def _write(piece: Piece, hyper: Hyper, first: int, last: int, w: Tensor) -> None:
+    weight = piece.weight[first:last]
+    if hyper.master == "bf16+16":
+        high, low = master.split(w)
+        weight.copy_(high)
+        piece.state["master_low"][first:last].copy_(low)
+    elif hyper.master == "bf16+sr":
+        weight.copy_(master.stochastic(w, _words(hyper, piece, piece.start + first, last - first)))
+    else:
+        weight.copy_(w)  # a BF16 weight: to nearest even
+        if "master" in piece.state:
+            piece.state["master"][first:last].copy_(w)
+
+
+def _fp32(x: float) -> float:
+    return struct.unpack("f", struct.pack("f", x))[0]

@@ -1,0 +1,404 @@
+"""Quantize and dequantize: the executable specification of every FP8 cast in Octavo.
+
+``value ~ code * scale``, with one scale for each block of the tensor. Per block, with FMAX the format's largest value::
+
+    amax  = max |x|                                    over the block's real elements, in fp32
+    scale = amax / FMAX                                scale="fp32"
+    scale = smallest power of two s, amax <= FMAX * s  scale="pow2" and "e8m0" (the same s, stored as one byte)
+    code  = round_to_nearest_even(clamp(x / scale, -FMAX, FMAX))
+
+A block with a NaN or an infinity becomes NaN altogether: a bad value is never turned into 448. A block whose amax is
+below 2^-100 takes the scale 1. There is no other floor, epsilon or reciprocal; that is what keeps gradients of
+1e-7 alive. A sign survives, also of a zero and of a value that underflows.
+
+The tensor is seen as [product of leading dimensions, last]. A block (r, c) is r rows by c columns of it; -1 means the
+whole dimension, as one block even where the dimension is empty. A ragged last block takes its own elements only.
+
+On the CPU the reference does real training, so the layout of the blocks is worked out once per shape, nothing is padded
+(a ragged edge is a part of its own), and the rules for bad and for tiny blocks run only where one look at the amax
+grid finds such a block. On other devices that look would be a synchronisation; there the rules always run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic.formats import E8M0, FORMATS, NAN_CODE, Format, decode, decode_e8m0
+
+__all__ = [
+    "CastError",
+    "CastSpec",
+    "Quantized",
+    "amax",
+    "dequantize",
+    "quantize",
+    "quantize_with_scale",
+    "scale_from_amax",
+]
+
+SCALES = ("fp32", "pow2", "e8m0")
+_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_INF_BITS = 0x7F800000  # the fp32 pattern of infinity; every NaN lies above it
+_NAN_BITS = 0x7FC00000
+_ONE_BITS = 0x3F800000
+_FLOOR_BITS = 0x0D800000  # 2^-100
+_MANTISSA = 0x7FFFFF
+
+
+class CastError(ValueError):
+    """A cast that cannot be described or cannot be done; the message says why and what to do instead."""
+
+
+@dataclass(frozen=True)
+class CastSpec:
+    """How one tensor becomes FP8.
+
+    Args:
+        format: ``"e4m3"`` or ``"e5m2"``.
+        block: (rows, columns) that share one scale, of the tensor as stored; -1 is the whole dimension.
+        scale: ``"fp32"`` (amax / FMAX), ``"pow2"`` (the power of two that just fits) or ``"e8m0"`` (that, in one byte).
+
+    Raises:
+        CastError: for anything else.
+    """
+
+    format: str = "e4m3"
+    block: tuple[int, int] = (1, 128)
+    scale: str = "pow2"
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise CastError(f"CastSpec: format={self.format!r} is not an FP8 format; use one of {', '.join(FORMATS)}.")
+        if self.scale not in SCALES:
+            raise CastError(f"CastSpec: scale={self.scale!r} is not a kind of scale; use one of {', '.join(SCALES)}.")
+        block = self.block
+        if not (isinstance(block, tuple) and len(block) == 2 and all(type(n) is int for n in block)):
+            raise CastError(f"CastSpec: block={block!r} must be a tuple of two integers, as in (1, 128).")
+        if any(n < 1 and n != -1 for n in block):
+            raise CastError(f"CastSpec: block={block!r} has a side below 1; -1 alone means the whole side.")
+
+    @property
+    def fmt(self) -> Format:
+        """The facts of ``format``."""
+        return FORMATS[self.format]
+
+    def __str__(self) -> str:
+        named = {(-1, -1): "tensor", (1, -1): "row", (-1, 1): "column"}
+        block = named.get(self.block) or "x".join("all" if n == -1 else str(n) for n in self.block)
+        return f"{self.format} {block} {self.scale}"
+
+
+class Quantized(NamedTuple):
+    """FP8 codes with their scales: ``value ~ data * scale``.
+
+    ``data`` has the shape of the tensor it came from and is contiguous; ``scale`` is the dequant multiplier, always,
+    [row blocks, column blocks], fp32 or ``float8_e8m0fnu``.
+    """
+
+    data: Tensor
+    scale: Tensor
+    spec: CastSpec
+
+
+class Part(NamedTuple):
+    """A rectangle of the matrix whose blocks are all of one size, so that a view can show each block as ``dims``."""
+
+    rows: slice
+    cols: slice
+    grid_rows: slice
+    grid_cols: slice
+    view: tuple[int, ...]
+    scale_view: tuple[int, ...]
+    dims: tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """How a [rows, cols] matrix splits into blocks: one part, or two to four where a last block is ragged."""
+
+    grid: tuple[int, int]
+    parts: tuple[Part, ...]  # none if the matrix is empty
+
+    def split(self, matrix: Tensor, grid: bool = False) -> list[Tensor]:
+        """Views of a [rows, cols] matrix, or of its [row blocks, column blocks] grid, one a part."""
+        if len(self.parts) == 1:
+            return [matrix.view(self.parts[0].scale_view if grid else self.parts[0].view)]
+        if grid:
+            return [matrix[p.grid_rows, p.grid_cols].view(p.scale_view) for p in self.parts]
+        return [matrix[p.rows, p.cols].view(p.view) for p in self.parts]
+
+
+def _spans(size: int, block: int) -> tuple[int, list[tuple[slice, slice, int, int]]]:
+    """The number of blocks along one side, and its even and ragged spans: (elements, blocks, count, block size)."""
+    if block == -1 or block >= size > 0:
+        return 1, [(slice(0, size), slice(0, 1), 1, size)]
+    full, rest = divmod(size, block)
+    spans = [(slice(0, full * block), slice(0, full), full, block)] if full else []
+    if rest:
+        spans.append((slice(full * block, size), slice(full, full + 1), 1, rest))
+    return full + bool(rest), spans
+
+
+def _part_view(m: int, r: int, k: int, c: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """View, scale view and block dimensions for m x k blocks of r x c: few dimensions reduce and broadcast faster."""
+    if m == 1 and k == 1:
+        return (r, c), (1, 1), (0, 1)
+    if k == 1 and r == 1:
+        return (m, c), (m, 1), (1,)
+    if m == 1 and c == 1:
+        return (r, k), (1, k), (0,)
+    if r == 1:
+        return (m, k, c), (m, k, 1), (2,)
+    if c == 1:
+        return (m, r, k), (m, 1, k), (1,)
+    return (m, r, k, c), (m, 1, k, 1), (1, 3)
+
+
+@lru_cache(maxsize=4096)
+def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
+    """The blocks of a [rows, cols] matrix, worked out once per shape."""
+    grid_rows, row_spans = _spans(rows, block[0])
+    grid_cols, col_spans = _spans(cols, block[1])
+    if not rows or not cols:
+        return Layout((grid_rows, grid_cols), ())
+    parts = [Part(rs, cs, gr, gc, *_part_view(m, r, k, c)) for rs, gr, m, r in row_spans for cs, gc, k, c in col_spans]
+    return Layout((grid_rows, grid_cols), tuple(parts))
+
+
+def castable(x: Tensor) -> None:
+    """Check that a cast can start from x.
+
+    Raises:
+        CastError: for a dtype that none starts from, or a tensor without dimensions.
+    """
+    if x.dtype not in _INPUTS:
+        raise CastError(
+            f"Cannot quantize a tensor of {x.dtype}: FP8 casts start from float32, bfloat16 or float16. "
+            "Convert it first, for instance with x.float()."
+        )
+    if x.dim() == 0:
+        raise CastError("Cannot quantize a tensor without dimensions: a block needs one at least; use x.reshape(1).")
+
+
+def flat(x: Tensor) -> Tensor:
+    """x as a matrix [product of leading dimensions, last], off the graph; a view wherever its strides allow.
+
+    Raises:
+        CastError: if x is not :func:`castable`.
+    """
+    castable(x)
+    x = x.detach()
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _matrix(x: Tensor, spec: CastSpec) -> tuple[Tensor, Layout]:
+    """x as a contiguous fp32 matrix, and its blocks."""
+    x = flat(x)
+    return x.contiguous().float(), layout(x.shape[0], x.shape[1], spec.block)
+
+
+def _may_look(tensor: Tensor) -> bool:
+    """Whether there is a value, and reading it into Python is free of waiting for a device: a fake tensor has none."""
+    return tensor.device.type == "cpu" and not hasattr(tensor, "fake_mode")
+
+
+def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
+    """Scales for a grid of amax bit patterns (int32), fp32, and the mask of bad blocks (None: there are none)."""
+    if _may_look(bits):
+        low, high = (int(b) for b in torch.aminmax(bits)) if bits.numel() else (_ONE_BITS, _ONE_BITS)
+        some_tiny, some_bad = low < _FLOOR_BITS, high >= _INF_BITS
+    else:
+        some_tiny = some_bad = True
+    if spec.scale == "fp32":
+        amax_ = bits.view(torch.float32)
+        # A tensor divisor: by a Python number, CUDA would multiply by a rounded reciprocal.
+        scale = (amax_ / torch.full_like(amax_, spec.fmt.max)).view(torch.int32)
+    else:
+        # amax = m * 2^e. Adding 0x1FFFFF carries into the exponent exactly when m > 1.75; dropping the mantissa leaves
+        # the power of two. Subtracting p from the exponent field divides by 2^p, where FMAX = 1.75 * 2^p.
+        scale = (bits + (0x1FFFFF - (spec.fmt.max_exponent << 23))) & ~_MANTISSA
+    bad = None
+    if some_tiny:
+        scale = scale.masked_fill(bits < _FLOOR_BITS, _ONE_BITS)
+    if some_bad:
+        bad = bits >= _INF_BITS
+        scale = scale.masked_fill(bad, _NAN_BITS)
+    return scale.view(torch.float32), bad
+
+
+def _amax_bits(magnitude: Tensor, lay: Layout) -> Tensor:
+    """The grid of amax bit patterns, int32. Patterns order as magnitudes do; NaN and infinity win every maximum."""
+    bits = magnitude.view(torch.int32)
+    if len(lay.parts) == 1:
+        return bits.view(lay.parts[0].view).amax(lay.parts[0].dims).view(lay.grid)
+    grid = bits.new_empty(lay.grid)
+    for part, blocks, cells in zip(lay.parts, lay.split(bits), lay.split(grid, grid=True), strict=True):
+        torch.amax(blocks, part.dims, keepdim=True, out=cells)
+    return grid
+
+
+def _encode(
+    x_MK: Tensor, scale: Tensor, bad: Tensor | None, lay: Layout, spec: CastSpec, buffer: Tensor, clamp: bool
+) -> Tensor:
+    """Codes [rows, cols] under a grid of fp32 scales; blocks in ``bad`` become NaN. ``buffer`` is overwritten."""
+    if spec.scale == "fp32":
+        for x, s, out in zip(lay.split(x_MK), lay.split(scale, grid=True), lay.split(buffer), strict=True):
+            torch.div(x, s, out=out)
+    else:
+        inverse = scale.reciprocal()  # exact: the reciprocal of a power of two is one
+        for x, s, out in zip(lay.split(x_MK), lay.split(inverse, grid=True), lay.split(buffer), strict=True):
+            torch.mul(x, s, out=out)
+    if clamp:
+        buffer.clamp_(-spec.fmt.max, spec.fmt.max)
+    data = buffer.to(spec.fmt.dtype)
+    if bad is not None:
+        for codes, mask in zip(lay.split(data.view(torch.uint8)), lay.split(bad, grid=True), strict=True):
+            codes.masked_fill_(mask, NAN_CODE)
+    return data
+
+
+def _quantized(data: Tensor, scale: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
+    if spec.scale == "e8m0":
+        scale = (scale.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
+    return Quantized(data.view(shape), scale, spec)
+
+
+def _shapes(x: Tensor, spec: CastSpec) -> Quantized:
+    """What :func:`quantize` makes of a fake tensor, which has no values: two operations instead of twenty, and a
+    forward of fake tensors is mostly casts."""
+    castable(x)
+    data = x.detach().new_empty(x.shape, dtype=spec.fmt.dtype)
+    grid = layout(x.shape[:-1].numel(), x.shape[-1], spec.block).grid
+    return Quantized(data, data.new_empty(grid, dtype=E8M0 if spec.scale == "e8m0" else torch.float32), spec)
+
+
+def quantize(x: Tensor, spec: CastSpec) -> Quantized:
+    """Cast ``x`` to FP8 with scales taken from its own blocks.
+
+    Args:
+        x: fp32, bf16 or fp16, at least one dimension, any strides; not part of the autograd graph afterwards.
+        spec: the format, the block and the kind of scale.
+
+    Returns:
+        Codes in the shape of x, scales [row blocks, column blocks].
+
+    Raises:
+        CastError: for another dtype, or a tensor without dimensions.
+    """
+    if hasattr(x, "fake_mode"):
+        return _shapes(x, spec)
+    x_MK, lay = _matrix(x, spec)
+    if not lay.parts:
+        return _quantized(x_MK.to(spec.fmt.dtype), x_MK.new_ones(lay.grid), x.shape, spec)
+    buffer = x_MK.abs()
+    scale, bad = _scales(_amax_bits(buffer, lay), spec)
+    # No clamp is needed: amax <= FMAX * scale for powers of two, and amax / (amax / FMAX) exceeds FMAX by an ulp of
+    # fp32 at most, which rounds back to FMAX.
+    return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=False), scale, x.shape, spec)
+
+
+def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None) -> Quantized:
+    """Cast ``x`` with scales given from outside (delayed scaling): values beyond FMAX * scale saturate.
+
+    A NaN or an infinity in a block of x still makes that whole block NaN, scale included.
+
+    Args:
+        x: as for :func:`quantize`.
+        scale: dequant multipliers, positive: one element, or [row blocks, column blocks].
+        spec: the cast; for ``pow2`` and ``e8m0`` the given scales must be powers of two.
+        amax: the amax of each block of x where the caller has it already (whole tensor: ``amax(x)``); saves a pass.
+
+    Raises:
+        CastError: for a wrong dtype of x, or a scale or amax that does not fit the grid of blocks.
+    """
+    x_MK, lay = _matrix(x, spec)
+    scale = on_grid("scale", scale, x_MK, lay, spec)
+    if not lay.parts:
+        return _quantized(x_MK.to(spec.fmt.dtype), scale, x.shape, spec)
+    if amax is None:
+        buffer = x_MK.abs()
+        bits = _amax_bits(buffer, lay)
+    else:
+        buffer = torch.empty_like(x_MK)
+        bits = on_grid("amax", amax, x_MK, lay, spec).abs().view(torch.int32)
+    bad = bits >= _INF_BITS
+    if _may_look(bad) and not bool(bad.any()):
+        return _quantized(_encode(x_MK, scale, None, lay, spec, buffer, clamp=True), scale, x.shape, spec)
+    scale = scale.masked_fill(bad, float("nan"))
+    return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=True), scale, x.shape, spec)
+
+
+def on_grid(name: str, given: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
+    """One fp32 value a block [row blocks, column blocks], contiguous, from a grid or from a single element.
+
+    Raises:
+        CastError: if it is neither.
+    """
+    given = given.detach().to(device=x_MK.device, dtype=torch.float32)
+    if given.numel() == 1:
+        return given.reshape(1, 1).expand(lay.grid).contiguous()
+    if tuple(given.shape) == lay.grid:
+        return given.contiguous()
+    raise CastError(
+        f"quantize_with_scale: {name} has shape {tuple(given.shape)}, but a matrix of {tuple(x_MK.shape)} under {spec} "
+        f"has {lay.grid[0]} x {lay.grid[1]} blocks; give one {name} per block, or a single one."
+    )
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """fp32(code) * scale, rounded once to ``dtype``, in the shape of ``q.data`` (contiguous).
+
+    Raises:
+        CastError: if the scales do not fit the codes and the spec.
+    """
+    if hasattr(q.data, "fake_mode"):
+        fitting(q)
+        return q.data.new_empty(q.data.shape, dtype=dtype)
+    values = decode(q.data)
+    matrix = values.view(values.shape[:-1].numel(), values.shape[-1])
+    lay = fitting(q)
+    scale = scale_fp32(q)
+    for blocks, factor in zip(lay.split(matrix), lay.split(scale.contiguous(), grid=True), strict=True):
+        blocks.mul_(factor)
+    return values if dtype is torch.float32 else values.to(dtype)
+
+
+def fitting(q: Quantized) -> Layout:
+    """The blocks of q's codes, seen as a matrix.
+
+    Raises:
+        CastError: if q's scales are not one a block.
+    """
+    rows, cols = q.data.shape[:-1].numel(), q.data.shape[-1]
+    lay = layout(rows, cols, q.spec.block)
+    if tuple(q.scale.shape) != lay.grid:
+        raise CastError(
+            f"dequantize: {(rows, cols)} codes under {q.spec} need scales of shape {lay.grid}, found "
+            f"{tuple(q.scale.shape)}; data, scale and spec must come from the same cast."
+        )
+    return lay
+
+
+def scale_fp32(q: Quantized) -> Tensor:
+    """The scales of q in fp32, whatever they are stored in."""
+    return decode_e8m0(q.scale) if q.scale.dtype is E8M0 else q.scale
+
+
+def amax(x: Tensor) -> Tensor:
+    """max |x| over the whole tensor: fp32, no dimensions, on x's device; NaN or inf where x holds one; 0 if empty."""
+    x = x.detach()
+    if not x.numel():
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.abs().amax().float()
+
+
+def scale_from_amax(amax: Tensor, spec: CastSpec) -> Tensor:
+    """The scale that :func:`quantize` gives a block with this amax (fp32, same shape): for delayed scaling.
+
+    NaN where amax is NaN or infinite, 1 where it is below 2^-100.
+    """
+    return _scales(amax.detach().float().abs().view(torch.int32), spec)[0]

@@ -1,0 +1,335 @@
+"""AdamW's two moments in one byte each: groups of 128 values that share a range.
+
+A group is 128 consecutive elements of the flattened, unsharded parameter, given as a row of a [G, 128] tensor; what
+lies outside the parameter (a ragged last group) is zero, and a zero changes nothing. A format takes a group's extrema
+first and its codes after, so that ranks that share a group can agree on the extrema in between.
+
+**fp8** (2.0625 bytes per parameter for both moments). The second moment has 9 bits: 0 is zero, and 1 to 511 are points
+of a grid that is even *in the fp32 bit pattern*. Bit patterns of positive floats are a logarithm drawn with straight
+lines, so that the codes resolve every v of the group to the same relative error, however far apart they are. A v that
+is not zero never becomes zero. The first moment is kept as r = m / sqrt(v), the quantity that the weight steps by, in
+7 bits, finer for small r, with one fp32 scale a group.
+
+A code must not forget that v moves by a thousandth a step, a tenth of a code: rounded to nearest it would never move,
+and rounded at random it wanders. Two things keep it on its way. The grid stands still: its pace is one of four in an
+octave, and its points are the multiples of the pace, whatever the group's extrema do. And what is added before
+cutting, the dither u, is not random but a Weyl sequence: over the steps it visits all fractions evenly, so that a
+fraction of p of the steps rounds up, give or take one.
+
+    u     = ((element * 0xC13FA9A9 + step * 0x9E3779B9 + seed * 0xD2511F53 + parameter * 0xCD9E8D57) mod 2^32) >> 16
+
+    lo, hi = smallest non-zero, largest of bits(v)                            int32
+    width  = max((hi - lo + 507) // 508, 512)
+    p      = (bits(float(width)) + 0x1FFFFF) >> 21                            up to 1, 1.25, 1.5 or 1.75 times 2^e
+    pace   = int(float of bits p << 21)
+    range  = ((p - 544) << 24) | ((lo // pace * pace) >> 7)                   0 where hi = 0
+
+    base   = max((range & 0xFFFFFF) << 7, 1)       rate = 65536 / float(pace)
+    code   = ((int(float(bits(v) - base) * rate) + u) >> 16) + 1, 0 for v = 0
+    bits(v') = base + (code - 1) * pace, 0 for code 0
+    r      = m / sqrt(v'), 0 where v' = 0
+    amax   = largest |r|
+    scale  = amax / 5985       grid = 5985 / amax                             both 0 where amax < 2^-100
+    c      = min(rint(sqrt(|r| * grid + 256) - 16), 63), with the sign of r   ties to even
+    m'     = (float(c * (|c| + 32)) * scale) * sqrt(v')
+
+    bytes: (c << 1) | (code & 1) of m, code >> 1 of v
+
+int() cuts towards zero, float() rounds to nearest even; every operation is a single int32 or IEEE fp32 one and none is
+fused, so that every backend has the same bits. (Hence no division by a Python number: on CUDA torch would multiply by
+its inverse.) A group with a v of 2^127 or more, Inf or NaN has range -1: base = 0x7FC00000, pace = rate = 0,
+scale = NaN, c = 0. It decodes to NaN, all but the second moments that are 0.
+
+**coat** (2.19 bytes per parameter; Xi et al., "COAT: Compressing Optimizer states and Activation for Memory-Efficient
+FP8 Training", ICLR 2025, arXiv 2410.19313). Both moments in E4M3 after |z|^k, with k such that the group fills E4M3's
+range. Its published faults are mended: zeros do not count as the smallest magnitude, k is bounded, v is rounded
+stochastically, and its non-zero codes never fall below the smallest. Here `pow`, `exp2` and `log2` are a library's, so
+that backends agree to a few units in the last place only.
+
+    lo, hi = smallest non-zero, largest |z|
+    k      = log2(448^2 / 2) / (log2(hi) - log2(lo)), within [1, 16] for m and [1/16, 16] for v; 1 where hi = lo
+    c      = sqrt(hi) * sqrt(lo)       s = (hi / c)^k / 448       code = e4m3(sign(z) * (|z| / c)^k / s)
+    z'     = sign(code) * (|code| * s)^(1/k) * c
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic.root import root
+
+__all__ = [
+    "GROUP",
+    "LAYOUT",
+    "LEAST",
+    "R_TOP",
+    "STATES",
+    "TINY",
+    "TOP",
+    "Agree",
+    "Kept",
+    "coat_decode",
+    "coat_encode",
+    "coat_figures",
+    "decode",
+    "decode_m",
+    "decode_v",
+    "dither",
+    "dither_start",
+    "encode",
+    "encode_r",
+    "encode_v",
+    "extrema",
+    "grid",
+    "pack",
+    "r_amax",
+    "r_grid",
+    "r_scale",
+    "ratio",
+    "unpack",
+    "v_range",
+]
+
+GROUP = 128
+"""Consecutive elements of a flattened parameter that share a range."""
+
+STATES = ("fp8", "coat", "bf16", "fp32")
+"""The formats of AdamW's moments."""
+
+
+class Kept(NamedTuple):
+    """One tensor of a format: one value an element (`row` None), or `row` values a group."""
+
+    name: str
+    dtype: torch.dtype
+    row: tuple[int, ...] | None = None
+
+
+LAYOUT: dict[str, tuple[Kept, ...]] = {
+    "fp8": (
+        Kept("exp_avg_codes", torch.int8),
+        Kept("exp_avg_scale", torch.float32, ()),
+        Kept("exp_avg_sq_codes", torch.uint8),
+        Kept("exp_avg_sq_range", torch.int32, ()),
+    ),
+    "coat": (
+        Kept("exp_avg_codes", torch.float8_e4m3fn),
+        Kept("exp_avg_figures", torch.float32, (3,)),
+        Kept("exp_avg_sq_codes", torch.float8_e4m3fn),
+        Kept("exp_avg_sq_figures", torch.float32, (3,)),
+    ),
+    "bf16": (Kept("exp_avg", torch.bfloat16), Kept("exp_avg_sq", torch.bfloat16)),
+    "fp32": (Kept("exp_avg", torch.float32), Kept("exp_avg_sq", torch.float32)),
+}
+"""What each format keeps. Zero everywhere means that both moments are zero, in every format."""
+
+Agree = Callable[[Tensor], Tensor]
+"""Takes int32 [K, G] and returns the elementwise maximum over the ranks that share each of the G groups."""
+
+_NONE = 0x7FFFFFFF  # no non-zero value: above every bit pattern
+_INF = 0x7F800000
+_NAN = 0x7FC00000
+TOP = 0x7F000000  # 2^127: a grid point above any v below it is still finite
+LEAST = 544  # the narrowest pace, 512, as the upper bits of a float: (9 + 127) * 4
+R_TOP = 5985.0  # 63 * (63 + 32): what the largest code of r stands for
+TINY = 2.0**-100
+_TARGET = 16.614709844115207  # log2(448^2 / 2): the smallest magnitude of a group lands at 448 / 100352
+
+
+def extrema(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Bit patterns (int32 [G]) of the smallest non-zero and of the largest magnitude in each row of `z` fp32 [G, 128].
+
+    A row of zeros has (0x7FFFFFFF, 0); a NaN or an Inf shows as a `hi` of at least 0x7F800000. Over the ranks that
+    share a group, the minimum of lo and the maximum of hi are the group's.
+    """
+    bits = z.view(torch.int32) & 0x7FFFFFFF
+    return torch.where(bits == 0, _NONE, bits).amin(1), bits.amax(1)
+
+
+def v_range(lo: Tensor, hi: Tensor) -> Tensor:
+    """The grid of each group's v in one word, int32 [G], from its extrema as :func:`extrema` gives them."""
+    width = ((hi - lo + 507) // 508).clamp(min=512)
+    exponent = (width.float().view(torch.int32) + 0x1FFFFF) >> 21
+    pace = _pace(exponent)
+    word = ((exponent - LEAST) << 24) | ((lo // pace * pace) >> 7)
+    return torch.where(hi == 0, 0, torch.where(hi >= TOP, -1, word))
+
+
+def grid(range_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(base, pace) int32 [G, 1] and rate fp32 [G, 1] of the grid that words int32 [G] stand for."""
+    bad = range_ == -1
+    pace = torch.where(bad, 1, _pace((range_ >> 24) + LEAST))
+    rate = torch.full_like(pace, 65536.0, dtype=torch.float32) / pace.float()
+    base = torch.where(bad, _NAN, ((range_ & 0xFFFFFF) << 7).clamp(min=1))
+    pace, rate = torch.where(bad, 0, pace), torch.where(bad, 0.0, rate)
+    return base[:, None], pace[:, None], rate[:, None]
+
+
+def _pace(exponent: Tensor) -> Tensor:
+    return (exponent << 21).view(torch.float32).to(torch.int32)
+
+
+def dither(seed: int, start: int, count: int, *, step: int, parameter: int, device: torch.device | str) -> Tensor:
+    """What is added to elements `start` to `start + count` before they are cut: int32 [count], 0 to 65535."""
+    element = torch.arange(count, dtype=torch.int64, device=device)
+    first = dither_start(seed, start, step=step, parameter=parameter)
+    return (((element * 0xC13FA9A9 + first) >> 16) & 0xFFFF).to(torch.int32)
+
+
+def dither_start(seed: int, start: int, *, step: int, parameter: int) -> int:
+    """The 32 bits of element `start`, of which the dither is the upper half; an element on adds 0xC13FA9A9."""
+    return (start * 0xC13FA9A9 + step * 0x9E3779B9 + seed * 0xD2511F53 + parameter * 0xCD9E8D57) & 0xFFFFFFFF
+
+
+def encode_v(v: Tensor, range_: Tensor, dither: Tensor) -> Tensor:
+    """Codes 0 to 511 (int32 [G, 128]) of `v` (fp32) on the grids of `range_` (int32 [G])."""
+    base, _, rate = grid(range_)
+    bits = v.view(torch.int32)
+    code = (((bits - base).float() * rate).to(torch.int32) + dither) >> 16
+    return torch.where(bits == 0, 0, code + 1)
+
+
+def decode_v(code: Tensor, range_: Tensor) -> Tensor:
+    """The second moments (fp32 [G, 128]) that codes 0 to 511 (int32) stand for."""
+    base, pace, _ = grid(range_)
+    return torch.where(code == 0, 0, base + (code - 1) * pace).view(torch.float32)
+
+
+def ratio(m: Tensor, v: Tensor) -> Tensor:
+    """r = m / sqrt(v) of decoded v (fp32 [G, 128]); 0 where v is 0."""
+    return torch.where(v == 0, torch.zeros_like(m), m / root(v))
+
+
+def r_amax(r: Tensor) -> Tensor:
+    """Bit patterns (int32 [G]) of the largest magnitude of each row of `r`; a NaN has the largest of all."""
+    return (r.view(torch.int32) & 0x7FFFFFFF).amax(1)
+
+
+def r_scale(amax: Tensor) -> Tensor:
+    """What r is kept in units of (fp32 [G]), from bit patterns int32 [G]: amax / 5985, 0 for amax < 2^-100."""
+    value = amax.view(torch.float32)
+    scale = torch.where(value < TINY, 0.0, value / torch.full_like(value, R_TOP))
+    return torch.where(amax >= _INF, torch.nan, scale)
+
+
+def r_grid(amax: Tensor) -> Tensor:
+    """What r is multiplied by before it is coded (fp32 [G]): 5985 / amax, 0 for amax < 2^-100."""
+    value = amax.view(torch.float32)
+    return torch.where(value < TINY, 0.0, torch.full_like(value, R_TOP) / value)
+
+
+def encode_r(r: Tensor, amax: Tensor) -> Tensor:
+    """Codes -63 to 63 (int32 [G, 128]) of `r` (fp32) in groups whose largest magnitude has the bit patterns `amax`."""
+    code = (root(r.abs() * r_grid(amax)[:, None] + 256.0) - 16.0).round().clamp(max=63.0)
+    return torch.where((amax >= _INF)[:, None], 0.0, torch.copysign(code, r)).to(torch.int32)
+
+
+def decode_m(code: Tensor, scale: Tensor, v: Tensor) -> Tensor:
+    """The first moments (fp32 [G, 128]) of codes -63 to 63, `scale` fp32 [G] and decoded second moments `v`."""
+    return ((code * (code.abs() + 32)).float() * scale[:, None]) * root(v)
+
+
+def pack(m_code: Tensor, v_code: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8, uint8) of codes of m and v: v's lowest bit is m's byte's lowest bit."""
+    return ((m_code << 1) | (v_code & 1)).to(torch.int8), (v_code >> 1).to(torch.uint8)
+
+
+def unpack(m_byte: Tensor, v_byte: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (int32) of m and v in bytes (int8, uint8): the inverse of :func:`pack`."""
+    byte = m_byte.to(torch.int32)
+    return byte >> 1, (v_byte.to(torch.int32) << 1) | (byte & 1)
+
+
+def coat_figures(lo: Tensor, hi: Tensor, *, least: float) -> Tensor:
+    """(s, k, c) of each group, fp32 [G, 3], from :func:`extrema`; k within [`least`, 16]. Rows of zeros: (1, 1, 1)."""
+    empty, bad = hi == 0, hi >= _INF
+    one = torch.ones_like(hi, dtype=torch.float32)
+    low, high = (torch.where(empty, one, x.view(torch.float32)) for x in (lo, hi))
+    octaves = high.log2() - low.log2()
+    k = torch.where(lo == hi, one, (torch.full_like(octaves, _TARGET) / octaves).clamp(least, 16.0))
+    c = root(high) * root(low)
+    s = (high / c).pow(k) / torch.full_like(c, 448.0)
+    figures = torch.stack([s, k, c], 1)
+    figures = torch.where(empty[:, None], 1.0, figures)
+    return torch.where(bad[:, None], torch.nan, figures)
+
+
+def coat_encode(z: Tensor, figures: Tensor, chance: Tensor | None = None) -> Tensor:
+    """E4M3 codes [G, 128] of `z` by `figures` [G, 3]; with `chance` (0 to 65535), stochastically (z >= 0) and never to
+    zero from a z that is not."""
+    s, k, c = figures[:, :, None].unbind(1)
+    y = (z.abs() / c).pow(k) / s
+    if chance is None:
+        return torch.copysign(y.clamp(max=448.0), z).to(torch.float8_e4m3fn)
+    # normal numbers drop 20 bits of an fp32 mantissa, subnormal ones are multiples of 2^-9
+    bits = (y.view(torch.int32) + (chance << 4)) & ~0xFFFFF
+    fine = ((y * 2.0**9) + chance.float() * 2.0**-16).floor() * 2.0**-9
+    rounded = torch.where(y < 2.0**-6, fine, bits.view(torch.float32)).clamp(2.0**-9, 448.0)
+    rounded = torch.where(y.isnan(), y, rounded)  # chance can carry a NaN's bits into the sign
+    return torch.where(z == 0, torch.zeros_like(z), rounded).to(torch.float8_e4m3fn)
+
+
+def coat_decode(codes: Tensor, figures: Tensor) -> Tensor:
+    """The moments (fp32 [G, 128]) of E4M3 `codes` by `figures` [G, 3]."""
+    s, k, c = figures[:, :, None].unbind(1)
+    code = codes.float()
+    return torch.copysign((code.abs() * s).pow(1.0 / k) * c, code)
+
+
+def decode(states: str, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(m, v), fp32 [G, 128], from what format `states` keeps of them: [G, 128] a code, [G, ...] a group's figures."""
+    if states == "fp8":
+        m_code, v_code = unpack(kept["exp_avg_codes"], kept["exp_avg_sq_codes"])
+        v = decode_v(v_code, kept["exp_avg_sq_range"])
+        return decode_m(m_code, kept["exp_avg_scale"], v), v
+    if states == "coat":
+        return (
+            coat_decode(kept["exp_avg_codes"], kept["exp_avg_figures"]),
+            coat_decode(kept["exp_avg_sq_codes"], kept["exp_avg_sq_figures"]),
+        )
+    return kept["exp_avg"].float(), kept["exp_avg_sq"].float()
+
+
+def encode(states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: Agree | None = None) -> dict[str, Tensor]:
+    """What format `states` keeps of `m` and `v` (fp32 [G, 128]), rounded by `chance`, int32 [G, 128] from 0 to 65535.
+
+    `chance` is :func:`dither` for fp8 and bf16, the high 16 bits of the elements' random words for coat. `agree` is for
+    groups of which other ranks hold a part: it is called once with the extrema (minima negated, so that all of them are
+    maxima), and for fp8 once more with the largest |r|. Rows hold zero where an element lies elsewhere.
+    """
+    if states == "fp32":
+        return {"exp_avg": m, "exp_avg_sq": v}
+    assert chance is not None
+    share = agree or (lambda marks: marks)
+    if states == "fp8":
+        lo, hi = extrema(v)
+        marks = share(torch.stack([-lo, hi]))
+        range_ = v_range(-marks[0], marks[1])
+        v_code = encode_v(v, range_, chance)
+        r = ratio(m, decode_v(v_code, range_))
+        amax = share(r_amax(r)[None])[0]
+        m_byte, v_byte = pack(encode_r(r, amax), v_code)
+        return {
+            "exp_avg_codes": m_byte,
+            "exp_avg_scale": r_scale(amax),
+            "exp_avg_sq_codes": v_byte,
+            "exp_avg_sq_range": range_,
+        }
+    if states == "coat":
+        (m_lo, m_hi), (v_lo, v_hi) = extrema(m), extrema(v)
+        marks = share(torch.stack([-m_lo, m_hi, -v_lo, v_hi]))
+        figures_m = coat_figures(-marks[0], marks[1], least=1.0)
+        figures_v = coat_figures(-marks[2], marks[3], least=1 / 16)
+        return {
+            "exp_avg_codes": coat_encode(m, figures_m),
+            "exp_avg_figures": figures_m,
+            "exp_avg_sq_codes": coat_encode(v, figures_v, chance),
+            "exp_avg_sq_figures": figures_v,
+        }
+    bits = v.view(torch.int32)
+    cut = torch.where(bits & 0x7FFFFFFF < _INF, bits + chance, _NAN) >> 16
+    return {"exp_avg": m.to(torch.bfloat16), "exp_avg_sq": cut.to(torch.int16).view(torch.bfloat16)}

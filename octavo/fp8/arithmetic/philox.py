@@ -1,0 +1,92 @@
+"""Philox4x32-10: random bits that depend on an element's place and on nothing else.
+
+A counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): ten
+rounds of multiplications turn a counter of four words and a key of two into four random words. Here
+
+    key = (seed's low 32 bits, seed's high 32 bits)
+    counter = (element // 4, step, parameter, 0)        word element % 4 of the output belongs to the element
+
+so that the bits of an element are the same on every backend, however a parameter is cut into shards, chunks or thread
+blocks. The word's low 16 bits round a "bf16+sr" weight (:func:`octavo.fp8.arithmetic.master.stochastic`), its high 16
+bits a "coat" second moment (:mod:`octavo.fp8.arithmetic.moments`).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+__all__ = ["LIMIT", "Scratch", "words"]
+
+LIMIT = 1 << 34
+"""Elements of one parameter that have bits of their own: the counter's first word has 32 bits and serves four."""
+
+_TOO_LONG = f"A parameter of {{}} elements has no random bits beyond {LIMIT}: split it in two."
+_MASK = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_K0, _K1 = 0x9E3779B9, 0xBB67AE85
+
+
+def words(
+    seed: int, start: int, count: int, *, step: int, parameter: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The random words of elements `start` to `start + count`: int32 [count], each the bit pattern of one word.
+
+    Raises ValueError for elements at or beyond `LIMIT`.
+    """
+    if start + count > LIMIT:
+        raise ValueError(_TOO_LONG.format(start + count))
+    first, last = start // 4, -(-(start + count) // 4)
+    counter = torch.arange(first, last, dtype=torch.int64, device=device)
+    four = torch.stack(rounds(counter, step & _MASK, parameter & _MASK, seed), dim=1).view(-1)
+    return four[start - 4 * first :][:count]
+
+
+def rounds(c0: Tensor, step: int, parameter: int, seed: int) -> list[Tensor]:
+    """The four output words of counters (c0, step, parameter, 0): int32 tensors of c0's shape; c0 is int64, < 2^32."""
+    c = [c0.clone(), *(torch.full_like(c0, x) for x in (step, parameter, 0))]
+    return [word.to(torch.int32) for word in _mix(c, torch.empty_like(c0), seed)]
+
+
+def _mix(c: list[Tensor], spare: Tensor, seed: int) -> list[Tensor]:
+    """Ten rounds in place, int64. The words are the lower 32 bits; those above are anything."""
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    a, b, x, y = c
+    for _ in range(10):
+        # (a, b, x, y) becomes (high(x M1) ^ b ^ k0, low(x M1), high(a M0) ^ y ^ k1, low(a M0)), modulo 2^64. b and y
+        # are never multiplied before they were masked, nor is what lies above them looked at.
+        a.mul_(_M0)
+        x.mul_(_M1)
+        b.bitwise_xor_(torch.bitwise_right_shift(x, 32, out=spare)).bitwise_and_(_MASK).bitwise_xor_(k0)
+        y.bitwise_xor_(torch.bitwise_right_shift(a, 32, out=spare)).bitwise_and_(_MASK).bitwise_xor_(k1)
+        a, b, x, y = b, x, y, a
+        k0, k1 = (k0 + _K0) & _MASK, (k1 + _K1) & _MASK
+    return [a, b, x, y]
+
+
+class Scratch:
+    """Arrays for the words of up to 4 `counters` elements on the CPU, made once."""
+
+    def __init__(self, counters: int) -> None:
+        self._ramp = torch.arange(counters, dtype=torch.int64)
+        self._arrays: list[Tensor] = []
+
+    def words16(self, seed: int, start: int, count: int, *, step: int, parameter: int) -> Tensor:
+        """The low 16 bits of :func:`words`, int16 [count], valid until the next call; `start` a multiple of 4."""
+        if start + count > LIMIT:
+            raise ValueError(_TOO_LONG.format(start + count))
+        if not self._arrays:
+            self._arrays = [torch.empty_like(self._ramp) for _ in range(5)]
+        *c, spare = (x[: -(-count // 4)] for x in self._arrays)
+        torch.add(self._ramp[: len(spare)], start // 4, out=c[0])
+        for tensor, value in zip(c[1:], (step & _MASK, parameter & _MASK, 0), strict=True):
+            tensor.fill_(value)
+        four = _mix(c, spare, seed)
+        # four words of 16 bits, in the order of memory, are one of 64
+        first, *rest = four if sys.byteorder == "little" else four[::-1]
+        whole = first.bitwise_and_(0xFFFF)
+        for i, word in enumerate(rest, 1):
+            whole.bitwise_or_(word.bitwise_and_(0xFFFF).bitwise_left_shift_(16 * i))
+        return whole.view(torch.int16)[:count]

@@ -1,0 +1,112 @@
+"""Attention's output layer keeps no codes of an input that attention keeps anyway.
+
+The input of o_proj is the output of attention, which attention's own backward reads: it stays in memory in 16 bits
+whatever the layer does. A layer that is known for attention's output (:func:`outputs`) therefore saves a reference to
+its input, and casts it for wgrad in backward, to the very codes that it would have kept.
+
+Whether attention keeps that memory is seen at each call: the input must come from an attention function through views
+alone (:func:`kept_by_attention`). Attention written out in products of matrices keeps its probabilities instead, and a
+copy (``contiguous``, ``cat`` over images) is nobody's: then the layer keeps codes, which are half of the input.
+
+Sisters that run as one GEMM hand out columns of one buffer, and attention keeps v: the whole buffer would stay, q and k
+as they were before norm and rotary embedding included. v_proj's output is therefore copied out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.fp8.dense.sources import Source
+
+__all__ = ["EXPERTS", "OWN_OUTPUT", "Attention", "kept_by_attention", "mark", "outputs", "source", "unmark"]
+
+_INPUTS = (("q_proj", "k_proj", "v_proj"), ("qkv",), ("query", "key", "value"))
+_OUTPUTS = ("o_proj", "out_proj", "proj", "projection_layer", "dense")
+
+_MARK = "_after_attention"  # in the __dict__ of the layer
+EXPERTS = "_saves_rows"  # in the __dict__ of a module of experts (octavo.fp8.moe.experts)
+OWN_OUTPUT = "_own_output"  # in the __dict__ of a sister whose output must not hold the others' memory
+
+_VIEWS = {
+    f"{op}Backward{i}"
+    for op in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "Alias", "Squeeze", "Unsqueeze")
+    for i in range(4)
+}
+_FUNCTIONS = ("ScaledDotProduct", "_CpuFlash", "FlashAttn", "FlashAttention")
+KEEPS_OUTPUT = "keeps_output"
+"""Whoever knows better whether an attention function keeps its output (one that is recomputed does not) says so in the
+``metadata`` of its node: ``out.grad_fn.metadata[KEEPS_OUTPUT] = False``."""
+
+
+class Attention(NamedTuple):
+    """An attention module: its name, its output layer and the layers that make v in it, adapters taken off."""
+
+    name: str
+    output: nn.Linear
+    output_name: str
+    values: tuple[nn.Linear, ...]
+
+
+def outputs(model: nn.Module) -> Iterator[Attention]:
+    """The attention modules of a model, known by the names of their children."""
+    for path, parent in model.named_modules():
+        held = parent._modules
+        if not any(all(held.get(name) is not None for name in names) for names in _INPUTS):
+            continue
+        for name in _OUTPUTS:
+            layer = _layer(held.get(name))
+            if isinstance(layer, nn.Linear):
+                inner = "" if layer is held[name] else ".base_layer"
+                values = tuple(v for n in ("v_proj",) if isinstance(v := _layer(held.get(n)), nn.Linear))
+                yield Attention(path, layer, f"{path}.{name}{inner}" if path else f"{name}{inner}", values)
+                break
+
+
+def _layer(module: nn.Module | None) -> nn.Module | None:
+    inner = None if module is None else module._modules.get("base_layer")
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def mark(attention: Attention) -> None:
+    """Let the output layer cast again in backward, and v have memory of its own."""
+    attention.output.__dict__[_MARK] = True
+    for layer in attention.values:
+        layer.__dict__[OWN_OUTPUT] = True
+
+
+def unmark(module: nn.Module) -> None:
+    """Take back what says that a module keeps FP8, of layers around attention and of experts."""
+    for name in (_MARK, OWN_OUTPUT, EXPERTS):
+        module.__dict__.pop(name, None)
+
+
+def source(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> Source | None:
+    """How the backward of a marked layer gets x again: x itself, where attention keeps it and the GEMMs take it as it
+    is; None where codes are to be kept."""
+    if _MARK not in layer.__dict__ or x.dtype != dtype or not kept_by_attention(x):
+        return None
+    return Source((x.detach(),), _itself)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def kept_by_attention(x: Tensor) -> bool:
+    """Whether x is the memory of an attention function's output, which that function keeps for its backward.
+
+    Only names are looked at: unpacking what a node saved would recompute a checkpointed region.
+    """
+    node = x.grad_fn
+    while node is not None:
+        said: Any = node.metadata  # a dictionary, whatever its annotation says
+        if KEEPS_OUTPUT in said:
+            return bool(said[KEEPS_OUTPUT])
+        if node.name() not in _VIEWS:
+            return node.name().startswith(_FUNCTIONS)
+        node = node.next_functions[0][0]
+    return False

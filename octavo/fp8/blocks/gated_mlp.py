@@ -1,0 +1,450 @@
+"""A gated MLP in FP8 as one autograd function: y = down(silu(gate(x)) * up(x)), quantized where it is computed.
+
+With x [M, K], the weights of gate and up [I, K] and of down [K, I], h = silu(gate) * up [M, I]::
+
+    forward    gate, up = x @ w_gate.T, x @ w_up.T        one cast of x, as for any two layers of one input
+               h        -> its codes for down's fwd and wgrad, in one kernel; h itself is never written
+               y        = h @ w_down.T
+    backward   dh       = dy @ w_down
+               dgate, dup -> their codes for dgrad and wgrad, in one kernel; never written in 16 bits
+               dx       = dgate @ w_gate + dup @ w_up,    dw of each layer from the codes
+
+What a forward keeps: the codes of x in wgrad layout (once), gate and up in the dtype of the GEMMs, the codes of h in
+wgrad layout, and references to the weights. The stock module keeps gate, silu(gate), up and h besides.
+
+Where activations are to be kept in FP8 (:mod:`octavo.fp8.dense.sources`), it is the codes of x, and those of gate and
+up in blocks of 1 x 128: h is computed from the decoded ones, in the forward too, and the backward makes its codes for
+wgrad again, bit for bit.
+
+Casts, weight codes, GEMMs, counts and backends are those that the three layers have alone. Values differ by rounding:
+the stock module rounds silu(gate) and then the product, this one h alone; backward likewise rounds once. Of a layer
+whose bias is trained, the gradients are written in the dtype of the GEMMs after all, since their sums must be exact.
+
+A module is recognised by its children gate_proj, up_proj, down_proj and act_fn, and must first give the stock forward's
+output on random input (:func:`agrees`). It takes the stock forward, layer by layer, whenever somebody looks inside:
+hooks on its children, an adapter around one of them, a step that takes health figures; under ``torch.compile``; and
+where a weight is not whole (a DTensor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils import skip_init
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
+from octavo.fp8.blocks import mlp
+from octavo.fp8.dense import sources as saved
+from octavo.fp8.dense.casts import Want, _no_autocast, cast_both, compute_dtype, transformed
+from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.inputs import Input
+from octavo.fp8.dense.linear import Linear
+from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, hooked, planned, probe, swap
+from octavo.fp8.observe import counts
+from octavo.fp8.observe.health import watching
+from octavo.fp8.weights import cache as weights
+from octavo.fp8.weights.cache import Part
+from octavo.fp8.weights.shards import is_dtensor, ordinary
+
+__all__ = ["CHILDREN", "GatedMlp", "agrees", "convert", "is_gated_mlp", "obstacle", "unite"]
+
+CHILDREN = ("gate_proj", "up_proj", "down_proj")
+_KNOWN = {*CHILDREN, "act_fn"}
+_PARTS = mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
+    """Let gated MLPs of a model with FP8 layers run as one; returns (name, what stands against it or None) of each."""
+    found = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
+    fp8 = [(n, m) for n, m in found if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
+    return tuple((name, unite(module)) for name, module in fp8)
+
+
+def unite(module: nn.Module, saves: bool = False) -> str | None:
+    """Let this gated MLP of FP8 layers run as one (and keep gate and up in FP8, with ``saves``); returns what stands
+    against it instead, if anything does."""
+    reason = obstacle(module, [planned(module._modules[name]) for name in CHILDREN])
+    if reason is None:
+        swap(module, GatedMlp, _saves=saves)
+    return reason
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """True for a module with the children of a gated MLP, whatever else it holds."""
+    return all(module._modules.get(name) is not None for name in _KNOWN)
+
+
+def obstacle(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
+    """Why this gated MLP cannot run as one, None if it can. ``layers``: gate, up and down, None if not in FP8."""
+    if isinstance(module, Swapped):
+        return "fused before"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (an accelerate hook?)"
+    more = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
+    if more:
+        return f"it holds {', '.join(more)} besides a gated MLP's layers"
+    found = [
+        p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and not is_dtensor(p.layer.weight)
+    ]
+    if len(found) < len(CHILDREN):
+        return "not all of its layers are whole FP8 layers"
+    gate, up, _ = found
+    if gate.recipe != up.recipe or gate.backends != up.backends:
+        return "gate_proj and up_proj have different recipes or backends"
+    reason = next((r for p in found if (r := _recipe_obstacle(p.recipe)) is not None), None)
+    if reason is not None:
+        return reason
+    shapes = [tuple(p.layer.weight.shape) for p in found]
+    if shapes[1] != shapes[0] or shapes[2][1] != shapes[0][0]:
+        return f"weights of {', '.join(map(str, shapes))} do not follow each other"
+    return agrees(module)
+
+
+def _recipe_obstacle(recipe: Recipe | None) -> str | None:
+    if recipe is None:
+        return "not all of its layers are whole FP8 layers"
+    if recipe.delayed is not None:
+        return "delayed scaling keeps an amax history of each layer"
+    high = [gemm for gemm in GEMMS if recipe.gemm(gemm) is None]
+    return f"{high[0]} stays in high precision" if high else None
+
+
+def agrees(module: nn.Module) -> str | None:
+    """Run the stock forward on small random layers of the weights' dtype: None if it is that of a gated SiLU MLP, else
+    why not.
+
+    Tolerance, element by element: four epsilons of the dtype of sum |h w_down| + |bias|, for h that is rounded twice
+    there and once here, the outputs' own rounding, and sums in another order.
+    """
+    layers: dict[str, nn.Linear] = {}
+    x = torch.empty(0)
+    generator = torch.Generator("cpu").manual_seed(0)  # torch.manual_seed would seed the GPUs, too
+    for name, (k, n) in zip(CHILDREN, ((24, 40), (24, 40), (40, 24)), strict=True):
+        own = module._modules[name]
+        assert isinstance(own, nn.Linear)
+        layers[name] = skip_init(nn.Linear, k, n, bias=own.bias is not None, dtype=own.weight.dtype, device="cpu")
+        for parameter in layers[name].parameters():
+            nn.init.normal_(parameter, std=0.5, generator=generator)
+        x = (2 * torch.randn(16, 24, generator=generator, device="cpu")).to(own.weight.dtype)
+    gate, up, down = (layers[name] for name in CHILDREN)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            stock = type(module).forward(probe(module, {}, {**layers, "act_fn": module._modules["act_fn"]}), x)
+        except Exception as error:  # a forward that is not known may fail in any way
+            return f"its forward fails on three small layers ({type(error).__name__}: {error})"
+        h = (F.silu(gate(x).float()) * up(x).float()).to(x.dtype)
+        ours, bias = down(h), down.bias
+    if not isinstance(stock, Tensor) or stock.shape != ours.shape or stock.dtype != ours.dtype:
+        return "its forward does not return one tensor of the shape and dtype of its input"
+    size = h.float().abs() @ down.weight.detach().float().abs().t()
+    size = size if bias is None else size + bias.detach().float().abs()
+    gap = (stock.float() - ours.float()).abs()
+    if not bool((gap <= 4 * torch.finfo(x.dtype).eps * size).all()):
+        return f"its output is not down(silu(gate(x)) * up(x)): off by up to {float(gap.max()):.3g} on random input"
+    return None
+
+
+class GatedMlp(Swapped):
+    """The forward of a gated MLP in FP8; see the module's docstring."""
+
+    _saves: bool
+    own = ("_saves",)
+
+    def other(self, x: Tensor) -> Tensor | None:
+        layers = [self._modules.get(name) for name in CHILDREN]
+        if not self._can(x, layers):
+            return mlp.run(self, _PARTS, x) if self._saves else None
+        gate, up, down = (m for m in layers if isinstance(m, Linear))
+        call = _Call((gate._site, up._site, down._site), torch.is_grad_enabled(), self._saves)
+        return _Mlp.apply(x, call, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
+
+    def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
+        """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
+        act = self._modules.get("act_fn")
+        if watching() or transformed() or _seen_from_outside():
+            return False
+        if act is None or hooked(act) or len(self._modules) != len(_KNOWN):
+            return False
+        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
+            return False
+        linears = [m for m in layers if type(m) is Linear and not hooked(m) and "_group" not in m.__dict__]
+        if len(linears) < len(CHILDREN) or compute_dtype(x) not in _DTYPES or x.shape[-1] != linears[0].weight.shape[1]:
+            return False
+        if any(is_dtensor(m.weight) or m.weight.device != x.device for m in linears):
+            return False
+        return all(_recipe_obstacle(m.recipe) is None for m in linears)
+
+
+_COUNTERS = ("octavo.fp8.observe.counts", "octavo.fp8.memory.accounting")  # whose hooks only watch
+
+
+def _seen_from_outside() -> bool:
+    """Whether hooks on all modules of the process wait for calls of the children. Those that count GEMMs and kept bytes
+    do not: a forward that they watch must keep what it keeps alone, since a recomputed one runs without them."""
+    module = nn.modules.module
+    hooks = (*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values())
+    others = (hook for hook in hooks if getattr(hook, "__module__", "") not in _COUNTERS)
+    return bool(module._global_backward_hooks or module._global_backward_pre_hooks or next(others, None) is not None)
+
+
+class _Call(NamedTuple):
+    sites: tuple[Site, Site, Site]  # gate, up, down
+    grad: bool
+    saves: bool  # gate and up in FP8
+
+
+class _Needs(NamedTuple):
+    """Who asks for a gradient."""
+
+    x: bool
+    weights: tuple[bool, ...]  # gate, up, down
+    biases: tuple[bool, ...]
+
+    @property
+    def h(self) -> bool:
+        return self.x or any(self.weights[:2]) or any(self.biases[:2])
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
+        owners, biases = parameters[:3], parameters[3:]
+        asked = [call.grad and n for n in ctx.needs_input_grad]
+        needs = _Needs(asked[0], tuple(asked[2:5]), tuple(asked[5:]))
+        gate, _, down = call.sites
+        now, given = counts.phase(), Input(x, compute_dtype(x), gate)
+        with _no_autocast(x):
+            x_row, x_col = _of(given.codes, *_wants(gate, "fwd", "wgrad", True, any(needs.weights[:2])))
+            g, u = (_forward(call, i, x_row, owners, biases, given.dtype, now) for i in (0, 1))
+            pair: list[Tensor | Quantized] = [g[0], u[0]]
+            if call.saves:
+                pair = [saved.keep(g[0]), saved.keep(u[0])]
+                g, u = ((_plain(q, given.dtype), w_q) for q, (_, w_q) in zip(pair, (g, u), strict=True))
+            wants = _wants(down, "fwd", "wgrad", True, needs.weights[2] and not call.saves)
+            h_row, h_col = _of(_codes_of_h(down, g[0], u[0]), *wants)
+            y = _forward(call, 2, h_row, owners, biases, given.dtype, now)
+        _promise(call, needs, now)
+        inside = weights.capturing(x)
+        # Weights cast inside a graph capture are in no cache, but they are this backward's.
+        w_codes = [q if inside and call.sites[i].shares_weight else None for i, (_, q) in enumerate((g, u, y))]
+        again = needs.h or (call.saves and needs.weights[2])
+        _keep(
+            ctx,
+            x_col=x_col,
+            h_col=h_col,
+            gate=pair[0] if again else None,
+            up=pair[1] if again else None,
+            w0=owners[0] if needs.x else None,
+            w1=owners[1] if needs.x else None,
+            w2=owners[2] if needs.h else None,
+            q0=w_codes[0] if needs.x else None,
+            q1=w_codes[1] if needs.x else None,
+            q2=w_codes[2] if needs.h else None,
+        )
+        ctx.call, ctx.needs, ctx.counted, ctx.born = call, needs, now.counted, now.gemm
+        ctx.forget_input = given.forgetter()
+        ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
+        ctx.dtypes = [None if p is None else p.dtype for p in parameters]
+        # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it.
+        return torch.ops.aten._unsafe_view(y[0], [*x.shape[:-1], y[0].shape[1]])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.forget_input()
+        kept, needs = _kept(ctx), ctx.needs
+        gate, _, down = ctx.call.sites
+        dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
+        dx: Tensor | None = None
+        dws: list[Tensor | None] = [None] * 3
+        dbs: list[Tensor | None] = [None] * 3
+        with _no_autocast(dy):
+            row, col = _of(_casts_of(dy_MK), *_wants(down, "dgrad", "wgrad", needs.h, needs.weights[2]))
+            if needs.biases[2]:
+                dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
+            gate_MI, up_MI = (_plain(kept[name], ctx.compute_dtype) for name in ("gate", "up"))
+            if needs.weights[2]:
+                h_col = kept["h_col"]
+                if ctx.call.saves:
+                    _, h_col = _of(_codes_of_h(down, gate_MI, up_MI), *_wants(down, "fwd", "wgrad", False, True))
+                dws[2] = _wgrad(ctx, 2, col, h_col)
+            if needs.h:
+                dh = _dgrad(ctx, 2, row, kept)
+                parts = _gradients(ctx, dh, gate_MI, up_MI, dbs)
+                for i, (row, col) in enumerate(parts):
+                    if needs.x:
+                        part = _dgrad(ctx, i, row, kept).view(ctx.x_shape).to(ctx.x_dtype)
+                        dx = part if dx is None else dx + part
+                    if needs.weights[i]:
+                        dws[i] = _wgrad(ctx, i, col, kept["x_col"])
+        return dx, None, *dws, *dbs
+
+
+Casts = tuple["Quantized | None", "Quantized | None"]
+
+
+def _plain(kept: Quantized | Tensor | None, dtype: torch.dtype) -> Any:
+    """What was kept of gate or up, as numbers."""
+    return saved.value(kept, dtype) if isinstance(kept, Quantized) else kept
+
+
+def _codes_of_h(down: Site, gate: Tensor, up: Tensor) -> Any:
+    backend = fused_backend("swiglu", down, gate.device)
+
+    def cast(row: Want | None, col: Want | None) -> Casts:
+        return backend.swiglu_codes(gate, up, _spec(row), _spec(col))
+
+    return cast
+
+
+def _spec(want: Want | None) -> CastSpec | None:
+    return None if want is None else want.spec
+
+
+def _wants(site: Site, first: str, second: str, row: bool, col: bool) -> tuple[Want | None, Want | None]:
+    """The casts that two GEMMs of a layer ask of the operand they share: x of fwd and wgrad, dy of dgrad and wgrad."""
+    one, two = site.recipe.gemm(first), site.recipe.gemm(second)
+    assert one is not None and two is not None
+    spec = two.b if first == "fwd" else two.a
+    return site.want(first, one.a) if row else None, site.want(second, spec) if col else None
+
+
+def _of(cast: Any, row: Want | None, col: Want | None) -> Casts:
+    """(codes under row, under col) by ``cast``, made once where both are the same."""
+    if row is not None and col is not None and row.spec == col.spec:
+        q = cast(row, None)[0]
+        return q, q
+    return cast(row, col)
+
+
+def _casts_of(x: Tensor) -> Any:
+    def cast(row: Want | None, col: Want | None) -> Casts:
+        if row is not None and col is not None:
+            return cast_both(x, row, col)
+        return (
+            None if row is None else row.backend.quantize(x, row.spec, 1),
+            None if col is None else col.backend.quantize(x, col.spec, 0),
+        )
+
+    return cast
+
+
+def _forward(
+    call: _Call,
+    at: int,
+    x_q: Quantized | None,
+    owners: tuple[Tensor | None, ...],
+    biases: tuple[Tensor | None, ...],
+    dtype: torch.dtype,
+    now: counts.Phase,
+) -> tuple[Tensor, Quantized]:
+    """The output of one layer, and the codes of its weight."""
+    site, owner = call.sites[at], owners[at]
+    assert owner is not None and x_q is not None and site.recipe.fwd is not None
+    backend = site.selections["fwd"].backend
+    w_q = site.weight("fwd", owner, Part(), site.recipe.fwd.b)
+    if now.counted and counts.counting():
+        counts.record(site.name, now.gemm, backend.name, 2 * x_q.data.shape[0] * owner.numel())
+    return backend.gemm_fwd(x_q, w_q, dtype, biases[at]), w_q
+
+
+def _promise(call: _Call, needs: _Needs, now: counts.Phase) -> None:
+    """What each layer's own forward would have reported of its backward."""
+    if not now.counted or not counts.counting():
+        return
+    for site, dgrad, wgrad in zip(call.sites, (needs.x, needs.x, needs.h), needs.weights, strict=True):
+        for gemm, needed in (("dgrad", dgrad), ("wgrad", wgrad)):
+            if needed:
+                counts.promise(site.name, gemm, now)
+        if not call.grad and not now.recompute:
+            counts.gradless(site.name)
+
+
+def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor | None]) -> tuple[Casts, Casts]:
+    """The codes of dgate and of dup; their sums too where a bias asks for them."""
+    site, needs = ctx.call.sites[0], ctx.needs
+    row, col = _wants(site, "dgrad", "wgrad", needs.x, any(needs.weights[:2]))
+    if any(needs.biases[:2]):
+        pair = _swiglu_backward(dh, gate, up)
+        for i, d in enumerate(pair):
+            if needs.biases[i]:
+                dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
+        return _of(_casts_of(pair[0]), row, col), _of(_casts_of(pair[1]), row, col)
+    backend = fused_backend("swiglu_backward", site, dh.device)
+    made: list[Quantized | None] = []
+
+    def cast(row: Want | None, col: Want | None) -> Casts:
+        made[:] = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
+        return made[0], made[1]
+
+    of_gate = _of(cast, row, col)
+    shared = row is not None and col is not None and row.spec == col.spec
+    return of_gate, (made[2], made[2] if shared else made[3])
+
+
+def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """dgate and dup [M, I] of h = silu(gate) * up, computed in fp32, rounded once: what the fused kernel casts."""
+    d, g = dh.float(), gate.float()
+    s = torch.sigmoid(g)
+    silu = g * s
+    return (d * up.float() * (s + silu * (1.0 - s))).to(gate.dtype), (d * silu).to(gate.dtype)
+
+
+def _dgrad(ctx: Any, at: int, dy_q: Quantized | None, kept: dict[str, Any]) -> Tensor:
+    site: Site = ctx.call.sites[at]
+    w_q = kept[f"q{at}"]
+    assert dy_q is not None and site.recipe.dgrad is not None
+    if w_q is None:
+        w_q = site.weight("dgrad", kept[f"w{at}"], Part(), site.recipe.dgrad.b)
+    _count(ctx, site, "dgrad", 2 * dy_q.data.numel() * w_q.data.shape[1])
+    return site.selections["dgrad"].backend.gemm_dgrad(dy_q, w_q, ctx.compute_dtype)
+
+
+def _wgrad(ctx: Any, at: int, dy_q: Quantized | None, x_q: Quantized | None) -> Tensor:
+    site: Site = ctx.call.sites[at]
+    assert dy_q is not None and x_q is not None
+    _count(ctx, site, "wgrad", 2 * dy_q.data.numel() * x_q.data.shape[1])
+    return site.selections["wgrad"].backend.gemm_wgrad(dy_q, x_q, ctx.dtypes[at])
+
+
+def _count(ctx: Any, site: Site, gemm: str, flops: int) -> None:
+    if ctx.counted and counts.counting():
+        counts.record(site.name, gemm, site.selections[gemm].backend.name, flops)
+        counts.came(site.name, gemm, ctx.born)
+
+
+def _keep(ctx: Any, **named: Quantized | Tensor | None) -> None:
+    """Save what the backward asks for by name: the one place that says what a forward keeps."""
+    tensors: list[Tensor] = []
+    ctx.layout = {}
+    for name, value in named.items():
+        spec = value.spec if isinstance(value, Quantized) else None
+        ctx.layout[name] = None if value is None else (len(tensors), spec)
+        tensors += _flat(value)
+    ctx.save_for_backward(*tensors)
+
+
+def _flat(value: Quantized | Tensor | None) -> Iterator[Tensor]:
+    if isinstance(value, Quantized):
+        yield from (value.data, value.scale)
+    elif value is not None:
+        yield value
+
+
+def _kept(ctx: Any) -> dict[str, Any]:
+    saved = ctx.saved_tensors
+    out: dict[str, Any] = {}
+    for name, found in ctx.layout.items():
+        if found is None:
+            out[name] = None
+        else:
+            at, spec = found
+            out[name] = saved[at] if spec is None else Quantized(saved[at], saved[at + 1], spec)
+    return out

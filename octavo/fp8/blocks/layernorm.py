@@ -1,0 +1,140 @@
+"""LayerNorms that keep FP8 codes of their input; and which norms of a model can keep them at all.
+
+With x [M, K], over each row, in fp32::
+
+    forward    mean, rstd = 1 / sqrt(var + eps)     y = (x - mean) * rstd * weight + bias
+    backward   n = (x - mean) * rstd,  g = dy * weight
+               dx = rstd * (g - mean(g) - n * mean(g * n))     dw = sum of dy * n     db = sum of dy
+
+The forward is ``torch.nn.LayerNorm``'s own kernel on the exact x. What it keeps: E4M3 codes of x, mean and rstd in fp32
+(one a row), and references to weight and bias. The backward reads the decoded codes. RMSNorms do the same in
+:mod:`octavo.fp8.blocks.rmsnorm`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.blocks import rmsnorm
+from octavo.fp8.dense import sources
+from octavo.fp8.dense.casts import _autocast_enabled, _no_autocast, transformed
+from octavo.fp8.dense.swap import Swapped, swap
+from octavo.fp8.weights.shards import is_dtensor, ordinary
+
+__all__ = ["LayerNorm", "is_norm", "obstacle", "save"]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm over features by its name and parameters, of whatever formula."""
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm):
+        return False
+    return isinstance(module, nn.LayerNorm) or (
+        "norm" in type(module).__name__.lower() and weight is not None and weight.dim() == 1 and not module._modules
+    )
+
+
+def obstacle(norm: nn.Module) -> str | None:
+    """Why this norm cannot keep FP8 codes of its input, None if it can."""
+    if not isinstance(norm, nn.LayerNorm):
+        return rmsnorm.obstacle_to_saving(norm)
+    if isinstance(norm, Swapped):
+        return "fused before"
+    if "forward" in norm.__dict__:
+        return "its forward was replaced on the instance (an accelerate hook?)"
+    if type(norm).forward is not nn.LayerNorm.forward:
+        return f"{type(norm).__name__} is a LayerNorm with a forward of its own"
+    if len(norm.normalized_shape) != 1:
+        return f"it normalises over {len(norm.normalized_shape)} dimensions"
+    parameters = [p for p in norm._parameters.values() if p is not None]
+    if any(is_dtensor(p) for p in parameters):
+        return "its weight is sharded already (apply the plan before fully_shard)"
+    wrong = next((p.dtype for p in parameters if p.dtype not in sources.DTYPES), None)
+    return None if wrong is None else f"its weight is {str(wrong).removeprefix('torch.')}"
+
+
+def save(norm: nn.Module) -> str | None:
+    """Let a norm keep FP8 codes of its input; returns what stands against it, if anything does."""
+    if not isinstance(norm, nn.LayerNorm):
+        return rmsnorm.save(norm)
+    reason = obstacle(norm)
+    if reason is None:
+        swap(norm, LayerNorm)
+    return reason
+
+
+class LayerNorm(Swapped):
+    """The forward of a LayerNorm that keeps codes of its input; see the module's docstring."""
+
+    def other(self, x: Tensor) -> Tensor | None:
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        own = [p for p in (weight, bias) if p is not None]
+        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel() or transformed():
+            return None
+        if x.dtype not in sources.DTYPES or x.shape[-1:] != self.normalized_shape or not torch.is_grad_enabled():
+            return None
+        out = _dtype_of(x)
+        mixed = any(p.dtype != x.dtype for p in own) and out == x.dtype and x.device.type != "cpu"
+        if mixed or any(is_dtensor(p) or p.device != x.device for p in own):
+            return None  # whether a device takes mixed dtypes is for the stock forward to say
+        return _LayerNorm.apply(x, weight, bias, _Call(self.eps, out))  # type: ignore[arg-type]
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype in which the stock norm computes and returns: autocast may have an opinion."""
+    if not _autocast_enabled(x):
+        return x.dtype
+    return _under_autocast(x.device.type, x.dtype, torch.get_autocast_dtype(x.device.type))
+
+
+@lru_cache(maxsize=64)
+def _under_autocast(device: str, given: torch.dtype, low: torch.dtype) -> torch.dtype:
+    with torch.no_grad():
+        return F.layer_norm(torch.ones(1, 2, device=device, dtype=given), (2,)).dtype
+
+
+class _Call(NamedTuple):
+    eps: float
+    out: torch.dtype
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
+        with _no_autocast(x):
+            # The CPU's kernel takes its statistics to 16 bits for inputs of 16 bits, the GPU's keeps fp32.
+            wide = torch.float32 if x.device.type == "cpu" else call.out
+            x_MK = x.detach().reshape(-1, x.shape[-1])
+            w, b = (None if p is None else p.detach().to(wide) for p in (weight, bias))
+            y_MK, mean_M, rstd_M = torch.native_layer_norm(x_MK.to(wide), [x.shape[-1]], w, b, call.eps)
+            kept = sources.keep(x_MK) if any(ctx.needs_input_grad) else None
+        codes = () if kept is None else (kept.data, kept.scale)
+        ctx.save_for_backward(weight, bias, mean_M.float(), rstd_M.float(), *codes)
+        ctx.spec, ctx.wide = None if kept is None else kept.spec, wide
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
+        return torch.ops.aten._unsafe_view(y_MK.to(call.out), list(x.shape))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, bias, mean_M, rstd_M, data, scale = ctx.saved_tensors
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        with _no_autocast(dy):
+            x_MK = sources.value(Quantized(data, scale, ctx.spec), ctx.wide)
+            dy_MK = dy.reshape(x_MK.shape).to(ctx.wide)
+            w, b = (None if p is None else p.detach().to(ctx.wide) for p in (weight, bias))
+            dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+                dy_MK, x_MK, [x_MK.shape[1]], mean_M, rstd_M, w, b, [needs_x, needs_w, needs_b]
+            )
+            dx = dx.view(ctx.x_shape).to(ctx.x_dtype) if needs_x else None
+            dw = dw.to(weight.dtype) if needs_w else None
+            db = db.to(bias.dtype) if needs_b else None
+        return dx, dw, db, None

@@ -1,0 +1,304 @@
+"""MLPs that keep FP8 codes of what their activation is computed from, and make its output again in backward.
+
+With a [M, I] the output of the first layer (gate), b [M, I] that of the second in a gated MLP (up), and a^, b^ their
+values as decoded from E4M3 codes in blocks of 1 x 128::
+
+    forward    h = act(a^) (* b^)       y = h @ w_down.T
+    backward   h again, bit for bit, from the same codes: cast for wgrad then
+               da = dh (* b^) * act'(a^)       db = dh * act(a^)
+
+What a forward keeps: the codes of a and b. Not a, act(a), b, h, nor the codes of h. Everything is computed in the dtype
+of a, as the stock module does; the activation is the module's own, and so is its derivative (autograd's, on a^).
+
+First layers and the last one are called as modules: in whatever recipe, also in high precision, fused with their
+sister, with hooks or an adapter around them. The last layer finds out by itself that its input can be made again
+(:class:`octavo.fp8.dense.sources.Source`): an FP8 layer casts it in backward, a stock one (:class:`HighLinear`)
+multiplies it. An adapter's own matrices keep h in 16 bits where they are trained, unless they ask for the source as
+well.
+
+A module is known by the names of its children (:data:`KINDS`), and must first give the stock forward's output on random
+input (:func:`agrees`). One with anything besides (dropout, a norm between) stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils import skip_init
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.dense import sources
+from octavo.fp8.dense.casts import _no_autocast, transformed
+from octavo.fp8.dense.sources import Source
+from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
+from octavo.fp8.weights.shards import is_dtensor, ordinary
+
+__all__ = ["ACTS", "KINDS", "HighLinear", "Parts", "SavedMlp", "agrees", "obstacle", "parts", "product", "run", "save"]
+
+Act = Callable[[Tensor], Tensor]
+
+KINDS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("linear_fc1",), "linear_fc2"),
+    (("fc1",), "fc2"),
+    (("up_proj",), "down_proj"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+)
+"""(first layers, last layer): of a gated MLP the activation is that of the first of two."""
+ACTS = ("act_fn", "activation_fn", "act", "activation")
+
+
+class Parts(NamedTuple):
+    """The names of an MLP's children."""
+
+    first: tuple[str, ...]
+    last: str
+    act: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.first, self.last, self.act)
+
+
+def parts(module: nn.Module) -> Parts | None:
+    """The children of an MLP, whatever else it holds; None for any other module."""
+    held = {name for name, child in module._modules.items() if child is not None}
+    act = next((name for name in ACTS if name in held), None)
+    if act is None:
+        return None
+    return next((Parts(first, last, act) for first, last in KINDS if {*first, last} <= held), None)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why this MLP cannot keep FP8 codes, None if it can."""
+    found = parts(module)
+    assert found is not None
+    if isinstance(module, Swapped):
+        return "fused before"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (an accelerate hook?)"
+    more = [name for name, child in module._modules.items() if name not in found.names and not _idle(child)]
+    more += [*module._parameters, *module._buffers]
+    if more:
+        return f"it holds {', '.join(more)} besides an MLP's layers"
+    act = module._modules[found.act]
+    assert act is not None
+    if next(act.parameters(), None) is not None or next(act.buffers(), None) is not None:
+        return f"its activation {type(act).__name__} has parameters or buffers"
+    if getattr(act, "inplace", False):
+        return f"its activation {type(act).__name__} writes in place"
+    if hooked(act):
+        return f"its activation {type(act).__name__} has hooks"
+    layers = [_layer(module._modules[name]) for name in (*found.first, found.last)]
+    if not all(isinstance(m, nn.Linear) for m in layers):
+        return "not all of its layers are linear"
+    dtypes = [m.weight.dtype for m in layers if isinstance(m, nn.Linear)]
+    wrong = next((dtype for dtype in dtypes if dtype not in sources.DTYPES), None)
+    return agrees(module) if wrong is None else f"its weights are {str(wrong).removeprefix('torch.')}"
+
+
+def _idle(child: nn.Module | None) -> bool:
+    """Modules that do nothing: None, Identity, Dropout of nothing."""
+    return child is None or isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
+
+
+def _layer(module: nn.Module | None) -> nn.Module | None:
+    inner = None if module is None else module._modules.get("base_layer")
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def agrees(module: nn.Module) -> str | None:
+    """Run the stock forward on small random layers in fp32: None if it is last(act(first) * second), else why not.
+
+    Tolerance: 16 epsilons of fp32 of the sum of the last product's magnitudes.
+    """
+    found = parts(module)
+    assert found is not None
+    generator = torch.Generator("cpu").manual_seed(0)
+    layers: dict[str, nn.Module] = {}
+    for name in (*found.first, found.last):
+        k, n = (40, 24) if name == found.last else (24, 40)
+        bias = getattr(_layer(module._modules[name]), "bias", None) is not None
+        layers[name] = skip_init(nn.Linear, k, n, bias=bias, dtype=torch.float32, device="cpu")
+        for parameter in layers[name].parameters():
+            nn.init.normal_(parameter, std=0.5, generator=generator)
+    act = module._modules[found.act]
+    assert act is not None
+    x = 2 * torch.randn(16, 24, generator=generator, device="cpu")
+    small = probe(module, {}, {**module._modules, **layers})
+    small.__dict__["training"] = True
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        try:
+            stock = type(module).forward(small, x)
+            h = act(layers[found.first[0]](x))
+        except Exception as error:  # a forward that is not known may fail in any way
+            return f"its forward fails on small layers ({type(error).__name__}: {error})"
+        h = h * layers[found.first[1]](x) if len(found.first) == 2 else h
+        last = layers[found.last]
+        ours, size = last(h), h.abs() @ last.weight.abs().t()  # type: ignore[operator]
+    if not isinstance(stock, Tensor) or stock.shape != ours.shape:
+        return "its forward does not return one tensor of the shape of its input"
+    size = size if last.bias is None else size + last.bias.detach().abs()  # type: ignore[operator]
+    gap = (stock - ours).abs()
+    if not bool((gap <= 16 * torch.finfo(torch.float32).eps * size).all()):
+        second = f" * {found.first[1]}(x)" if found.first[1:] else ""
+        formula = f"{found.last}({found.act}({found.first[0]}(x)){second})"
+        return f"its output is not {formula}: off by up to {float(gap.max()):.3g} on random input"
+    return None
+
+
+def save(module: nn.Module) -> str | None:
+    """Let this MLP keep FP8 codes; returns what stands against it, if anything does."""
+    reason = obstacle(module)
+    if reason is None:
+        found = parts(module)
+        assert found is not None
+        prepare(module, found)
+        swap(module, SavedMlp, _parts=found)
+    return reason
+
+
+def prepare(module: nn.Module, found: Parts) -> None:
+    """Let a last layer in high precision look for the source of its input; FP8 layers do of themselves."""
+    last = _layer(module._modules[found.last])
+    if type(last) is nn.Linear and "forward" not in last.__dict__:
+        swap(last, HighLinear)
+
+
+class SavedMlp(Swapped):
+    """The forward of an MLP that keeps FP8 codes; see the module's docstring."""
+
+    _parts: Parts
+    own = ("_parts",)
+
+    def other(self, x: Tensor) -> Tensor | None:
+        return run(self, self._parts, x)
+
+
+def run(module: nn.Module, found: Parts, x: Tensor) -> Tensor | None:
+    """The output of an MLP by its children; None where it should take its stock forward."""
+    act, last = module._modules[found.act], module._modules[found.last]
+    if act is None or last is None or hooked(act) or not ordinary(x) or transformed():
+        return None
+    if x.is_meta or not x.numel() or x.dtype not in sources.DTYPES:
+        return None
+    if not all(_idle(m) for name, m in module._modules.items() if name not in found.names):
+        return None
+    made = [module._modules[name](x) for name in found.first]  # type: ignore[misc]
+    if not all(ordinary(t) and t.dtype in sources.DTYPES and t.numel() for t in made):
+        h = act(made[0])
+        return last(h * made[1] if len(made) == 2 else h)
+    h, source = product(act, *made)
+    del made  # nobody needs them any more while the last layer runs
+    if source is None:
+        return last(h)
+    with sources.behind(h, source):
+        return last(h)
+
+
+def product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Source | None]:
+    """(act(a^) * b^, how to make it again: None where a, b ask for no gradient) of a, b [..., I] as FP8 holds them.
+
+    Off autocast, which would choose dtypes anew in the backward. Gradients reach a and b.
+    """
+    codes = _codes(a, b)
+    specs = tuple((q.spec, dtype) for q, dtype in codes)
+    tensors = tuple(t for q, _ in codes for t in (q.data, q.scale))
+    call = _Call(act, specs, a.shape, tensors)
+    h = _Product.apply(a, b, call)
+    # Without a gradient for a and b nobody keeps their codes, and those of h are fewer.
+    return h, Source(tensors, partial(_remade, act, specs, a.shape)) if h.requires_grad else None
+
+
+def _codes(*given: Tensor | None) -> list[tuple[Quantized, torch.dtype]]:
+    with torch.no_grad():
+        return [(sources.keep(t), t.dtype) for t in given if t is not None]
+
+
+Specs = tuple[tuple[CastSpec, torch.dtype], ...]
+
+
+class _Call(NamedTuple):
+    act: Act
+    specs: Specs
+    shape: torch.Size
+    tensors: tuple[Tensor, ...]
+
+
+def _values(specs: Specs, shape: torch.Size, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    return [
+        sources.value(Quantized(tensors[2 * i], tensors[2 * i + 1], spec), dtype).view(shape)
+        for i, (spec, dtype) in enumerate(specs)
+    ]
+
+
+def _remade(act: Act, specs: Specs, shape: torch.Size, *tensors: Tensor) -> Tensor:
+    """h from the codes: what the forward computes, and the backward again."""
+    with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+        values = _values(specs, shape, tensors)
+        h = act(values[0])
+        return h * values[1] if len(values) == 2 else h
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, call: _Call) -> Tensor:
+        ctx.act, ctx.specs, ctx.shape = call.act, call.specs, call.shape
+        ctx.save_for_backward(*call.tensors)
+        return _remade(call.act, call.specs, call.shape, *call.tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        da = db = None
+        with torch.autocast(dh.device.type, enabled=False):
+            a, *rest = _values(ctx.specs, ctx.shape, ctx.saved_tensors)
+            with torch.set_grad_enabled(needs_a):
+                s = ctx.act(a.requires_grad_(needs_a))
+            if needs_b:
+                db = dh * s.detach()
+            if needs_a:
+                ds = dh * rest[0] if rest else dh
+                (da,) = torch.autograd.grad(s, a, ds.to(s.dtype))
+        return da, db, None
+
+
+class HighLinear(Swapped):
+    """A stock linear layer whose input can be made again: keeps nothing of it."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def other(self, x: Tensor) -> Tensor | None:
+        source = sources.source_of(x)
+        if source is None or not self.weight.requires_grad or is_dtensor(self.weight):
+            return None  # a frozen weight keeps no input anyway
+        return _HighLinear.apply(x, self.weight, self.bias, source)
+
+
+class _HighLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
+        ctx.save_for_backward(weight, *source.tensors)
+        ctx.remake, ctx.b_dtype, ctx.x_dtype = source.remake, None if bias is None else bias.dtype, x.dtype
+        return F.linear(x, weight, bias)  # under autocast as ever
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *tensors = ctx.saved_tensors
+        needs_x, _, needs_b = ctx.needs_input_grad[:3]
+        with _no_autocast(dy):
+            dy_MN = dy.reshape(-1, dy.shape[-1])
+            dx = (dy @ weight.to(dy.dtype)).to(ctx.x_dtype) if needs_x else None
+            h = ctx.remake(*tensors).to(dy.dtype)
+            dw = (dy_MN.t() @ h.reshape(-1, h.shape[-1])).to(weight.dtype)
+            db = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype) if needs_b else None
+        return dx, dw, db, None

@@ -1,0 +1,309 @@
+"""RMSNorms that hand their codes to the FP8 layers behind them.
+
+A block's norm feeds layers that cast its output y [M, K] at once: q, k and v; gate and up. One kernel can compute y and
+those codes together, so that y is not read again for them::
+
+    forward    rstd = 1 / sqrt(mean(x^2) + eps)     y = x * rstd * weight     codes of y for fwd and wgrad
+    backward   n = x * rstd,  g = dy * weight       dx = rstd * (g - n * mean(g * n))      dw = sum over rows of dy * n
+
+both in fp32, y rounded once (Hugging Face's norms round before the weight as well). y is returned as ever, and its
+codes are left for the layers to find (:func:`octavo.fp8.dense.inputs.offer`): whoever is called with y casts nothing,
+and whoever is not, or wants another cast, does what it always did. Under autocast the codes are those of y lowered.
+What a forward keeps is rstd (fp32, one a row), the weight, and x; of x only FP8 codes where activations are to be kept
+so (:mod:`octavo.fp8.dense.sources`): then y comes from x as ever, and the backward reads the decoded codes. A norm that
+saves need not feed anybody: those of q and k, and the last one of a model, do it too.
+
+Which norm feeds which layers is known by the names of a block's children (:data:`FEEDS`). A norm must give the stock
+forward's output on random input and random weights first (:func:`agrees`): Gemma's, which multiply by 1 + weight, and
+norms that subtract a mean stay as they are. A norm whose codes nobody takes twice in a row makes none any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense import inputs, sources
+from octavo.fp8.dense.casts import Want, _no_autocast, compute_dtype, transformed
+from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.linear import Linear
+from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, planned, probe, swap
+from octavo.fp8.kernels.registry import Backend
+from octavo.fp8.weights.shards import is_dtensor, ordinary
+
+__all__ = ["FEEDS", "RmsNorm", "agrees", "convert", "fed", "fp8_of", "obstacle", "obstacle_to_saving", "save", "unite"]
+
+FEEDS = (
+    ("input_layernorm", "self_attn", ("q_proj", "k_proj", "v_proj")),
+    ("post_attention_layernorm", "mlp", ("gate_proj", "up_proj")),
+    ("norm1", "attn", ("qkv",)),
+    ("norm2", "mlp", ("gate_proj", "up_proj")),
+)
+"""(norm, its neighbour in a block, the layers of that neighbour which multiply the norm's output)."""
+
+_POST = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+"""In blocks with one of these, post_attention_layernorm is what it says: it comes behind attention, before no MLP."""
+
+_EPS = ("variance_epsilon", "eps")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MISSES = 2  # in a row, after which a norm makes no more codes
+
+
+def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
+    """Let the norms before FP8 layers make their codes; returns (name, what stands against it or None) of each."""
+    fp8 = [(name, norm, fp8_of(layers)) for name, norm, layers in fed(model)]
+    return tuple((name, unite(norm, layers)) for name, norm, layers in fp8 if layers)
+
+
+def fp8_of(layers: Sequence[nn.Module]) -> tuple[Linear, ...]:
+    return tuple(m for m in layers if isinstance(m, Linear))
+
+
+def unite(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> str | None:
+    """Let a norm make the codes of the FP8 layers that it feeds (and keep codes of its input, with ``saves``); returns
+    what stands against it, if anything does."""
+    reason = obstacle(norm, [p for m in layers if (p := planned(m)) is not None])
+    if reason is None:
+        _swap(norm, layers, saves)
+    return reason
+
+
+def save(norm: nn.Module) -> str | None:
+    """Let an RMSNorm keep FP8 codes of its input; returns what stands against it, if anything does."""
+    reason = obstacle_to_saving(norm)
+    if reason is None:
+        _swap(norm, (), True)
+    return reason
+
+
+def _swap(norm: nn.Module, layers: tuple[Linear, ...], saves: bool) -> None:
+    swap(norm, RmsNorm, _feeds=layers, _eps=_eps(norm), _promotes=_promotes(norm), _misses=0, _saves=saves)
+
+
+def fed(model: nn.Module) -> list[tuple[str, nn.Module, tuple[nn.Linear, ...]]]:
+    """(name, norm, the linear layers that it feeds) of every known block that has any."""
+    out = []
+    for path, parent in model.named_modules():
+        for name, neighbour, children in FEEDS:
+            norm, holder = parent._modules.get(name), parent._modules.get(neighbour)
+            if norm is None or holder is None or (name == "post_attention_layernorm" and _POST & set(parent._modules)):
+                continue
+            layers = tuple(m for child in children if isinstance(m := _layer(holder._modules.get(child)), nn.Linear))
+            if layers:
+                out.append((f"{path}.{name}" if path else name, norm, layers))
+    return out
+
+
+def _layer(module: nn.Module | None) -> nn.Module | None:
+    """The linear layer itself, also inside an adapter that wraps it (PEFT's ``base_layer``)."""
+    inner = None if module is None else module._modules.get("base_layer")
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def obstacle(norm: nn.Module, layers: Sequence[Planned]) -> str | None:
+    """Why this norm cannot make the codes of these FP8 layers, None if it can."""
+    return _structure(norm) or _behind(layers) or agrees(norm)
+
+
+def obstacle_to_saving(norm: nn.Module) -> str | None:
+    """Why this norm cannot keep FP8 codes of its input as an RMSNorm, None if it can."""
+    return _structure(norm) or agrees(norm)
+
+
+def _structure(norm: nn.Module) -> str | None:
+    if isinstance(norm, Swapped):
+        return "fused before"
+    if "forward" in norm.__dict__:
+        return "its forward was replaced on the instance (an accelerate hook?)"
+    held = [n for n, p in norm._parameters.items() if p is not None] + list(norm._modules) + list(norm._buffers)
+    weight = norm._parameters.get("weight")
+    if held != ["weight"] or weight is None or weight.dim() != 1:
+        return f"{type(norm).__name__} holds {', '.join(held) or 'nothing'}, an RMSNorm one weight [K]"
+    if is_dtensor(weight):
+        return "its weight is sharded already (apply the plan before fully_shard)"
+    if _eps(norm) is None:
+        return f"{type(norm).__name__} has no number named {' or '.join(_EPS)}"
+    return None
+
+
+def _behind(layers: Sequence[Planned]) -> str | None:
+    recipes = [p.recipe for p in layers if p.recipe is not None]
+    if any(r.delayed is not None for r in recipes):
+        return "delayed scaling casts by a history of each layer"
+    wanted = [(_specs(r), [p.backends.get(g) for g in ("fwd", "wgrad")]) for p, r in zip(layers, recipes, strict=True)]
+    if any(w != wanted[0] for w in wanted):
+        return "the layers behind it want different casts"
+    if wanted[0][0] == (None, None):
+        return "the layers behind it cast nothing"
+    return None
+
+
+def _eps(norm: nn.Module) -> float | None:
+    return next((v for name in _EPS if isinstance(v := getattr(norm, name, None), float)), None)
+
+
+def _casts(site: Site) -> tuple[Want | None, Want | None]:
+    row, col = _specs(site.recipe)
+    return None if row is None else site.want("fwd", row), None if col is None else site.want("wgrad", col)
+
+
+def _specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
+    """The casts of x that a layer asks for: that of fwd, and that of wgrad unless it is the same."""
+    fwd, wgrad = recipe.fwd, recipe.wgrad
+    row, col = None if fwd is None else fwd.a, None if wgrad is None else wgrad.b
+    return row, None if col == row else col
+
+
+def agrees(norm: nn.Module) -> str | None:
+    """Run the stock forward on random input and weights in the weight's dtype: None if it is an RMSNorm, else why not.
+
+    Tolerance, element by element: two epsilons of the dtype of the stock module's value (it rounds twice, we once), and
+    never less than 16 of fp32, whose sums are taken in another order.
+    """
+    weight = norm._parameters["weight"]
+    eps = _eps(norm)
+    assert weight is not None and eps is not None
+    if weight.dtype not in _DTYPES:
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+    generator = torch.Generator("cpu").manual_seed(0)
+    own = torch.randn(weight.shape, generator=generator, device="cpu").to(weight.dtype)
+    # Rows with a mean, rows of all sizes, among them those in which eps counts.
+    x = torch.randn(12, weight.shape[0], generator=generator, device="cpu") + 0.5
+    x = (x * 10.0 ** torch.arange(-5.0, 1.0, 0.5, device="cpu").unsqueeze(1)).to(weight.dtype)
+    try:
+        stock = _stock(norm, own, x)
+    except Exception as error:  # a forward that is not known may fail in any way
+        return f"its forward fails on a matrix ({type(error).__name__}: {error})"
+    if not isinstance(stock, Tensor) or stock.shape != x.shape or stock.dtype != x.dtype:
+        return "its forward does not return one tensor of the shape and dtype of its input"
+    wide = x.float()
+    ours = (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * own.float()).to(x.dtype).float()
+    gap = (stock.float() - ours).abs()
+    allowed = max(2 * torch.finfo(x.dtype).eps, 16 * torch.finfo(torch.float32).eps) * stock.float().abs()
+    if not bool((gap <= allowed + torch.finfo(x.dtype).tiny).all()):
+        return (
+            f"the output of {type(norm).__name__} is not x / rms(x) * weight: off by up to {float(gap.max()):.3g} on "
+            "random input (Gemma's norms multiply by 1 + weight)"
+        )
+    return None
+
+
+def _stock(norm: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return type(norm).forward(probe(norm, {**norm._parameters, "weight": nn.Parameter(weight)}, {}), x)
+
+
+def _promotes(norm: nn.Module) -> bool:
+    """Whether an input in 16 bits and a weight in fp32 give fp32, as in ``weight * x.to(input_dtype)``."""
+    weight = norm._parameters["weight"]
+    assert weight is not None
+    x = torch.ones(1, weight.shape[0], dtype=torch.bfloat16, device="cpu")
+    return _stock(norm, torch.ones(weight.shape[0]), x).dtype == torch.float32
+
+
+class RmsNorm(Swapped):
+    """The forward of an RMSNorm that leaves codes behind, or keeps codes of its input; see the module's docstring."""
+
+    _feeds: tuple[Linear, ...]
+    _eps: float
+    _promotes: bool
+    _misses: int
+    _saves: bool
+    own = ("_feeds", "_eps", "_promotes", "_misses", "_saves", "_taken")
+    volatile = ("_taken",)
+
+    def other(self, x: Tensor) -> Tensor | None:
+        weight = self._parameters.get("weight")
+        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
+            return None
+        if weight is None or is_dtensor(weight) or weight.device != x.device or x.shape[-1] != weight.shape[0]:
+            return None
+        if x.dtype not in _DTYPES or weight.dtype not in _DTYPES or transformed():
+            return None
+        # An FP8 layer that is one no longer (fp8.high_precision) wants the stock norm before it, too.
+        layers = [m for m in self._feeds if isinstance(m, Linear) and _casts(m._site) != (None, None)]
+        if not layers and not self._saves:
+            return None
+        out = torch.promote_types(x.dtype, weight.dtype) if self._promotes else x.dtype
+        if layers:
+            backend, (row, col) = fused_backend("rmsnorm", layers[0]._site, x.device), self._wanted(layers)
+        else:
+            backend, row, col = sources.backend_of("rmsnorm", sources.SPEC, x.device), None, None
+        saves = self._saves and torch.is_grad_enabled()
+        call = _Call(self._eps, row, col, backend, out, _lowered(x, out), saves, {})
+        y = _RmsNorm.apply(x, weight, call)
+        if call.made:
+            self.__dict__["_taken"] = inputs.offer(y, call.low, call.made)
+        return y
+
+    def _wanted(self, layers: list[Linear]) -> tuple[Want | None, Want | None]:
+        """The casts to make now: none in inference mode, where they could not be found again, nor if they were left
+        lying before."""
+        taken: Container[int] | None = self.__dict__.pop("_taken", None)
+        if taken is not None:
+            self.__dict__["_misses"] = 0 if taken else self._misses + 1
+        if self._misses >= _MISSES or torch.is_inference_mode_enabled():
+            return None, None
+        row, col = _casts(layers[0]._site)
+        trains = torch.is_grad_enabled() and any(m.weight.requires_grad for m in layers)
+        return row, col if trains else None
+
+
+def _lowered(x: Tensor, out: torch.dtype) -> torch.dtype:
+    """The dtype in which the layers behind take an output of dtype ``out``."""
+    return compute_dtype(x if x.dtype == out else x.new_empty(0, dtype=out))
+
+
+class _Call(NamedTuple):
+    eps: float
+    row: Want | None
+    col: Want | None
+    backend: Backend
+    out: torch.dtype
+    low: torch.dtype
+    saves: bool
+    made: dict[Want, Quantized]  # filled by the forward
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
+        row, col = (None if want is None else want.spec for want in (call.row, call.col))
+        with _no_autocast(x):
+            x_MK = x.detach().reshape(-1, x.shape[-1])
+            y_MK, rstd_M, *codes = call.backend.rmsnorm_quantize(x_MK, weight, call.eps, row, col, call.out, call.low)
+            kept = sources.keep(x_MK) if call.saves and any(ctx.needs_input_grad) else None
+        for want, q in zip((call.row, call.col), codes, strict=True):
+            if want is not None and q is not None:
+                call.made[want] = q
+        ctx.spec, ctx.x_shape, ctx.x_dtype = None if kept is None else kept.spec, x.shape, x.dtype
+        ctx.save_for_backward(*((x,) if kept is None else (kept.data, kept.scale)), weight, rstd_M)
+        # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
+        return torch.ops.aten._unsafe_view(y_MK, list(x.shape))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *kept, weight, rstd_M = ctx.saved_tensors
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        dx = dw = None
+        with _no_autocast(dy):
+            dy_MK = dy.reshape(-1, dy.shape[-1]).float()
+            if ctx.spec is None:
+                x_MK = kept[0].reshape(dy_MK.shape).float()
+            else:
+                x_MK = sources.value(Quantized(kept[0], kept[1], ctx.spec), torch.float32)
+            n_MK = x_MK * rstd_M.unsqueeze(1)
+            if needs_w:
+                dw = (dy_MK * n_MK).sum(0).to(weight.dtype)
+            if needs_x:
+                g_MK = dy_MK * weight.float()
+                dx_MK = (g_MK - n_MK * (g_MK * n_MK).mean(1, keepdim=True)) * rstd_M.unsqueeze(1)
+                dx = dx_MK.view(ctx.x_shape).to(ctx.x_dtype)
+        return dx, dw, None

@@ -1,0 +1,432 @@
+"""The operators that a compiled graph sees: casts and GEMMs, registered with ``torch.library`` in namespace ``octavo``.
+
+``torch.compile`` cannot look into kernels, caches and backends, and need not: it sees these operators, each with a
+fake implementation that says what comes out, and leaves what they do alone::
+
+    octavo::cast(x, row, col)       -> codes and scales of x [M, N] for a GEMM that contracts dimension 1 (row), and for
+                                       one that contracts dimension 0 (col); an empty cast asks for nothing
+    octavo::linear(x, weight, ...)  -> y, from the row codes of x; its autograd formula is the three GEMMs' backward
+    octavo::dgrad(dy codes, weight) -> dx
+    octavo::wgrad(dy codes, x codes) -> dw
+
+Casts are operators of their own so that what is cast twice is cast once: q, k and v cast the same input the same way,
+which AOTAutograd sees as a common subexpression, as it does gate's and up's.
+
+Three rules keep this right under a compiler:
+
+* Codes cross the graph as plain contiguous ``uint8`` buffers in the padded layout of
+  :mod:`octavo.fp8.kernels.layout`, scales as the buffers that hold them. Their sizes follow from the input's alone,
+  whatever the backend, and no kernel that Inductor generates ever reads or stores FP8 (a transposed FP8 store in a
+  generated Triton kernel gave NaN now and then: pytorch#188841).
+* Codes of weights are never returned. Inductor may write a later result into a buffer that it thinks dead, which a
+  cache would not survive. They are looked up inside, by the weight's storage
+  (:func:`octavo.fp8.weights.cache.codes_of`), and cast inside the call where no layer is known to hold the weight or a
+  CUDA graph is being captured.
+* No argument tells layers apart: backends and casts travel as one short text, the same for all layers of a recipe, so
+  that the blocks of a model share one compiled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.formats import E8M0
+from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe
+from octavo.fp8.kernels import layout
+from octavo.fp8.kernels.registry import Backend, Selection, get, select
+from octavo.fp8.weights import cache
+
+__all__ = ["casts_of", "describe", "gemms", "recipe_of"]
+
+_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+# --- what to do, as text ----------------------------------------------------------------------------------------------
+
+
+def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
+    """The GEMMs of a layer as text: ``fwd|dgrad|wgrad``, each ``backend:cast of a;cast of b``, empty in high precision.
+
+    It says all that the operators need, also in another process that finds the graph in a cache on disk; hence
+    ``backend@revision`` of the layout: a graph of another Octavo expects buffers of other sizes.
+    """
+    parts = []
+    for name in GEMMS:
+        gemm, selection = recipe.gemm(name), selections.get(name)
+        used = gemm is not None and selection is not None
+        parts.append(f"{selection.backend.name}@{layout.REVISION}:{_text(gemm.a)};{_text(gemm.b)}" if used else "")  # type: ignore[union-attr]
+    return "|".join(parts)
+
+
+def casts_of(recipe: Recipe) -> str:
+    """The casts of a recipe as text, from which :func:`recipe_of` makes an equal one (without delayed scaling)."""
+    parts = [recipe.name, recipe.format]
+    for name in GEMMS:
+        gemm = recipe.gemm(name)
+        parts.append("" if gemm is None else f"{_text(gemm.a)};{_text(gemm.b)}")
+    return "|".join(parts)
+
+
+def recipe_of(text: str) -> Recipe:
+    """The recipe of :func:`casts_of`'s text."""
+    name, fmt, *gemms = text.split("|")
+    pairs = [[_spec(spec) for spec in gemm.split(";")] if gemm else None for gemm in gemms]
+    fwd, dgrad, wgrad = (None if pair is None else Gemm(*pair) for pair in pairs)
+    return Recipe(name, fmt, fwd, dgrad, wgrad)
+
+
+class Gemms(NamedTuple):
+    """The parts of :func:`describe`'s text, of one GEMM each."""
+
+    fwd: str
+    dgrad: str
+    wgrad: str
+
+    def operand(self, gemm: str, which: int) -> str:
+        """``backend:cast`` of operand 0 (a) or 1 (b) of one GEMM; empty in high precision."""
+        text = self.fwd if gemm == "fwd" else self.dgrad if gemm == "dgrad" else self.wgrad
+        if not text:
+            return ""
+        backend, casts = text.split(":")
+        return backend + ":" + casts.split(";")[which]
+
+
+def gemms(key: str) -> Gemms:
+    """Take :func:`describe`'s text apart. Plain work on strings, which Dynamo folds away."""
+    fwd, dgrad, wgrad = key.split("|")
+    return Gemms(fwd, dgrad, wgrad)
+
+
+def _text(spec: CastSpec) -> str:
+    return f"{spec.format},{spec.block[0]},{spec.block[1]},{spec.scale}"
+
+
+@lru_cache(maxsize=256)
+def _spec(text: str) -> CastSpec:
+    fmt, rows, cols, scale = text.split(",")
+    return CastSpec(fmt, (int(rows), int(cols)), scale)
+
+
+@lru_cache(maxsize=256)
+def _operand(text: str) -> tuple[Backend, CastSpec]:
+    """Backend and cast of ``backend:cast``."""
+    backend, spec = text.split(":")
+    return get(backend.partition("@")[0]), _spec(spec)
+
+
+@lru_cache(maxsize=256)
+def _gemm(text: str) -> tuple[Backend, CastSpec, CastSpec]:
+    """Backend and both casts of ``backend:cast;cast``."""
+    backend, casts = text.split(":")
+    a, b = casts.split(";")
+    return get(backend.partition("@")[0]), _spec(a), _spec(b)
+
+
+# --- codes as plain buffers -------------------------------------------------------------------------------------------
+
+
+def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of ``q`` as contiguous buffers of their own, uint8 and fp32 (uint8 for e8m0), in the layout for a
+    GEMM that contracts dimension ``contract``. Copies only what does not lie so already.
+
+    Scales are flat: a dimension of ceil(tokens / 128), one for up to 128 tokens and more above, would be a reason to
+    compile twice.
+    """
+    rows, cols = q.data.shape
+    operand = layout.k_major(q, contract)
+    scale = operand.scale.view(torch.uint8) if operand.scale.dtype is E8M0 else operand.scale
+    if layout.scales_by_contraction(q.spec, contract):
+        scale = scale.t()
+    sizes = layout.scale_sizes(rows, cols, q.spec, contract)
+    whole = scale.storage_offset() == 0 and scale.untyped_storage().nbytes() == sizes[0] * sizes[1] * scale.itemsize
+    if whole and scale.stride() == (sizes[1], 1):
+        flat = scale.as_strided((sizes[0] * sizes[1],), (1,))
+    else:
+        flat = scale.new_ones(sizes[0] * sizes[1])
+        flat.view(sizes)[: scale.shape[0], : scale.shape[1]] = scale
+    return operand.codes.view(torch.uint8), flat
+
+
+def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, contract: int) -> Quantized:
+    """The [rows, cols] matrix that :func:`pack` took apart, as views."""
+    grid = layout.grid_of(rows, cols, spec)
+    free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
+    data, scale = codes.view(spec.fmt.dtype), scale.view(layout.scale_sizes(rows, cols, spec, contract))
+    if layout.scales_by_contraction(spec, contract):
+        scale = scale.t()
+    scale = scale[:free, :contracted]
+    if spec.scale == "e8m0":
+        scale = scale.view(E8M0)
+    if contract == 1:
+        return Quantized(data[:rows, :cols], scale, spec)
+    return Quantized(data[:cols, :rows].t(), scale.t(), spec)
+
+
+def _packed_fake(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
+    if not text:
+        return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
+    spec = _operand(text)[1]
+    rows, cols = x.shape
+    a, b = layout.scale_sizes(rows, cols, spec, contract)
+    kind = torch.uint8 if spec.scale == "e8m0" else torch.float32
+    return (
+        x.new_empty(layout.padded_sizes(rows, cols, spec, contract), dtype=torch.uint8),
+        x.new_empty(a * b, dtype=kind),
+    )
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
+
+_lib = torch.library.Library("octavo", "DEF")
+_lib.define("cast(Tensor x, str row, str col) -> (Tensor, Tensor, Tensor, Tensor)")
+_lib.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor row, Tensor row_scale, Tensor col, Tensor col_scale, "
+    "str key) -> Tensor"
+)
+_lib.define("dgrad(Tensor dy, Tensor dy_scale, Tensor weight, SymInt tokens, ScalarType dtype, str key) -> Tensor")
+_lib.define(
+    "wgrad(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, SymInt tokens, SymInt outputs, SymInt inputs, "
+    "ScalarType dtype, str key) -> Tensor"
+)
+
+
+def _check_castable(x: Tensor) -> None:
+    if x.dtype not in _CASTABLE:
+        raise CastError(
+            f"Cannot quantize a tensor of {x.dtype}: FP8 casts start from float32, bfloat16 or float16. "
+            "Convert it first, for instance with x.float()."
+        )
+
+
+def _cast(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    nothing = _packed_fake(x, "", 0)
+    packed = [nothing, (x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32))]
+    if row and col and row.split(":")[0] == col.split(":")[0]:
+        (backend, row_spec), (_, col_spec) = _operand(row), _operand(col)
+        both = backend.quantize_both(x, row_spec, col_spec)
+        packed = [pack(both[0], 1), pack(both[1], 0)]
+        for i in range(2):  # a backend may give the same scales for both; operators must not
+            if packed[0][i].untyped_storage()._cdata == packed[1][i].untyped_storage()._cdata:
+                packed[1] = (packed[1][0], packed[1][1].clone()) if i else (packed[1][0].clone(), packed[1][1])
+    else:
+        for contract, text in ((1, row), (0, col)):
+            if text:
+                backend, spec = _operand(text)
+                packed[1 - contract] = pack(backend.quantize(x, spec, contract), contract)
+    return (*packed[0], *packed[1])
+
+
+def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if row or col:
+        _check_castable(x)
+    return (*_packed_fake(x, row, 1), *_packed_fake(x, col, 0))
+
+
+def _weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, contract: int, forward: bool) -> Quantized:
+    codes, cast = cache.codes_of(weight), partial(backend.quantize, contract=contract)
+    if codes is None:
+        return cast(weight.detach(), spec)
+    return codes.get(weight, cache.Part(), spec, backend, forward, cast)
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row: Tensor,
+    row_scale: Tensor,
+    col: Tensor,
+    col_scale: Tensor,
+    key: str,
+) -> Tensor:
+    """y [M, N] in x's dtype. ``col`` and ``col_scale`` are for the backward alone."""
+    fwd = gemms(key).fwd
+    if not fwd:
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    backend, a, b = _gemm(fwd)
+    x_q = unpack(row, row_scale, x.shape[0], x.shape[1], a, 1)
+    return backend.gemm_fwd(x_q, _weight_codes(weight, b, backend, 1, True), x.dtype, bias).contiguous()
+
+
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _dgrad(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
+    parts = gemms(key)
+    backend, a, b = _gemm(parts.dgrad)
+    dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 1)
+    shared = parts.fwd != "" and _gemm(parts.fwd)[2] == b  # the codes of the forward, in its layout
+    return backend.gemm_dgrad(dy_q, _weight_codes(weight, b, backend, 1 if shared else 0, False), dtype).contiguous()
+
+
+def _dgrad_fake(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
+    return dy.new_empty(tokens, weight.shape[1], dtype=dtype)
+
+
+def _wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    tokens: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    key: str,
+) -> Tensor:
+    backend, a, b = _gemm(gemms(key).wgrad)
+    dy_q = unpack(dy, dy_scale, tokens, outputs, a, 0)
+    x_q = unpack(x, x_scale, tokens, inputs, b, 0)
+    return backend.gemm_wgrad(dy_q, x_q, dtype).contiguous()
+
+
+def _wgrad_fake(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    tokens: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    key: str,
+) -> Tensor:
+    return dy.new_empty(outputs, inputs, dtype=dtype)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _keep(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    """Keep the codes of x in wgrad layout (x itself where wgrad stays in high precision) and the weight."""
+    x, weight, bias, _, _, col, col_scale, key = inputs
+    needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+    kept: tuple[Tensor, ...] = (weight,) if needs_x else ()
+    if needs_w:
+        kept += (col, col_scale) if gemms(key).wgrad else (x,)
+    ctx.save_for_backward(*kept)
+    ctx.key, ctx.needs = key, (needs_x, needs_w, needs_b)
+    ctx.inputs, ctx.x_dtype, ctx.w_dtype = x.shape[1], x.dtype, weight.dtype
+    ctx.b_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (needs_x, needs_w, needs_b), parts = ctx.needs, gemms(ctx.key)
+    saved = list(ctx.saved_tensors)
+    row, col = parts.operand("dgrad", 0) if needs_x else "", parts.operand("wgrad", 0) if needs_w else ""
+    tokens, outputs = dy.shape
+    dx = dw = db = None
+    if row or col:
+        row_q, row_s, col_q, col_s = torch.ops.octavo.cast(dy, row, col)
+    if needs_x:
+        weight = saved.pop(0)
+        if row:
+            dx = torch.ops.octavo.dgrad(row_q, row_s, weight, tokens, ctx.x_dtype, ctx.key)
+        else:
+            dx = dy @ weight.to(dy.dtype)
+    if needs_w:
+        if col:
+            x_q, x_s = saved
+            dw = torch.ops.octavo.wgrad(col_q, col_s, x_q, x_s, tokens, outputs, ctx.inputs, ctx.w_dtype, ctx.key)
+        else:
+            dw = (dy.t() @ saved[0]).to(ctx.w_dtype)
+    if needs_b:
+        db = dy.sum(0, dtype=torch.float32).to(ctx.b_dtype)
+    return dx, dw, db, None, None, None, None, None
+
+
+def _codes_have_no_gradient(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    ctx.mark_non_differentiable(*output)
+
+
+def _no_more(ctx: Any, *grads: Tensor) -> Any:
+    raise RuntimeError(
+        "The gradient of an FP8 GEMM was differentiated again, which is not defined: codes are steps. Take "
+        "create_graph=True away, or leave this layer out of FP8 with a rule (recipe: off)."
+    )
+
+
+def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+    return None, None, None
+
+
+for _name, _run, _fake in (
+    ("cast", _cast, _cast_fake),
+    ("linear", _linear, _linear_fake),
+    ("dgrad", _dgrad, _dgrad_fake),
+    ("wgrad", _wgrad, _wgrad_fake),
+):
+    _lib.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
+torch.library.register_autograd("octavo::cast", _no_gradient, setup_context=_codes_have_no_gradient, lib=_lib)
+torch.library.register_autograd("octavo::linear", _backward, setup_context=_keep, lib=_lib)
+torch.library.register_autograd("octavo::dgrad", _no_more, lib=_lib)
+torch.library.register_autograd("octavo::wgrad", _no_more, lib=_lib)
+
+
+# --- the layer as a compiler traces it -------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; ``key`` as ``describe`` gives it.
+
+    In x's dtype (autocast's under autocast), rounded once. Raises RuntimeError for shapes that do not fit.
+    """
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise RuntimeError(
+            f"An FP8 linear layer multiplies inputs of {weight.shape[1]} features, its weight being "
+            f"{list(weight.shape)}; found an input of shape {list(x.shape)}."
+        )
+    device = x.device.type
+    # Dynamo of torch 2.11 cannot ask is_autocast_available; meta is the device without.
+    if x.dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    x_MK = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    parts = gemms(key)
+    # Only a weight that is trained needs x again; the codes in wgrad layout are all that is kept of it.
+    keeps = weight.requires_grad and torch.is_grad_enabled()
+    codes = torch.ops.octavo.cast(x_MK.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
+    y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)
+    return y_MN.view(*x.shape[:-1], weight.shape[0])
+
+
+def key(casts: str, device: str, backend: str) -> str:
+    """``describe`` of a recipe's casts (``ops.casts_of``) on the backends chosen for them.
+
+    Raises BackendError where one asked for cannot serve.
+    """
+    recipe = recipe_of(casts)
+    selections = {
+        gemm: select(gemm, recipe_or_spec=recipe, device=device, requested=backend)
+        for gemm in GEMMS
+        if recipe.gemm(gemm) is not None
+    }
+    return describe(recipe, selections)
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo before the first call: choosing a
+# backend asks the machine, which a compiler cannot trace and need not.
+key._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def leave() -> None:
+    """End the graph before a layer with delayed scaling; under ``fullgraph=True`` an error with this reason."""
+    torch._dynamo.graph_break(
+        "delayed scaling writes amax histories in every forward and runs outside the compiled graph. Use another "
+        "recipe (tensorwise scales by the current amax), or torch.compile without fullgraph=True."
+    )
+
+
+def leave_weight() -> None:
+    """End the graph before a layer whose weight is FP8 between steps; an error under ``fullgraph=True``."""
+    torch._dynamo.graph_break(
+        "an FP8 weight (param: true, or frozen) finds its codes outside the compiled graph. Use torch.compile without "
+        "fullgraph=True, or param=False."
+    )

@@ -1,0 +1,234 @@
+"""Delayed scaling: the amax histories of x and dy, one row a layer (or an expert).
+
+The scale of a cast comes from the largest amax of the recorded forwards (for dy: backwards), so that a cast need not
+wait for its own amax; values that outgrow the history saturate, and the next history knows. An empty history falls
+back to the current amax. One entry is recorded per training forward, whatever the accumulation; evaluation reads the
+history and records nothing, as does a recomputed forward. NaN and infinity never enter.
+
+A recomputed forward takes the scale of its original, whatever the history became meanwhile. Each forward, also in
+evaluation and under ``uncounted``, notes a fingerprint of its input and the scale it took; the recomputation finds them
+by the fingerprint. Inputs equal bit for bit, as those of a dummy image, are told apart by their place among the
+autograd nodes.
+
+Histories are plain tensors of the module and no buffers: DistributedDataParallel would overwrite buffers with those of
+rank 0, losing what the other ranks saw. They follow the module to a device and into copies and are absent from
+``state_dict``. :func:`scaling_state` takes them into a checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import Delayed
+from octavo.fp8.dense.casts import Want
+from octavo.fp8.weights import cache
+
+PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", with "_<parameter>" behind it in modules of experts
+_HELD = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
+_RECENT = 64  # how many forwards back a recomputation can find its scale
+_FAR = 1 << 62
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+class History(NamedTuple):
+    """One layer's rows: ``x`` and ``dy`` [length], fp32, newest first, 0 for not yet; ``recent`` [3, 64], int64: number
+    of the autograd node, fingerprint (0: empty) and bits of the scale of the last forwards, newest first."""
+
+    x: Tensor
+    dy: Tensor
+    recent: Tensor
+
+
+def attach(module: nn.Module, delayed: Delayed, slots: int = 1, suffix: str = "") -> None:
+    """Give a module empty histories: [slots, length] for x and dy."""
+    weight = next(module.parameters(recurse=False))
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    held = module.__dict__.setdefault(_HELD, {})
+    with torch.inference_mode(False):  # they are written in training, wherever they were made
+        for key in ("x", "dy"):
+            held[PREFIX + key + suffix] = torch.zeros(slots, delayed.length, device=device, dtype=torch.float32)
+        held[PREFIX + "recent" + suffix] = torch.zeros(slots, 3, _RECENT, device=device, dtype=torch.int64)
+
+
+def history(module: nn.Module, slot: int, device: torch.device, suffix: str = "") -> History:
+    """The rows of one slot, on ``device``; a forward on meta gets rows of its own, to leave the true ones alone."""
+    held, rows = module.__dict__[_HELD], []
+    for key in History._fields:
+        name = PREFIX + key + suffix
+        tensor = _moved(held[name], device)
+        if device.type != "meta":
+            held[name] = tensor
+        rows.append(tensor[slot])
+    return History(*rows)
+
+
+def follow(module: nn.Module) -> None:
+    """After ``module._apply``: histories follow the weights to their device, never to their dtype."""
+    weight, held = next(module.parameters(recurse=False)), module.__dict__.get(_HELD, {})
+    if not weight.is_meta:
+        held.update({name: _moved(tensor, weight.device) for name, tensor in held.items()})
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device:
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.to(device)
+
+
+def quantize_x(x: Tensor, want: Want, contract: int, rows: History, *, record: bool, recompute: bool) -> Quantized:
+    """Cast the input of a layer [M, K] by its history; ``record`` the amax, unless this is a recomputation.
+
+    But for the writing, both run the same operations: selective checkpointing replays results by counting them.
+    """
+    (backend, spec), x = want, x.detach()
+    with torch.no_grad():
+        amax = _amax(x)
+        scale = _scale(rows.x, amax, spec)
+        if not x.numel():
+            return backend.quantize_with_scale(x, scale, spec, amax, contract)
+        print_ = _fingerprint(x)
+        number = torch.autograd._get_sequence_nr() - 1  # the node of this forward took the last one
+        entry = torch.stack([torch.full_like(print_, number), print_, scale.view(torch.int32).long()]).view(3, 1)
+        recent, longer = torch.cat([entry, rows.recent[:, :-1]], 1), _pushed(rows.x, amax, amax.isfinite())
+        if recompute:
+            scale = _noted_scale(rows.recent, print_, *_recomputing(), scale)
+        else:
+            rows.recent.copy_(recent)
+            if record:
+                rows.x.copy_(longer)
+            scale = _noted_scale(recent, print_, number, False, scale)  # its own
+        return backend.quantize_with_scale(x, scale, spec, amax, contract)
+
+
+def _fingerprint(x: Tensor) -> Tensor:
+    """An int64 of all bits of x and their rows, never 0. Integers: the order of adding does not matter."""
+    x, packed = x.detach().contiguous(), 8 // x.element_size()
+    if x.shape[1] % packed == 0:  # the fast way, several values in one integer
+        words = (x if x.storage_offset() % packed == 0 else x.clone()).view(torch.int64)
+    else:
+        words = x.view(_BITS[x.element_size()])
+    return (words.sum(1) * _odd(x)).sum().bitwise_or(1)
+
+
+_odd_numbers: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, which orders making and reading
+
+
+def _odd(x: Tensor) -> Tensor:
+    """1, 3, 5, ... for each row of x, int64; made once for the longest, but for what a mode or a capture would own."""
+    rows, device = x.shape[0], x.device
+    if x.is_meta or cache.capturing(x) or torch._C._len_torch_dispatch_stack():
+        return torch.arange(1, 2 * rows, 2, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    held = _odd_numbers.get((device, stream))
+    if held is None or held.shape[0] < rows:
+        with torch.inference_mode(False):
+            held = _odd_numbers[device, stream] = torch.arange(1, 2 * rows, 2, device=device)
+    return held[:rows]
+
+
+def _recomputing() -> tuple[int, bool]:
+    """The number of the node whose backward recomputes, and whether the forwards in question came after it: a reentrant
+    checkpoint is made ahead of them, while any other is recomputed for a node of its own."""
+    node = torch._C._current_autograd_node()
+    return (0, False) if node is None else (node._sequence_nr(), node.name() == "CheckpointFunctionBackward")
+
+
+def _noted_scale(recent: Tensor, print_: Tensor, node: int, after: bool, otherwise: Tensor) -> Tensor:
+    """The scale noted for the same input; among equal ones that of the forward nearest before (after) the node."""
+    numbers, prints, scales = recent.unbind(0)
+    # A distance in the wrong direction is negative, and wraps to a large one.
+    distance = ((numbers - node) * (1 if after else -1)).bitwise_and(_FAR - 1)
+    best = distance.masked_fill(prints != print_, _FAR).argmin(0, keepdim=True)
+    found = prints.index_select(0, best) == print_
+    return torch.where(found, scales.index_select(0, best).int().view(torch.float32), otherwise).view(())
+
+
+def quantize_dy(dy: Tensor, want: Want, contract: int, rows: History, record: bool) -> Quantized:
+    """Cast the gradient of a layer's output [M, N] by its history."""
+    backend, spec = want
+    with torch.no_grad():
+        amax = _amax(dy)
+        scale = _scale(rows.dy, amax, spec)
+        if record and dy.numel():
+            rows.dy.copy_(_pushed(rows.dy, amax, amax.isfinite()))
+        return backend.quantize_with_scale(dy, scale, spec, amax, contract)
+
+
+def _amax(x: Tensor) -> Tensor:
+    """As ``cast.amax``, without a copy of x: negation is exact, and a minimum keeps NaN as a maximum does."""
+    if not x.numel():
+        return cast.amax(x)
+    low, high = torch.aminmax(x)
+    return torch.maximum(high, -low).float()
+
+
+def _scale(row: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:
+    largest = row.max()
+    return cast.scale_from_amax(torch.where(largest > 0, largest, amax), spec)
+
+
+def _pushed(row: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+    """Newest first, without waiting for the device to know whether the value is valid."""
+    return torch.where(valid, torch.cat([value.reshape(1), row[:-1]]), row)
+
+
+def scaling_state(model: nn.Module) -> dict[str, Tensor]:
+    """The amax histories of all layers with delayed scaling, by name (copies, fp32); empty without such layers.
+
+    They belong into a checkpoint: without them the first steps after a resume take other scales.
+    """
+    return {name: b.detach().clone() for name, b in _named(model).items()}
+
+
+def load_scaling_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Put back what :func:`scaling_state` gave. Raises ValueError if names or shapes are not those of the model."""
+    own = _named(model)
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or extra:
+        raise ValueError(
+            f"The amax histories do not belong to this model: {len(missing)} are missing"
+            f"{_some(missing)}, {len(extra)} are unknown{_some(extra)}. Resume with the recipe that wrote the "
+            "checkpoint."
+        )
+    for name, buffer in own.items():
+        if tuple(state[name].shape) != tuple(buffer.shape):
+            raise ValueError(
+                f"The amax history {name!r} has shape {list(state[name].shape)}, the model's has {list(buffer.shape)}. "
+                "Resume with the recipe that wrote the checkpoint."
+            )
+        buffer.copy_(state[name])
+
+
+def reduce_scaling_state(model: nn.Module, group: Any = None) -> None:
+    """Give every rank of ``group`` (None: all) the largest histories of all ranks; call it after a step, on every rank.
+
+    Per-tensor amax is local to a rank; afterwards all ranks cast with the scales of the whole batch.
+    """
+    rows = list(_named(model).values())
+    if rows:
+        # Where weights are offloaded, the rows of layers that have not run may still lie beside them.
+        device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
+        flat = torch.cat([row.flatten().to(device) for row in rows])
+        torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
+        for row, reduced in zip(rows, flat.split([r.numel() for r in rows]), strict=True):
+            row.copy_(reduced.view_as(row))
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """The histories of x and dy by the names that buffers would have. What recomputation notes serves one step only."""
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules()
+        for name, tensor in module.__dict__.get(_HELD, {}).items()
+        if not name.startswith(PREFIX + "recent")
+    }
+
+
+def _some(names: list[str]) -> str:
+    return f" (such as {names[0]!r})" if names else ""

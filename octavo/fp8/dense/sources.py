@@ -1,0 +1,116 @@
+"""What blocks keep for backward, in FP8: codes of what elementwise layers are computed from.
+
+Asked for by ``Policy(activations="fp8")``, for the whole model or a component. Linear layers in FP8 keep the codes of
+their input anyway; this is about the rest of a transformer block:
+
+===================  ===========================================  ====================================================
+module               keeps                                        otherwise
+===================  ===========================================  ====================================================
+norm                 E4M3 codes of its input, fp32 statistics     the input, and the normalised copy of most RMSNorms
+gated MLP            E4M3 codes of gate and of up                 gate, silu(gate), up and their product
+MLP                  E4M3 codes of the activation's input         that input, and the activation
+experts              E4M3 codes of gate and up, of each answer    gate, up, silu(gate), their product, each answer
+attention's output   a reference to what attention keeps itself   codes besides
+===================  ===========================================  ====================================================
+
+Codes are E4M3 in blocks of 1 x 128 under powers of two, 1.03 bytes an element. **Norms**
+(:mod:`octavo.fp8.blocks.rmsnorm`, :mod:`octavo.fp8.blocks.layernorm`) compute their output from the exact input and
+their gradient from its codes. **MLPs** (:mod:`octavo.fp8.blocks.mlp`) and experts (:mod:`octavo.fp8.moe.experts`)
+multiply the *decoded* codes in the forward as well, so that the backward can make the product again, bit for bit, and
+cast it for wgrad then: the gradient is the exact gradient of the forward that ran, but for the rounding itself, which
+passes gradients through. The rounding happens without a graph too (evaluation, the first run of a reentrant
+checkpoint), so that a model has one forward. **Attention's output layer** (:mod:`octavo.fp8.blocks.attention_output`)
+casts its input again in backward.
+
+What is left in 16 bits in a decoder layer: q, k, v and the output of attention; for (4096, 12288, 32 heads on 8 of 128,
+QK-norm) these are 20 of 66.7 KiB a token, counted. Exchanging modules cannot reach what a block's own forward computes:
+a layer scale that is a bare parameter (InternVL's ``lambda_1 * x``) keeps x, and q, k and v of a single layer
+(Qwen-VL's vision towers) keep each other's memory unless attention takes v out (:mod:`octavo.fp8.blocks.attention`
+does). Residual additions and rotary embeddings keep nothing. A stock linear layer, which the plan left in high
+precision, keeps its input; so does a router. Compiled blocks (``torch.compile``) run and keep as the stock model does.
+
+This module holds what they share: casting to codes and back, and the :class:`Source` of a linear layer's input.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.kernels import registry
+from octavo.fp8.kernels.registry import Backend, select
+
+__all__ = ["DTYPES", "SPEC", "Source", "backend_of", "behind", "keep", "source_of", "value"]
+
+SPEC = CastSpec("e4m3", (1, 128), "pow2")
+_NARROW = CastSpec("e4m3", (1, -1), "pow2")  # the same codes for rows up to 128, without padding to 128 in memory
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What codes are made of; modules called with anything else run as they did."""
+
+
+def keep(x: Tensor) -> Quantized:
+    """The codes of x, seen as [product of leading dimensions, last], off the graph. NaN and infinity stay NaN."""
+    x_MK = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
+    spec = _NARROW if x.shape[-1] < SPEC.block[1] else SPEC
+    return backend_of("quantize", spec, x.device).quantize(x_MK, spec, 1)
+
+
+def value(q: Quantized, dtype: torch.dtype) -> Tensor:
+    """The decoded codes [rows, features]: exact in fp32 and bf16. In fp16 a value that rounding pushed beyond the
+    largest finite one becomes that; NaN stays NaN."""
+    backend = backend_of("dequantize", q.spec, q.data.device)
+    if dtype is torch.float16:
+        most = torch.finfo(dtype).max
+        return backend.dequantize(q, torch.float32).clamp_(-most, most).to(dtype)
+    return backend.dequantize(q, dtype)
+
+
+def backend_of(op: str, spec: CastSpec, device: torch.device) -> Backend:
+    """Who runs an operation that belongs to no layer; remembered, since every layer of every step asks."""
+    return _backend_of(registry.names(), op, spec, device)
+
+
+@lru_cache(maxsize=256)
+def _backend_of(registered: tuple[str, ...], op: str, spec: CastSpec, device: torch.device) -> Backend:
+    return select(op, recipe_or_spec=spec, device=device).backend
+
+
+class Source(NamedTuple):
+    """How the backward of a linear layer gets its input again, instead of codes of it: ``remake(*tensors)`` is the
+    input bit for bit, off the graph. ``tensors`` are kept."""
+
+    tensors: tuple[Tensor, ...]
+    remake: Callable[..., Tensor]
+
+
+class _Held(NamedTuple):
+    x: Tensor
+    version: int
+    source: Source
+
+
+_state = threading.local()
+
+
+@contextmanager
+def behind(x: Tensor, source: Source) -> Iterator[None]:
+    """Inside, a layer of this thread that is called with ``x`` itself (also inside an adapter) finds its source."""
+    before: _Held | None = getattr(_state, "held", None)
+    _state.held = _Held(x, x._version, source)
+    try:
+        yield
+    finally:
+        _state.held = before
+
+
+def source_of(x: Tensor) -> Source | None:
+    """The source of this very tensor, unwritten since; None if nobody said so."""
+    held: _Held | None = getattr(_state, "held", None)
+    return held.source if held is not None and held.x is x and held.version == x._version else None

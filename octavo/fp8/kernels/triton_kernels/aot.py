@@ -1,0 +1,276 @@
+"""Compile every Triton kernel ahead of time, for GPUs that need not be there, and report what came out.
+
+    python -m octavo.fp8.kernels.triton_kernels.aot [--arch 90 ...] [--only TEXT] [--first] [--jobs N] [--json FILE]
+    [--help]
+
+Each module of ``triton_kernels/`` lists the forms of its kernels in ``variants()``. One line a form and architecture:
+registers a thread, shared memory a program, bytes of local memory a thread (spilled registers; they cost bandwidth),
+the tensor core instruction (wgmma: Hopper; tcgen05: Blackwell of data centres; mma: all others), and how wide the
+accesses to global memory are. The exit code is 1 if a form does not compile, needs more shared memory than the
+architecture has, or spills more than :data:`SPILL_BOUND` bytes; 2, with a sentence, if the words mean nothing.
+
+``--first`` takes one form of each kernel, ``--only`` those whose name contains TEXT. Pointers are taken to be aligned
+to 16 bytes, as PyTorch allocates, and an integer of type ``"i32:16"`` to be a multiple of 16.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ARCHS", "SPILL_BOUND", "faults", "main", "report", "table"]
+
+ARCHS = (89, 90, 100, 120)
+"""Ada, Hopper, Blackwell in data centres, Blackwell in workstations."""
+
+SPILL_BOUND = 128
+"""Bytes of local memory a thread that are still no fault: some registers once, kept in the L1 cache."""
+
+# Shared memory that one program may have, in bytes (CUDA C++ Programming Guide, technical specifications).
+SHARED = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+_TENSOR_CORE = (("tcgen05.mma", "tcgen05"), ("wgmma.mma_async", "wgmma"), ("mma.sync", "mma"))
+_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[A-Za-z0-9_:]+)*?(?:\.v(\d))?\.[bufs](\d+)\b")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_PACKAGE = "octavo.fp8.kernels.triton_kernels"
+_SELF = "octavo.fp8.kernels.triton_kernels.aot"  # __name__ is "__main__" where this is the command
+
+
+def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jobs: int = 1) -> list[dict[str, Any]]:
+    """Compile and look: one dictionary a form and architecture, in the order of modules.
+
+    Keys: ``name``, ``kernel``, ``module``, ``arch``, ``error`` (None, or why it failed), and unless it failed
+    ``registers``, ``spill`` and ``shared`` (bytes), ``tensor_core``, ``loads`` and ``stores`` (access width in bytes ->
+    number of instructions). In a process whose kernels belong to the interpreter, another process does the work.
+
+    Raises:
+        ValueError: an architecture that is not in :data:`ARCHS`, ``only`` that matches nothing, fewer than one job, or
+            no triton.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("Compiling Triton kernels needs triton, which is not installed; pip install triton.")
+    if jobs < 1:
+        raise ValueError(f"{jobs} jobs compile nothing; --jobs takes a number of processes from 1 on.")
+    unknown = [arch for arch in archs if arch not in ARCHS]
+    if unknown:
+        raise ValueError(f"There is no architecture {unknown[0]} to compile for; use {', '.join(map(str, ARCHS))}.")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return _elsewhere(archs, first, only, jobs)
+    work = _chosen(archs, first, only)
+    if not work:
+        raise ValueError(f"No kernel has a form whose name contains {only!r}; leave out --only to see all names.")
+    if jobs == 1:
+        return [_compiled(*item) for item in work]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_compiled, *zip(*work, strict=True), chunksize=4))
+
+
+def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One sentence for each row that is no good; none if all is well."""
+    found = []
+    for row in rows:
+        where = f"{row['module']}: {row['name']} for sm_{row['arch']}"
+        if row["error"] is not None:
+            found.append(f"{where} does not compile: {row['error']}")
+        elif row["spill"] > SPILL_BOUND:
+            found.append(f"{where} spills {row['spill']} bytes a thread, more than {SPILL_BOUND}")
+        elif row["shared"] > SHARED[row["arch"]]:
+            found.append(f"{where} needs {row['shared']} bytes of shared memory, there are {SHARED[row['arch']]}")
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The report as text, a line a form and architecture."""
+    head = ("kernel", "sm", "regs", "spill", "shared", "tensor core", "loads", "stores")
+    lines = [head, *(_line(row) for row in rows)]
+    width = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, width, strict=True)).rstrip() for line in lines)
+
+
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    if row["error"] is not None:
+        return (row["name"], str(row["arch"]), "-", "-", "-", "FAILED", "", "")
+    wide = [" ".join(f"{n}x{b}B" for b, n in row[kind].items()) for kind in ("loads", "stores")]
+    numbers = (str(row[key]) for key in ("arch", "registers", "spill", "shared"))
+    return (row["name"], *numbers, row["tensor_core"] or "-", *wide)
+
+
+def _modules() -> list[str]:
+    package = importlib.import_module(_PACKAGE)
+    return [f"{_PACKAGE}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
+
+
+def _variants(module: str) -> list[Any]:
+    find = getattr(importlib.import_module(module), "variants", None)
+    # A module of shared parts may have a function of that name which takes arguments; its users list the forms.
+    return [] if find is None or find.__module__ != module or inspect.signature(find).parameters else find()
+
+
+def _chosen(archs: Sequence[int], first: bool, only: str) -> list[tuple[str, int, int]]:
+    """(module, index of the variant, architecture) of what is asked for; ``first``: once a kernel and architecture."""
+    chosen, seen = [], set()
+    for module in _modules():
+        for i, variant in enumerate(_variants(module)):
+            if only not in variant.name:
+                continue
+            for arch in (a for a in archs if a in variant.architectures):
+                if not first or (variant.kernel.__name__, arch) not in seen:
+                    seen.add((variant.kernel.__name__, arch))
+                    chosen.append((module, i, arch))
+    return chosen
+
+
+def _compiled(module: str, index: int, arch: int) -> dict[str, Any]:
+    """One row of the report."""
+    variant = _variants(module)[index]
+    row = {"name": variant.name, "kernel": variant.kernel.__name__, "module": module.rpartition(".")[2], "arch": arch}
+    try:
+        compiled = _compile(variant, arch)
+        if not variant.fused and "fma.rn.f32" in compiled.asm["ptx"]:
+            raise ValueError("it must round products and sums apart, and has fma instructions")
+        return {**row, "error": None, **_examined(compiled)}
+    except Exception as error:  # any failure of the compiler belongs into the report, beside the forms that compile
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return {**row, "error": f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"}
+
+
+def _compile(variant: Any, arch: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.kernel.arg_names
+    stray = [name for name in (*variant.signature, *variant.constants) if name not in names]
+    if stray:
+        raise ValueError(f"variant {variant.name!r} describes {stray[0]!r}, which is no argument of its kernel")
+    missing = [name for name in names if name not in variant.signature and name not in variant.constants]
+    if missing:
+        raise ValueError(f"variant {variant.name!r} says nothing of the argument {missing[0]!r}")
+    signature = {name: variant.signature.get(name, "constexpr").removesuffix(":16") for name in names}
+    constants = {name: variant.constants[name] for name in names if name not in variant.signature}
+    aligned = [n for n, kind in variant.signature.items() if kind.startswith("*") or kind.endswith(":16")]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "maxnreg": variant.maxnreg}
+    options["enable_fp_fusion"] = variant.fused
+    source = ASTSource(variant.kernel, signature, constants, attrs)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _examined(compiled: Any) -> dict[str, Any]:
+    ptx = compiled.asm["ptx"]
+    registers, stack, _, local = _usage(compiled.asm["cubin"])
+    found: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter()}
+    for kind, vector, bits in _ACCESS.findall(ptx):
+        found[kind][int(vector or 1) * int(bits) // 8] += 1
+    return {
+        "registers": registers,
+        "spill": stack + local,
+        "shared": compiled.metadata.shared,
+        "tensor_core": next((name for text, name in _TENSOR_CORE if text in ptx), None),
+        "loads": dict(sorted(found["ld"].items(), reverse=True)),
+        "stores": dict(sorted(found["st"].items(), reverse=True)),
+    }
+
+
+def _usage(cubin: bytes) -> tuple[int, ...]:
+    """(registers, stack, static shared, local) of the one function in a cubin, by the tool that comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    match = _USAGE.search(done.stdout)
+    if match is None:
+        raise RuntimeError(f"{tool.name} -res-usage gave no usage: {(done.stdout + done.stderr).strip()[-200:]!r}")
+    return tuple(int(number) for number in match.groups())
+
+
+def _elsewhere(archs: Sequence[int], first: bool, only: str, jobs: int) -> list[dict[str, Any]]:
+    """The report of a process of its own, without the interpreter."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "report.json")
+        words = ["--json", str(file), "--jobs", str(jobs), "--only", only, *(["--first"] if first else [])]
+        for arch in archs:
+            words += ["--arch", str(arch)]
+        done = subprocess.run([sys.executable, "-m", _SELF, *words], env=environ, capture_output=True, text=True)
+        if not file.exists():
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ValueError(last) if done.returncode == 2 else RuntimeError(f"compiling ahead of time failed: {last}")
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    for row in rows:
+        for kind in ("loads", "stores"):
+            if kind in row:
+                row[kind] = {int(width): count for width, count in row[kind].items()}
+    return rows
+
+
+def _asked(words: Sequence[str]) -> tuple[list[int], bool, str, int, Path | None]:
+    """(architectures, first, only, jobs, file for JSON) of the command line.
+
+    Raises:
+        ValueError: a word that is not known, that lacks its value, or whose value means nothing.
+    """
+    archs: list[int] = []
+    given = {"--only": "", "--jobs": "1", "--json": ""}
+    first = False
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--first":
+            first = True
+        elif word in (*given, "--arch") and rest:
+            value = rest.pop(0)
+            if word != "--arch":
+                given[word] = value
+            elif value.removeprefix("sm_").isdecimal():
+                archs.append(int(value.removeprefix("sm_")))
+            else:
+                known = ", ".join(map(str, ARCHS))
+                raise ValueError(f"--arch takes a number such as 90 or sm_90, not {value!r}; there are {known}.")
+        else:
+            raise ValueError(f"aot does not know {word!r}, or it lacks its value; --help says what there is.")
+    if not given["--jobs"].isdecimal():
+        raise ValueError(f"--jobs takes a number of processes from 1 on, not {given['--jobs']!r}.")
+    file = Path(given["--json"]) if given["--json"] else None
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ValueError(f"--json takes a file in a folder that exists, not {given['--json']!r}.")
+    return archs, first, given["--only"], int(given["--jobs"]), file
+
+
+def main(words: Sequence[str]) -> int:
+    """The command line above: 0 if all is well, 1 with the list of faults, 2 for words that mean nothing."""
+    if {"--help", "-h"} & set(words):
+        print((__doc__ or "").strip())
+        return 0
+    try:
+        archs, first, only, jobs, file = _asked(words)
+        rows = report(archs or ARCHS, first, only, jobs)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if file is not None:
+        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    wrong = faults(rows)
+    print(table(rows))
+    print("\n".join([f"{len(rows)} compiled, {len(wrong)} at fault", *wrong]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

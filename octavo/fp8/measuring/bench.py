@@ -1,0 +1,275 @@
+"""What a linear layer costs on this machine: forward, dgrad and wgrad, quantization included, BF16 beside each recipe.
+
+One :class:`Case` is measured for each distinct kind, shape and need of gradients in a model, with the tokens that one
+forward really sends through it. All candidates of a case (BF16, and every allowed recipe on every backend that can do
+it) are called in one run by :func:`octavo.fp8.measuring.timing.time_calls`, through the same modules, autograd and
+autocast as in training. A candidate that fails, or whose outputs are not finite or far from BF16's, is out, with the
+reason.
+
+Sisters (q, k and v; gate and up) are measured together as well, as they run: on one input, cast once. Twice where that
+may be: each by its own GEMMs ("apart"), and as one ("joined").
+
+Codes of weights are cast once an optimizer step and serve all its micro-steps. So every FP8 candidate is timed twice:
+with valid codes, and with codes dropped before the call. The difference is the price of the cast; a plan divides it by
+the micro-steps (:meth:`Entry.cost`). BF16 pays its own cast of fp32 weights in every micro-step, as autocast does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.fp8.arithmetic.metrics import SOUND
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.linear import Linear
+from octavo.fp8.fusion import recipe_obstacle, unite
+from octavo.fp8.kernels.registry import Selection
+from octavo.fp8.measuring.cases import (
+    _PRECISION,
+    HIGH,
+    SISTERS,
+    Case,
+    Entry,
+    Measured,
+    MeasureError,
+    candidates,
+)
+from octavo.fp8.measuring.timing import Timed, time_calls
+from octavo.fp8.moe.experts import Experts
+from octavo.fp8.weights.cache import invalidate
+
+__all__ = ["measure_case"]
+
+_ROWS = 1 << 24  # elements compared at once: float64 copies of a large output would not fit beside it
+
+
+class Trial(NamedTuple):
+    """A candidate to be measured; ``obstacle`` says why it cannot be."""
+
+    name: str
+    recipe: Recipe
+    chosen: dict[str, Selection]
+    layout: str = ""
+    obstacle: str | None = None
+
+
+def trials(
+    case: Case, recipes: Sequence[Recipe], device: torch.device, requested: str = "auto", join: bool = False
+) -> Iterator[Trial]:
+    """Every candidate; of sisters each one apart, and as one GEMM if ``join``."""
+    for name, recipe, chosen in candidates(case, recipes, device, requested):
+        if case.kind != SISTERS:
+            yield Trial(name, recipe, chosen)
+            continue
+        yield Trial(f"{name}, apart", recipe, chosen, "apart")
+        if join:
+            yield Trial(f"{name}, joined", recipe, chosen, "joined", recipe_obstacle(recipe, case.outputs))
+
+
+Timer = Callable[[Case, Mapping[str, Callable[[], Any]], torch.device], Mapping[str, Timed]]
+
+
+def by_the_clock(case: Case, calls: Mapping[str, Callable[[], Any]], device: torch.device) -> Mapping[str, Timed]:
+    """The timer of measurements; tests put another in its place."""
+    return time_calls(calls, device, warmup=2, rounds=10, budget=0.5 * len(calls))
+
+
+def measure_case(
+    case: Case,
+    recipes: Sequence[Recipe],
+    device: torch.device,
+    requested: str = "auto",
+    experts: nn.Module | None = None,
+    timer: Timer = by_the_clock,
+    join: bool = False,
+) -> Measured:
+    """Measure one case: BF16 and every candidate, side by side.
+
+    Args:
+        recipes: the recipes that are allowed.
+        requested: "auto", or the one backend that may be used.
+        experts: the stock module of a case of experts, whose structure is copied (its weights are not).
+        join: measure sisters as one GEMM as well.
+
+    Raises:
+        MeasureError: the case does not fit into memory, or high precision itself fails.
+    """
+    try:
+        bench = _Bench(case, device, experts)
+        entries = {HIGH: Entry("", {})}
+        calls: dict[str, Callable[[], Any]] = {HIGH: bench.call(bench.stock)}
+        truth = calls[HIGH]()
+    except RuntimeError as error:  # out of memory is one
+        raise MeasureError(
+            f"{case} cannot be measured on {device}: {_first(error)}. Give fewer tokens (--tokens), or free the device."
+        ) from error
+    for name, recipe, chosen, layout, why in trials(case, recipes, device, requested, join):
+        entry = Entry(recipe.short(), {g: s.backend.name for g, s in chosen.items()}, layout=layout)
+        if why is None:
+            try:
+                module = bench.converted(recipe, chosen, layout)
+                call = bench.call(module)
+                why = _unhealthy(call(), truth, len(case.outputs) or 1) or bench.gave_up(module)
+            except Exception as error:  # whatever a kernel raises is this candidate's answer, and is shown
+                why = _first(error)
+        if why is not None:
+            entries[name] = replace(entry, rejected=why)
+            continue
+        entries[name] = entry
+        calls[name], calls[f"{name}, cold"] = call, _cold(module, call)
+    times = timer(case, calls, device)
+    for name in calls:
+        if name in entries:
+            entries[name] = _timed(entries[name], times[name], times.get(f"{name}, cold"))
+    return Measured(entries)
+
+
+class _Bench:
+    """A layer of one case with its inputs; two sets of them, so that no call finds its own in a cache."""
+
+    def __init__(self, case: Case, device: torch.device, experts: nn.Module | None) -> None:
+        self.case, self.device = case, device
+        dtype = {v: k for k, v in _PRECISION.items()}.get(case.weights, torch.float32)
+        self.low = torch.bfloat16 if device.type == "cuda" else torch.float32
+        if case.kind == "experts":
+            if experts is None:
+                raise MeasureError(f"{case} needs the module of experts that it stands for.")
+            self.stock = _empty_copy(experts, device, dtype)
+        elif case.kind == SISTERS:
+            self.stock = _Sisters(
+                nn.Linear(case.k, n, bias=i in case.biases, device=device, dtype=dtype)
+                for i, n in enumerate(case.outputs)
+            )
+        else:
+            self.stock = nn.Linear(case.k, case.n, bias=case.bias, device=device, dtype=dtype)
+        with torch.no_grad():
+            for p in self.stock.parameters():
+                p.normal_(std=0.02)
+        self.stock.requires_grad_(not case.frozen).train()
+        self.inputs = [self._input() for _ in range(2)]
+
+    def _input(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(what the module is called with, the gradients of what it gives)."""
+        case = self.case
+        x = torch.randn(case.m, case.k, device=self.device).to(self.low).requires_grad_(case.dgrad)
+        if case.kind != "experts":
+            dys = (torch.randn(case.m, n, device=self.device).to(self.low) for n in case.outputs or (case.n,))
+            return (x,), tuple(dys)
+        assert case.experts is not None and case.top_k is not None
+        index = torch.rand(case.m, case.experts, device=self.device).topk(case.top_k, dim=1).indices
+        share = torch.full(index.shape, 1 / case.top_k, device=self.device, dtype=self.low)
+        return (x, index, share), (torch.randn(case.m, case.k, device=self.device).to(self.low),)
+
+    def converted(self, recipe: Recipe, chosen: Mapping[str, Selection], layout: str = "") -> nn.Module:
+        """An FP8 layer over the same weights."""
+        if isinstance(self.stock, _Sisters):
+            each = [_over(layer, Site(f"{self.case} {i}", recipe, chosen)) for i, layer in enumerate(self.stock)]
+            why = unite(each) if layout == "joined" else None
+            if why is not None:
+                raise MeasureError(f"they cannot run as one: {why}")
+            return _Sisters(each).train()
+        if self.case.kind != "experts":
+            return _over(self.stock, Site(str(self.case), recipe, chosen)).train()
+        memo = {id(p): p for p in self.stock.parameters()}
+        module = copy.deepcopy(self.stock, memo)
+        sites = {name: Site(name, recipe, chosen) for name in ("gate_up_proj", "down_proj")}
+        return Experts.convert(module, sites).train()
+
+    def gave_up(self, module: nn.Module) -> str | None:
+        """Why sisters that were to run as one did not."""
+        group = next(iter(module.children())).__dict__.get("_group") if isinstance(module, _Sisters) else None
+        return None if group is None or len(group.joined) else "its layers did not run as one"
+
+    def call(self, module: nn.Module) -> Callable[[], tuple[Tensor, ...]]:
+        """() -> (y, gradients) of one forward and backward, on the inputs by turns."""
+        turn = 0
+
+        def run() -> tuple[Tensor, ...]:
+            nonlocal turn
+            given, dys = self.inputs[turn % 2]
+            turn += 1
+            with self._autocast():
+                out = module(*given)
+            ys = out if isinstance(out, tuple) else (out,)
+            wanted = [t for t in (given[0], *module.parameters()) if t.requires_grad]
+            if not wanted:
+                return ys
+            dy = [dy.to(y.dtype) for y, dy in zip(ys, dys, strict=True)]
+            return (*ys, *torch.autograd.grad(ys, wanted, dy))
+
+        return run
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cuda", dtype=self.low) if self.device.type == "cuda" else nullcontext()
+
+
+class _Sisters(nn.ModuleList):
+    """Layers that multiply one input: x -> the output of each."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(x) for layer in self)
+
+
+def _over(stock: nn.Module, site: Site) -> Linear:
+    """An FP8 layer over the weights of a stock one."""
+    assert isinstance(stock, nn.Linear)
+    twin = nn.Linear(stock.in_features, stock.out_features, bias=stock.bias is not None, device="meta")
+    twin._parameters.update(stock._parameters)
+    return Linear.convert(twin, site)
+
+
+def _cold(module: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        invalidate(module)
+        return call()
+
+    return run
+
+
+def _timed(entry: Entry, warm: Timed, cold: Timed | None) -> Entry:
+    more = 0.0 if cold is None else max(0.0, cold.device - warm.device)
+    return replace(entry, seconds=warm.device, host=warm.host, weights=more, spread=warm.spread)
+
+
+def _empty_copy(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The module's structure with memory of its own on ``device``; its weights are never copied."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty(p.shape, device="meta", dtype=dtype), requires_grad=p.requires_grad)
+        for p in module.parameters()
+    }
+    return copy.deepcopy(module, memo).to_empty(device=device)
+
+
+def _unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor], outputs: int) -> str | None:
+    """Why results (outputs first) cannot be trusted, None if they are finite and near BF16's."""
+    words = ("the first gradient", "the second gradient", "the third gradient", "a gradient")
+    for i, (a, b) in enumerate(zip(ours, truth, strict=True)):
+        what = "y" if i < outputs else words[min(i - outputs, 3)]
+        if not bool(a.isfinite().all()):
+            return f"{what} is not finite"
+        far = _far(a.detach(), b.detach())
+        if not far < SOUND:
+            return f"{what} is far from high precision: calc_diff {far:.2g}, sound is below {SOUND}"
+    return None
+
+
+def _far(a: Tensor, b: Tensor) -> float:
+    """calc_diff, a part at a time."""
+    off = total = 0.0
+    for x, y in zip(a.flatten().split(_ROWS), b.flatten().split(_ROWS), strict=True):
+        x, y = x.double(), y.double()
+        off += float((x - y).square().sum())
+        total += float(x.square().sum() + y.square().sum())
+    return off / total if total else 0.0
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

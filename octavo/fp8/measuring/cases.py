@@ -1,0 +1,200 @@
+"""TODO octavo.fp8.measuring.cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense.gemms import backends_for
+from octavo.fp8.fusion import families
+from octavo.fp8.kernels import registry
+from octavo.fp8.kernels.registry import BackendError, Selection
+from octavo.fp8.measuring.machine import Machine
+from octavo.fp8.policy.topology import Row
+
+HIGH, SISTERS = "high precision", "sisters"
+
+_PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class MeasureError(RuntimeError):
+    """A measurement that cannot be made or cannot be read; the message names the cure."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: ``m`` tokens times a weight [n, k], with or without ``bias``; ``frozen`` runs no wgrad,
+    ``dgrad`` False no dgrad; ``weights`` is the dtype they are kept in.
+
+    Experts are measured as the whole module (class ``type``): ``experts`` of them, ``top_k`` a token, (n, k) being
+    the shape of gate and up. Sisters have the ``outputs`` of each, n in all, and those numbered by ``biases`` have one.
+    """
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    bias: bool = False
+    frozen: bool = False
+    dgrad: bool = True
+    weights: str = "fp32"
+    experts: int | None = None
+    top_k: int | None = None
+    type: str = ""
+    outputs: tuple[int, ...] = ()
+    biases: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("outputs", "biases"):  # JSON has no tuples
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def __str__(self) -> str:
+        more = [w for w, on in (("bias", self.bias), ("frozen", self.frozen), ("no dgrad", not self.dgrad)) if on]
+        if self.experts is not None:
+            more.append(f"{self.experts} experts, {self.top_k} a token, {self.type}")
+        n = "+".join(map(str, self.outputs)) or str(self.n)
+        return " ".join([f"{self.kind} M={self.m} N={n} K={self.k} {self.weights}", *more])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One candidate's figures. ``seconds`` of the device and ``host`` seconds of one micro-step with valid codes,
+    ``weights`` more where the weights are cast anew; ``spread`` as in :class:`~octavo.fp8.measuring.timing.Timed`.
+    ``layout``: how sisters ran, "apart" or "joined". ``rejected``: why it is out, and then nothing else counts."""
+
+    recipe: str
+    backends: Mapping[str, str]
+    seconds: float = 0.0
+    host: float = 0.0
+    weights: float = 0.0
+    spread: float = 0.0
+    rejected: str | None = None
+    layout: str = ""
+
+    def cost(self, micro_steps: int = 1) -> float:
+        """Seconds a micro-step: what device and host need, whichever is more, and its part of the weights' cast."""
+        return max(self.seconds + self.weights / micro_steps, self.host)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case's candidates by name; :data:`HIGH` is the baseline and always there."""
+
+    entries: Mapping[str, Entry]
+
+    @property
+    def high(self) -> Entry:
+        return self.entries[HIGH]
+
+    def to_json(self) -> dict[str, Any]:
+        """The candidates for people, in milliseconds, or why they are out."""
+        return {
+            name: e.rejected
+            or {"ms": 1e3 * e.seconds, "host_ms": 1e3 * e.host, "weights_ms": 1e3 * e.weights, "spread": e.spread}
+            for name, e in self.entries.items()
+        }
+
+
+@dataclass
+class Measurements:
+    """The cases that were measured, and where. ``machine.emulated`` ones are shown and decide nothing."""
+
+    machine: Machine
+    cases: dict[Case, Measured] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types; :meth:`from_json` gives it back."""
+        return {
+            "machine": self.machine.to_json(),
+            "cases": [
+                {"case": asdict(case), "entries": {name: asdict(e) for name, e in found.entries.items()}}
+                for case, found in self.cases.items()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Measurements:
+        cases = {
+            Case(**item["case"]): Measured({name: Entry(**entry) for name, entry in item["entries"].items()})
+            for item in given["cases"]
+        }
+        return cls(Machine(**given["machine"]), cases)
+
+
+def cases_of(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, Case]:
+    """Row name -> its case, for the rows that a plan may convert and that any token reaches.
+
+    An input asks for a gradient if a parameter that is trained comes before the layer in the order of the modules,
+    which is the order of execution in the models that Octavo knows.
+    """
+    trained = False
+    needs: dict[str, bool] = {}
+    weights: dict[str, str] = {}
+    for name, module in model.named_modules():
+        needs[name] = trained
+        own = list(module.parameters(recurse=False))
+        trained = trained or any(p.requires_grad for p in own)
+        if own:
+            weights[name] = _PRECISION.get(own[0].dtype, str(own[0].dtype))
+    out: dict[str, Case] = {}
+    by_module = {(r.module, r.name.rpartition(".")[2]): r for r in rows}
+    for row in rows:
+        m = tokens.get(row.component, 0)
+        if row.kind not in ("linear", "experts") or m < 1:
+            continue
+        first = by_module.get((row.module, "gate_up_proj"), row) if row.kind == "experts" else row
+        out[row.name] = Case(
+            row.kind, m, *first.shape, first.bias, row.frozen, needs[row.module], weights[row.module],
+            row.experts, row.experts_per_token or row.experts, row.type if row.kind == "experts" else "",
+        )  # fmt: skip
+    return out
+
+
+def cases_of_sisters(model: nn.Module, cases: Mapping[str, Case]) -> dict[tuple[str, ...], Case]:
+    """Names of sisters -> their case together, where each has one of ``cases`` and they differ in outputs alone."""
+    names = {id(module): name for name, module in model.named_modules()}
+    out: dict[tuple[str, ...], Case] = {}
+    for _, layers in families(model):
+        found = {names[id(layer)]: cases.get(names[id(layer)]) for layer in layers}
+        each = [case for case in found.values() if case is not None and case.kind == "linear"]
+        if len(each) < len(layers):
+            continue
+        first = each[0]  # whether x asks for a gradient is known of the first: what comes before the others is a sister
+        if any(replace(c, n=first.n, bias=first.bias, dgrad=first.dgrad) != first for c in each):
+            continue
+        outputs, biases = tuple(c.n for c in each), tuple(i for i, c in enumerate(each) if c.bias)
+        out[tuple(found)] = replace(
+            first, kind=SISTERS, n=sum(outputs), bias=bool(biases), outputs=outputs, biases=biases
+        )
+    return out
+
+
+def candidates(
+    case: Case, recipes: Sequence[Recipe], device: torch.device, requested: str = "auto"
+) -> Iterator[tuple[str, Recipe, dict[str, Selection]]]:
+    """(name, recipe, backend of each GEMM): every allowed recipe on every backend that can do all of it, and on the mix
+    that the registry would choose. The reference counts only where nothing faster is able."""
+    shapes = dict.fromkeys((case.m, n, case.k) for n in case.outputs or (case.n,))
+    kind = "linear" if case.kind == SISTERS else case.kind
+    names = [requested]
+    if requested == "auto":
+        names = [n for n in registry.names() if registry.get(n).volunteers(device) is None] + ["auto"]
+    for recipe in recipes:
+        able: dict[str, dict[str, Selection]] = {}
+        for name in names:
+            try:
+                each = [backends_for(recipe, device, shape, name, kind) for shape in shapes]
+            except BackendError:
+                continue
+            chosen = each[0]
+            if any(s.backend is not chosen[gemm].backend for other in each for gemm, s in other.items()):
+                continue
+            able.setdefault(" + ".join(dict.fromkeys(s.backend.name for s in chosen.values())), chosen)
+        faster = {name: chosen for name, chosen in able.items() if name != "reference"}
+        for name, chosen in (faster or able).items():
+            yield f"{recipe.short()} on {name}", recipe, chosen

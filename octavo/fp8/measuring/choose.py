@@ -1,0 +1,197 @@
+"""The choice of a recipe for one layer: by what was measured, or by the documented table.
+
+**Measured.** The fastest healthy candidate, if it beats high precision by more than :data:`MARGIN`; among candidates
+within :data:`TIE` of the fastest, the one with the finest scales. Otherwise high precision, with the figures.
+
+**The table** (nothing measured). Which recipe the hardware is fast in, and the sizes below which FP8 is known to lose:
+torchao measured those on an H100 and skips a layer by the same rules (``_auto_filter_for_recipe``). They know nothing
+of the number of tokens, of fused casts or of your GPU: measure.
+
+========== ============ ================================================================
+capability recipe       stays in high precision
+========== ============ ================================================================
+CPU        blockwise    nothing: FP8 is emulated there, to check a run and not for speed
+below 8.9  none         everything: no tensor core multiplies FP8
+8.9        rowwise      N <= 2048, K <= 1024, or (N <= 4096 and K <= 2048)
+9.x        blockwise    the same
+10.x, 11.x mxfp8        the same
+12.x       rowwise      the same
+any GPU                 N or K not a multiple of 16; tensorwise, if allowed alone: K <= 4096 and N <= 1024
+========== ============ ================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from octavo.fp8.arithmetic.recipe import Recipe
+
+if TYPE_CHECKING:
+    from octavo.fp8.measuring.cases import Entry, Measured
+
+MARGIN = 0.02  # FP8 must win by more: a tie costs accuracy and buys nothing
+TIE = 0.03
+FINEST = ("blockwise", "mxfp8", "rowwise", "tensorwise", "delayed")  # in case of a tie, the first
+
+
+class Choice(NamedTuple):
+    """The entry to run (None: high precision), why, and the best FP8 entry even where it lost."""
+
+    entry: Entry | None
+    reason: str
+    best: tuple[str, Entry] | None
+
+
+def by_measurement(found: Measured, allowed: Sequence[Recipe], micro_steps: int = 1) -> Choice:
+    """Choose among the measured candidates of the allowed recipes."""
+    names = {r.short() for r in allowed}
+    asked = {name: e for name, e in found.entries.items() if e.recipe in names}
+    healthy = {name: e for name, e in asked.items() if e.rejected is None}
+    if not healthy:
+        why = "; ".join(f"{name}: {e.rejected}" for name, e in asked.items()) or "no backend can do any allowed recipe"
+        return Choice(None, f"measured: no FP8 candidate is able ({why})", None)
+    high = found.high.cost(micro_steps)
+    name, best = _finest(healthy, high, micro_steps)
+    cost = best.cost(micro_steps)
+    told = f"measured: BF16 {_ms(high)}, FP8 {_ms(cost)} ({name}), {high / cost:.2f}x" if cost else f"measured: {name}"
+    if cost < high * (1 - MARGIN):
+        return Choice(best, told, (name, best))
+    return Choice(None, f"measured: BF16 {_ms(high)}, best FP8 {_ms(cost)} ({name})", (name, best))
+
+
+def _finest(healthy: Mapping[str, Entry], high: float, micro_steps: int) -> tuple[str, Entry]:
+    """Among those that tie with the fastest, the one with the finest scales."""
+    fastest = min(e.cost(micro_steps) for e in healthy.values())
+    close = {name: e for name, e in healthy.items() if e.cost(micro_steps) <= fastest * (1 + TIE)}
+    if fastest < high * (1 - MARGIN):  # never take a finer one that does not win itself
+        close = {name: e for name, e in close.items() if e.cost(micro_steps) < high * (1 - MARGIN)}
+    return min(close.items(), key=lambda item: (_rank(item[1].recipe), item[1].cost(micro_steps)))
+
+
+class Single(NamedTuple):
+    """One of several sisters as it was measured and chosen for itself."""
+
+    measured: Measured
+    entry: Entry | None
+    planned: float  # seconds a micro-step
+
+
+class SistersChoice(NamedTuple):
+    """How sisters run. ``layout``: "alone" (each as it was chosen for itself), "apart" or "joined" (both all in FP8, by
+    ``entry``); ``planned`` seconds a micro-step, beside high precision, alone, and the best apart and joined."""
+
+    layout: str
+    entry: Entry | None
+    name: str
+    planned: float
+    high: float
+    alone: float
+    apart: float | None
+    joined: float | None
+    reason: str
+
+
+def for_sisters(
+    found: Measured, singles: Sequence[Single], allowed: Sequence[Recipe], micro_steps: int = 1, fuse: str = "auto"
+) -> SistersChoice:
+    """Choose for layers that multiply the same input, measured together (``found``) and each for itself.
+
+    What one more step of sharing must win is the margin: "apart" over what each would choose for itself, "joined" over
+    the better of both, and either over high precision. ``fuse`` "on" asks of "joined" that it beats high precision.
+    """
+    names = {r.short() for r in allowed}
+    asked = {name: e for name, e in found.entries.items() if e.recipe in names}
+    high = found.high.cost(micro_steps)
+    alone = _alone(found, singles, micro_steps)
+    best: dict[str, tuple[str, Entry]] = {}
+    for layout in ("apart", "joined"):
+        healthy = {name: e for name, e in asked.items() if e.layout == layout and e.rejected is None}
+        if healthy and (layout == "apart" or fuse != "off"):
+            best[layout] = _finest(healthy, high, micro_steps)
+    costs = {layout: entry.cost(micro_steps) for layout, (_, entry) in best.items()}
+    layout, planned = "alone", alone
+    for more in ("apart", "joined"):
+        least = high if more == "joined" and fuse == "on" else min(high, planned)
+        if more in costs and costs[more] < least * (1 - MARGIN):
+            layout, planned = more, costs[more]
+    told = [f"BF16 {_ms(high)}", f"each for itself {_ms(alone)}"]
+    told += [f"{word} {_ms(costs[word])} ({name})" for word, (name, _) in best.items()]
+    reason = f"measured together: {', '.join(told)}"
+    if "joined" not in best:
+        why = next((e.rejected for e in asked.values() if e.layout == "joined" and e.rejected), None)
+        reason += f"; not as one: {'fuse is off' if fuse == 'off' else why or 'not measured'}"
+    name, entry = best.get(layout, ("", None))
+    return SistersChoice(
+        layout, entry, name, planned, high, alone, costs.get("apart"), costs.get("joined"), reason
+    )  # fmt: skip
+
+
+def _alone(found: Measured, singles: Sequence[Single], micro_steps: int) -> float:
+    """Seconds of all sisters, each as it was chosen for itself, at the scale of the measurement together.
+
+    Each was measured with a cast of x of its own; those that run alike share it. What a cast saves is what all of them
+    apart took less than the sum of each.
+    """
+    high = sum(s.measured.high.cost(micro_steps) for s in singles)
+    scale = found.high.cost(micro_steps) / high if high else 1.0
+    cost = scale * sum(s.planned for s in singles)
+    chosen = [(s.entry.recipe, tuple(sorted(s.entry.backends.items()))) for s in singles if s.entry is not None]
+    for kind in dict.fromkeys(chosen):
+        sharing = chosen.count(kind) - 1
+
+        def same(m: Measured, kind: tuple[object, ...] = kind) -> list[float]:
+            return [
+                e.cost(micro_steps)
+                for e in m.entries.values()
+                if e.rejected is None and e.layout != "joined" and (e.recipe, tuple(sorted(e.backends.items()))) == kind
+            ]
+
+        together, each = same(found), [same(s.measured) for s in singles]
+        if sharing and together and all(each):
+            saved = scale * sum(e[0] for e in each) - together[0]
+            cost -= sharing * max(0.0, saved) / (len(singles) - 1)
+    return cost
+
+
+def _rank(short: str) -> int:
+    name = short.split(" ")[0]
+    return FINEST.index(name) if name in FINEST else len(FINEST)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-4 else f"{1e3 * seconds:.4f} ms"
+
+
+def by_table(
+    sm: tuple[int, int] | None, shape: tuple[int, int], allowed: Mapping[str, Recipe]
+) -> tuple[Recipe | None, str]:
+    """(recipe or None, reason) from the table in this module's docstring; ``shape`` is (N, K), ``sm`` None on a CPU."""
+    n, k = shape
+    if sm is None:
+        preferred = "blockwise"
+    elif sm < (8, 9):
+        return None, f"auto, not measured: no FP8 in hardware at compute capability {sm[0]}.{sm[1]}"
+    else:
+        preferred = {8: "rowwise", 9: "blockwise", 10: "mxfp8", 11: "mxfp8"}.get(sm[0], "rowwise")
+    order = [preferred, "blockwise", "rowwise", "tensorwise", *allowed]
+    name = next((r for r in order if r in allowed), None)
+    if name is None:
+        return None, "auto, not measured: no recipe is allowed"
+    if sm is not None:
+        small = _too_small(name, n, k)
+        if small:
+            return None, f"auto, not measured: {small}, where FP8 is known to lose"
+    return allowed[name], f"auto, not measured: {name} by the table"
+
+
+def _too_small(name: str, n: int, k: int) -> str | None:
+    if n % 16 or k % 16:
+        return f"N={n} or K={k} is no multiple of 16"
+    if name == "tensorwise":
+        return f"K={k} <= 4096 and N={n} <= 1024" if k <= 4096 and n <= 1024 else None
+    if n <= 2048:
+        return f"N={n} <= 2048"
+    if k <= 1024:
+        return f"K={k} <= 1024"
+    return f"N={n} <= 4096 and K={k} <= 2048" if n <= 4096 and k <= 2048 else None

@@ -1,0 +1,157 @@
+"""Measuring a model's layers, and keeping what was measured.
+
+The cache is one JSON file, ``$XDG_CACHE_HOME/octavo/measurements.json`` (``~/.cache`` where that is unset), with one
+entry for each machine (GPU, driver, torch, CUDA, backends and their versions) and case. It is written anew after each
+case, aside and renamed: a measurement that is killed keeps what it has and goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case, trials  # fmt: skip
+from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, cases_of, cases_of_sisters
+from octavo.fp8.measuring.choose import FINEST
+from octavo.fp8.measuring.machine import Machine
+from octavo.fp8.policy.decisions import decisions, device_of
+from octavo.fp8.policy.policy import OFF, Policy
+
+__all__ = ["Cache", "default_cache", "measure"]
+
+_FORMAT = 1
+Progress = Callable[[int, int, str], None]  # (cases done, cases in all, what is measured now)
+
+
+def default_cache() -> Path:
+    """Where measurements are kept unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "measurements.json"
+
+
+class Cache:
+    """Measurements on disk. Raises MeasureError for a file that is none of ours or is damaged."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = default_cache() if path is None else Path(path)
+
+    def load(self, machine: Machine) -> dict[Case, Measured]:
+        """What was measured on exactly this machine; nothing where there is no file."""
+        return next((dict(m.cases) for m in self._read() if m.machine == machine), {})
+
+    def put(self, machine: Machine, case: Case, measured: Measured) -> None:
+        """Add one case; the file is read first, so that what another process added meanwhile stays."""
+        everything = self._read()
+        here = next((m for m in everything if m.machine == machine), None)
+        if here is None:
+            here = Measurements(machine)
+            everything.append(here)
+        here.cases[case] = measured
+        text = json.dumps({"octavo_measurements": _FORMAT, "machines": [m.to_json() for m in everything]}, indent=1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        with aside.open("w", encoding="utf-8") as out:
+            out.write(text + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        aside.replace(self.path)
+
+    def _read(self) -> list[Measurements]:
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        try:
+            found: Any = json.loads(text)
+            if found["octavo_measurements"] != _FORMAT:
+                raise ValueError(f"it has format {found['octavo_measurements']}, this version writes {_FORMAT}")
+            return [Measurements.from_json(m) for m in found["machines"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise MeasureError(
+                f"{self.path} holds no measurements of this version of Octavo ({type(error).__name__}: {error}). "
+                "Delete it, and measure again."
+            ) from error
+
+
+def measure(
+    model: nn.Module,
+    policy: Policy | str = "auto",
+    components: Mapping[str, tuple[str, ...]] | None = None,
+    tokens: Mapping[str, int] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    cache: Cache | None = None,
+    progress: Progress = lambda done, total, what: None,
+    timer: Timer = by_the_clock,
+    machine: Machine | None = None,
+) -> Measurements:
+    """Measure every distinct layer of a model, and every group of sisters, in high precision and in the recipes that a
+    policy allows.
+
+    Args:
+        model: real or on the meta device; its weights are neither read nor copied.
+        policy: a :class:`Policy` or a recipe's name. "auto" allows its candidates, a recipe allows itself.
+        components: as for :func:`octavo.fp8.planning.decide`.
+        tokens: tokens that one forward sends through each component, the M of its layers.
+        device: where to measure (None: where the model is; for a meta model the GPU if there is one).
+        cache: what is in it is not measured again; None keeps nothing.
+        progress: told before each case, and once more at the end.
+        timer, machine: stand-ins for the clock and this machine, for tests.
+
+    Raises:
+        PlanError: as plan; tokens that are no whole numbers, negative, or all 0.
+        MeasureError: tokens not given; a case that does not fit or cannot run; a cache that is damaged.
+    """
+    policy = policy if isinstance(policy, Policy) else Policy(recipe=policy)
+    if tokens is None:
+        raise MeasureError(
+            "A layer's speed depends on its tokens: give the tokens that one forward sends through each component, "
+            "such as tokens={'foundation': 8192}."
+        )
+    where = device_of(model) if device is None else torch.device(device)
+    machine = Machine.here(where) if machine is None else machine
+    asked = decisions(model, policy, components, tokens)
+    cases = cases_of(model, [row for row, _, _ in asked], tokens)
+    modules = dict(model.named_modules())
+    todo: dict[Case, dict[Recipe, None]] = {}
+    stock: dict[Case, nn.Module] = {}
+    admitted: dict[str, list[Recipe]] = {}
+    for row, decision, obstacle in asked:
+        allowed = decision.allowed(policy.candidates) if obstacle is None and row.name in cases else {}
+        if allowed:
+            todo.setdefault(cases[row.name], {}).update(dict.fromkeys(allowed.values()))
+            admitted[row.name] = list(allowed.values())
+            stock.setdefault(cases[row.name], modules[row.module])
+    for sisters, case in cases_of_sisters(model, cases).items():
+        if all(name in admitted for name in sisters):
+            shared = [r for r in admitted[sisters[0]] if all(r in admitted[name] for name in sisters)]
+            if shared:
+                todo.setdefault(case, {}).update(dict.fromkeys(shared))
+    join = policy.fuse != OFF
+    known = {} if cache is None else cache.load(machine)
+    found = Measurements(machine)
+    for number, (case, recipes) in enumerate(todo.items()):
+        progress(number, len(todo), str(case))
+        wanted = sorted(recipes, key=lambda r: FINEST.index(r.name))
+        names = {HIGH, *(trial.name for trial in trials(case, wanted, where, policy.backend, join))}
+        if case in known and names <= known[case].entries.keys():
+            found.cases[case] = _only(known[case], names)
+            continue
+        experts = stock[case] if case.kind == "experts" else None
+        found.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer, join)
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+        if cache is not None:
+            cache.put(machine, case, found.cases[case])
+    progress(len(todo), len(todo), "")
+    return found
+
+
+def _only(measured: Measured, names: set[str]) -> Measured:
+    return Measured({name: entry for name, entry in measured.entries.items() if name in names})

@@ -1,0 +1,75 @@
+"""The same model in high precision for a moment: what FP8 gained is measured against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.linear import Linear
+from octavo.fp8.dense.swap import STOCK, Swapped
+from octavo.fp8.moe.experts import Experts
+
+__all__ = ["high_precision"]
+
+
+@contextmanager
+def high_precision(model: nn.Module) -> Iterator[None]:
+    """Inside, every FP8 layer of ``model`` computes as the stock layer it was made from, and so do norms and MLPs that
+    keep FP8 or run fused; afterwards as before.
+
+    Parameters, hooks, weight codes and amax histories are neither moved nor written. A forward and its backward belong
+    into the same block. Not for two threads at once.
+    """
+    changed: list[tuple[nn.Module, dict[str, Any]]] = []
+    classes: list[tuple[nn.Module, Any]] = []
+    try:
+        for module in model.modules():
+            kind: Any = type(module)
+            if isinstance(module, Swapped) and kind.precise:
+                continue
+            if kind is Linear:
+                classes.append((module, kind))
+                _become(module, nn.Linear)
+            elif isinstance(module, Experts | Swapped) and "_stock" in kind.__dict__:
+                classes.append((module, kind))
+                _become(module, kind._stock)
+            elif isinstance(module, Swapped):
+                changed.append((module, {}))
+                module.__dict__[STOCK] = True
+            elif isinstance(module, Linear | Experts):
+                # Somebody (fully_shard on the layer itself) put a class of its own on top, which must stay.
+                held: dict[str, Any] = {
+                    name: module.__dict__[name] for name in ("_site", "_sites", "_group") if name in module.__dict__
+                }
+                changed.append((module, held))
+                module.__dict__.update(
+                    {name: None if name == "_group" else _high(value) for name, value in held.items()}
+                )
+        yield
+    finally:
+        for module, kind in classes:
+            _become(module, kind)
+        for module, held in changed:
+            module.__dict__.pop(STOCK, None)
+            module.__dict__.update(held)
+
+
+def _become(module: nn.Module, kind: Any) -> None:
+    """Change the class, and the dictionary for a moment: compiled code of torch 2.11 looks at a module's class again
+    only when its dictionary has changed, and would go on with the graph of the class before."""
+    object.__setattr__(module, "__class__", kind)
+    module.__dict__["_changed"] = True
+    del module.__dict__["_changed"]
+
+
+def _high(value: Any) -> Any:
+    """A site, or sites by projection, without FP8."""
+    if not isinstance(value, Site):
+        return {name: _high(site) for name, site in value.items()}
+    return replace(value, recipe=Recipe("off", "high precision", None, None, None), selections={})

@@ -1,0 +1,375 @@
+"""The kept-bytes accountant: what a forward leaves in memory for its backward, counted on any device.
+
+    with kept(model, blocks) as k:
+        loss = model(**batch).loss
+    print(k.report())                     # bytes by kind, module and dtype
+
+Hooks on saved tensors are not enough: an autograd function may put tensors on its context, checkpointing keeps the
+arguments of a region in a closure, a cache outlives the call. So this counts storages: a dispatch mode notes, weakly,
+every storage that an operation of the forward creates, and what of it is still alive at the end is kept. A storage
+counts once, with all its bytes, however many views it has; one that was resized to nothing counts nothing.
+
+Each storage is put down to the deepest module whose forward created it, and has a kind:
+
+    activation  kept for the backward: the only kind in ``total``
+    position    made outside every block and handed to blocks beside their input, without gradient: cos, sin, indices
+    mask        such a tensor that is boolean or called a mask
+    output      what the model returned and no backward keeps: the caller holds it
+    input       made before the forward and saved for the backward (the caller's tensors; weights are never counted)
+    gathered    what FSDP2 gathers of the weights
+    host        in the memory of the host, while the model is on a device: what offload moved there
+
+Parameters, buffers, gradients and the cached FP8 codes of weights are left out. What layers of one input remember of it
+for each other (:mod:`octavo.fp8.dense.inputs`) is dropped before counting, and cycles of Python objects are collected.
+
+Works with fake tensors (nothing is allocated: enter FakeTensorMode first) and tensor subclasses, whose inner tensors
+count. A compiled block runs, and counts, as it would eagerly: torch compiles nothing under a dispatch mode. Not seen:
+memory that torch did not make through an operation (``torch.from_numpy``, the random state of 5 KB that each
+checkpointed region stores).
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten
+
+from octavo.fp8.dense import inputs
+from octavo.fp8.weights.cache import HoldsCodes
+
+__all__ = ["Kept", "Rate", "Row", "kept", "per_layer", "slope"]
+
+ACTIVATION = "activation"
+Blocks = Iterable[tuple[str, nn.Module]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One storage that is alive. ``shape`` is that of the tensor that it was made for, ``dtype`` too unless saved
+    under another, ``op`` what made it, ``block`` the block that it was made in ("" outside)."""
+
+    module: str
+    block: str
+    kind: str
+    dtype: torch.dtype
+    bytes: int
+    shape: tuple[int, ...]
+    op: str
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes per something: a token, a layer. Names have ``*`` for the numbers in them, so that layers add up."""
+
+    total: float
+    by_module: Mapping[str, float]
+    by_dtype: Mapping[torch.dtype, float]
+    apart: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return _table(self.total, self.by_module, self.by_dtype, self.apart)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a forward left alive, in bytes. ``total`` and the sums count activations; ``apart`` has the other kinds."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(r.bytes for r in self.rows if r.kind == ACTIVATION)
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        return self._sums(lambda r: r.module)
+
+    @property
+    def by_block(self) -> dict[str, int]:
+        return self._sums(lambda r: r.block)
+
+    @property
+    def by_dtype(self) -> dict[torch.dtype, int]:
+        return self._sums(lambda r: r.dtype)
+
+    @property
+    def apart(self) -> dict[str, int]:
+        return _sums((r.kind, r.bytes) for r in self.rows if r.kind != ACTIVATION)
+
+    def rate(self) -> Rate:
+        """These bytes with the numbers in module names as ``*``."""
+        starred = _sums((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), n) for name, n in self.by_module.items())
+        return Rate(self.total, starred, self.by_dtype, self.apart)
+
+    def _sums(self, key: Callable[[Row], Any]) -> dict[Any, int]:
+        return _sums((key(r), r.bytes) for r in self.rows if r.kind == ACTIVATION)
+
+    def __str__(self) -> str:
+        return _table(self.total, self.by_module, self.by_dtype, self.apart)
+
+
+def slope(count: Callable[[int], Kept | Rate], at: tuple[int, int]) -> Rate:
+    """The rise of ``count(n)`` per unit of n between two n: bytes per token where n counts tokens, per layer where it
+    is the depth of the model. What does not grow with n falls out.
+
+    Raises:
+        ValueError: the two n are equal.
+    """
+    low, high = at
+    if low == high:
+        raise ValueError(f"a slope needs two different numbers, found {low} twice; give e.g. {low} and {low + 1}")
+    first, second = (c.rate() if isinstance(c, Kept) else c for c in (count(low), count(high)))
+
+    def rise(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
+        found = {key: (b.get(key, 0) - a.get(key, 0)) / (high - low) for key in {**a, **b}}
+        return {key: value for key, value in found.items() if value}
+
+    return Rate(
+        (second.total - first.total) / (high - low),
+        rise(first.by_module, second.by_module),
+        rise(first.by_dtype, second.by_dtype),
+        rise(first.apart, second.apart),
+    )
+
+
+def per_layer(
+    count: Callable[[int, int], Kept], tokens: tuple[int, int] = (128, 256), depths: tuple[int, int] = (1, 2)
+) -> Rate:
+    """Bytes per token of one more layer: ``count(depth, tokens)`` gives what a model of that depth keeps. Embeddings,
+    final norm and head fall out with the depth, whatever does not grow with the sequence with the tokens."""
+    return slope(lambda t: slope(lambda depth: count(depth, t), depths), tokens)
+
+
+@contextmanager
+def kept(model: nn.Module, blocks: Blocks = ()) -> Iterator[Accountant]:
+    """Count what the forward inside leaves alive.
+
+    Args:
+        model: names the modules; its weights and buffers are not counted.
+        blocks: (name, block) of the repeating blocks, which tell positions and masks from activations.
+
+    Yields:
+        An :class:`Accountant`, whose ``report()`` is :class:`Kept`: inside, as of now; afterwards, as of the end.
+    """
+    accountant = Accountant(model, blocks)
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(accountant._enter),
+        nn.modules.module.register_module_forward_hook(accountant._leave, always_call=True),
+        *(block.register_forward_pre_hook(accountant._given, with_kwargs=True) for block in accountant._blocks),
+    ]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(accountant._pack, _same), accountant._mode:
+            yield accountant
+        accountant._end = accountant.report()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass
+class _Seen:
+    """A storage, from its first appearance on."""
+
+    storage: StorageWeakRef
+    module: str
+    block: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    op: str
+    created: bool
+    role: str = ""  # position, mask or gathered
+    saved: bool = False
+    returned: bool = False
+
+
+@dataclass(eq=False)
+class Accountant:
+    """Notes storages; see :func:`kept`."""
+
+    model: nn.Module
+    blocks: Blocks
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _end: Kept | None = None
+
+    def __post_init__(self) -> None:
+        self._names = {module: name for name, module in self.model.named_modules()}
+        self._blocks = {block: name for name, block in self.blocks}
+        self._thread = threading.get_ident()
+        self._path: list[tuple[str, str]] = []  # (module, block) of the calls that are under way
+        self._mode = _Mode(self)
+
+    def report(self) -> Kept:
+        if self._end is not None:
+            return self._end
+        inputs.forget()
+        gc.collect()
+        owned = {storage._cdata for tensor in self._owned() for storage in _storages(tensor)}
+        on_host = all(p.device.type == "cpu" for p in self.model.parameters())
+        rows = []
+        for seen in self._seen.values():
+            storage = None if seen.storage.cdata in owned else _alive(seen.storage)
+            kind = _kind(seen)
+            if kind == ACTIVATION and storage is not None and storage.device.type == "cpu" and not on_host:
+                kind = "host"
+            if storage is not None and storage.nbytes() and kind is not None:
+                place = (seen.module, seen.block, kind, seen.dtype)
+                rows.append(Row(*place, storage.nbytes(), seen.shape, seen.op))
+        return Kept(tuple(rows))
+
+    def _owned(self) -> Iterator[Tensor]:
+        """What a model holds between steps."""
+        for parameter in self.model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from self.model.buffers()
+        for module in self.model.modules():
+            for cache in module._weight_codes().values() if isinstance(module, HoldsCodes) else ():
+                joined = () if cache.joined is None else cache.joined._codes.values()
+                for codes in (*cache._codes.values(), *joined):
+                    yield from (codes.data, codes.scale)
+
+    # --- what happens during the forward ------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            outer_name, outer_block = self._path[-1] if self._path else ("", "")
+            self._path.append((self._names.get(module, outer_name), self._blocks.get(module, outer_block)))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread and self._path:
+            self._path.pop()
+            if module is self.model:
+                for tensor in _tensors(output):
+                    for seen in self._known(tensor):
+                        seen.returned = True
+
+    def _given(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The arguments of a block: what was made outside blocks and has no gradient says where tokens are or what they
+        may see. The first one is the hidden state."""
+        given = [(str(i), value) for i, value in enumerate(args)] + list(kwargs.items())
+        for name, value in given[1:] if args or "hidden_states" not in kwargs else given:
+            for tensor in () if name == "hidden_states" else _tensors(value):
+                for seen in self._known(tensor):
+                    if seen.created and not seen.block and not tensor.requires_grad:
+                        seen.role = "mask" if "mask" in name or tensor.dtype == torch.bool else "position"
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        for plain, storage in _parts(tensor):
+            seen = self._note(plain, storage, "saved", False)
+            seen.saved, seen.dtype = True, plain.dtype  # scales are written as integers
+        return tensor
+
+    def _known(self, tensor: Tensor) -> list[_Seen]:
+        return [self._note(plain, storage, "given", False) for plain, storage in _parts(tensor)]
+
+    def _note(self, tensor: Tensor, storage: torch.UntypedStorage, op: str, created: bool) -> _Seen:
+        key = storage._cdata
+        seen = self._seen.get(key)
+        if seen is None:  # the weak reference keeps the address from being used again
+            module, block = self._path[-1] if self._path else ("", "")
+            seen = _Seen(StorageWeakRef(storage), module, block, tensor.dtype, tuple(tensor.shape), op, created)
+            self._seen[key] = seen
+        return seen
+
+    def _ran(self, func: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        """After an operation: what it was given was there before, unless noted; what else comes out it made."""
+        op = str(func)
+        fresh = op.startswith("aten.lift_fresh")  # torch.tensor() shows itself here first
+        for tensor in given:
+            for plain, storage in _parts(tensor):
+                seen = self._note(plain, storage, op, fresh)
+                if op.startswith("fsdp."):
+                    seen.role = "gathered"
+        for tensor in made:
+            for plain, storage in _parts(tensor):
+                seen = self._note(plain, storage, op, True)
+                if op.startswith("fsdp."):
+                    seen.role = "gathered"
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, accountant: Accountant) -> None:
+        super().__init__()
+        self.accountant = accountant
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.accountant._ran(func, _tensors((args, kwargs)), _tensors(out))
+        return out
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _kind(seen: _Seen) -> str | None:
+    if not seen.created:
+        return "input" if seen.saved and seen.role != "gathered" else None
+    if seen.role:
+        return seen.role
+    return "output" if seen.returned and not seen.saved else ACTIVATION
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _parts(tensor: Tensor) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
+    """The plain tensors that a tensor consists of, each with its storage."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for inner in (getattr(tensor, name) for name in names):
+            if isinstance(inner, Tensor):  # a DTensor names its mesh, too
+                yield from _parts(inner)
+    elif tensor.layout is torch.strided:
+        yield tensor, tensor.untyped_storage()
+    elif tensor.layout is torch.sparse_coo:
+        yield from _parts(tensor._indices())
+        yield from _parts(tensor._values())
+    else:
+        raise TypeError(
+            f"the accountant counts strided and COO tensors; found one of layout {tensor.layout}, whose memory it "
+            "cannot see. Keep such tensors out of the forward that is counted"
+        )
+
+
+def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    return (storage for _, storage in _parts(tensor))
+
+
+def _alive(storage: StorageWeakRef) -> torch.UntypedStorage | None:
+    return None if storage.expired() else torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+
+
+def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    out: dict[Any, int] = defaultdict(int)
+    for key, value in pairs:
+        out[key] += value
+    return dict(out)
+
+
+def _table(
+    total: float, modules: Mapping[str, float], dtypes: Mapping[torch.dtype, float], apart: Mapping[str, float]
+) -> str:
+    def line(name: str, value: float) -> str:
+        return f"{value:>16,.1f}  {name}"
+
+    lines = [line("bytes kept", total)]
+    lines += [line(name or "(outside modules)", n) for name, n in sorted(modules.items(), key=lambda kv: -kv[1])]
+    lines += [line(f"in {str(d).removeprefix('torch.')}", n) for d, n in sorted(dtypes.items(), key=lambda kv: -kv[1])]
+    lines += [line(f"apart: {kind}", n) for kind, n in sorted(apart.items())]
+    return "\n".join(lines)

@@ -1,0 +1,198 @@
+"""A model's own head that returns the loss of every token in place of logits, while a trainer asks it to.
+
+    head = chunked_head(model)                    # or a str: why this model needs its logits
+    with head.losses(target) as given:            # [B, P], for the positions that the head is given
+        out = model(**inputs, logits_to_keep=positions)
+    loss = (given.take(out.logits) * weights).sum()
+
+Transformers' models end in ``logits = self.lm_head(hidden)`` and hand that on as ``out.logits``: so the losses, fp32
+[B, P], come out there. The head runs where it always does, inside the model's forward: under FSDP2 its weight is
+gathered there, and its gradient is reduced as ever. Class, names and state dict of the head stay those of ``nn.Linear``
+(:mod:`~octavo.fp8.dense.swap`), and outside the ``with`` so does its forward: generation and evaluation see logits.
+
+Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunked_head` runs
+the model's own forward once, on two tokens and with every module in it replaced, and refuses a model
+whose ``out.logits`` is not what its head returned; :meth:`Given.take` looks again at every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
+from octavo.fp8.memory.chunked_loss import linear_cross_entropy
+
+__all__ = ["ChunkedHead", "Given", "chunked_head"]
+
+
+class Given:
+    """The targets that a head is asked to judge, and the losses it gave."""
+
+    def __init__(self, target: Tensor, label_smoothing: float, z_loss: float, chunk: int | None) -> None:
+        self.target = target
+        self._options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk": chunk}
+        self._losses: Tensor | None = None
+        self._version = 0
+
+    def judge(self, hidden: Tensor, head: nn.Linear) -> Tensor:
+        """The losses [B, P] of these hidden states [B, P, H]. Raises RuntimeError for a second call."""
+        if self._losses is not None:
+            raise RuntimeError(
+                "the head was called twice inside one `with head.losses(...)`: one call of the model belongs to one "
+                "set of targets. Enter it again for each"
+            )
+        self._losses = linear_cross_entropy(hidden, head.weight, self.target, head.bias, **self._options)
+        self._version = self._losses._version
+        return self._losses
+
+    def take(self, logits: Tensor) -> Tensor:
+        """What the model returned as logits, once it is sure that these are the losses, untouched.
+
+        Raises RuntimeError where they are not, naming what was found.
+        """
+        mine = self._losses
+        if mine is None:
+            raise RuntimeError("the model's head was not called inside `with head.losses(...)`; use full logits")
+        if _place(logits) != _place(mine) or logits._version != self._version:
+            raise RuntimeError(
+                f"the model changed what its head returned: losses {list(mine.shape)} {mine.dtype} became "
+                f"{list(logits.shape)} {logits.dtype} or were written to. Use full logits with this model"
+            )
+        return logits
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """What a view of the whole tensor has in common with it, and nothing else has."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage()._cdata
+
+
+class ChunkedHead(Swapped):
+    """An ``nn.Linear`` head; see the module's docstring. Made by :func:`chunked_head`."""
+
+    prefix = "Chunked"
+    precise = True
+    own = ("_given",)
+    volatile = ("_given",)
+
+    @contextmanager
+    def losses(
+        self, target: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, chunk: int | None = None
+    ) -> Iterator[Given]:
+        """Inside, one forward of the model returns losses [B, P] where it returns logits [B, P, V] else.
+
+        ``target`` [B, P]: the class that each position predicts, for the positions that reach the head (those of
+        ``logits_to_keep``, if the model was given that); -100: none. On the CPU, positions without a target are left
+        out of all work. The model itself gets no ``labels``: the loss it makes of them is one of logits. Options as
+        :func:`~octavo.fp8.memory.chunked_loss.linear_cross_entropy`. Raises RuntimeError if the head
+        is waiting for a forward already.
+        """
+        if self.__dict__.get("_given") is not None:
+            raise RuntimeError(
+                "`with head.losses(...)` was entered inside another one of the same head; leave it first"
+            )
+        given = Given(target, label_smoothing, z_loss, chunk)
+        self.__dict__["_given"] = given
+        try:
+            yield given
+        finally:
+            self.__dict__["_given"] = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given: Given | None = self.__dict__.get("_given")
+        if given is None:
+            return self._stock.forward(self, *args, **kwargs)
+        (hidden,) = (*args, *kwargs.values())
+        assert isinstance(self, nn.Linear)
+        return given.judge(hidden, self)
+
+
+def chunked_head(model: nn.Module) -> ChunkedHead | str:
+    """The model's head, able to return losses from now on; or why this model needs its full logits, in a sentence.
+
+    Call it before FSDP2 shards the model and after adapters are in place. A second call returns the same head.
+    """
+    get = getattr(model, "get_output_embeddings", None)
+    try:
+        head = get() if get is not None else None
+    except (NotImplementedError, AttributeError):  # models without a head say so in either way
+        head = None
+    if not isinstance(head, nn.Module):
+        return f"{type(model).__name__} names no output embeddings, so its head is not known"
+    if isinstance(head, ChunkedHead):
+        return head
+    if type(head) is not nn.Linear:
+        kind = type(head)
+        return f"its head is a {kind.__module__}.{kind.__qualname__}, not a plain nn.Linear"
+    if hooked(head):
+        return "somebody hooks into its head, or has replaced the head's forward, and expects logits there"
+    reason = _altered(model, head)
+    if reason is not None:
+        return reason
+    swap(head, ChunkedHead)
+    assert isinstance(head, ChunkedHead)
+    return head
+
+
+class _Anything:
+    """What a base model returns, to a head's model: hidden states first, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Stand(nn.Module):
+    """In place of a child of the model, it returns one thing."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.__dict__["value"] = value
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.value
+
+
+def _altered(model: nn.Module, head: nn.Linear) -> str | None:
+    """Run the forward that calls the head, with the head and everything else replaced: None if it returns the head's
+    output as its logits, untouched, else what it does."""
+    owners = [m for m in model.modules() if any(child is head for child in m._modules.values())]
+    if len(owners) != 1:
+        return f"{len(owners)} modules of the model hold its head as their child"
+    owner = owners[0]
+    name = type(owner).__name__
+    if "forward" in owner.__dict__:
+        return f"the forward of {name} was replaced on the instance (an accelerate hook?)"
+    hidden, losses = torch.zeros(1, 2, head.in_features), torch.zeros(1, 2)
+    untouched = losses._version
+    stand = _Stand(losses)
+    children = {n: stand if m is head else _Stand(_Anything(hidden)) for n, m in owner._modules.items()}
+    known = inspect.signature(type(owner).forward).parameters
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
+    inputs |= {"use_cache": False} if "use_cache" in known else {}
+    with torch.no_grad():
+        try:
+            out = type(owner).forward(probe(owner, {}, children), **inputs)
+        except Exception as error:  # a forward that is not known may fail in any way
+            return f"the forward of {name} fails on a stand-in for its body ({type(error).__name__}: {error})"
+    logits = getattr(out, "logits", None)
+    if not isinstance(logits, Tensor) or stand.calls != 1:
+        return (
+            f"the forward of {name} called its head {stand.calls} times and returned {type(logits).__name__} as logits"
+        )
+    if logits is not losses or logits._version != untouched:  # no look at values: they may be fake
+        return f"{name} changes the logits after its head (soft-capping, a scale): a loss inside the head would miss it"
+    return None

@@ -1,0 +1,378 @@
+"""Cross-entropy and log-probabilities of a language model's head, without its logits.
+
+With hidden states h [M, H] and the head's weight W [V, H], all that a loss asks of the logits x = h W^T + b [M, V] are
+a few numbers a token: lse = log sum_j exp(x_j), the target's x_t, for label smoothing sum_j x_j, and the entropy S of
+p = softmax(x) where an objective wants it. They are gathered block by block of the vocabulary::
+
+    forward    each block:  x = h W_block^T + b      -> its lse, sum and entropy; the block is dropped
+    backward   each block:  x again, then  dx_j = p_j (g_lse - g_S (log p_j + S)) + g_sum + g_t [j = t]
+                            dW_block = dx^T h,   dh += dx W_block
+
+so what exists at a time is M x (V / blocks) logits, and between forward and backward only h and lse remain. One more
+GEMM of the head is the price. Blocks of the vocabulary instead of tokens, because every row of dW is then one GEMM over
+all tokens, accumulated in fp32 by the GEMM and rounded once: no second buffer of the weight's size. What is accumulated
+over blocks is dh [M, H], in fp32.
+
+Logits are those of the stock head: a GEMM in the compute dtype (autocast's, else the hidden states' own), rounded to
+it, and fp32 from there. So losses equal those of ``F.cross_entropy(head(h).float())`` but for the order of fp32 sums.
+The formulas above the statistics are plain differentiable PyTorch, and the incoming gradient is one number a token:
+every weighting and reduction of the loss works. NaN and Inf pass through to the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8.dense.casts import _no_autocast, compute_dtype, transformed
+from octavo.fp8.weights.shards import is_dtensor
+
+__all__ = ["linear_cross_entropy", "token_log_probs"]
+
+# Logits in fp32 that exist at a time: 128 MiB where kernels want work, 8 MiB where they run one after the other.
+_ELEMENTS = {"cuda": 2**25, "cpu": 2**21}
+_LEAST = 256  # rows of the weight in a block, however many tokens there are
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    chunk: int | None = None,
+) -> Tensor:
+    """hidden [..., H], weight [V, H], target [...] (int64), bias [V] -> the loss of every token, fp32 [...].
+
+    With lse = log sum_j exp(x_j) over the token's logits x [V] and t its target, in nats::
+
+        (1 - label_smoothing) (lse - x_t) + label_smoothing (lse - mean_j x_j) + z_loss lse^2
+
+    0 where the target is ``ignore_index``. Label smoothing is that of Szegedy et al. 2016 (arXiv:1512.00567), as in
+    ``F.cross_entropy``; z-loss holds log Z near 0, as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, with 1e-4).
+
+    Tokens without a target cost nothing where ``target`` lies on the CPU: they are left out before the first GEMM, also
+    when ``hidden`` is on a GPU. Targets on a GPU are not looked at, since that would wait for it; their rows run along.
+    ``chunk``: how many tokens' logits may exist at a time, counted as chunk x V elements (None: by device).
+
+    Raises ValueError for shapes that do not belong together and options out of range, TypeError for dtypes, IndexError
+    for targets on the CPU outside the vocabulary (elsewhere their loss is NaN).
+    """
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it is a share of the probability: use 0 to 1")
+    if not z_loss >= 0.0:
+        raise ValueError(f"z_loss is {z_loss}; a negative factor would drive log Z away from 0: use 0 or more")
+    wants = _Wants(total=label_smoothing > 0.0)
+    tokens = _tokens(hidden, weight, target, bias, ignore_index)
+    found = _statistics(tokens, weight, bias, wants, chunk)
+    loss = found.lse - found.at_target
+    if found.total is not None:
+        uniform = found.lse - found.total / weight.shape[0]
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * uniform
+    if z_loss:
+        loss = loss + z_loss * found.lse.square()
+    return tokens.spread(loss)
+
+
+@overload
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    entropy: Literal[False] = False,
+    ignore_index: int = -100,
+    chunk: int | None = None,
+) -> Tensor: ...
+
+
+@overload
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    entropy: Literal[True],
+    ignore_index: int = -100,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    ignore_index: int = -100,
+    chunk: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax(x / temperature) at every token's target, fp32 [...]; 0 where that is ``ignore_index``.
+
+    With ``entropy=True`` a pair: the log-probabilities, and the entropy of softmax(x / temperature) in nats, fp32
+    [...]. Both are differentiable. Arguments, cost and errors otherwise as :func:`linear_cross_entropy`.
+    """
+    if not temperature > 0.0:
+        raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
+    tokens = _tokens(hidden, weight, target, bias, ignore_index)
+    found = _statistics(tokens, weight, bias, _Wants(entropy=entropy, temperature=temperature), chunk)
+    logs = tokens.spread(found.at_target - found.lse)
+    return logs if found.entropy is None else (logs, tokens.spread(found.entropy))
+
+
+class _Tokens(NamedTuple):
+    """The rows that have a target, or all of them where nobody can tell without waiting for a device."""
+
+    hidden: Tensor  # [m, H]
+    target: Tensor  # [m]
+    keep: Tensor | None  # which of all rows they are; None: all
+    known: Tensor | None  # [m], where some of them have no target after all
+    shape: torch.Size  # of the targets as given
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values [m] of these rows at their places, 0 at the others."""
+        if self.known is not None:
+            values = torch.where(self.known, values, 0.0)
+        if self.keep is not None:
+            values = values.new_zeros(self.shape.numel()).index_copy(0, self.keep, values)
+        return values.view(self.shape)
+
+
+def _tokens(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore: int) -> _Tokens:
+    _check(hidden, weight, target, bias)
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    if target.device.type != "cpu" or hasattr(target, "fake_mode"):  # a fake tensor has no values
+        known = flat != ignore
+        return _Tokens(rows, flat, None, known, target.shape)
+    keep = (flat != ignore).nonzero().flatten()
+    kept = flat[keep]
+    if len(kept):
+        least, most = int(kept.min()), int(kept.max())
+        if least < 0 or most >= weight.shape[0]:
+            raise IndexError(
+                f"targets reach from {least} to {most}, but the head has {weight.shape[0]} classes; tokens without a "
+                f"target are marked with {ignore}"
+            )
+    if len(keep) == len(flat):
+        return _Tokens(rows, flat.to(rows.device, non_blocking=True), None, None, target.shape)
+    keep, kept = (t.to(rows.device, non_blocking=True) for t in (keep, kept))
+    return _Tokens(rows.index_select(0, keep), kept, keep, None, target.shape)
+
+
+def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    if is_dtensor(hidden) or is_dtensor(weight):
+        raise TypeError(
+            "hidden states or weight are a DTensor, of which this rank holds a part; call this where FSDP has gathered "
+            "them (octavo.fp8.memory.chunked_head does, inside the model's forward)"
+        )
+    if transformed():
+        raise RuntimeError(
+            "losses without logits were asked for under a transform of torch.func (grad, vmap, jvp, ...), and they are "
+            "differentiated by torch.autograd alone; any leading dimensions will do in place of vmap"
+        )
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden states {list(hidden.shape)} and weight {list(weight.shape)} do not belong together; they are "
+            "[..., H] and [V, H]"
+        )
+    if target.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets {list(target.shape)} are not one for each of the hidden states {list(hidden.shape)}; give them "
+            "for the same positions"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {list(bias.shape)} does not belong to weight {list(weight.shape)}: give [V]")
+    if not weight.shape[0]:
+        raise ValueError(f"weight {list(weight.shape)} has no classes; give [V, H] with V of 1 or more")
+    if target.dtype != torch.int64:
+        raise TypeError(f"targets are {target.dtype}; they are class numbers: use torch.int64")
+    if not hidden.is_floating_point():
+        raise TypeError(f"hidden states are {hidden.dtype}; losses are of real numbers: use a floating dtype")
+    low = compute_dtype(hidden)
+    if low == hidden.dtype and weight.dtype != low:  # under autocast both are cast
+        raise TypeError(
+            f"hidden states are {hidden.dtype} and the weight is {weight.dtype}; cast one, or run under autocast"
+        )
+
+
+class _Wants(NamedTuple):
+    total: bool = False
+    entropy: bool = False
+    temperature: float = 1.0
+
+
+class _Found(NamedTuple):
+    """Of each token's x / temperature, in fp32 [m]; what nobody wants is None."""
+
+    lse: Tensor
+    at_target: Tensor
+    total: Tensor | None
+    entropy: Tensor | None
+
+
+def _statistics(tokens: _Tokens, weight: Tensor, bias: Tensor | None, wants: _Wants, chunk: int | None) -> _Found:
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; at least the logits of one token must exist: use 1 or more, or None")
+    rows, size = max(len(tokens.hidden), 1), weight.shape[0]
+    if chunk is None:
+        width = max(_LEAST, _ELEMENTS.get(weight.device.type, _ELEMENTS["cuda"]) // rows)
+    else:
+        width = max(1, chunk * size // rows)
+    low = compute_dtype(tokens.hidden)
+    with _no_autocast(tokens.hidden):
+        return _Found(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, wants, width, low))
+
+
+class _Statistics(torch.autograd.Function):
+    """(lse, x_t, sum, entropy) [m] of x = (h W^T + b) / temperature, and the gradients of h, W and b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        wants: _Wants,
+        width: int,
+        low: torch.dtype,
+    ) -> tuple[Tensor | None, ...]:
+        h = hidden.to(low)
+        wide = _wide(low)
+        # A target outside the vocabulary is found in no block: its loss must show that.
+        at_target = torch.full((len(h),), torch.nan, dtype=wide, device=h.device)
+        total = torch.zeros_like(at_target) if wants.total else None
+        lses, entropies = [], []
+        for block in _blocks(weight.shape[0], width):
+            x = _logits(h, weight, bias, block, wants.temperature)
+            inside, at = _place(target, block)
+            at_target = torch.where(inside, x.gather(1, at).squeeze(1), at_target)
+            if total is not None:
+                total += x.sum(1)
+            top = x.amax(1, keepdim=True)
+            top.masked_fill_(top.isinf(), 0.0)  # exp(x - top) is then what x says, as in torch.logsumexp
+            x.sub_(top)
+            e = x.exp() if wants.entropy else x.exp_()
+            sums = e.sum(1)
+            lses.append(sums.log() + top.squeeze(1))
+            if wants.entropy:
+                entropies.append(sums.log() - e.mul_(_finite(x)).sum(1) / sums)
+        parts = torch.stack(lses, 1)  # [m, blocks]
+        lse = parts.logsumexp(1)
+        entropy = _joint_entropy(parts - lse.unsqueeze(1), torch.stack(entropies, 1)) if wants.entropy else None
+        ctx.save_for_backward(h, weight, bias, target, lse, entropy)
+        ctx.dtype, ctx.wants, ctx.width = hidden.dtype, wants, width
+        return lse, at_target, total, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        h, weight, bias, target, lse, entropy = ctx.saved_tensors
+        needs_h, needs_w, needs_b = ctx.needs_input_grad[:3]
+        wide = lse.dtype
+        dh = torch.zeros(h.shape, dtype=wide, device=h.device) if needs_h else None
+        dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_w else None
+        db = torch.empty_like(bias) if needs_b else None
+        with _no_autocast(h):
+            for block in _blocks(weight.shape[0], ctx.width):
+                x = _logits(h, weight, bias, block, ctx.wants.temperature)
+                dx = _dx(x, block, target, lse, entropy, grads).div_(ctx.wants.temperature)
+                del x  # its memory is dx's, or free
+                if db is not None:
+                    db[block] = dx.sum(0)
+                dx = _for_gemms(dx, h)
+                if dh is not None:
+                    dh += _product(dx, weight[block].to(h.dtype))
+                if dw is not None:
+                    _into(dw[block], dx.t(), h)
+        return None if dh is None else dh.to(ctx.dtype), dw, db, None, None, None, None
+
+
+def _wide(low: torch.dtype) -> torch.dtype:
+    return torch.float64 if low == torch.float64 else torch.float32
+
+
+def _blocks(size: int, width: int) -> Iterator[slice]:
+    for start in range(0, size, width):
+        yield slice(start, min(start + width, size))
+
+
+def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
+    """The block's logits as the stock head gives them, in fp32, by the temperature; nobody else holds the tensor."""
+    b = None if bias is None else bias[block].to(h.dtype)
+    x = F.linear(h, weight[block].to(h.dtype), b).to(_wide(h.dtype))
+    return x if temperature == 1.0 else x.div_(temperature)
+
+
+def _place(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Whose target lies in the block [m], and at which column of it [m, 1] (any, for the others)."""
+    at = target - block.start
+    inside = (at >= 0) & (target < block.stop)
+    return inside, at.clamp(0, block.stop - block.start - 1).unsqueeze(1)
+
+
+def _finite(logs: Tensor) -> Tensor:
+    """In place: minus infinity becomes a number, so that p log p is 0 where p is; NaN stays."""
+    return logs.clamp_(min=torch.finfo(logs.dtype).min)
+
+
+def _joint_entropy(logs: Tensor, entropies: Tensor) -> Tensor:
+    """Of the whole vocabulary [m], from each block's log-probability and entropy [m, blocks]: by the chain rule, the
+    mean entropy within the blocks plus that of the choice of a block. Sums of what is not negative: nothing cancels."""
+    share = logs.exp()
+    return torch.where(share == 0.0, 0.0, share * (entropies - _finite(logs))).sum(1)
+
+
+def _dx(
+    x: Tensor, block: slice, target: Tensor, lse: Tensor, entropy: Tensor | None, grads: tuple[Tensor | None, ...]
+) -> Tensor:
+    """The gradient of the block's x [m, width], which is written over."""
+    g_lse, g_target, g_total, g_entropy = grads
+    assert g_lse is not None and g_target is not None
+    logs = x.sub_(lse.unsqueeze(1))
+    if entropy is None:
+        dx = logs.exp_().mul_(g_lse.unsqueeze(1))
+    else:
+        assert g_entropy is not None
+        dx = logs.exp()
+        dx *= _finite(logs).add_(entropy.unsqueeze(1)).mul_(-g_entropy.unsqueeze(1)).add_(g_lse.unsqueeze(1))
+    if g_total is not None:
+        dx += g_total.unsqueeze(1)
+    inside, at = _place(target, block)
+    there = dx.gather(1, at).squeeze(1)
+    return dx.scatter_(1, at, torch.where(inside, there + g_target, there).unsqueeze(1))
+
+
+def _for_gemms(dx: Tensor, h: Tensor) -> Tensor:
+    """dx as the GEMMs of the backward take it: tensor cores give fp32 from 16 bits, elsewhere fp32 stays."""
+    return dx.to(h.dtype) if h.is_cuda else dx
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b accumulated and returned in fp32 (float64 of float64)."""
+    wide = _wide(b.dtype)
+    if a.dtype == wide:
+        return a @ b.to(wide)
+    return torch.mm(a, b, out_dtype=wide)
+
+
+def _into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, rounded once to out's dtype."""
+    if out.dtype == b.dtype:
+        torch.mm(a.to(b.dtype), b, out=out)
+    else:
+        out.copy_(_product(a, b))

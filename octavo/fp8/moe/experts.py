@@ -1,0 +1,353 @@
+"""Mixture-of-experts layers in FP8: two grouped linears with the family's own gate between them.
+
+Hugging Face keeps the experts of a layer in two Parameters of three dimensions, ``gate_up_proj`` [E, 2I, H] and
+``down_proj`` [E, H, I] (or both transposed), whatever the family, and calls the module with (hidden_states,
+top_k_index, top_k_weights). A module of that structure is recognised by it, and its forward is replaced by
+:class:`Experts`' on the instance: the class becomes a subclass of both, so that parameters, names, hooks, a family's
+own ``_apply_gate`` and ``isinstance`` stay.
+
+The forward, with P = M k pairs of a token and one of its k experts::
+
+    lay the P rows out by expert                          [M, H] -> [R, H]    kernels/groups.py
+    gate_up_proj, the gate, down_proj on all R rows       [R, H] -> [R, H]    grouped_linear.py
+    take each pair's row, weigh it, add a token's k       [R, H] -> [M, H]
+
+Before a module is converted this must give the stock module's output on random input (:func:`agrees`). GEMMs are
+counted under ``<module>.gate_up_proj`` and ``<module>.down_proj``, a grouped one as one call of every expert. Where the
+experts run one by one, those without tokens run no GEMM and count as idle. Either way they get a gradient of zeros.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.blocks import attention_output, mlp
+from octavo.fp8.dense import delayed, sources
+from octavo.fp8.dense.casts import _autocast_enabled
+from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.linear import Call, three_gemms
+from octavo.fp8.dense.sources import source_of
+from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.moe.grouped import GroupedCall, alone, grouped_gemms, one_by_one
+from octavo.fp8.observe import counts
+from octavo.fp8.weights.cache import HoldsCodes, Part, WeightCodes
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+Project = Callable[[str, Tensor, Groups], Tensor]  # (projection, x [R, K], groups) -> y [R, N]
+Beside = Mapping[str, Callable[[Tensor, Groups], Tensor]]  # projection -> (x [R, K], groups) -> [R, N]
+BESIDE = "_beside"
+"""In the __dict__ of a module of experts while adapters stand beside it: a Beside whose results are added."""
+
+
+def is_experts(module: nn.Module) -> bool:
+    """True for a module with Parameters ``gate_up_proj`` and ``down_proj`` of three dimensions."""
+    weights = [module._parameters.get(name) for name in PROJECTIONS]
+    return all(w is not None and w.dim() == 3 for w in weights)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why FP8 experts cannot stand in for this module of experts; None if its structure is the known one."""
+    arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+    if len(arguments) != 3 or not any(word in arguments[1] for word in ("index", "indices")):
+        return f"experts called with ({', '.join(arguments)}), not (hidden_states, top_k_index, top_k_weights)"
+    if not getattr(module, "has_gate", True):
+        return "experts without a gate"
+    if not hasattr(module, "_apply_gate") and not hasattr(module, "act_fn"):
+        return "experts with neither act_fn nor _apply_gate"
+    if getattr(module, "_is_expert_parallel", False):
+        return "experts spread over ranks"
+    up, down = _matrices(module, "gate_up_proj"), _matrices(module, "down_proj")
+    if up[0].shape[0] % 2 or down[0].shape != (up[0].shape[1], up[0].shape[0] // 2):
+        return f"experts of shapes {list(up[0].shape)} and {list(down[0].shape)} that are not [2I, H] and [H, I]"
+    return None
+
+
+def agrees(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
+    """Run the stock module and ours, in high precision, on the same random input: None if they agree, else why not.
+
+    The tolerance is that of a sum in the weights' dtype taken in another order.
+    """
+    weight = module._parameters["gate_up_proj"]
+    assert weight is not None
+    experts, hidden = weight.shape[0], _matrices(module, "gate_up_proj")[0].shape[1]
+    device, generator = weight.device, torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, hidden, generator=generator).to(device, weight.dtype)
+    top_k = min(top_k, experts)
+    index = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].to(device)
+    share = torch.rand(tokens, top_k, generator=generator).to(device, weight.dtype)
+
+    def project(name: str, rows: Tensor, groups: Groups) -> Tensor:
+        weights, biases = _matrices(module, name), _biases(module, name)
+        return one_by_one(rows, groups, lambda e, own: F.linear(own, weights[e], biases[e]))[0]
+
+    with torch.no_grad():
+        stock = module(x, index, share).double()
+        ours = mixture(module, x, index, share, project).double()
+    if stock.shape != ours.shape:
+        return f"the stock module returns shape {list(stock.shape)}, our experts {list(ours.shape)}"
+    largest = float(stock.nan_to_num().abs().max())
+    gap = float((stock - ours).nan_to_num().abs().max())
+    allowed = 16 * torch.finfo(weight.dtype).eps * max(largest, torch.finfo(torch.float32).tiny)
+    if gap > allowed or not torch.equal(stock.isnan(), ours.isnan()):
+        return f"our forward of experts differs from the stock module by {gap:.3g} where outputs reach {largest:.3g}"
+    return None
+
+
+class Experts(HoldsCodes):
+    """The forward of experts in FP8; see the module's docstring."""
+
+    _sites: dict[str, Site]
+    _stock: type[nn.Module]  # the class before conversion
+
+    @classmethod
+    def convert(cls, module: nn.Module, sites: Mapping[str, Site]) -> Experts:
+        """Turn a module of experts into an FP8 one, in place; ``sites`` by projection, both of them."""
+        module.__dict__["_sites"] = dict(sites)
+        module.__class__ = _fp8_class(type(module))
+        assert isinstance(module, cls)
+        for name, site in sites.items():
+            if site.recipe.delayed is not None:
+                weight = module._parameters[name]
+                assert weight is not None
+                delayed.attach(module, site.recipe.delayed, slots=weight.shape[0], suffix=f"_{name}")
+        return module
+
+    def _weight_codes(self) -> Mapping[str, WeightCodes]:
+        return {name: site.codes for name, site in self._sites.items() if site.codes is not None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        out = super()._apply(fn, recurse)
+        delayed.follow(self)
+        return out
+
+    @torch._disable_dynamo
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [M, H], top_k_index and top_k_weights [M, k] -> [M, H].
+
+        ``torch.compile`` leaves it out in one piece, as it does the linear layers that look at caches and counters.
+        """
+        saves = MARK in self.__dict__
+        return mixture(self, hidden_states, top_k_index, top_k_weights, self._project, saves)
+
+    def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
+        """One projection of all rows: grouped where recipe and backends can, else expert by expert."""
+        site = self._sites[name]
+        owner, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
+        assert owner is not None
+        transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
+        if alone(site.recipe, site.selections, x.device) is None:
+            call = GroupedCall(site, Part(None, transposed), grad, source_of(x))
+            return grouped_gemms(x, owner, bias, groups, call)
+        weights, biases = _matrices(self, name), _biases(self, name)
+
+        def run(expert: int, own: Tensor) -> Tensor:
+            history = None
+            if site.recipe.delayed is not None:
+                history = delayed.history(self, expert, own.device, suffix=f"_{name}")
+            call = Call(site, owner, Part(expert, transposed), history, self.training, grad)
+            return three_gemms(own, weights[expert], biases[expert], call)
+
+        y, ran = one_by_one(x, groups, run)
+        if counts.counting() and counts.phase() == counts.Phase(counted=True, recompute=False):
+            counts.idle(site.name, groups.experts - ran)
+        return y
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name}={list(self._parameters[name].shape)} "  # type: ignore[union-attr]
+            + f"fp8={self._sites[name].recipe.short()}"
+            for name in PROJECTIONS
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The class is made on the fly, so that a copy or a pickle names the stock class instead."""
+        return _rebuild, (self._stock,), self.__dict__.copy()
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _fp8_class(stock: type[nn.Module]) -> type[nn.Module]:
+    if stock not in _classes:
+        _classes[stock] = type(f"Fp8{stock.__name__}", (Experts, stock), {"__module__": __name__, "_stock": stock})
+    return _classes[stock]
+
+
+def _rebuild(stock: type[nn.Module]) -> nn.Module:
+    made = _fp8_class(stock)
+    return made.__new__(made)
+
+
+def _matrices(module: nn.Module, name: str) -> tuple[Tensor, ...]:
+    """The (N, K) weight of each expert, as views that autograd gathers into one gradient (zeros for the unused)."""
+    weight = module._parameters[name]
+    assert weight is not None
+    parts = weight.unbind(0)
+    return tuple(p.t() for p in parts) if getattr(module, "is_transposed", False) else parts
+
+
+def _gate(module: nn.Module, gate_up: Tensor) -> Tensor:
+    """[m, 2I] -> [m, I], by the family's own rule where it has one."""
+    own = getattr(module, "_apply_gate", None)
+    if own is not None:
+        return own(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return module.act_fn(gate) * up  # type: ignore[operator]
+
+
+def _biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
+    """The bias [N] of each expert, or a None for each."""
+    weight, bias = module._parameters[name], module._parameters.get(f"{name}_bias")
+    assert weight is not None
+    return (None,) * weight.shape[0] if bias is None else bias.unbind(0)
+
+
+def mixture(
+    module: nn.Module,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    project: Project,
+    saves: bool = False,
+) -> Tensor:
+    """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
+    ``saves``: what lies between the projections and behind them is kept in FP8. What :data:`BESIDE` makes of their
+    inputs, if the module has it, is added to the projections."""
+    weight = module._parameters["gate_up_proj"]
+    assert weight is not None
+    beside: Beside | None = module.__dict__.get(BESIDE)
+    if beside is not None:
+        project = partial(_with_beside, project, beside)
+    top_k = top_k_index.shape[-1]
+    # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
+    groups, pair_of, row_of = route(top_k_index.reshape(-1), weight.shape[0])
+    low = _autocast_enabled(hidden) and hidden.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(hidden.device.type) if low else hidden.dtype
+    x = _ToRows.apply(hidden, pair_of, row_of, top_k, dtype)
+    gate = partial(_gate, module)
+    if beside is None or weight.requires_grad:
+        gate_up = project("gate_up_proj", x, groups)
+    else:  # what stands beside a frozen weight keeps the tokens, not a row for each choice
+        again = partial(_rows, top_k=top_k, dtype=dtype)
+        with sources.behind(x, sources.Source((hidden.detach(), pair_of), again)):
+            gate_up = project("gate_up_proj", x, groups)
+    if saves:
+        y = gated(gate, gate_up, lambda h: project("down_proj", h, groups))
+    else:
+        y = project("down_proj", gate(gate_up), groups)
+    pairs, nobody = _ToPairs.apply(y, pair_of, row_of), (row_of >= groups.rows).unsqueeze(1)
+    if getattr(module, "has_post_expert_norm", False):
+        pairs = module.post_expert_norm(pairs.masked_fill(nobody, 0))  # type: ignore[operator]
+    weights = top_k_weights.reshape(-1, 1).masked_fill(nobody, 0)
+    answers = weighted(pairs, weights) if saves else pairs * weights
+    # Gathering and adding in a fixed order is deterministic; index_add_ is not on a GPU.
+    out = answers.view(*top_k_index.shape, answers.shape[-1]).sum(-2).to(hidden.dtype)
+    return out if out.shape == hidden.shape else out.view(hidden.shape)
+
+
+def _with_beside(project: Project, beside: Beside, name: str, x: Tensor, groups: Groups) -> Tensor:
+    y, extra = project(name, x, groups), beside.get(name)
+    return y if extra is None else y + extra(x, groups)
+
+
+class _ToRows(torch.autograd.Function):
+    """hidden [M, H] -> [R, H] in ``dtype``: the token of each row. Rows of padding hold some token or other."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, pair_of: Tensor, row_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(row_of)
+        ctx.top_k, ctx.dtype = top_k, hidden.dtype
+        return _rows(hidden, pair_of, top_k, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (row_of,) = ctx.saved_tensors
+        pairs = _take(dy, row_of).masked_fill_((row_of >= dy.shape[0]).unsqueeze(1), 0)
+        tokens = row_of.shape[0] // ctx.top_k
+        return pairs.view(tokens, ctx.top_k, dy.shape[1]).sum(1, dtype=ctx.dtype), None, None, None, None
+
+
+class _ToPairs(torch.autograd.Function):
+    """rows [R, H] -> [P, H]: the row of each pair; that of a pair without an expert holds some row or other, and so do
+    the gradients of padding rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, pair_of: Tensor, row_of: Tensor) -> Tensor:
+        ctx.save_for_backward(pair_of)
+        return _take(rows, row_of)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (pair_of,) = ctx.saved_tensors
+        return _take(dy, pair_of), None, None
+
+
+def _rows(hidden: Tensor, pair_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """hidden [M, H] -> [R, H]: the token of the pair in each row."""
+    return _take(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
+
+
+def _take(source: Tensor, index: Tensor) -> Tensor:
+    """Rows of ``source`` by index. One past the end takes the last row; of an empty source there are only zeros."""
+    if not source.shape[0]:
+        return source.new_zeros(index.shape[0], source.shape[1])
+    return source.index_select(0, index.clamp(max=source.shape[0] - 1))
+
+
+# --- what is kept in FP8 between the projections and behind them ------------------------------------------------
+
+MARK = attention_output.EXPERTS
+"""In the __dict__ of a module of experts that keeps FP8."""
+
+
+def mark(experts: nn.Module) -> None:
+    experts.__dict__[MARK] = True
+
+
+def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
+    """down(gate(gate_up)), on what FP8 holds of gate_up [R, 2I]."""
+    if gate_up.dtype not in sources.DTYPES or not gate_up.numel():
+        return down(gate(gate_up))
+    h, source = mlp.product(gate, gate_up)
+    if source is None:
+        return down(h)
+    with sources.behind(h, source):
+        return down(h)
+
+
+def weighted(pairs: Tensor, weights: Tensor) -> Tensor:
+    """pairs [P, H] * weights [P, 1]; what the gradient of the weights needs of the pairs is kept in FP8."""
+    if pairs.dtype not in sources.DTYPES or not pairs.numel():
+        return pairs * weights
+    return _Weighted.apply(pairs, weights)
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor, weights: Tensor) -> Tensor:
+        kept = sources.keep(pairs) if ctx.needs_input_grad[1] else None
+        ctx.spec, ctx.dtypes = None if kept is None else kept.spec, (pairs.dtype, weights.dtype)
+        ctx.save_for_backward(weights, *(() if kept is None else (kept.data, kept.scale)))
+        return pairs * weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weights, *codes = ctx.saved_tensors
+        dpairs = (dy * weights).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        dweights = None
+        if codes:
+            pairs = sources.value(Quantized(codes[0], codes[1], ctx.spec), ctx.dtypes[0])
+            dweights = (dy * pairs).sum(1, keepdim=True).to(ctx.dtypes[1])
+        return dpairs, dweights

@@ -1,0 +1,84 @@
+"""What a plan refuses: names that match nothing, requests that cannot be met, another model than it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from octavo.fp8.measuring.cases import Measurements
+from octavo.fp8.moe.grouped import alone
+from octavo.fp8.planning.frozen import frozen_notes
+from octavo.fp8.policy.decisions import OUTSIDE, applies
+from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
+
+if TYPE_CHECKING:
+    from octavo.fp8.planning.rows import PlanRow
+
+
+def check_met(policy: Policy, rows: list[PlanRow]) -> None:
+    """What was asked to run in FP8 must be able to."""
+    asked: list[tuple[str, list[PlanRow]]] = [
+        (f"component {c!r}", [r for r in rows if r.component == c])
+        for c, p in policy.components.items()
+        if p.recipe not in (None, OFF, AUTO)
+    ]
+    asked += [
+        (f"rule {rule.match!r}", [r for r in rows if applies(rule, r.row)])
+        for rule in policy.rules
+        if rule.recipe not in (None, OFF, AUTO)
+    ]
+    for what, found in asked:
+        # A later rule or a measurement may switch a layer off again: that is met. What cannot be converted is not.
+        if not any(r.fp8 or r.reason.endswith("off") or r.decided for r in found):
+            why = "; ".join(dict.fromkeys(f"{r.name}: {r.reason}" for r in found[:3]))
+            raise PlanError(
+                f"{what} asks for FP8, but none of its {len(found)} layers can run in FP8 ({why}). Take it out."
+            )
+    if policy.asks_fp8 and not any(r.fp8 or r.decided for r in rows):
+        why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
+        raise PlanError(
+            f"FP8 was asked for and nothing of this model would run in it: {why}. Use recipe 'off' for high "
+            "precision, or "
+            "switch a component or a rule on."
+        )
+
+
+def notes_of(
+    model: nn.Module, rows: Sequence[PlanRow], tokens: Mapping[str, int] | None, device: torch.device
+) -> tuple[str, ...]:
+    """What a reader should know of a plan, one sentence each."""
+    fp8 = [r for r in rows if r.fp8]
+    used = {r.recipe.name for r in fp8 if r.recipe is not None}
+    notes = []
+    if used & {"tensorwise", "delayed"}:
+        more = "; fp8.reduce_scaling_state shares the histories of delayed scaling" if "delayed" in used else ""
+        notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
+    twice = {r.recipe.name for r in fp8 if r.recipe is not None and r.row.codes is None} & {"rowwise", "mxfp8"}
+    if twice:
+        notes.append(f"{' and '.join(sorted(twice))} cast weights twice: 2 bytes of codes a parameter")
+    notes += frozen_notes(model, rows)
+    frozen = sum(r.row.frozen for r in fp8)
+    if frozen:
+        notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no kept input")
+    if any(r.row.experts and not r.row.experts_per_token for r in rows):
+        notes.append("experts per token are unknown: FLOPs count every expert as active")
+    if tokens is None and len({r.component for r in rows if r.kind not in OUTSIDE}) > 1:
+        notes.append("shares weigh every component by one token; give tokens per component to weigh by a real step")
+    whys = [alone(r.recipe, r.selections, device) for r in rows if r.kind == "experts" and r.recipe is not None]
+    notes += [f"{whys.count(why)} rows of experts run expert by expert: {why}" for why in dict.fromkeys(whys) if why]
+    return tuple(notes)
+
+
+def measured_notes(policy: Policy, found: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    """Whether times decided, and what was not measured."""
+    if found is None or found.machine.emulated:
+        if not policy.asks_auto:
+            return ()
+        where = "" if found is None else " that counts: FP8 is emulated on a CPU, and its times decide nothing"
+        return (f"recipe auto: nothing was measured{where}; recipes are those of the documented table (docs/plan.md)",)
+    unknown = [r.name for r in rows if r.times is None and (r.fp8 or r.decided)]
+    more = f"; {len(unknown)} layers that no token reaches were not (such as {unknown[0]})" if unknown else ""
+    return (f"measured on {found.machine.gpu}: a layer runs in FP8 only where that won{more}",)

@@ -1,0 +1,188 @@
+"""The plan: which linear layer will run in which recipe on which backend, and why; made before a weight is touched.
+
+``plan`` lays a :class:`Policy` over the :func:`topology` of a model (a model on the meta device will do) and answers
+with one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16. ``apply`` carries a
+plan out, in place.
+
+With measurements (:func:`octavo.fp8.measuring.bench`) a layer runs in FP8 only where that was measured to win; the
+recipe "auto" then takes the fastest. Without, "auto" goes by the table of :mod:`octavo.fp8.measuring.choose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense.gemms import backends_for
+from octavo.fp8.kernels.registry import BackendError, Selection
+from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements, cases_of, cases_of_sisters
+from octavo.fp8.measuring.choose import by_measurement, by_table
+from octavo.fp8.measuring.machine import Machine
+from octavo.fp8.plan_sisters import notes, settle
+from octavo.fp8.planning.checks import check_met, measured_notes, notes_of
+from octavo.fp8.planning.frozen import fitting, none_fits
+from octavo.fp8.planning.modules import apart, blocks_of, saving_of, sentences
+from octavo.fp8.planning.plan import Plan
+from octavo.fp8.planning.rows import PlanRow, Times
+from octavo.fp8.policy.decisions import OUTSIDE, decisions, device_of
+from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError, Policy
+from octavo.fp8.policy.topology import Row
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["PlanError", "plan"]
+
+
+def plan(
+    model: nn.Module,
+    policy: Policy | str = "blockwise",
+    components: Mapping[str, tuple[str, ...]] | None = None,
+    tokens: Mapping[str, int] | None = None,
+    measurements: Measurements | None = None,
+    micro_steps: int = 1,
+) -> Plan:
+    """Plan a model; nothing is changed, and on the meta device nothing is read.
+
+    Args:
+        model: real or on the meta device.
+        policy: a :class:`Policy`, or a recipe's name for the whole model.
+        components: component -> globs of module names (None: conventional names).
+        tokens: tokens that one forward sends through each component: they weigh FLOPs, and are the M of what was
+            measured. None weighs every component per token.
+        measurements: from :func:`octavo.fp8.measuring.bench` with the same tokens. A layer then runs in FP8 only where
+        that
+            wins, in the recipe that was asked for or, with "auto", in the fastest. Those of a CPU are not used.
+        micro_steps: forwards in an optimizer step, which share one cast of the weights.
+
+    Raises:
+        PlanError: a rule that matches nothing, a component that the model lacks, FP8 asked for what cannot be
+            converted, FP8 asked and nothing converted; a recipe that cannot multiply by the codes of a frozen weight;
+            measurements without tokens.
+        BackendError: a backend asked for by name that does not exist or cannot do it.
+    """
+    policy = policy if isinstance(policy, Policy) else _policy_named(policy)
+    if measurements is not None and tokens is None:
+        raise PlanError("A plan by measurements needs the tokens that they were made with. Give tokens as well.")
+    asked = decisions(model, policy, components, tokens)
+    device = device_of(model)
+    used = None if measurements is None or measurements.machine.emulated else measurements
+    cases = cases_of(model, [row for row, _, _ in asked], tokens) if used is not None and tokens is not None else {}
+    chooser = _Chooser(policy, device, used, micro_steps)
+    out: list[PlanRow] = []
+    for row, decision, obstacle in asked:
+        flops = _flops(row, tokens)
+        if obstacle is not None:
+            out.append(PlanRow(row, None, obstacle, {}, flops))
+        else:
+            out.append(chooser.choose(row, decision, cases.get(row.name), flops))
+    allowed = {row.name: chooser.fitting(row, decision) for row, decision, obstacle in asked if obstacle is None}
+    together = cases_of_sisters(model, cases)
+    out, groups = settle(model, out, allowed, policy.fuse, used, together, micro_steps, chooser.as_measured)
+    check_met(policy, out)
+    total = sum(r.flops for r in out if r.kind not in OUTSIDE) or 1.0
+    done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in out)
+    said = (*notes_of(model, done, tokens, device), *measured_notes(policy, measurements, done))
+    blocks = blocks_of(model, done, policy.fuse == "on", saving_of(policy, components), components)
+    groups = apart(groups, blocks)
+    said = (*said, *notes(groups, policy.fuse), *sentences(blocks))
+    machine = Machine.here(device) if measurements is None else measurements.machine
+    return Plan(done, policy, components, tokens, str(device), said, machine, micro_steps, groups, blocks)
+
+
+class _Chooser:
+    """The recipe and the backends of rows that nothing forbids; each distinct question is answered once."""
+
+    def __init__(self, policy: Policy, device: torch.device, found: Measurements | None, micro_steps: int) -> None:
+        self.policy, self.device, self.found, self.micro_steps = policy, device, found, micro_steps
+        self.sm = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        self._allowed: dict[Decision, dict[str, Recipe]] = {}
+        self._selections: dict[tuple[Any, ...], dict[str, Selection]] = {}
+
+    def allowed(self, decision: Decision) -> dict[str, Recipe]:
+        if decision not in self._allowed:
+            self._allowed[decision] = decision.allowed(self.policy.candidates)
+        return self._allowed[decision]
+
+    def fitting(self, row: Row, decision: Decision) -> Mapping[str, Recipe]:
+        """The same, without those that cannot multiply by the frozen codes of this row."""
+        allowed = self.allowed(decision)
+        return allowed if row.codes is None else fitting(row, row.codes, decision, allowed)
+
+    def choose(self, row: Row, decision: Decision, case: Case | None, flops: float) -> PlanRow:
+        allowed = self.fitting(row, decision)
+        if not allowed and decision.recipe == AUTO and row.codes is not None:
+            return PlanRow(row, None, none_fits(row.codes), {}, flops, decided=True)
+        if not allowed:
+            stays = decision.recipe == OFF and "stays" not in decision.source
+            return PlanRow(row, None, decision.source + (": off" if stays else ""), {}, flops)
+        if self.found is not None and case is not None and case in self.found.cases:
+            return self._measured(row, allowed, case, self.found.cases[case], flops)
+        if decision.recipe == AUTO:
+            return self._by_table(row, allowed, flops)
+        recipe = next(iter(allowed.values()))
+        return PlanRow(row, recipe, decision.source, self._select(row, recipe), flops)
+
+    def _measured(self, row: Row, allowed: Mapping[str, Recipe], case: Case, found: Measured, flops: float) -> PlanRow:
+        choice = by_measurement(found, tuple(allowed.values()), self.micro_steps)
+        high = found.high.cost(self.micro_steps)
+        best, fp8 = (None, None) if choice.best is None else (choice.best[0], choice.best[1].cost(self.micro_steps))
+        planned = high if choice.entry is None or fp8 is None else fp8
+        times = Times(case, found, best, high, fp8, planned)
+        if choice.entry is None:
+            return PlanRow(row, None, choice.reason, {}, flops, times=times, decided=True)
+        recipe = next(r for r in allowed.values() if r.short() == choice.entry.recipe)
+        picked = self.as_measured(row, recipe, choice.entry, case.m)
+        return PlanRow(row, recipe, choice.reason, picked, flops, times=times, decided=True)
+
+    def _by_table(self, row: Row, allowed: Mapping[str, Recipe], flops: float) -> PlanRow:
+        recipe, reason = by_table(self.sm, row.shape, allowed)
+        if recipe is not None:
+            try:
+                return PlanRow(row, recipe, reason, self._select(row, recipe), flops, decided=True)
+            except BackendError as error:
+                if self.policy.backend != "auto":
+                    raise
+                reason = f"auto, not measured: {error}"
+        return PlanRow(row, None, reason, {}, flops, decided=True)
+
+    def _select(self, row: Row, recipe: Recipe, m: int | None = None) -> dict[str, Selection]:
+        key = (recipe, m, row.shape, row.kind)
+        if key not in self._selections:
+            shape = (m, *row.shape)
+            self._selections[key] = backends_for(recipe, self.device, shape, self.policy.backend, row.kind)
+        return self._selections[key]
+
+    def as_measured(self, row: Row, recipe: Recipe, entry: Entry, m: int) -> dict[str, Selection]:
+        """The backends that were timed. The registry's own choice says what was passed over, and why."""
+        key = (recipe, m, row.shape, row.kind, tuple(entry.backends.items()))
+        if key not in self._selections:
+            shape, usual = (m, *row.shape), self._select(row, recipe, m)
+            self._selections[key] = {}
+            for gemm, name in entry.backends.items():
+                timed = backends_for(recipe, self.device, shape, name, row.kind, (gemm,))[gemm].backend
+                first = usual[gemm]
+                rejected = first.rejected if first.backend is timed else (
+                    *first.rejected, (first.backend.name, "measured, and slower")
+                )  # fmt: skip
+                self._selections[key][gemm] = Selection(timed, "the fastest as measured", rejected)
+        return self._selections[key]
+
+
+def _policy_named(given: object) -> Policy:
+    if isinstance(given, str):
+        return Policy(recipe=given)
+    hint = f": Policy(recipe={given.name!r}, format={given.format!r})" if isinstance(given, Recipe) else ""
+    raise PlanError(f"A plan takes a recipe's name or an fp8.Policy; found a {type(given).__name__}. Pass one{hint}.")
+
+
+def _flops(row: Row, tokens: Mapping[str, int] | None) -> float:
+    """2 N K a token and GEMM, over the experts that work on a token; no wgrad for a frozen weight."""
+    weight = 1 if tokens is None else tokens.get(row.component, 0)
+    active = 1 if row.experts is None else row.experts_per_token or row.experts
+    return 2.0 * row.shape[0] * row.shape[1] * active * weight * (2 if row.frozen else 3)

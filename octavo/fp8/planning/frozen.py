@@ -1,0 +1,110 @@
+"""Frozen FP8 weights in a plan: which recipes multiply by their very codes, and what a reader should know of them.
+
+A layer's forward needs codes in the blocks of its recipe's cast: of a row rowwise, of 128 x 128 blockwise, of a tensor
+tensorwise and delayed. There is no other way to run it in FP8, since casting dequantized values in other blocks would
+train beside a base that nobody has. dgrad multiplies by the same codes where its blocks are the same (block, tensor);
+rowwise contracts the other dimension there, and its codes are cast from dequantized values at each backward and not
+kept. In high precision (recipe off, ``fwd: bf16``, ``dgrad: bf16``) GEMMs multiply by dequantized values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.fp8.arithmetic.recipe import Gemm, Recipe
+from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError
+from octavo.fp8.policy.topology import Row
+from octavo.fp8.weights.frozen import codes_cast, frozen_bytes, frozen_weights, kind_of
+
+if TYPE_CHECKING:
+    from octavo.fp8.planning.rows import PlanRow
+
+__all__ = ["RECIPE_OF", "fitted", "fitting", "frozen_notes", "none_fits"]
+
+RECIPE_OF = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
+"""The recipe to set for a kind of frozen weight; delayed fits "tensor" as well."""
+
+_ROW, _COLUMN = (1, -1), (-1, 1)
+
+
+def fitted(recipe: Recipe, codes: CastSpec) -> Recipe | None:
+    """The recipe with the cast of these codes in place of its own for the weight (scales of checkpoints may be no
+    powers of two, and backends ask); None if it would multiply by other blocks."""
+
+    def own(gemm: Gemm | None) -> Gemm | None:
+        same = gemm is not None and _alike(gemm.b, codes)
+        return Gemm(gemm.a, codes) if gemm is not None and same else gemm
+
+    fwd, dgrad = recipe.fwd, recipe.dgrad
+    if fwd is not None:
+        fits = _alike(fwd.b, codes)
+    else:
+        fits = dgrad is None or _alike(dgrad.b, codes) or (codes.block == _ROW and dgrad.b.block == _COLUMN)
+    return replace(recipe, fwd=own(fwd), dgrad=own(dgrad)) if fits else None
+
+
+def _alike(spec: CastSpec, codes: CastSpec) -> bool:
+    return (spec.format, spec.block, spec.scale == "e8m0") == (codes.format, codes.block, codes.scale == "e8m0")
+
+
+def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str, Recipe]) -> Mapping[str, Recipe]:
+    """Of the recipes that a layer may take those that multiply by its codes, with their cast.
+
+    Raises PlanError where one was asked for by name that does not.
+    """
+    out = {name: own for name, recipe in allowed.items() if (own := fitted(recipe, codes)) is not None}
+    if not out and decision.recipe not in (AUTO, OFF):
+        kind = kind_of(codes)
+        cure = f"recipe {RECIPE_OF[kind]!r}" if kind in RECIPE_OF else "another checkpoint"
+        raise PlanError(
+            f"{row.name!r} holds frozen FP8 codes of kind {kind} ({codes}), and {decision.source} asks for the recipe "
+            f"{decision.recipe!r}, which multiplies by other blocks. Set {cure} for it, or 'off' to compute with its "
+            "dequantized values."
+        )
+    return out
+
+
+def none_fits(codes: CastSpec) -> str:
+    """The reason of a layer that "auto" leaves in high precision."""
+    kind = kind_of(codes)
+    lacking = f", and {RECIPE_OF[kind]} is no candidate of auto" if kind in RECIPE_OF else ""
+    return f"auto: holds frozen FP8 codes ({codes}){lacking}"
+
+
+def frozen_notes(model: nn.Module, rows: Sequence[PlanRow]) -> Iterator[str]:
+    """How many weights are frozen FP8, what they take, and how they are computed with."""
+    held = [r for r in rows if r.row.codes is not None]
+    if not held:
+        return
+    weights = [w for _, w in frozen_weights(model)]
+    params, size = sum(w.numel() for w in weights), frozen_bytes(model)
+    kinds: dict[str, int] = {}
+    for weight in weights:
+        spec = codes_cast(weight)
+        assert spec is not None
+        kinds[kind_of(spec)] = kinds.get(kind_of(spec), 0) + 1
+    what = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    yield (
+        f"{len(weights)} weights hold frozen FP8 codes ({what}): {size:,} bytes with their scales, "
+        f"{size / max(1, params):.3f} a parameter"
+    )
+    high = sum(not r.fp8 for r in held)
+    if high:
+        yield (
+            f"{high} of {len(held)} layers with frozen codes stay in high precision and compute with dequantized values"
+        )
+    fp8 = [r.recipe for r in held if r.recipe is not None]
+    if any(r.fwd is None for r in fp8):
+        yield "fwd: bf16 multiplies by dequantized values of frozen weights"
+    if any(r.dgrad is None for r in fp8):
+        yield "dgrad: bf16 multiplies by dequantized values of frozen weights"
+    if any(r.fwd is not None and r.dgrad is not None and r.fwd.b.block != r.dgrad.b.block for r in fp8):
+        yield (
+            "rowwise contracts outputs in dgrad: codes of frozen weights are cast for it from dequantized values at "
+            "each backward, and not kept"
+        )

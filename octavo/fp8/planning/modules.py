@@ -1,0 +1,178 @@
+"""What becomes of the modules around FP8 layers, and why the others stay: part of the plan. Nothing of it is measured.
+
+* ``fuse="on"``: which norms hand their codes on (:mod:`octavo.fp8.blocks.rmsnorm`) and which gated MLPs run as one
+  (:mod:`octavo.fp8.blocks.gated_mlp`).
+* ``activations="fp8"``, of a component: which norms and MLPs keep FP8 codes for their backward, and which output layers
+  of attention keep none (:mod:`octavo.fp8.dense.sources`).
+
+One row a module holds both answers; a module that stays is in the plan with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
+from octavo.fp8.dense.swap import Planned
+from octavo.fp8.planning.rows import PlanBlock, PlanGroup
+from octavo.fp8.policy.globs import template
+from octavo.fp8.policy.policy import Policy
+from octavo.fp8.policy.topology import CONVENTIONS, component_namer
+
+if TYPE_CHECKING:
+    from octavo.fp8.planning.rows import PlanRow
+
+__all__ = ["apart", "blocks_of", "saving_of", "sentences"]
+
+NORM, MLP, PLAIN, ATTENTION, EXPERTS = "norm", "gated MLP", "MLP", "attention", "experts"
+
+
+Lookup = Callable[["nn.Module | None"], "Planned | None"]
+
+
+def blocks_of(
+    model: nn.Module,
+    rows: Sequence[PlanRow],
+    on: bool,
+    saving: Collection[str] = (),
+    components: Mapping[str, tuple[str, ...]] | None = None,
+) -> tuple[PlanBlock, ...]:
+    """The modules of ``model`` around linear layers, as far as somebody asked for them.
+
+    Args:
+        rows: the linear layers as they will run.
+        on: whether norms and gated MLPs beside FP8 layers are to be fused with them.
+        saving: the components whose blocks are to keep FP8 for backward.
+        components: component -> globs of module names, as for the plan.
+    """
+    found = _fusing(model, _lookup(model, rows)) if on else {}
+    if saving:
+        for block in _saving(model, rows, saving, components):
+            before = found.get(block.name)
+            found[block.name] = block if before is None else replace(before, saves=block.saves, why=block.why)
+    return tuple(found.values())
+
+
+def saving_of(policy: Policy, components: Mapping[str, tuple[str, ...]] | None) -> tuple[str, ...]:
+    """The components whose blocks keep FP8 for their backward."""
+    known = {"foundation", *(CONVENTIONS if components is None else components)}
+    return tuple(sorted(c for c in known if policy.activations_of(c) == "fp8"))
+
+
+def _lookup(model: nn.Module, rows: Sequence[PlanRow]) -> Lookup:
+    by_module = {id(model.get_submodule(r.row.module)): r for r in rows if r.fp8 and r.kind == "linear"}
+
+    def planned(layer: nn.Module | None) -> Planned | None:
+        row = by_module.get(id(layer))
+        if row is None or not isinstance(layer, nn.Linear):
+            return None
+        return Planned(layer, row.recipe, {gemm: s.backend.name for gemm, s in row.selections.items()})
+
+    return planned
+
+
+def _fusing(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
+    """The norms and gated MLPs that have an FP8 layer beside them, by name."""
+    out: dict[str, PlanBlock] = {}
+    for name, module in model.named_modules():
+        if gated_mlp.is_gated_mlp(module):
+            layers = [planned(module._modules[child]) for child in gated_mlp.CHILDREN]
+            if any(p is not None for p in layers):
+                out[name] = _fused(name, MLP, gated_mlp.obstacle(module, layers))
+    for name, norm, linears in rmsnorm.fed(model):
+        found = [p for layer in linears if (p := planned(layer)) is not None]
+        if found:
+            out[name] = _fused(name, NORM, rmsnorm.obstacle(norm, found))
+    return out
+
+
+def _fused(name: str, kind: str, why: str | None) -> PlanBlock:
+    return PlanBlock(name, kind, why is None, "fuse: on" if why is None else why)
+
+
+def _saving(
+    model: nn.Module,
+    rows: Sequence[PlanRow],
+    saving: Collection[str],
+    components: Mapping[str, tuple[str, ...]] | None,
+) -> list[PlanBlock]:
+    """The norms, MLPs and attention modules of the components that are to keep FP8."""
+    component, out = component_namer(components), []
+    attention = {a.name: a for a in attention_output.outputs(model)}
+    by_name = {r.name: r for r in rows}
+    experts = {r.row.module for r in rows if r.kind == "experts" and r.fp8}
+    for name, module in model.named_modules():
+        if component(name) not in saving:
+            continue
+        parts = mlp.parts(module)
+        if layernorm.is_norm(module):
+            out.append(_saved(name, NORM, layernorm.obstacle(module)))
+        elif parts is not None:
+            kind = MLP if len(parts.first) == 2 else PLAIN
+            out.append(_saved(name, kind, mlp.obstacle(module)))
+        elif name in experts:
+            out.append(_saved(name, EXPERTS, None))
+        if name in attention:
+            row = by_name.get(attention[name].output_name)
+            if row is not None and row.fp8:
+                out.append(_saved(name, ATTENTION, _output_obstacle(row)))
+    return out
+
+
+def _output_obstacle(row: PlanRow) -> str | None:
+    if row.row.frozen:
+        return "its output layer is frozen and keeps no input"
+    assert row.recipe is not None
+    return "its output layer keeps its input for wgrad in high precision" if row.recipe.wgrad is None else None
+
+
+def _saved(name: str, kind: str, why: str | None) -> PlanBlock:
+    return PlanBlock(name, kind, False, "", why is None, "activations: fp8" if why is None else why)
+
+
+def apart(groups: Sequence[PlanGroup], blocks: Sequence[PlanBlock]) -> tuple[PlanGroup, ...]:
+    """The groups of sisters, without the gate and up of a gated MLP that runs as one."""
+    inside = {(f"{b.name}.gate_proj", f"{b.name}.up_proj") for b in blocks if b.kind == MLP and b.fused}
+    why = "their gated MLP runs as one"
+    return tuple(replace(g, fused=False, reason=why) if g.names in inside else g for g in groups)
+
+
+_FUSED = ((MLP, "run as one function"), (NORM, "hand their codes to the layers behind them"))
+_SAVED = (
+    (NORM, "norms keep FP8 codes of their input"),
+    (MLP, "gated MLPs keep gate and up in FP8"),
+    (PLAIN, "MLPs keep the input of their activation in FP8"),
+    (EXPERTS, "modules of experts keep gate and up in FP8, and their answers where a router is trained"),
+    (ATTENTION, "output layers of attention keep no codes of what attention keeps"),
+)
+
+
+def sentences(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
+    """What a reader should know: what is fused and what keeps FP8, and what stays, each kind of name and reason
+    once."""
+    said = []
+    for kind, how in _FUSED:
+        count = sum(b.fused for b in blocks if b.kind == kind)
+        if count:
+            said.append(f"{count} {kind}s {how}")
+    said += _staying("not fused", [(b, b.reason) for b in blocks if b.reason and not b.fused])
+    counts = [(sum(b.saves is True for b in blocks if b.kind == kind), how) for kind, how in _SAVED]
+    if any(count for count, _ in counts):
+        done = ", ".join(f"{count} {how}" for count, how in counts if count)
+        said.append(f"activations: {done}; under torch.compile they run and keep as the stock model does")
+    said += _staying("activations stay", [(b, b.why) for b in blocks if b.saves is False])
+    return tuple(said)
+
+
+def _staying(what: str, found: Sequence[tuple[PlanBlock, str]]) -> list[str]:
+    kinds: dict[tuple[str, str, str], int] = {}
+    for block, why in found:
+        key = (block.kind, template(block.name), why)
+        kinds[key] = kinds.get(key, 0) + 1
+    return [
+        f"{what}: {kind} {name}{f' ({n} of them)' if n > 1 else ''}: {why}" for (kind, name, why), n in kinds.items()
+    ]

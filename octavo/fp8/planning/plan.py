@@ -1,0 +1,80 @@
+"""TODO octavo.fp8.planning.plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from octavo.fp8.measuring.machine import Machine
+from octavo.fp8.planning.rows import PlanBlock, PlanGroup, PlanRow
+from octavo.fp8.planning.table import BackendLine
+from octavo.fp8.policy.decisions import OUTSIDE
+from octavo.fp8.policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows in the order of the model, ``groups`` of sisters among them, ``blocks`` around them (norms, gated MLPs), and
+    ``notes`` on what else matters."""
+
+    rows: tuple[PlanRow, ...]
+    policy: Policy
+    components: Mapping[str, tuple[str, ...]] | None
+    tokens: Mapping[str, int] | None
+    device: str
+    notes: tuple[str, ...]
+    machine: Machine
+    micro_steps: int = 1
+    groups: tuple[PlanGroup, ...] = ()
+    blocks: tuple[PlanBlock, ...] = ()
+
+    @cached_property
+    def share(self) -> float:
+        """Share of the linear FLOPs of a training step in FP8, 0 to 1; lm_head and patch embedding are outside."""
+        return _share(self.rows)
+
+    def share_of(self, component: str) -> float:
+        """The same within one component. Raises KeyError for one that the model lacks."""
+        if component not in self.parts:
+            raise KeyError(f"the model has no component {component!r}; it has {', '.join(self.parts)}")
+        return _share(r for r in self.rows if r.component == component)
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """The components, in the order of the model."""
+        return tuple(dict.fromkeys(r.component for r in self.rows))
+
+    def backends(self) -> list[BackendLine]:
+        """Why each GEMM runs where it does, once for each recipe and shape."""
+        from octavo.fp8.planning.table import backends
+
+        return backends(self)
+
+    def table(self) -> str:
+        """The plan as plain text: repeated layers in one line, then what is FP8, what is not and why."""
+        from octavo.fp8.planning.table import table
+
+        return table(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON types; equal plans give equal dictionaries."""
+        return {
+            "policy": self.policy.to_json(),
+            "device": self.device,
+            "tokens": None if self.tokens is None else dict(self.tokens),
+            "share": self.share,
+            "shares": {c: self.share_of(c) for c in self.parts if c != "lm_head"},
+            "backends": [line.to_json() for line in self.backends()],
+            "rows": [r.to_json() for r in self.rows],
+            "groups": [g.to_json() for g in self.groups],
+            "blocks": [b.to_json() for b in self.blocks],
+            "notes": list(self.notes),
+        }
+
+
+def _share(rows: Iterable[PlanRow]) -> float:
+    inside = [r for r in rows if r.kind not in OUTSIDE]
+    total = sum(r.flops for r in inside)
+    return sum(r.fp8_flops for r in inside) / total if total else 0.0

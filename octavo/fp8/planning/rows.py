@@ -1,0 +1,143 @@
+"""TODO octavo.fp8.planning.rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
+from octavo.fp8.kernels.registry import Selection
+from octavo.fp8.measuring.cases import Case, Measured
+from octavo.fp8.measuring.choose import SistersChoice
+from octavo.fp8.policy.topology import Row
+
+
+class Times(NamedTuple):
+    """What was measured of a row's case: the candidates, the best FP8 one, and seconds a micro-step in high precision,
+    of that best one and as planned. Both rows of a module of experts hold the time of the whole module."""
+
+    case: Case
+    measured: Measured
+    best: str | None
+    high: float
+    fp8: float | None
+    planned: float
+
+    def to_json(self) -> dict[str, Any]:
+        fp8 = None if self.fp8 is None else 1e3 * self.fp8
+        return {
+            "case": str(self.case), "best": self.best, "bf16_ms": 1e3 * self.high, "fp8_ms": fp8,
+            "planned_ms": 1e3 * self.planned, "candidates": self.measured.to_json(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One layer's fate. ``recipe`` is None in high precision; ``reason`` says who decided or what forbids;
+    ``selections`` holds the backend of each FP8 GEMM; ``flops`` counts all three GEMMs of one step (two if frozen).
+    ``times`` is what was measured; ``decided`` is True where a measurement or the table chose, not the policy."""
+
+    row: Row
+    recipe: Recipe | None
+    reason: str
+    selections: Mapping[str, Selection]
+    flops: float
+    share: float = 0.0
+    times: Times | None = None
+    decided: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+    @property
+    def component(self) -> str:
+        return self.row.component
+
+    @property
+    def kind(self) -> str:
+        return self.row.kind
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.row.shape
+
+    @property
+    def fp8(self) -> bool:
+        return self.recipe is not None
+
+    @property
+    def backend(self) -> Selection | None:
+        """The backend of the first FP8 GEMM, with the reason and what was rejected; None in high precision."""
+        return next(iter(self.selections.values()), None)
+
+    @property
+    def fp8_flops(self) -> float:
+        """The part of ``flops`` that runs in FP8."""
+        gemms = GEMMS[:2] if self.row.frozen else GEMMS
+        return self.flops * sum(g in self.selections for g in gemms) / len(gemms)
+
+    def to_json(self) -> dict[str, Any]:
+        recipe = self.recipe
+        return {
+            **self.row.to_json(),
+            "recipe": None
+            if recipe is None
+            else {"name": recipe.name, "format": recipe.format}
+            | {g: "bf16" if recipe.gemm(g) is None else "fp8" for g in GEMMS},
+            "backend": {g: s.backend.name for g, s in self.selections.items()},
+            "reason": self.reason,
+            "flops": self.flops,
+            "share": self.share,
+            **({} if self.times is None else {"measured": self.times.to_json()}),
+        }
+
+
+@dataclass(frozen=True)
+class PlanGroup:
+    """Sisters: the names of their rows, whether they run as one GEMM, and who decided or what forbids. ``choice`` and
+    ``measured`` say what was measured of ``case``, if it was."""
+
+    names: tuple[str, ...]
+    fused: bool
+    reason: str
+    case: Case | None = None
+    measured: Measured | None = None
+    choice: SistersChoice | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"names": list(self.names), "fused": self.fused, "reason": self.reason}
+        if self.choice is not None and self.measured is not None:
+            found = self.choice
+            out["measured"] = {
+                "case": str(self.case),
+                "best": found.name or None,
+                "bf16_ms": 1e3 * found.high,
+                "each_for_itself_ms": 1e3 * found.alone,
+                "apart_ms": None if found.apart is None else 1e3 * found.apart,
+                "joined_ms": None if found.joined is None else 1e3 * found.joined,
+                "planned_ms": 1e3 * found.planned,
+                "candidates": self.measured.to_json(),
+            }
+        return out
+
+
+@dataclass(frozen=True)
+class PlanBlock:
+    """A norm, an MLP or an attention module.
+
+    ``fused``: whether it runs together with the FP8 layers beside it; ``reason``: why, or why not ("" where that was
+    not asked). ``saves``: whether it keeps FP8 for its backward (None: not asked); ``why``: the reason.
+    """
+
+    name: str
+    kind: str
+    fused: bool
+    reason: str
+    saves: bool | None = None
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        said = {"name": self.name, "kind": self.kind, "fused": self.fused, "reason": self.reason}
+        return said if self.saves is None else {**said, "saves": self.saves, "why": self.why}

@@ -1,0 +1,146 @@
+"""A plan as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from octavo.fp8.policy.globs import template
+
+if TYPE_CHECKING:
+    from octavo.fp8.planning.plan import Plan
+    from octavo.fp8.planning.rows import PlanGroup, PlanRow
+
+HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
+
+WHY = ("recipe", "N x K", "gemm", "backend", "reason", "passed over")
+
+
+class BackendLine(NamedTuple):
+    """Where one GEMM of a recipe and shape runs, why, and each backend that was passed over with its reason."""
+
+    recipe: str
+    shape: tuple[int, int]
+    gemm: str
+    backend: str
+    reason: str
+    rejected: tuple[tuple[str, str], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        rejected = [list(pair) for pair in self.rejected]
+        return {**self._asdict(), "shape": list(self.shape), "rejected": rejected}
+
+    def cells(self) -> tuple[str, ...]:
+        """The line under :data:`WHY`."""
+        passed = "; ".join(f"{name}: {why}" for name, why in self.rejected) or "-"
+        return self.recipe, f"{self.shape[0]} x {self.shape[1]}", self.gemm, self.backend, self.reason, passed
+
+
+def backends(plan: Plan) -> list[BackendLine]:
+    """One line for each distinct recipe, shape and GEMM that runs in FP8."""
+    found = [
+        BackendLine(r.recipe.short(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
+        for r in plan.rows
+        if r.recipe is not None
+        for gemm, s in r.selections.items()
+    ]
+    return list(dict.fromkeys(found))
+
+
+def table(plan: Plan) -> str:
+    """The lines, then totals, reasons, shares and notes."""
+    body = lines(plan)
+    widths = [max(len(line[i]) for line in [HEAD, *body]) for i in range(len(HEAD))]
+    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [HEAD, *body]]
+    text.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join([*text, "", *totals(plan), *[f"note: {note}" for note in plan.notes]])
+
+
+def lines(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells under :data:`HEAD`, one line for layers that differ only in their numbers."""
+    groups: dict[tuple[object, ...], list[PlanRow]] = {}
+    for row in plan.rows:
+        key = (template(row.name), row.component, row.row.shape, row.recipe, row.reason, row.row.frozen, _backend(row))
+        groups.setdefault(key, []).append(row)
+    return [_line(rows) for rows in groups.values()]
+
+
+def fold(names: Iterable[str]) -> str:
+    """Names that differ in numbers as one: ``layers.{0..27}.mlp.up_proj``."""
+    columns = list(zip(*(n.split(".") for n in names), strict=True))
+    return ".".join(_fold_segment(list(dict.fromkeys(c))) for c in columns)
+
+
+def _fold_segment(values: list[str]) -> str:
+    if len(values) == 1:
+        return values[0]
+    numbers = sorted(int(v) for v in values)
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    parts = [f"{r[0]}..{r[-1]}" if len(r) > 2 else ",".join(map(str, r)) for r in runs]
+    return "{" + ",".join(parts) + "}"
+
+
+def _line(rows: list[PlanRow]) -> tuple[str, ...]:
+    row = rows[0]
+    shape = f"{row.shape[0]} x {row.shape[1]}"
+    if row.row.experts is not None:
+        active = f", {row.row.experts_per_token} a token" if row.row.experts_per_token else ""
+        shape += f" ({row.row.experts} experts{active})"
+    notes = [row.reason]
+    if row.row.frozen:
+        notes.append("frozen, no wgrad" if row.fp8 else "frozen")
+    if row.row.tied:
+        notes.append(f"tied to {row.row.tied[0]}")
+    recipe = row.recipe.short() if row.recipe is not None else "-"
+    return row.component, fold(r.name for r in rows), shape, str(len(rows)), recipe, _backend(row), "; ".join(notes)
+
+
+def _backend(row: PlanRow) -> str:
+    return ", ".join(dict.fromkeys(s.backend.name for s in row.selections.values())) or "-"
+
+
+def totals(plan: Plan) -> list[str]:
+    """What is FP8, what is not and why, what runs as one, and the share of linear FLOPs, one sentence each."""
+    fp8 = [r for r in plan.rows if r.fp8]
+    high = [r for r in plan.rows if not r.fp8]
+    params = sum(r.row.params for r in plan.rows) or 1
+    inside = sum(r.row.params for r in fp8)
+    said = [f"FP8: {len(fp8)} of {len(plan.rows)} linear layers, {inside:,} of {params:,} parameters in them"]
+    reasons: dict[str, list[PlanRow]] = {}
+    for row in high:
+        reasons.setdefault(row.reason, []).append(row)
+    said += [f"high precision: {len(rows)} ({reason})" for reason, rows in reasons.items()]
+    shares = [
+        f"{c} {100 * plan.share_of(c):.1f} %" for c in plan.parts if any(r.share for r in plan.rows if r.component == c)
+    ]
+    said += sisters(plan)
+    said.append(
+        f"linear FLOPs in FP8: {100 * plan.share:.1f} % ({', '.join(shares) or 'none'}); lm_head and patch "
+        "embedding apart"
+    )
+    return said
+
+
+def sisters(plan: Plan) -> list[str]:
+    """Which layers of one input run as one GEMM and which do not, with the reason: a sentence for each kind."""
+    kinds: dict[tuple[object, ...], list[PlanGroup]] = {}
+    for group in plan.groups:
+        kinds.setdefault((*map(template, group.names), group.fused, group.reason), []).append(group)
+    said = []
+    for found in kinds.values():
+        parents, lasts = zip(*(_split(g.names) for g in found), strict=True)
+        where = f"{fold(parents)}.{lasts[0]}" if parents[0] else lasts[0]
+        how = "one GEMM" if found[0].fused else "GEMMs of their own"
+        said.append(f"{how}: {where}, {len(found)} {'group' if len(found) == 1 else 'groups'} ({found[0].reason})")
+    return said
+
+
+def _split(names: tuple[str, ...]) -> tuple[str, str]:
+    """("a.b", "q_proj + k_proj") of names in one module; an adapter's ``base_layer`` is left out."""
+    names = tuple(n.removesuffix(".base_layer") for n in names)
+    return names[0].rpartition(".")[0], " + ".join(n.rpartition(".")[2] for n in names)

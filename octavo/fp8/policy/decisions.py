@@ -1,0 +1,125 @@
+"""TODO octavo.fp8.policy.decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.fp8.moe import experts as moe
+from octavo.fp8.moe.experts import Experts
+from octavo.fp8.policy.globs import matches, nearest
+from octavo.fp8.policy.policy import Decision, PlanError, Policy, Rule, decide
+from octavo.fp8.policy.topology import Row, topology
+from octavo.fp8.weights.shards import is_dtensor
+
+_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+Asked = tuple[Row, Decision, "str | None"]
+
+
+def decisions(
+    model: nn.Module,
+    policy: Policy,
+    components: Mapping[str, tuple[str, ...]] | None = None,
+    tokens: Mapping[str, int] | None = None,
+) -> list[Asked]:
+    """(row, what the policy says of it, what forbids FP8 or None) for every linear map. Raises PlanError as plan."""
+    rows = topology(model, components)
+    check_names(policy, rows, tokens)
+    modules = dict(model.named_modules())
+    verdicts: dict[tuple[Any, ...], str | None] = {}
+    return [
+        (
+            row,
+            decide(policy, row.component, tuple(r for r in policy.rules if applies(r, row))),
+            _obstacle(row, modules[row.module], verdicts),
+        )
+        for row in rows
+    ]
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(p.is_meta for p in module.parameters(recurse=False))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the GEMMs will run: where the weights are; for a meta model the GPU if there is one."""
+    first = next((p.device for p in model.parameters() if not p.is_meta), None)
+    return first or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _obstacle(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None]) -> str | None:
+    """Why this row cannot run in FP8, None if it can. Modules of experts of one kind and size are tried once."""
+    if row.kind in STAYS:
+        return STAYS[row.kind]
+    if row.kind == "subclass":
+        return f"{row.type} is a subclass of nn.Linear and is left as it is"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (an accelerate hook?)"
+    dtype = next(p.dtype for p in module.parameters(recurse=False))
+    if dtype not in _CASTABLE:
+        return f"weights of {str(dtype).removeprefix('torch.')} cannot be cast to FP8"
+    if row.kind != "experts" or isinstance(module, Experts):
+        return None
+    key = (type(module), *(tuple(p.shape) for p in module.parameters(recurse=False)))
+    if key not in verdicts:
+        if any(is_dtensor(p) for p in module.parameters(recurse=False)):
+            verdicts[key] = "experts already sharded (plan and apply before fully_shard)"
+        else:
+            verdicts[key] = moe.obstacle(module) or (None if _is_meta(module) else moe.agrees(module))
+    return verdicts[key]
+
+
+OUTSIDE = ("lm_head", "patch_embed")  # rows of their own, outside the share of linear FLOPs
+
+STAYS = {
+    "lm_head": "lm_head stays in high precision",
+    "patch_embed": "patch embedding stays in high precision",
+    "router": "router stays in high precision",
+}
+
+
+def applies(rule: Rule, row: Row) -> bool:
+    """True if the rule speaks of this row; a module of experts may be named for both of its rows."""
+    return matches(rule.match, row.name) or (row.kind == "experts" and matches(rule.match, row.module))
+
+
+def check_names(policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int] | None) -> None:
+    """Components and rules must name something that exists."""
+    here = tuple(dict.fromkeys(r.component for r in rows))
+    for word, asked in (("component", policy.components), ("tokens of component", tokens or {})):
+        for component in asked:
+            if component not in here and (word == "component" or asked[component]):
+                raise PlanError(
+                    f"{word} {component!r} was asked for, but this model has no linear layers there; it has "
+                    f"{', '.join(here) or 'none at all'}. Leave {component!r} out."
+                )
+    if tokens is not None:
+        lacking = [c for c in here if c not in tokens and any(r.component == c and r.kind not in OUTSIDE for r in rows)]
+        if lacking:
+            raise PlanError(
+                f"tokens says nothing about {', '.join(lacking)}; give every component its tokens a forward, 0 for "
+                "none."
+            )
+        wrong = {c: n for c, n in tokens.items() if not isinstance(n, int) or isinstance(n, bool) or n < 0}
+        if wrong or not any(tokens.values()):
+            found = ", ".join(f"{c}: {n!r}" for c, n in (wrong or tokens).items()) or "nothing"
+            raise PlanError(
+                f"tokens holds {found}; give every component a whole number of tokens a forward, 0 for none, and at "
+                "least one of them some."
+            )
+    names = [r.name for r in rows]
+    for rule in policy.rules:
+        if not any(applies(rule, r) for r in rows):
+            close = nearest(rule.match, names)
+            hint = f"The nearest names are {', '.join(close)}" if close else "No linear layer has a name like it"
+            deeper = any(matches(f"{rule.match}.**", n) for n in names)
+            cure = (
+                f"write '{rule.match}.**' to mean what is inside that module"
+                if deeper
+                else "'**.' in front reaches any depth"
+            )
+            raise PlanError(f"rule {rule.match!r} matches no linear layer of this model. {hint}; {cure}.")

@@ -1,0 +1,267 @@
+"""What is asked for: a recipe for the whole model, for its components, and for names; later and narrower wins.
+
+A :class:`Policy` says nothing about any model; :func:`octavo.fp8.planning.decide` lays it over one. At every level None
+means "as above". The recipe ``"auto"`` leaves the choice among ``candidates`` to measurements, or where there are none
+to the table of :mod:`octavo.fp8.measuring.choose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, Recipe, RecipeError, recipe
+from octavo.fp8.kernels import registry
+from octavo.fp8.policy.globs import compile_glob
+
+OFF, AUTO = "off", "auto"
+FUSE = (OFF, "on", AUTO)
+CANDIDATES = ("blockwise", "mxfp8", "rowwise", "tensorwise")
+"""What auto chooses among. ``delayed`` is not in it: its histories are state, and values that outgrow them saturate."""
+ACTIVATIONS = ("bf16", "fp8")
+WEIGHT_CODES = ("keep", "recast")
+_SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
+
+
+class PlanError(ValueError):
+    """A plan that cannot be made or cannot be applied: what was asked, what was found, and the cure."""
+
+
+@dataclass(frozen=True)
+class ComponentPolicy:
+    """One component's answer. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
+    ``dgrad``, ``wgrad``: fp8 or bf16; ``activations``: bf16 or fp8; ``param``: whether its weights are FP8 between
+    steps. None: as the whole model; but the image projector is off until its recipe is given."""
+
+    recipe: str | None = None
+    format: str | None = None
+    fwd: str | None = None
+    dgrad: str | None = None
+    wgrad: str | None = None
+    activations: str | None = None
+    param: bool | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The answer for the layers whose names ``match`` (an anchored glob on dotted segments, as in
+    ``**.layers.0.**``)."""
+
+    match: str
+    recipe: str | None = None
+    format: str | None = None
+    fwd: str | None = None
+    dgrad: str | None = None
+    wgrad: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.match, str):
+            raise PlanError(f"A rule matches names by a glob such as '**.layers.0.**'; found match={self.match!r}.")
+        try:
+            compile_glob(self.match)
+        except ValueError as error:
+            raise PlanError(f"A rule cannot be read: {error}.") from None
+        if not any(getattr(self, f) is not None for f in _SETTINGS):
+            raise PlanError(
+                f"rule {self.match!r} says nothing: give it one of {', '.join(_SETTINGS)} (recipe='off' keeps layers "
+                "in high precision), or take it out."
+            )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to run in FP8.
+
+    Args:
+        recipe: one of ``fp8.RECIPES``; "auto" (the fastest by measurement, see :func:`octavo.fp8.planning.decide`); or
+        "off" (then
+            components and rules may still switch parts on).
+        format: "e4m3", "hybrid" or None for the recipe's default.
+        fwd, dgrad, wgrad: "fp8" or "bf16".
+        components: component name -> :class:`ComponentPolicy` (or a recipe's name, or a mapping with its fields).
+        rules: :class:`Rule` objects (or mappings with their fields); a later rule wins over an earlier one.
+        activations: what blocks keep for backward besides the inputs of FP8 layers: "bf16", as they come; or "fp8",
+            wherever FP8 can hold it (:mod:`octavo.fp8.dense.sources`).
+        weight_codes: "keep" the FP8 codes of weights from one optimizer step to the next (a byte a parameter; rowwise
+            and mxfp8 two), or "recast" them at each use.
+        param: whether weights of FP8 layers are FP8 between steps, with their high-precision values as a master.
+        backend: "auto", or the backend that must run every FP8 GEMM.
+        candidates: the recipes that "auto" chooses among.
+        fuse: whether q, k and v, and gate and up, run as one GEMM (:mod:`octavo.fp8.fusion`): "on" wherever their
+            recipe allows it and no measurement says that high precision is faster; "auto" where it was measured to
+            pay; "off" nowhere.
+
+    Raises:
+        PlanError: for names that do not exist and pairs that cannot be.
+        BackendError: for a backend that does not exist.
+    """
+
+    recipe: str = "blockwise"
+    format: str | None = None
+    fwd: str = "fp8"
+    dgrad: str = "fp8"
+    wgrad: str = "fp8"
+    components: Mapping[str, ComponentPolicy] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    activations: str = "bf16"
+    backend: str = "auto"
+    candidates: tuple[str, ...] = CANDIDATES
+    fuse: str = AUTO
+    weight_codes: str = "keep"
+    param: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.components, Mapping):
+            raise PlanError(f"components maps a component's name to its ComponentPolicy; found {self.components!r}.")
+        parts = {k: _made(ComponentPolicy, v, f"component {k!r}") for k, v in self.components.items()}
+        object.__setattr__(self, "components", parts)
+        if isinstance(self.rules, str | Mapping | Rule) or not isinstance(self.rules, Iterable):
+            raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")
+        rules = tuple(_made(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
+        object.__setattr__(self, "rules", rules)
+        for where, level in (("the whole model", self), *((f"component {k!r}", c) for k, c in parts.items())):
+            if level.activations not in ACTIVATIONS and not (level.activations is None and level is not self):
+                raise PlanError(f"{where}: activations={level.activations!r} does not exist; use 'bf16' or 'fp8'.")
+        if self.weight_codes not in WEIGHT_CODES:
+            raise PlanError(f"weight_codes={self.weight_codes!r} does not exist; use 'keep' or 'recast'.")
+        if self.fuse not in FUSE:
+            raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off', 'on' or 'auto'.")
+        if self.backend != "auto":
+            registry.get(self.backend)  # off or not: a name that does not exist is an error here
+        self._check_words("the whole model", self)
+        for k, c in self.components.items():
+            self._check_words(f"component {k!r}", c)
+        for r in rules:
+            self._check_words(f"rule {r.match!r}", r)
+        for where, name in self._recipes():
+            if name not in (OFF, AUTO, *RECIPES):
+                raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_names()}.")
+        given = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
+        unknown = [c for c in given if c not in RECIPES]
+        if unknown or not given:
+            found = ", ".join(map(repr, unknown)) or "none"
+            raise PlanError(f"candidates of 'auto' are recipes: {', '.join(RECIPES)}; found {found}.")
+        object.__setattr__(self, "candidates", tuple(dict.fromkeys(given)))
+
+    def _check_words(self, where: str, level: Policy | ComponentPolicy | Rule) -> None:
+        """Also of levels that are off: a word nobody reads yet is a surprise for later."""
+        words = (("format", ("e4m3", "hybrid")), *((gemm, ("fp8", "bf16")) for gemm in GEMMS))
+        for name, allowed in words:
+            value = getattr(level, name)
+            optional = name == "format" or not isinstance(level, Policy)
+            if value not in allowed and not (value is None and optional):
+                raise PlanError(f"{where}: {name}={value!r} does not exist; use {' or '.join(map(repr, allowed))}.")
+        if isinstance(level.recipe, Recipe):
+            raise PlanError(
+                f"{where}: recipe takes a name, found the Recipe object {level.recipe.name!r}. Write "
+                f"recipe={level.recipe.name!r}, with format, fwd, dgrad and wgrad beside it."
+            )
+        if not isinstance(level.recipe, str) and (level.recipe is not None or isinstance(level, Policy)):
+            raise PlanError(f"{where}: recipe takes a name, one of {_names()}; found {level.recipe!r}.")
+
+    def _recipes(self) -> list[tuple[str, str]]:
+        named = [("the whole model", self.recipe)]
+        named += [(f"component {k!r}", c.recipe) for k, c in self.components.items() if c.recipe is not None]
+        named += [(f"rule {r.match!r}", r.recipe) for r in self.rules if r.recipe is not None]
+        return named
+
+    def activations_of(self, component: str) -> str:
+        """What blocks of a component keep: its own answer, else that of the whole model."""
+        given = self.components.get(component)
+        return self.activations if given is None or given.activations is None else given.activations
+
+    def param_of(self, component: str) -> bool:
+        """Whether weights of a component are FP8 between steps: its own answer, else that of the whole model."""
+        given = self.components.get(component)
+        return self.param if given is None or given.param is None else given.param
+
+    @property
+    def asks_fp8(self) -> bool:
+        """True if any level asks for FP8 by a recipe's name; "auto" is content with high precision."""
+        return any(name not in (OFF, AUTO) for _, name in self._recipes())
+
+    @property
+    def asks_auto(self) -> bool:
+        """True if any level leaves the recipe to measurements."""
+        return any(name == AUTO for _, name in self._recipes())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **{
+                f.name: getattr(self, f.name)
+                for f in fields(self)
+                if f.name not in ("components", "rules", "candidates")
+            },
+            **({"candidates": list(self.candidates)} if self.asks_auto else {}),
+            "components": {k: _given(c) for k, c in self.components.items()},
+            "rules": [_given(r) for r in self.rules],
+        }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The levels of a policy laid over each other for one layer; ``source`` names the level that chose the recipe."""
+
+    recipe: str
+    format: str | None
+    fwd: str
+    dgrad: str
+    wgrad: str
+    source: str
+
+    def over(self, level: ComponentPolicy | Rule, source: str) -> Decision:
+        """This decision with what ``level`` says put on top."""
+        said = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
+        return replace(self, **said, source=source) if said else self
+
+    def allowed(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
+        """The recipes that this decision admits by name: none for off, ``candidates`` for auto (without those that the
+        settings beside it exclude), else the one. Raises PlanError for a pair that cannot be."""
+        out: dict[str, Recipe] = {}
+        lacks: list[str] = []
+        for name in candidates if self.recipe == AUTO else () if self.recipe == OFF else (self.recipe,):
+            try:
+                out[name] = recipe(name, self.format, self.fwd, self.dgrad, self.wgrad)
+            except RecipeError as error:
+                lacks.append(str(error))
+        if lacks and not out:
+            raise PlanError(f"{self.source}: {lacks[0]}")
+        return out
+
+
+def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
+    """The decision for a layer of ``component`` that ``rules`` match (in their order)."""
+    decision = Decision(policy.recipe, policy.format, policy.fwd, policy.dgrad, policy.wgrad, "the whole model")
+    given = policy.components.get(component)
+    if component == "image_projector" and (given is None or given.recipe is None):
+        decision = replace(decision, recipe=OFF, source="the projector stays unless asked")
+    if given is not None:
+        decision = decision.over(given, f"component {component}" if given.recipe is not None else decision.source)
+    for rule in rules:
+        decision = decision.over(rule, f"rule {rule.match}")
+    return decision
+
+
+def _made(kind: Any, given: Any, where: str) -> Any:
+    """A level as it is, or made of the mapping or (for a component) the recipe's name that was given."""
+    if isinstance(given, kind):
+        return given
+    if kind is ComponentPolicy and isinstance(given, str):
+        return ComponentPolicy(recipe=given)
+    if not isinstance(given, Mapping):
+        raise PlanError(f"{where}: found {given!r} where a {kind.__name__} or a mapping with its fields belongs.")
+    known = [f.name for f in fields(kind)]
+    unknown = [k for k in given if k not in known]
+    if unknown or (kind is Rule and "match" not in given):
+        what = f"unknown fields {', '.join(map(repr, unknown))}" if unknown else "no 'match'"
+        raise PlanError(f"{where} has {what}; the fields are {', '.join(known)}.")
+    return kind(**given)
+
+
+def _given(level: ComponentPolicy | Rule) -> dict[str, Any]:
+    return {f.name: getattr(level, f.name) for f in fields(level) if getattr(level, f.name) is not None}
+
+
+def _names() -> str:
+    return ", ".join((OFF, *RECIPES, AUTO))

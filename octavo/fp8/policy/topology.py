@@ -1,0 +1,226 @@
+"""What a module tree holds, before anything is decided: one row for every linear map.
+
+A row names the module, what it is (``kind``), the part of the model it belongs to (``component``) and its shape (N, K)
+in the words of the arithmetic (y[M, N] = x[M, K] wT). Nothing is computed and no weight is read, so that a model on
+the meta device serves as well as a real one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.fp8.dense.linear import Linear
+from octavo.fp8.moe.experts import PROJECTIONS, is_experts
+from octavo.fp8.policy.globs import covers, matches, nearest, template
+from octavo.fp8.weights.frozen import codes_cast
+
+__all__ = ["CONVENTIONS", "Row", "component_namer", "covers", "matches", "nearest", "template", "topology"]
+
+KINDS = ("linear", "experts", "lm_head", "patch_embed", "router", "subclass")
+
+# Names that vision-language models give to their parts; families of octavo.models say theirs exactly.
+CONVENTIONS: Mapping[str, tuple[str, ...]] = {
+    "lm_head": ("lm_head", "**.lm_head", "embed_out", "**.embed_out"),
+    "image_projector": tuple(
+        f"**.{part}"
+        for part in (
+            *("merger", "merger_list", "deepstack_merger_list", "multi_modal_projector", "mm_projector"),
+            *("image_projector", "visual_projection", "connector", "modality_projection", "aligner", "mlp1"),
+        )
+    ),
+    "image_encoder": tuple(
+        f"**.{part}"
+        for part in (
+            *("visual", "vision_tower", "vision_model", "vision_encoder", "vision_backbone", "image_encoder"),
+            *("vision", "vit"),
+        )
+    ),
+}
+_HEADS = ("lm_head", "embed_out", "output_layer")
+_PATCH = ("patch_embed", "patch_embedding", "patch_embeddings", "patch_embedder", "patchify")
+_ROUTERS = ("gate", "router", "shared_expert_gate", "wg")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One linear map of a model.
+
+    ``shape`` is (N, K) = (outputs, inputs), per expert where ``experts`` says how many share the row;
+    ``experts_per_token`` of them work on each token. ``params`` counts weights and biases of the whole row.
+    ``tied`` lists the other names of the same weight. ``frozen``: the weight asks for no gradient; ``codes``: the cast
+    of its codes, if it is a frozen FP8 weight (:mod:`octavo.fp8.weights.frozen`), else None.
+    ``module`` is the name of the module that owns the weight (a row of experts is one of its parameters).
+    """
+
+    name: str
+    kind: str
+    component: str
+    shape: tuple[int, int]
+    experts: int | None = None
+    experts_per_token: int | None = None
+    bias: bool = False
+    frozen: bool = False
+    tied: tuple[str, ...] = ()
+    params: int = 0
+    type: str = "Linear"
+    module: str = ""
+    codes: CastSpec | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        said = {**asdict(self), "shape": list(self.shape), "tied": list(self.tied)}
+        del said["codes"]
+        return said if self.codes is None else {**said, "codes": str(self.codes)}
+
+
+def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None = None) -> tuple[Row, ...]:
+    """The rows of a model in the order of ``named_modules``.
+
+    ``components`` maps a component's name to globs of module names (a glob also covers what is inside the module); the
+    most specific glob wins, so that a merger inside the tower belongs to the projector. What none covers is
+    ``foundation``. Without it, conventional names decide.
+    """
+    shared = _names_by_weight(model)
+    head = _output_embeddings(model)
+    modules = dict(model.named_modules())
+    component = _Components(components)
+    rows: list[Row] = []
+    for name, module in modules.items():
+        for row in _rows_of(name, module, modules, head):
+            weight = _weight_of(row, module)
+            tied = tuple(n for n in shared[id(weight)] if n != _parameter_name(row))
+            where = "lm_head" if row.kind == "lm_head" else component(row.module)
+            codes = codes_cast(weight)
+            rows.append(replace(row, component=where, tied=tied, frozen=not weight.requires_grad, codes=codes))
+    return tuple(rows)
+
+
+def _rows_of(name: str, module: nn.Module, modules: Mapping[str, nn.Module], head: nn.Module | None) -> Iterator[Row]:
+    last = name.rpartition(".")[2]
+    kind_name = type(module).__name__
+    if is_experts(module):
+        yield from _expert_rows(name, module, modules)
+    elif isinstance(module, nn.Linear):
+        if module is head or (head is None and last in _HEADS):
+            kind = "lm_head"
+        elif any(s in _PATCH for s in name.split(".")):
+            kind = "patch_embed"
+        elif _routes(name, modules):
+            kind = "router"
+        else:
+            kind = "linear" if type(module) is nn.Linear or isinstance(module, Linear) else "subclass"
+        yield _row(name, kind, module, tuple(module.weight.shape), kind_name)
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        patches = any(s in _PATCH for s in name.split(".")) or module.kernel_size == module.stride != (1,) * len(
+            module.stride
+        )
+        if patches:
+            n, k = module.weight.shape[0], module.weight[0].numel()
+            yield _row(name, "patch_embed", module, (n, k), kind_name)
+    elif _routes(name, modules):
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.dim() == 2:
+            yield _row(name, "router", module, tuple(weight.shape), kind_name)
+
+
+def _row(name: str, kind: str, module: nn.Module, shape: tuple[int, ...], type_name: str) -> Row:
+    params = sum(p.numel() for p in module._parameters.values() if p is not None)
+    bias = module._parameters.get("bias") is not None
+    return Row(name, kind, "", (shape[0], shape[1]), bias=bias, params=params, type=type_name, module=name)
+
+
+def _expert_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Row]:
+    transposed = bool(getattr(module, "is_transposed", False))
+    for which in PROJECTIONS:
+        weight = module._parameters[which]
+        assert weight is not None
+        count, a, b = weight.shape
+        bias = module._parameters.get(f"{which}_bias")
+        params = weight.numel() + (bias.numel() if bias is not None else 0)
+        yield Row(
+            f"{name}.{which}" if name else which,
+            "experts",
+            "",
+            (b, a) if transposed else (a, b),
+            experts=count,
+            experts_per_token=_top_k(name, module, modules),
+            bias=bias is not None,
+            params=params,
+            type=type(module).__name__,
+            module=name,
+        )
+
+
+def _top_k(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int | None:
+    """How many experts work on a token: said by the block, by its router, or by the configuration."""
+    parent = modules.get(name.rpartition(".")[0]) if name else None
+    places: list[Any] = [module, parent, *(parent.children() if parent is not None else ())]
+    places += [c for c in (getattr(module, "config", None), getattr(parent, "config", None)) if c is not None]
+    for place in places:
+        for attribute in ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k"):
+            value = getattr(place, attribute, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _routes(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    parent, _, last = name.rpartition(".")
+    if last not in _ROUTERS or parent not in modules:
+        return False
+    return any("expert" in child for child, _ in modules[parent].named_children())
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    get = getattr(model, "get_output_embeddings", None)
+    if get is None:
+        return None
+    try:
+        head = get()
+    except (NotImplementedError, AttributeError):  # models without a head say so in either way
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _names_by_weight(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return names
+
+
+def _parameter_name(row: Row) -> str:
+    return row.name if row.kind == "experts" else f"{row.name}.weight" if row.name else "weight"
+
+
+def _weight_of(row: Row, module: nn.Module) -> torch.Tensor:
+    weight = module._parameters[row.name.rpartition(".")[2] if row.kind == "experts" else "weight"]
+    assert weight is not None
+    return weight
+
+
+def component_namer(components: Mapping[str, tuple[str, ...]] | None) -> Callable[[str], str]:
+    """Module name -> component, by the globs that :func:`topology` takes."""
+    return _Components(components)
+
+
+class _Components:
+    """Module name -> component, the most specific glob first."""
+
+    def __init__(self, components: Mapping[str, tuple[str, ...]] | None) -> None:
+        order = []
+        for rank, (component, globs) in enumerate((CONVENTIONS if components is None else components).items()):
+            for glob in globs:
+                literal = sum(not set(s) & set("*?") for s in glob.split("."))
+                # With conventional names a projector inside the tower is told by order alone.
+                order.append(((0 if components is None else -literal), rank, glob, component))
+        self._order = sorted(order)
+
+    def __call__(self, name: str) -> str:
+        return next((c for _, _, glob, c in self._order if covers(glob, name)), "foundation")

@@ -1,0 +1,144 @@
+"""What a measured plan promises: the time of a step and the gain over high precision, with what is known and what not.
+
+Linear layers are measured. What else multiplies matrices (lm_head, patch embedding, attention, if its FLOPs are given)
+is estimated by its FLOPs at the rate that the measured layers reached in high precision. Norms, activations,
+optimizer, data and communication are not counted: a step takes longer, and its gain is smaller, than predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.fp8.planning.plan import Plan
+from octavo.fp8.planning.rows import Times
+
+__all__ = ["Prediction", "predict"]
+
+WORTH = 0.03  # gain below which a plan warns
+_LARGE = 0.3  # share of the step from which something counts as a cause
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one optimizer step. ``linear_high`` and ``linear_planned``: the measured layers in high precision and
+    as planned; ``estimated``: the others, by FLOPs, the same in both. ``warnings``: why the gain is small, if it is."""
+
+    linear_high: float
+    linear_planned: float
+    estimated: Mapping[str, float]
+    micro_steps: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def high(self) -> float:
+        return self.linear_high + sum(self.estimated.values())
+
+    @property
+    def planned(self) -> float:
+        return self.linear_planned + sum(self.estimated.values())
+
+    @property
+    def linear_gain(self) -> float:
+        """By how much the linear layers alone are faster: 0.5 is 1.5 times as fast."""
+        return self.linear_high / self.linear_planned - 1 if self.linear_planned else 0.0
+
+    @property
+    def gain(self) -> float:
+        """The same of the whole step, as far as it is counted."""
+        return self.high / self.planned - 1 if self.planned else 0.0
+
+    def sentences(self) -> list[str]:
+        """For people: figures, what they leave out, warnings."""
+        what = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in self.estimated.items())
+        rest = f" Estimated by FLOPs at the measured BF16 rate: {what}." if what else ""
+        return [
+            f"predicted linear layers: {_ms(self.linear_high)} a step in BF16, {_ms(self.linear_planned)} as planned "
+            f"({_percent(self.linear_gain)}), measured",
+            f"predicted step: {_ms(self.high)} in BF16, {_ms(self.planned)} as planned ({_percent(self.gain)}).{rest} "
+            "Norms, activations, optimizer, data and communication are not counted: the true gain is smaller",
+            *(f"warning: {w}" for w in self.warnings),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "linear_bf16_ms": 1e3 * self.linear_high,
+            "linear_planned_ms": 1e3 * self.linear_planned,
+            "linear_gain": self.linear_gain,
+            "estimated_ms": {name: 1e3 * seconds for name, seconds in self.estimated.items()},
+            "step_bf16_ms": 1e3 * self.high,
+            "step_planned_ms": 1e3 * self.planned,
+            "gain": self.gain,
+            "micro_steps": self.micro_steps,
+            "warnings": list(self.warnings),
+        }
+
+
+def predict(plan: Plan, more_flops: Mapping[str, float] | None = None) -> Prediction | None:
+    """Predict a step of a measured plan; None where nothing was measured.
+
+    ``more_flops``: what else multiplies matrices in one micro-step (forward and backward), by name, such as attention.
+    """
+    times: dict[str, Times] = {}  # by module: both rows of experts hold the time of the whole module
+    flops = 0.0
+    others: dict[str, float] = {}
+    for row in plan.rows:
+        if row.times is not None:
+            times[row.row.module] = row.times
+            flops += row.flops
+        elif row.flops:
+            name = row.kind if row.kind != "linear" else "other linear layers"
+            others[name] = others.get(name, 0.0) + row.flops
+    high = sum(t.high for t in times.values())
+    if not times or not high or not flops:
+        return None
+    rate = flops / high
+    estimated = {n: plan.micro_steps * f / rate for n, f in {**others, **(more_flops or {})}.items() if f}
+    found = Prediction(
+        plan.micro_steps * high, plan.micro_steps * sum(t.planned for t in times.values()), estimated, plan.micro_steps
+    )
+    if found.gain >= WORTH:
+        return found
+    causes = _causes(found, times, plan)
+    warning = f"FP8 is predicted to gain {_percent(found.gain)}, less than {WORTH:.0%}: {'; '.join(causes)}"
+    return Prediction(found.linear_high, found.linear_planned, estimated, plan.micro_steps, (warning,))
+
+
+def _causes(found: Prediction, times: Mapping[str, Times], plan: Plan) -> list[str]:
+    total = sum(t.high for t in times.values())
+    lost = [t for t in times.values() if t.planned >= t.high]
+    host = [t for t in lost if t.best is not None and _host_bound(t, plan.micro_steps)]
+    small = sum(t.high for t in lost if t not in host) / total
+    causes = []
+    if small >= _LARGE:
+        sizes = max((t.case for t in lost if t not in host), key=lambda c: c.m * c.n * c.k)
+        causes.append(
+            f"small GEMMs: layers with {small:.0%} of the linear time are no faster in FP8 (the largest has "
+            f"M={sizes.m} N={sizes.n} K={sizes.k}); more tokens a micro-batch help"
+        )
+    launches = sum(t.high for t in host) / total
+    if launches >= _LARGE:
+        causes.append(
+            f"no compile: in layers with {launches:.0%} of the linear time the host takes longer to launch FP8's "
+            "kernels than they run; more tokens a micro-batch help"
+        )
+    for name, seconds in found.estimated.items():
+        if found.high and seconds / found.high >= _LARGE:
+            causes.append(f"{name} is about {seconds / found.high:.0%} of the step and stays in high precision")
+    return causes or ["the layers that win are a small part of the step"]
+
+
+def _host_bound(times: Times, micro_steps: int) -> bool:
+    """True if the best FP8 candidate loses by its launches alone."""
+    assert times.best is not None
+    entry = times.measured.entries[times.best]
+    return entry.seconds + entry.weights / micro_steps < times.high
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _percent(gain: float) -> str:
+    return f"{100 * gain:+.1f} %"

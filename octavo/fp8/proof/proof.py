@@ -1,0 +1,170 @@
+"""The proof: the GEMMs that were counted against the GEMMs that were planned.
+
+For a step in which a component ran n forwards (micro-batches), every one of its FP8 layers must have run::
+
+    fwd        n times, or a multiple of n where the model calls it more often; experts n times each, idle ones included
+    recompute  at most as often as fwd
+    wgrad      as often as fwd; never for a frozen weight
+    dgrad      as often as a forward had an input that asked for a gradient
+
+each on the backend that the plan named. What differs stops the run with a :class:`ProofError`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from octavo.fp8.observe.counts import HIGH, GemmCounts
+from octavo.fp8.policy.topology import CONVENTIONS
+
+if TYPE_CHECKING:
+    from octavo.fp8.planning.plan import Plan
+    from octavo.fp8.planning.rows import PlanRow
+
+_OUTSIDE = ("lm_head", "patch_embed")
+_BACKWARD = ("dgrad", "wgrad")
+_Ran = dict[tuple[str, str], int]  # one layer's calls by (gemm, backend)
+
+
+class ProofError(RuntimeError):
+    """FP8 GEMMs did not run where, how often or on what the plan says."""
+
+
+class Proof:
+    """Checks counts against a plan and keeps what it saw.
+
+    ``pending`` holds the components with FP8 layers that no observed step has reached yet (a text-only batch does not
+    reach the image encoder).
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.pending: set[str] = {r.component for r in plan.rows if r.fp8}
+        self.missing: list[str] = []
+        self.unused: list[str] = []
+        self._calls: Counter[tuple[str, str, str]] = Counter()  # (component, gemm, backend)
+        self._flops: Counter[tuple[str, str, bool]] = Counter()  # (component, gemm, FP8)
+
+    def observe(self, counts: GemmCounts, forwards: Mapping[str, int]) -> None:
+        """Check one step, counted from its first forward to the end of its backward.
+
+        Args:
+            counts: what :func:`octavo.fp8.count_gemms` gave.
+            forwards: component -> forwards of it in the step (uncounted dummies left out).
+
+        Raises:
+            ProofError: at the first step that does not match; names the layers, what was planned and what was counted.
+        """
+        known = {*self.plan.parts, *(self.plan.components or CONVENTIONS), "foundation"}
+        unknown = [c for c in forwards if c not in known]
+        if any(forwards[c] > 0 for c in unknown):
+            raise ProofError(
+                f"forwards names {', '.join(map(repr, unknown))}, but the plan has the components "
+                f"{', '.join(self.plan.parts) or '(none)'}. Count the forwards of these."
+            )
+        ran: dict[str, _Ran] = defaultdict(dict)
+        for (layer, gemm, backend), calls in counts.items():
+            if calls:
+                ran[layer][gemm, backend] = calls
+        self._add(counts)
+        problems: list[str] = []
+        for component, n in forwards.items():
+            rows = [r for r in self.plan.rows if r.component == component and r.fp8]
+            if n <= 0 or not rows:
+                continue
+            unused = [r.name for r in rows if _unused(r, counts, ran[r.name])]
+            if len(unused) == len(rows):
+                problems.append(f"{component}: no backward reached any of its FP8 layers")
+            for row in rows:
+                problems += [f"{row.name}: {p}" for p in _mismatches(row, counts, ran[row.name], n, row.name in unused)]
+            self.unused += [u for u in unused if u not in self.unused]
+        if problems:
+            self.missing += problems
+            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ProofError(
+                f"FP8 did not run as planned: {'; '.join(problems[:5])}{more}. Every layer of the plan must be called "
+                "as a module in each forward of its component; leave a layer out with a rule (recipe: off) if the "
+                "model does not use it so."
+            )
+        self.pending -= {c for c, n in forwards.items() if n > 0}
+
+    def _add(self, counts: GemmCounts) -> None:
+        """Everything that ran belongs into the share, whichever components the caller asked to check."""
+        rows = {r.name: r for r in self.plan.rows}
+        for key, calls in counts.items():
+            layer, gemm, backend = key
+            row = rows.get(layer)
+            if row is None:
+                continue
+            self._calls[(row.component, gemm, backend)] += calls
+            if row.kind not in _OUTSIDE:
+                self._flops[(row.component, gemm, backend != HIGH)] += counts.flops[key]
+
+    def share(self, component: str | None = None) -> float | None:
+        """Share of the counted linear FLOPs that ran in FP8 (0 to 1), all or of one component; None before any."""
+        kept = {k: v for k, v in self._flops.items() if component in (None, k[0])}
+        total = sum(kept.values())
+        return sum(v for k, v in kept.items() if k[2]) / total if total else None
+
+    def report(self) -> dict[str, Any]:
+        """What was counted, as JSON types: ``share`` and ``shares`` (of linear FLOPs in FP8, by component),
+        ``fp8_gemms`` and ``high_gemms`` (calls), ``components`` (calls by gemm and backend), ``pending``, ``missing``
+        (what did not match), ``unused`` (layers whose output did not reach the loss)."""
+        components: dict[str, dict[str, dict[str, int]]] = {}
+        for (component, gemm, backend), calls in self._calls.items():
+            components.setdefault(component, {}).setdefault(gemm, {})[backend] = calls
+        seen = list(dict.fromkeys(c for c, _, _ in self._flops))
+        return {
+            "share": self.share(),
+            "shares": {c: self.share(c) for c in seen},
+            "fp8_gemms": sum(n for (_, _, b), n in self._calls.items() if b != HIGH),
+            "high_gemms": sum(n for (_, _, b), n in self._calls.items() if b == HIGH),
+            "components": components,
+            "pending": sorted(self.pending),
+            "missing": list(self.missing),
+            "unused": list(self.unused),
+        }
+
+
+def _calls(ran: _Ran, gemm: str) -> int:
+    return sum(n for (g, _), n in ran.items() if g == gemm)
+
+
+def _unused(row: PlanRow, counts: GemmCounts, ran: _Ran) -> bool:
+    """True if forwards promised backward GEMMs and none came: the output did not reach the loss."""
+    promised = any(counts.promised(row.name, g) for g in _BACKWARD)
+    return promised and not any(_calls(ran, g) for g in _BACKWARD)
+
+
+def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, n: int, unused: bool) -> list[str]:
+    """What differs for one layer after n forwards of its component, as phrases."""
+    forward, idle, want = _calls(ran, "fwd"), counts.idle[row.name], n * (row.row.experts or 1)
+    if forward + idle == 0:
+        return [f"planned {want} fwd, counted none"]
+    out = []
+    if (forward + idle) % want:
+        out.append(f"planned {want} fwd (or a multiple), counted {forward + idle}")
+    due = {g: counts.promised(row.name, g) for g in _BACKWARD}
+    if any(due.values()) and _calls(ran, "recompute") > forward:
+        out.append(f"{forward} fwd were recomputed {_calls(ran, 'recompute')} times")
+    planned = 0 if row.row.frozen else forward
+    if due["wgrad"] != planned:
+        gradless = counts.gradless[row.name]
+        if gradless and due["wgrad"] + gradless == planned:
+            why = (
+                f"{gradless} of {forward} fwd ran under no_grad; put forwards that do not train into "
+                "fp8.uncounted(), or outside count_gemms()"
+            )
+        else:
+            why = f"the weight asked for {due['wgrad']} (was it frozen or thawed after the plan?)"
+        out.append(f"planned {planned} wgrad, but {why}")
+    if not unused:
+        out += [f"planned {due[g]} {g}, counted {_calls(ran, g)}" for g in _BACKWARD if _calls(ran, g) != due[g]]
+    for (gemm, backend), calls in ran.items():
+        selection = row.selections.get("fwd" if gemm == "recompute" else gemm)
+        named = HIGH if selection is None else selection.backend.name
+        if backend != named:
+            out.append(f"{gemm} planned on {named}, {calls} ran on {backend}")
+    return out

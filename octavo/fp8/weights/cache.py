@@ -1,0 +1,353 @@
+"""FP8 codes of weights, cast once per optimizer step and never stale.
+
+A tensor's version counter cannot keep such a cache right on its own: fused AdamW on the CPU, ``p.data = ...`` and
+``.to()`` change a weight without moving it, and FSDP2's gathered parameter keeps version 0 while its values change.
+Codes are valid while all of these stay the same: the parameter's storage (the object, not only its address), its
+version, address and dtype, and the epoch. (The Parameter object itself would say less: checkpointing hands the
+backward an alias of it.) The epoch rises
+
+* at every step of every ``torch.optim`` optimizer (a process-wide post-step hook),
+* when a state dict is loaded into the module and when ``.to()``, ``.cuda()``, ``.half()`` pass over it,
+* when a parameter is put into the module by assignment. That is also how FSDP2 swaps the sharded and the gathered
+  parameter, in any module whose class has its own ``__setattr__``: full-size codes do not outlive resharding.
+
+In-place writes through ``.data`` cannot be seen: they move neither version nor address. That is what a hand-written
+``p.data -= lr * p.grad``, an EMA swap by ``p.data.copy_()`` and PEFT's ``merge_adapter`` on an FP8 layer do. Call
+:func:`invalidate` after them, or write under ``torch.no_grad()`` to the parameter itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.kernels.registry import Backend
+from octavo.fp8.weights import versions as clock
+from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held
+from octavo.fp8.weights.shards import is_dtensor, local_of
+from octavo.fp8.weights.versions import listen, watch_optimizers
+from octavo.fp8.weights.versions import now as epoch
+
+if TYPE_CHECKING:
+    from octavo.fp8.joined import Joined
+
+__all__ = [
+    "HoldsCodes",
+    "Part",
+    "WeightCodes",
+    "capturing",
+    "code_bytes",
+    "codes_of",
+    "epoch",
+    "has_values",
+    "invalidate",
+    "listen",
+    "master_of",
+    "watch_optimizers",
+]
+
+# Which cache serves a tensor that arrives without its layer, as in a compiled graph: by the address of its storage. The
+# weak reference keeps that address from being used again, and the geometry tells the weight from a part of it.
+_owners: dict[int, tuple[StorageWeakRef, Callable[[], WeightCodes | None], tuple[Any, ...]]] = {}
+
+
+def codes_of(weight: Tensor) -> WeightCodes | None:
+    """The cache of the layer whose whole weight this tensor is; None where no layer is known to hold it."""
+    found = _owners.get(weight.untyped_storage()._cdata)
+    return found[1]() if found is not None and found[2] == _geometry(weight) else None
+
+
+def _geometry(weight: Tensor) -> tuple[Any, ...]:
+    return weight.storage_offset(), weight.shape, weight.stride()
+
+
+class Part(NamedTuple):
+    """Which (N, K) matrix of a parameter a GEMM uses: one expert's ``slot``, ``transposed`` if stored as (K, N).
+
+    Without a slot a parameter of experts is taken whole, [E, N, K].
+    """
+
+    slot: int | None = None
+    transposed: bool = False
+
+    def of(self, parameter: Tensor) -> Tensor:
+        if isinstance(parameter, Fp8Weight):
+            matrix = parameter.values(self.slot)
+        else:
+            matrix = parameter.detach() if self.slot is None else parameter.detach()[self.slot]
+        return matrix.mT if self.transposed else matrix
+
+
+class WeightCodes:
+    """The codes of one parameter, by part and cast. ``casts`` counts the casts made, for tests and for the curious.
+
+    ``keep``: False casts anew at each use and holds nothing in between (``Policy.weight_codes="recast"``). Of a weight
+    that FSDP2 gathered as FP8 the codes are taken from the weight itself (:mod:`octavo.fp8.weights.fp8_tensor`), as are
+    those of a frozen one; dgrad's of a frozen one in rows, whose blocks are columns, are cast at each use and not kept.
+
+    Copies and pickles of a module start with an empty cache: codes are derived data. Making a cache is what turns the
+    watch on, because a pickle may bring a model into a process that never converted one.
+    """
+
+    def __init__(self, keep: bool = True) -> None:
+        watch_optimizers()
+        self.keep = keep
+        self.casts = 0
+        self._codes: dict[tuple[Part, CastSpec], Quantized] = {}
+        self._source: Any = None  # what holds the values: held weakly, so that no address can be reused
+        self._stamp: tuple[Any, ...] = ()
+        self._sharded: Callable[[], Tensor | None] = lambda: None
+        self._address = 0  # of the storage that this cache is known by
+        self.joined: Joined | None = None  # the codes of this weight and its sisters in one matrix
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCodes:
+        return WeightCodes(self.keep)
+
+    def __reduce__(self) -> tuple[type[WeightCodes], tuple[bool]]:
+        return WeightCodes, (self.keep,)
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def drop(self) -> None:
+        """Forget all codes and free their memory."""
+        self._codes.clear()
+        self._source, self._stamp = None, ()
+        if self.joined is not None:
+            self.joined.drop()
+
+    def placed(self, value: object) -> None:
+        """A parameter was put into the module: under FSDP2 the sharded one (resharding) or the gathered one."""
+        self.drop()
+        if is_dtensor(value):
+            self._sharded = weakref.ref(value)  # type: ignore[assignment]
+        elif isinstance(value, Tensor):
+            self.own(value)
+
+    def own(self, weight: Tensor) -> None:
+        """Be the cache that :func:`codes_of` gives for this weight."""
+        if isinstance(weight, Fp8Weight):
+            return  # such layers run outside compiled graphs, and always have their cache at hand
+        storage = weight.untyped_storage()
+        address = storage._cdata
+        if address != self._address:
+            _disown(self._address, self)
+            self._address = address
+        _owners[address] = (StorageWeakRef(storage), weakref.ref(self, lambda _: _disown(address)), _geometry(weight))
+
+    def get(
+        self,
+        owner: Tensor,
+        part: Part,
+        spec: CastSpec,
+        backend: Backend,
+        forward: bool,
+        cast: Callable[[Tensor, CastSpec], Quantized] | None = None,
+    ) -> Quantized:
+        """The codes of ``part`` of the parameter ``owner`` under ``spec``, cast now if there are no valid ones.
+
+        ``cast``: another cast of the backend than its ``quantize``, such as ``quantize_experts``.
+
+        Only a forward begins a new generation of codes. A backward that finds other values than the last forward (a
+        weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
+        nothing. Nor is anything kept or reused while a CUDA graph is captured.
+        """
+        if isinstance(owner, Fp8Weight):
+            codes = owner.codes(spec, part.slot)
+            if codes is not None:
+                return codes
+        cast = cast or backend.quantize
+        if isinstance(owner, Fp8Weight) and owner.frozen:  # another cast than that of its codes, never kept beside them
+            self.casts += 1
+            return cast(part.of(owner), spec)
+        # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
+        # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
+        if not self.keep or owner.is_inference() or capturing(owner) or not (forward or self._valid(owner)):
+            self.casts += 1
+            return cast(part.of(owner), spec)
+        if not self._valid(owner):
+            self._codes.clear()
+            self._source, self._stamp = source_of(owner), self._stamp_of(owner)
+            self.own(owner)
+        codes = self._codes.get((part, spec))
+        if codes is None:
+            # Codes made in inference mode must serve a later training step.
+            with torch.inference_mode(False), torch.no_grad():
+                codes = cast(part.of(owner), spec)
+            self._codes[part, spec] = codes
+            self.casts += 1
+        return codes
+
+    def _valid(self, owner: Tensor) -> bool:
+        return same_source(self._source, owner) and self._stamp == self._stamp_of(owner)
+
+    def _stamp_of(self, owner: Tensor) -> tuple[Any, ...]:
+        if isinstance(owner, Fp8Weight) and owner.held is not None:
+            return (epoch(), clock.edits(), *owner.stamp())  # not where the master lies, which may be moved about
+        sharded = self._sharded()
+        return (epoch(), owner._version, owner.data_ptr(), owner.dtype, None if sharded is None else sharded._version)
+
+
+def source_of(owner: Tensor) -> Any:
+    """A weak reference to what holds the values of a weight."""
+    if isinstance(owner, Fp8Weight) and owner.held is not None:
+        return weakref.ref(owner.held)
+    return StorageWeakRef(owner.untyped_storage())
+
+
+def same_source(source: Any, owner: Tensor) -> bool:
+    """Whether ``source`` is what :func:`source_of` gives for this weight."""
+    if isinstance(owner, Fp8Weight) and owner.held is not None:
+        return isinstance(source, weakref.ref) and source() is owner.held
+    return isinstance(source, StorageWeakRef) and source.cdata == owner.untyped_storage()._cdata
+
+
+def _disown(address: int, codes: WeightCodes | None = None) -> None:
+    """Forget what serves a storage; given a cache, only if it still is that cache (tied layers share a storage)."""
+    found = _owners.get(address)
+    if found is not None and found[1]() is codes:
+        del _owners[address]
+
+
+class HoldsCodes(nn.Module):
+    """For modules with cached weight codes: notices every way in which a parameter comes, goes or is rewritten.
+
+    Its own ``__setattr__`` is what makes FSDP2 swap parameters by assignment instead of behind the module's back.
+    """
+
+    def _weight_codes(self) -> Mapping[str, WeightCodes]:
+        """The caches by the name of their parameter."""
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_parameters", ()):
+            codes = self._weight_codes().get(name)
+            if codes is not None:
+                codes.placed(value)
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        clock.edited()
+        for codes in self._weight_codes().values():
+            codes.drop()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """State dicts are stock: of an FP8 weight they hold the master, which may be written to."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._weight_codes():
+            if prefix + name in destination:
+                destination[prefix + name] = master_of(destination[prefix + name])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for codes in self._weight_codes().values():
+            codes.drop()
+        with torch.no_grad():
+            applied = {id(p): fn(p) for p in self._parameters.values() if isinstance(p, Fp8Weight)}
+        # torch swaps wrapper tensors even for themselves, and cannot while a graph holds them: leave out what stays.
+        parameters = dict(self._parameters)
+        for name, p in parameters.items():
+            if id(p) in applied and applied[id(p)] is p:
+                self._parameters[name] = None
+        try:
+            out = super()._apply(lambda t: applied[id(t)] if id(t) in applied else fn(t), recurse)
+        except RuntimeError as error:
+            if "swap" not in str(error) or not applied:
+                raise
+            raise RuntimeError(
+                f"An FP8 weight of {type(self).__name__} was to change its dtype or device while something holds it: "
+                "the graph of a loss that is alive, or a weak reference. Convert the model before the forward, or let "
+                "go of the loss (del loss)."
+            ) from error
+        finally:
+            self._parameters.update({name: p for name, p in parameters.items() if self._parameters[name] is None})
+        self.own_weights()
+        return out
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies and pickles
+        super().__setstate__(state)
+        self.own_weights()
+
+    def own_weights(self) -> None:
+        """Let compiled graphs find these caches by the weights they get, without the layer."""
+        for name, codes in self._weight_codes().items():
+            weight = self._parameters.get(name)
+            if weight is not None and not is_dtensor(weight):
+                codes.own(weight)
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether what runs now on this tensor goes into a CUDA graph, of ours or of Inductor's (``reduce-overhead``, whose
+    memory pool may hold nothing that outlives a run)."""
+    if tensor.device.type != "cuda":
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    return trees is not None and trees.get_manager(tensor.device.index, create_if_none_exists=False) is not None
+
+
+def invalidate(model: nn.Module) -> None:
+    """Forget the FP8 codes of all weights of a model, which the next forward casts again, and what layers of one input
+    remember of it (:mod:`octavo.fp8.dense.inputs`), whichever model they belong to.
+
+    Needed after every write that neither a version counter nor a ``torch.optim`` step shows, or the model goes on
+    multiplying by the old weight without a word: ``p.data -= lr * p.grad`` by hand, weights swapped for their moving
+    average by ``p.data.copy_()``, PEFT's ``merge_adapter()`` and ``unmerge_adapter()`` on FP8 layers, a kernel of your
+    own, a NumPy view. The same writes to ``p`` itself under ``torch.no_grad()`` are seen. Needed as well between two
+    layers of one input if the input is written so between their calls (``x.data.mul_()``).
+    """
+    clock.tell()
+    clock.edited()
+    for module in model.modules():
+        if isinstance(module, HoldsCodes):
+            for codes in module._weight_codes().values():
+                codes.drop()
+
+
+def has_values(weight: Tensor) -> bool:
+    """False for a weight that FSDP2 gathered as codes: there is nothing to hold the codes against."""
+    return not isinstance(weight, Fp8Weight) or weight.held is not None
+
+
+def master_of(value: Any) -> Any:
+    """The plain tensor (or DTensor) that holds the values of an FP8 weight, always the same object while it lies where
+    it does; anything else as it is."""
+    local = local_of(value)
+    if not isinstance(local, Fp8Weight) or local.held is None:
+        return value
+    if local is value:
+        return local.master
+    held, kind = local.held, type(value)
+    if held.face is None or held.face._local_tensor is not held.tensor or held.face._spec != value._spec:
+        held.face = kind(held.tensor, value._spec, requires_grad=False)
+    return held.face
+
+
+def code_bytes(model: nn.Module) -> int:
+    """Bytes of cached weight codes and their scales in a model, those of layers that run as one and those of the shards
+    of FP8 weights included."""
+    modules = [m for m in model.modules() if isinstance(m, HoldsCodes)]
+    caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
+    joined = {id(c.joined): c.joined for c in caches if c.joined is not None}
+    codes = [q for c in caches for q in c._codes.values()] + [q for j in joined.values() for q in j._codes.values()]
+    rows = {id(h): h.rows.nbytes for m in modules for h in _held(m) if h.rows is not None}
+    return sum(t.numel() * t.element_size() for q in codes for t in (q.data, q.scale)) + sum(rows.values())
+
+
+def _held(module: HoldsCodes) -> list[Held]:
+    """The masters of a module's FP8 weights, also of those that FSDP2 has exchanged for gathered ones."""
+    found = []
+    for name, codes in module._weight_codes().items():
+        for value in (module._parameters.get(name), codes._sharded()):
+            local = local_of(value)
+            if isinstance(local, Fp8Weight) and local.held is not None:
+                found.append(local.held)
+    return found

@@ -1,0 +1,345 @@
+"""The FP8 codes of a weight whose rows lie on several ranks: bit for bit those of the whole weight.
+
+FSDP2 gives rank i of W the rows from i * chunk to (i + 1) * chunk, chunk = ceil(rows / W), as far as there are any; the
+last ranks may have fewer rows, or none. A block of a cast that lies in one shard is cast there. A block that a border
+cuts takes its amax over the ranks, by one small all-reduce for all cut blocks of a weight and of all its casts (bit
+patterns of amaxes order as amaxes do, and NaN and infinity win); with the amax, and so the scale, known, each rank
+encodes its own rows. Which blocks are cut:
+
+======================== ===========================================================================
+blocks                   cut
+======================== ===========================================================================
+(1, -1), (1, 32)         none
+(128, 128), (32, 1)      where a shard begins at no multiple of the block's rows
+(-1, -1), (-1, 1)        all, as soon as two ranks have rows
+of an expert, [E, N, K]  none: shards are of whole experts
+======================== ===========================================================================
+
+What a rank sends for each cast: the codes of ``chunk`` rows, zeros where it has fewer, and the scales of the blocks
+that begin in its shard. Padding rows enter no amax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize_with_scale, scale_from_amax
+from octavo.fp8.arithmetic.formats import E8M0
+from octavo.fp8.kernels.layout import ceil_div, grid_of
+from octavo.fp8.kernels.registry import Backend
+
+__all__ = [
+    "Need",
+    "Rows",
+    "Shards",
+    "assembled",
+    "cast",
+    "dequantize",
+    "gather",
+    "gathered",
+    "shapes",
+    "shard_mesh",
+    "wire",
+]
+
+
+class Need(NamedTuple):
+    """A cast that GEMMs of a layer ask of its weight, by the backend that runs them.
+
+    ``contract``: the dimension that the GEMM sums over; ``transposed``: the matrix is the transpose of what is stored;
+    ``grouped``: experts are cast all at once, as grouped GEMMs want them.
+    """
+
+    spec: CastSpec
+    backend: Backend
+    contract: int = 1
+    transposed: bool = False
+    grouped: bool = False
+
+    def matrix(self, values: Tensor) -> Tensor:
+        return values.mT if self.transposed else values
+
+    def cast(self, values: Tensor) -> Quantized:
+        """Codes of a whole weight [N, K], or of whole experts [E, N, K]."""
+        if self.grouped:
+            return self.backend.quantize_experts(self.matrix(values), self.spec, self.contract)
+        if values.dim() == 3:
+            alone = [self.backend.quantize(m, self.spec, self.contract) for m in self.matrix(values).unbind(0)]
+            data, scale = (
+                torch.stack([_plain(t) for t in ts]) for ts in zip(*((q.data, q.scale) for q in alone), strict=True)
+            )
+            return Quantized(data.view(self.spec.fmt.dtype), scale.view(alone[0].scale.dtype), self.spec)
+        return self.backend.quantize(self.matrix(values), self.spec, self.contract)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How ``rows`` rows lie on ``ranks`` ranks; ``rank`` is this one."""
+
+    rows: int
+    ranks: int
+    rank: int
+
+    @property
+    def chunk(self) -> int:
+        return max(1, ceil_div(self.rows, self.ranks))
+
+    def begin(self, rank: int) -> int:
+        """The first row of a rank; of one without rows, and of the one behind the last, the number of rows."""
+        return min(rank * self.chunk, self.rows)
+
+    @property
+    def here(self) -> tuple[int, int]:
+        """The rows of this rank."""
+        return self.begin(self.rank), self.begin(self.rank + 1)
+
+    def cut(self, height: int) -> list[int]:
+        """The row blocks of ``height`` rows (-1: all of them) that lie on more than one rank, in order."""
+        borders = [b for r in range(1, self.ranks) if 0 < (b := self.begin(r)) < self.rows]
+        if height == -1:
+            return [0] if borders else []
+        return sorted({b // height for b in borders if b % height})
+
+    def cuts(self, need: Need) -> bool:
+        """Whether any block of a two-dimensional weight is cut."""
+        return bool(self.cut(need.spec.block[0]))
+
+    def first_block(self, rank: int, height: int) -> int:
+        """The first row block that begins on a rank or behind it."""
+        begin = self.begin(rank)
+        return min(begin, 1) if height == -1 else ceil_div(begin, height)
+
+    def blocks(self, height: int) -> int:
+        """The most row blocks that begin on one rank."""
+        ends = [self.first_block(r, height) for r in range(self.ranks + 1)]
+        return max(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+    def pieces(self, height: int) -> Iterator[tuple[int, int, int | None]]:
+        """(first row, last row + 1, the cut block that they belong to or None) for this rank's rows, counted from its
+        first one: at most a piece of a cut block, a run of whole blocks, and a piece of another cut block."""
+        begin, end = self.here
+        if begin == end:
+            return
+        cut = set(self.cut(height))
+        if height == -1:
+            yield 0, end - begin, 0 if cut else None
+            return
+        head = min(end, ceil_div(begin, height) * height)
+        tail = max(head, end if end // height not in cut else end // height * height)
+        if begin < head:
+            yield 0, head - begin, begin // height
+        if head < tail:
+            yield head - begin, tail - begin, None
+        if tail < end:
+            yield tail - begin, end - begin, end // height
+
+
+class Rows(NamedTuple):
+    """What a rank has of each cast: codes [chunk, ...] as bytes, scales [blocks that begin here, ...]."""
+
+    codes: list[Tensor]
+    scales: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.codes, *self.scales))
+
+
+def cast(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Any) -> Rows:
+    """The codes of this rank's rows ``values`` under every need; a collective over ``mesh`` where that cuts blocks."""
+    rows = Rows([], [])
+    if values.dim() == 3:
+        for need in needs:
+            _experts(values, need, shards, rows)
+        return rows
+    amaxes = _exchange(values, needs, shards, mesh)
+    for need, amax in zip(needs, amaxes, strict=True):
+        _matrix(values, need, shards, amax, rows)
+    return rows
+
+
+def _experts(values: Tensor, need: Need, shards: Shards, rows: Rows) -> None:
+    n, k = need.matrix(values).shape[1:]
+    codes = values.new_zeros((shards.chunk, n, k), dtype=torch.uint8)
+    scales = _scales(values, need, (shards.chunk, *grid_of(n, k, need.spec)))
+    if values.shape[0]:
+        q = need.cast(values)
+        codes[: values.shape[0]].copy_(q.data.view(torch.uint8))
+        scales[: values.shape[0]].copy_(_plain(q.scale))
+    rows.codes.append(codes)
+    rows.scales.append(scales)
+
+
+def _matrix(values: Tensor, need: Need, shards: Shards, amaxes: dict[int, Tensor], rows: Rows) -> None:
+    height, cols = need.spec.block[0], values.shape[1]
+    codes = values.new_zeros((shards.chunk, cols), dtype=torch.uint8)
+    scales = _scales(values, need, (shards.blocks(height), grid_of(1, cols, need.spec)[1]))
+    first, begin = shards.first_block(shards.rank, height), shards.here[0]
+    for start, stop, block in shards.pieces(height):
+        own = values[start:stop]
+        if block is None:
+            q, at = (
+                need.backend.quantize(own, need.spec, need.contract),
+                0 if height == -1 else (begin + start) // height,
+            )
+        else:
+            q, at = _piece(own, need, amaxes[block]), block
+        codes[start:stop].copy_(q.data.view(torch.uint8))
+        if at >= first:  # a block that began on a rank before is that rank's to send
+            scales[at - first : at - first + q.scale.shape[0]].copy_(_plain(q.scale))
+    rows.codes.append(codes)
+    rows.scales.append(scales)
+
+
+def _piece(own: Tensor, need: Need, amax: Tensor) -> Quantized:
+    """The rows of a cut block that lie here, under the amax [1, column blocks] of all its rows."""
+    spec = CastSpec(need.spec.format, (-1, need.spec.block[1]), need.spec.scale)
+    scale = scale_from_amax(amax, spec)
+    if spec.block == (-1, -1):
+        return need.backend.quantize_with_scale(own, scale, spec, amax, need.contract)
+    return quantize_with_scale(own, scale, spec, amax)
+
+
+def _exchange(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Any) -> list[dict[int, Tensor]]:
+    """For every need the amaxes [1, column blocks] of its cut blocks, over all ranks."""
+    cols = values.shape[1]
+    cuts = [shards.cut(need.spec.block[0]) for need in needs]
+    widths = [grid_of(1, cols, need.spec)[1] for need in needs]
+    if not any(cuts):
+        return [{} for _ in needs]
+    # Patterns of amaxes as integers: they order as amaxes do, NaN last.
+    bits = torch.zeros(
+        sum(len(c) * w for c, w in zip(cuts, widths, strict=True)), dtype=torch.int32, device=values.device
+    )
+    sizes = [w for cut, w in zip(cuts, widths, strict=True) for _ in cut]
+    slots = iter(bits.split(sizes))
+    found: list[dict[int, Tensor]] = [{block: next(slots) for block in cut} for cut in cuts]
+    for need, slot in zip(needs, found, strict=True):
+        for start, stop, block in shards.pieces(need.spec.block[0]):
+            if block is not None:
+                slot[block].copy_(_amax_bits(values[start:stop], need.spec.block[1]))
+    torch.distributed.all_reduce(bits, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
+    return [{block: b.view(torch.float32).unsqueeze(0) for block, b in slot.items()} for slot in found]
+
+
+def _amax_bits(own: Tensor, width: int) -> Tensor:
+    """int32 patterns of max |x| over all rows of each block of ``width`` columns (-1: one block)."""
+    bits = own.detach().abs().amax(0).float().abs().view(torch.int32)  # of a NaN, amax may set the sign
+    if width == -1:
+        return bits.amax(0, keepdim=True)
+    pad = -bits.shape[0] % width
+    return torch.nn.functional.pad(bits, (0, pad)).view(-1, width).amax(1)
+
+
+def wire(rows: Rows, shards: Shards) -> tuple[Tensor, ...]:
+    """The tensors that FSDP2 gathers: codes and scales of every need in turn; of one rank a single tensor of bytes,
+    because FSDP2 takes the first alone there."""
+    parts = [t for pair in zip(rows.codes, rows.scales, strict=True) for t in pair]
+    if shards.ranks > 1:
+        return tuple(parts)
+    return (torch.cat([t.reshape(-1).view(torch.uint8) for t in sorted(parts, key=_itemsize)]),)
+
+
+def shard_mesh(weight: Any) -> Any:
+    """The ranks that FSDP2 shards a DTensor over: the last dimension of its mesh; it replicates over the others."""
+    mesh = weight.device_mesh
+    return mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
+
+
+def gather(part: Tensor, mesh: Any) -> Tensor:
+    """What all ranks hold, one behind the other. A collective."""
+    whole = part.new_empty((mesh.size() * part.shape[0], *part.shape[1:]))
+    torch.distributed.all_gather(list(whole.split(part.shape[0])), part.contiguous(), group=mesh.get_group())
+    return whole
+
+
+def _itemsize(t: Tensor) -> int:
+    return -t.element_size()  # fp32 first: bytes behind bytes need no alignment
+
+
+def gathered(
+    outputs: tuple[Tensor, ...],
+    needs: Sequence[Need],
+    whole: torch.Size,
+    shards: Shards,
+    scales: Sequence[Tensor] | None,
+) -> list[Quantized]:
+    """The codes of the whole weight under every need, from what all ranks sent, lying where it was gathered.
+
+    ``scales``: where the scales were put at the last gather, to be written again.
+    """
+    sizes = [shapes(need, whole, shards) for need in needs]
+    if shards.ranks == 1:
+        outputs = _apart(outputs[0], needs, sizes)
+    found = []
+    for i, (need, (codes_shape, _)) in enumerate(zip(needs, sizes, strict=True)):
+        sent = outputs[2 * i + 1]
+        sent = sent.view(torch.uint8) if need.spec.scale == "e8m0" else sent
+        scale = assembled(sent, need, whole, shards, None if scales is None else scales[i])
+        data = outputs[2 * i].view(-1, *codes_shape[1:])[: whole[0]].view(need.spec.fmt.dtype)
+        found.append(Quantized(data, scale, need.spec))
+    return found
+
+
+def assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into: Tensor | None) -> Tensor:
+    """Scales of all row blocks (or experts), in order, out of those that each rank sent, padding left out."""
+    if len(whole) == 3:
+        parts = [sent[: whole[0]]]
+    else:
+        height, each = need.spec.block[0], shards.blocks(need.spec.block[0])
+        ends = [shards.first_block(r, height) for r in range(shards.ranks + 1)]
+        parts = [
+            sent[r * each : r * each + b - a] for r, (a, b) in enumerate(zip(ends, ends[1:], strict=False)) if b > a
+        ]
+    if into is None:
+        joined = torch.cat(parts)
+        return joined.view(E8M0) if need.spec.scale == "e8m0" else joined
+    torch.cat(parts, out=_plain(into))
+    return into
+
+
+def _apart(flat: Tensor, needs: Sequence[Need], sizes: Sequence[tuple[Any, Any]]) -> tuple[Tensor, ...]:
+    """The parts that :func:`wire` joined."""
+    wanted: list[tuple[int, torch.Size, torch.dtype]] = []
+    for i, (need, (codes, scale)) in enumerate(zip(needs, sizes, strict=True)):
+        dtype = torch.uint8 if need.spec.scale == "e8m0" else torch.float32
+        wanted += [(2 * i, codes, torch.uint8), (2 * i + 1, scale, dtype)]
+    found: dict[int, Tensor] = {}
+    at = 0
+    for index, shape, dtype in sorted(wanted, key=lambda w: -w[2].itemsize):
+        size = shape.numel() * dtype.itemsize
+        found[index] = flat[at : at + size].view(dtype).view(shape)
+        at += size
+    return tuple(found[i] for i in range(len(found)))
+
+
+def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, torch.Size]:
+    """What one rank sends: codes and scales."""
+    if len(whole) == 3:
+        n, k = (whole[2], whole[1]) if need.transposed else (whole[1], whole[2])
+        return torch.Size((shards.chunk, n, k)), torch.Size((shards.chunk, *grid_of(n, k, need.spec)))
+    blocks = shards.blocks(need.spec.block[0])
+    return torch.Size((shards.chunk, whole[1])), torch.Size((blocks, grid_of(1, whole[1], need.spec)[1]))
+
+
+def _scales(values: Tensor, need: Need, shape: Sequence[int]) -> Tensor:
+    dtype = torch.uint8 if need.spec.scale == "e8m0" else torch.float32
+    return torch.ones(tuple(shape), dtype=dtype, device=values.device)
+
+
+def _plain(part: Tensor) -> Tensor:
+    """Codes and one-byte scales as bytes, which every operation takes."""
+    return part.view(torch.uint8) if part.element_size() == 1 else part
+
+
+def dequantize(q: Quantized, need: Need, dtype: torch.dtype) -> Tensor:
+    """The values of codes of a matrix, or of all experts [E, N, K]."""
+    if q.data.dim() == 2:
+        return need.backend.dequantize(q, dtype)
+    parts = [Quantized(d, s, q.spec) for d, s in zip(q.data, q.scale, strict=True)]
+    return torch.stack([need.backend.dequantize(p, dtype) for p in parts])

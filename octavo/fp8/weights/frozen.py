@@ -1,0 +1,218 @@
+"""Frozen FP8 weights: codes and scales and nothing else, one byte a parameter.
+
+What LoRA trains beside, and what an FP8 checkpoint holds. A frozen weight is an
+:class:`~octavo.fp8.weights.fp8_tensor.Fp8Weight` that is made of codes for good: it has the shape and the dtype of the
+values it stands for, asks for no gradient, and keeps its codes as they came, bit for bit. GEMMs multiply by the codes;
+whoever asks for values gets ``code * scale``, dequantized for as long as that takes. So a stock ``nn.Linear`` that
+holds one computes in high precision, and :func:`octavo.fp8.apply` makes it an FP8 layer like any other.
+
+=======  ==============  ==========  ==========================================================
+kind     block of a cast recipe      scales of a weight [N, K]
+=======  ==============  ==========  ==========================================================
+row      (1, -1)         rowwise     [N, 1], one a row (output channel)
+block    (128, 128)      blockwise   [ceil(N / 128), ceil(K / 128)], the layout of DeepSeek's checkpoints
+tensor   (-1, -1)        tensorwise  [1, 1]
+=======  ==============  ==========  ==========================================================
+
+Experts are [E, N, K] with a dimension E in front of their scales. Scales are dequant multipliers, value = code * scale,
+in fp32, and need not be powers of two: those of a checkpoint are kept as they came.
+
+``model.to(device)``, copies, pickles and FSDP2 carry codes and scales
+(:mod:`octavo.fp8.weights.frozen_tensor`); another dtype, a gradient and a write are refused. ``model.state_dict()``
+holds the frozen weights themselves, which read as values and load, code for code, into a model that is frozen alike;
+files are made of :func:`octavo.fp8.fp8_state_dict`, plain codes and scales by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.kernels.layout import grid_of
+from octavo.fp8.kernels.registry import get
+from octavo.fp8.weights.fp8_rows import Need, Shards, assembled, gather, shard_mesh
+from octavo.fp8.weights.frozen_tensor import FrozenWeight
+from octavo.fp8.weights.shards import is_dtensor, local_of
+
+__all__ = [
+    "FROZEN",
+    "codes_cast",
+    "codes_of_frozen",
+    "fingerprint",
+    "freeze_weight",
+    "frozen",
+    "frozen_bytes",
+    "frozen_weights",
+    "is_frozen",
+    "kind_of",
+    "thaw",
+]
+
+FROZEN = {
+    "row": CastSpec("e4m3", (1, -1), "pow2"),
+    "block": CastSpec("e4m3", (128, 128), "pow2"),
+    "tensor": CastSpec("e4m3", (-1, -1), "fp32"),
+}
+
+
+def frozen(
+    codes: Tensor, scale: Tensor, spec: CastSpec, dtype: torch.dtype = torch.bfloat16, transposed: bool = False
+) -> nn.Parameter:
+    """A frozen weight of codes that exist already; they are taken as they are.
+
+    Args:
+        codes: float8_e4m3fn, [N, K], or [E, N, K] for experts: as their GEMM multiplies by them.
+        scale: fp32 dequant multipliers, a cell for each block of ``spec``: [n, k] or [E, n, k].
+        spec: how they were cast; its ``scale`` "pow2" only if every scale is a power of two, as some GEMMs want them.
+        dtype: of the values that the weight shows.
+        transposed: the parameter is stored as [E, K, N] in the module (experts of some families).
+
+    Raises:
+        ValueError: another dtype, or a grid of scales that does not belong to this shape and block.
+    """
+    if codes.dtype is not spec.fmt.dtype or codes.dim() not in (2, 3):
+        raise ValueError(
+            f"A frozen weight takes codes of {spec.fmt.dtype} with two or three dimensions; found {codes.dtype} of "
+            f"shape {list(codes.shape)}."
+        )
+    wanted = (*codes.shape[:-2], *grid_of(codes.shape[-2], codes.shape[-1], spec))
+    if tuple(scale.shape) != wanted or scale.dtype is not torch.float32:
+        raise ValueError(
+            f"Codes of shape {list(codes.shape)} in blocks of {spec.block} have scales of shape {list(wanted)} in "
+            f"torch.float32; found {list(scale.shape)} in {scale.dtype}."
+        )
+    if transposed and codes.dim() == 2:
+        raise ValueError(f"Only experts are stored transposed; found codes of two dimensions, {list(codes.shape)}.")
+    shape = codes.shape if not transposed else torch.Size((*codes.shape[:-2], codes.shape[-1], codes.shape[-2]))
+    need = Need(spec, get("reference"), 1, transposed)
+    made = [Quantized(codes.detach(), scale.detach(), spec)]
+    return nn.Parameter(FrozenWeight.made(made, need, shape, shape, dtype, codes.device), requires_grad=False)
+
+
+def freeze_weight(
+    values: Tensor, kind: str | CastSpec = "block", dtype: torch.dtype | None = None, transposed: bool = False
+) -> nn.Parameter:
+    """Quantize ``values`` [N, K] or [E, N, K] ([E, K, N] if ``transposed``) into a frozen weight.
+
+    ``kind``: row, block or tensor, or a cast of its own. On the meta device the frozen weight has no codes either: it
+    is there to plan with. Raises ValueError for another kind.
+    """
+    if not isinstance(kind, CastSpec) and kind not in FROZEN:
+        raise ValueError(f"There is no kind {kind!r} of frozen weights; there are {', '.join(FROZEN)}.")
+    spec = kind if isinstance(kind, CastSpec) else FROZEN[kind]
+    if values.is_meta:
+        matrix = values.mT if transposed else values
+        codes = torch.empty(matrix.shape, dtype=spec.fmt.dtype, device="meta")
+        scale = torch.empty((*matrix.shape[:-2], *grid_of(matrix.shape[-2], matrix.shape[-1], spec)), device="meta")
+        return frozen(codes, scale, spec, dtype or values.dtype, transposed)
+    q = Need(spec, get("reference"), 1, transposed).cast(values.detach())
+    return frozen(q.data, q.scale, spec, dtype or values.dtype, transposed)
+
+
+def is_frozen(value: object) -> bool:
+    """True for a frozen FP8 weight, also as the local part of a DTensor."""
+    return isinstance(local_of(value), FrozenWeight)
+
+
+def codes_of_frozen(weight: Tensor) -> Quantized:
+    """The codes and scales of a frozen weight: the very tensors, not copies; of a sharded one those of this rank's rows
+    (none on a rank without rows). Raises ValueError for any other weight."""
+    local = local_of(weight)
+    if not isinstance(local, FrozenWeight):
+        raise ValueError(f"{type(weight).__name__} of shape {list(weight.shape)} is no frozen FP8 weight.")
+    return local.own or _nothing(local)
+
+
+def codes_cast(weight: object) -> CastSpec | None:
+    """The cast of the codes of a frozen weight, also of a sharded one; None for any other."""
+    local = local_of(weight)
+    return local.spec if isinstance(local, FrozenWeight) else None
+
+
+def frozen_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The frozen FP8 weights of a model, by name, each once."""
+    return ((name, p) for name, p in model.named_parameters() if is_frozen(p))
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    """Bytes of the codes and scales of all frozen weights of a model that lie on this rank."""
+    held = [codes_of_frozen(weight) for _, weight in frozen_weights(model)]
+    return sum(t.numel() * t.element_size() for q in held for t in (q.data, q.scale))
+
+
+def kind_of(spec: CastSpec) -> str:
+    """row, block or tensor; of other blocks the cast in words."""
+    return next(
+        (kind for kind, own in FROZEN.items() if (own.format, own.block) == (spec.format, spec.block)), str(spec)
+    )
+
+
+def fingerprint(model: nn.Module) -> dict[str, str]:
+    """A SHA-256 of each frozen weight by its name: equal before and after a training that left codes and scales alone.
+
+    The same on any number of ranks, all of which must call it if the model is sharded: each rank hashes its own rows,
+    and the digest of a weight is that of its rows' digests (experts: of its experts'), in order, and of all scales. An
+    adapter changes no name: ``X.base_layer.weight`` is told as ``X.weight``.
+    """
+    model.state_dict(keep_vars=True)  # lets FSDP2 put the sharded parameters back
+    return {name.replace(".base_layer.", "."): _digest(weight) for name, weight in frozen_weights(model)}
+
+
+def _digest(weight: Any) -> str:
+    local: FrozenWeight = local_of(weight)
+    q = codes_of_frozen(weight)
+    rows = q.data.detach().contiguous().view(torch.uint8).cpu().numpy()
+    digests = b"".join(hashlib.sha256(row.tobytes()).digest() for row in rows)
+    scales = q.scale.detach()
+    if is_dtensor(weight):
+        digests, scales = _of_all_ranks(weight, local, digests)
+    whole = hashlib.sha256(f"{local.spec.format} {local.spec.block} {list(local.source.whole)}".encode())
+    whole.update(digests)
+    whole.update(scales.contiguous().cpu().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def _of_all_ranks(weight: Any, local: FrozenWeight, own: bytes) -> tuple[bytes, Tensor]:
+    """The digests of all rows and all scales, of a weight whose rows lie on several ranks. A collective."""
+    mesh, (need,), whole = shard_mesh(weight), local.source.needs, local.source.whole
+    shards = Shards(whole[0], mesh.size(), mesh.get_local_rank())
+    mine = torch.zeros(shards.chunk, 32, dtype=torch.uint8)
+    if own:
+        mine[: len(own) // 32] = torch.frombuffer(bytearray(own), dtype=torch.uint8).view(-1, 32)
+    digests, scales = (gather(part.to(local.device), mesh) for part in (mine, local.pieces(shards)[1]))
+    return digests[: whole[0]].cpu().numpy().tobytes(), assembled(scales, need, whole, shards, None)
+
+
+def _nothing(local: FrozenWeight) -> Quantized:
+    """No rows of a weight."""
+    (need,), whole = local.source.needs, local.source.whole
+    n, k = (whole[-1], whole[-2]) if need.transposed else (whole[-2], whole[-1])
+    lead, grid = ((0,), grid_of(n, k, need.spec)) if len(whole) == 3 else ((), (0, grid_of(1, k, need.spec)[1]))
+    codes = torch.empty((*lead, n, k) if lead else (0, k), dtype=need.spec.fmt.dtype, device=local.device)
+    return Quantized(codes, torch.empty((*lead, *grid), device=local.device), need.spec)
+
+
+def thaw(model: nn.Module) -> nn.Module:
+    """Replace every frozen weight by its dequantized values, in place: what to call where dtypes must be changed.
+
+    Raises RuntimeError for a model that is sharded already, whose gathering FSDP2 has settled.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if not is_frozen(parameter):
+                continue
+            if not isinstance(parameter, FrozenWeight):
+                raise RuntimeError(
+                    f"{path}.{name} is a frozen FP8 weight that is sharded already. Call fp8.thaw before fully_shard."
+                )
+            if id(parameter) not in made:  # tied weights stay tied
+                made[id(parameter)] = nn.Parameter(parameter.dequantize().contiguous(), requires_grad=False)
+            module.__dict__.pop("_fp8_param", None)
+            setattr(module, name, made[id(parameter)])
+    return model

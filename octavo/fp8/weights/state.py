@@ -1,0 +1,158 @@
+"""``param: true``: the weights of FP8 layers become :class:`~octavo.fp8.weights.fp8_tensor.Fp8Weight`, and their state
+dicts.
+
+:func:`exchange` does it in place, as a part of :func:`octavo.fp8.apply`: names, shapes, values and modules stay, the
+``Parameter`` objects are new ones. So it comes before ``fully_shard`` and before the optimizer is made. What stays as
+it is: biases, whatever no FP8 GEMM multiplies by, and a weight that is tied to a layer outside FP8.
+
+In one process this changes no result: codes are cast once per optimizer step from the same values. What it buys:
+forward and dgrad read codes alone, so that the master may lie in host memory; and FSDP2 gathers codes and scales
+instead of 2 or 4 bytes a parameter, 1 byte with one cast of the weight (blockwise, tensorwise), 2 with two (rowwise,
+mxfp8). A gathered weight has no values but those of its codes: layers in ``fp8.high_precision`` and GEMMs that a recipe
+keeps out of FP8 compute with dequantized codes on several ranks, and with the master in one process.
+
+``model.state_dict()`` is stock, in high precision: the masters, which may be written to (call ``fp8.invalidate`` after
+that). :func:`fp8_state_dict` holds codes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.weights.cache import HoldsCodes
+from octavo.fp8.weights.fp8_rows import Shards, dequantize, gather, gathered, shard_mesh
+from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
+from octavo.fp8.weights.frozen import codes_of_frozen, frozen, is_frozen
+from octavo.fp8.weights.frozen_tensor import FrozenWeight
+from octavo.fp8.weights.shards import is_dtensor, local_of
+
+__all__ = ["fp8_state_dict", "load_fp8_state_dict"]
+
+
+def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model with its FP8 weights as codes; whole tensors on every rank, so a collective there.
+
+    ``<name>``: float8_e4m3fn codes of the forward's cast, in the weight's shape (experts as [E, N, K], however they are
+    stored). Beside it the dequant multipliers, ``value ~ code * scale``: ``<name>_scale_inv`` [N / 128, K / 128] for
+    blocks of 128 x 128, under the name that DeepSeek's checkpoints gave them, else ``<name>_scale`` [row blocks, column
+    blocks]; experts with a dimension in front. Everything else is as in ``state_dict()``.
+    """
+    weights = dict(_weights(model))
+    out: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name not in weights:
+            out[name] = value.full_tensor() if is_dtensor(value) else value
+            continue
+        q = _codes(weights[name])
+        out[name] = q.data.contiguous()
+        out[f"{name}{_suffix(q.spec)}"] = q.scale.contiguous()
+    return out
+
+
+def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load what :func:`fp8_state_dict` gave: the masters become the dequantized codes, rounded to their dtype; frozen
+    weights take codes and scales as they are.
+
+    Raises ValueError for codes without scales, of weights that are not FP8 here or are frozen in other blocks, and for
+    values of a frozen weight, before anything changes; and what ``load_state_dict`` raises for names and shapes.
+    """
+    weights = dict(_weights(model))
+    plain = dict(state)
+    exchanged: list[tuple[FrozenWeight, FrozenWeight]] = []
+    for name, weight in weights.items():
+        need = _source(weight).needs[0]
+        if name not in state:
+            continue  # load_state_dict says so
+        if state[name].dtype is not need.spec.fmt.dtype:
+            if is_frozen(weight) and not is_frozen(state[name]):
+                raise ValueError(
+                    f"{name} is a frozen FP8 weight of shape {list(weight.shape)}, and the state dict holds "
+                    f"{state[name].dtype} for it. Load codes and scales (fp8.fp8_state_dict), or call fp8.thaw(model) "
+                    "first."
+                )
+            continue  # in high precision
+        scale = plain.pop(name + _suffix(need.spec), None)
+        if scale is None:
+            raise ValueError(
+                f"{name} holds FP8 codes without the scales {name}{_suffix(need.spec)} of its recipe ({need.spec}). "
+                "Load a state dict that fp8_state_dict gave for the same plan, or one in high precision."
+            )
+        device = weight.device
+        if is_frozen(weight):
+            exchanged.append((local_of(weight), _rows_of(state[name], scale, weight, name)))
+            plain[name] = weight.detach()
+            continue
+        values = dequantize(Quantized(state[name].to(device), scale.to(device), need.spec), need, weight.dtype)
+        plain[name] = values.mT if need.transposed else values
+    left = [name for name, value in plain.items() if value.is_floating_point() and value.element_size() == 1]
+    if left:  # load_state_dict would copy them as values, and complain afterwards
+        raise ValueError(
+            f"{left[0]} ({len(left)} in all) holds FP8 codes, and that weight of the model is not FP8. Apply a plan "
+            "with param=True first, the one of the model that fp8_state_dict was made of."
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in list(plain.items()):
+        target = parameters.get(name)
+        if is_dtensor(target) and not is_dtensor(value):
+            plain[name] = _distributed(value, target)
+    model.load_state_dict(plain)
+    for mine, its in exchanged:
+        mine.receive(its)
+
+
+def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> FrozenWeight:
+    """The rows of a frozen weight that lie on this rank, out of the codes and scales of all."""
+    need, local = _source(weight).needs[0], local_of(weight)
+    try:
+        whole: Any = frozen(
+            codes.to(local.device), scale.to(local.device), need.spec, weight.dtype, need.transposed
+        ).detach()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if whole.shape != weight.shape:
+        raise ValueError(f"{name} has the shape {list(weight.shape)}, and the state dict {list(whole.shape)}.")
+    if is_dtensor(weight):
+        mesh = shard_mesh(weight)
+        begin, end = Shards(whole.shape[0], mesh.size(), mesh.get_local_rank()).here
+        whole = whole.rows(begin, end)
+    assert isinstance(whole, FrozenWeight)
+    return whole
+
+
+def _distributed(value: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every rank has the whole tensor: nothing is sent.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The FP8 weights of a model under all their names, sharded ones as DTensors."""
+    model.state_dict(keep_vars=True)  # lets FSDP2 put the sharded parameters back
+    for prefix, module in model.named_modules():
+        layers = module._weight_codes() if isinstance(module, HoldsCodes) else ()
+        for name, value in module._parameters.items():
+            if is_frozen(value) or (name in layers and isinstance(local_of(value), Fp8Weight)):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _source(weight: Any) -> Source:
+    return local_of(weight).source
+
+
+def _codes(weight: Any) -> Quantized:
+    """The codes of the forward's cast of a whole weight, of the matrix that its GEMM multiplies by."""
+    source = _source(weight)
+    if not is_dtensor(weight):
+        return codes_of_frozen(weight) if is_frozen(weight) else source.needs[0].cast(weight.values())
+    mesh = shard_mesh(weight)
+    outputs = tuple(gather(part, mesh) for part in weight._local_tensor.wire(mesh))
+    return gathered(outputs, source.needs, source.whole, Shards(source.whole[0], mesh.size(), 0), None)[0]
+
+
+def _suffix(spec: CastSpec) -> str:
+    return "_scale_inv" if spec.block == (128, 128) else "_scale"
