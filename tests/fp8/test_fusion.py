@@ -16,8 +16,7 @@ from octavo import fp8
 from octavo.fp8 import fusion, joined
 from octavo.fp8.arithmetic.cast import quantize
 from octavo.fp8.weights import cache
-
-from .test_fsdp_cache import alone  # noqa: F401
+from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 SIZES = {"q_proj": 256, "k_proj": 128, "v_proj": 128}
 

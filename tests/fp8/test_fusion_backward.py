@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
 from octavo.fp8 import fusion
-
-from .test_fusion import SIZES, attention, seeded
+from tests.fp8.test_fusion import SIZES, attention, seeded
 
 
 def each(m, x):

@@ -28,8 +28,7 @@ from octavo.fp8.kernels.triton_kernels import tiles
 from octavo.fp8.kernels.triton_kernels.gemm import gemm, variants
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
-
-from .. import oracle
+from tests.fp8 import oracle
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu holds the compiled kernels to the same")
 

@@ -17,8 +17,7 @@ from octavo.fp8.kernels.triton_kernels import grouped
 from octavo.fp8.kernels.triton_kernels.gemm import gemm
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu
-
-from .test_triton_gemm import DESCRIPTORS, DIMS, POINTERS, TITLES, check, spread
+from tests.fp8.kernels.test_triton_gemm import DESCRIPTORS, DIMS, POINTERS, TITLES, check, spread
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu holds the compiled kernels to the same")
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from octavo.fp8.arithmetic.formats import E4M3, E5M2, E8M0, FORMATS, decode, decode_e8m0
-
-from . import oracle
+from tests.fp8 import oracle
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo import fp8
-
-from .. import ranks
+from tests import ranks
 
 
 def layer(recipe="delayed"):

@@ -23,8 +23,7 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
 from octavo.models.tiny_configs import tiny_config
-
-from .test_fsdp_cache import alone  # noqa: F401
+from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 QKV = ("q_proj", "k_proj", "v_proj")
 

@@ -15,9 +15,8 @@ from octavo.fp8.arithmetic.adamw import MASTERS, reference
 from octavo.fp8.arithmetic.moments import STATES
 from octavo.fp8.optim import engine
 from octavo.fp8.optim.in_backward import clip_factor, gradient_norm
+from tests.fp8.test_fusion import Attention
 from tests.gpu.blocks import Block
-
-from .test_fusion import Attention
 
 WAITS = (
     "_local_scalar_dense", "item", "is_nonzero", "nonzero", "nonzero_static", "masked_select", "unique", "_unique2",

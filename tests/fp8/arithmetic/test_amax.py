@@ -11,8 +11,7 @@ import torch
 from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec
-
-from . import oracle
+from tests.fp8 import oracle
 
 TENSOR = {fmt: CastSpec(fmt, (-1, -1), "fp32") for fmt in oracle.FACTS}
 

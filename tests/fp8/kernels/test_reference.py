@@ -11,8 +11,7 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels.registry import get
-
-from . import oracle
+from tests.fp8 import oracle
 
 REFERENCE = get("reference")
 GEMMS = ("fwd", "dgrad", "wgrad")

@@ -14,8 +14,7 @@ from octavo import fp8
 from octavo.fp8.blocks import layernorm
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.memory.accounting import kept
-
-from .test_saved import few_objects  # noqa: F401
+from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
 KINDS = {
     "rms": lambda k: Qwen3RMSNorm(k),

@@ -16,8 +16,7 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.dense.casts import Want, cast_both
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights import cache
-
-from .test_fsdp_cache import alone  # noqa: F401
+from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -11,8 +11,8 @@ from octavo.fp8.memory.accounting import kept
 from octavo.fp8.memory.offload import offload, synchronize_per_layer
 from octavo.fp8.memory.recompute import recompute
 from tests import ranks
-from tests.fp8.test_fused_models import made
-from tests.fp8.test_recompute import Block, same, stack, step
+from tests.fp8.blocks.test_fused_models import made
+from tests.fp8.memory.test_recompute import Block, same, stack, step
 
 
 class Slow:

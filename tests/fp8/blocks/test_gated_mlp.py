@@ -20,8 +20,7 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
 from octavo.fp8.weights import cache as weights
-
-from .test_fsdp_cache import alone  # noqa: F401
+from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 CHILDREN = gated_mlp.CHILDREN
 

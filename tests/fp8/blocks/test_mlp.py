@@ -21,8 +21,7 @@ from octavo.fp8.dense import sources
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.fusion import fuse
 from octavo.fp8.memory.accounting import kept
-
-from .test_saved import few_objects  # noqa: F401
+from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
 ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu2", "mish", "linear")
 

@@ -27,8 +27,7 @@ from octavo.fp8.dense.swap import unswap
 from octavo.fp8.memory.chunked_head import ChunkedHead, chunked_head
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy
 from octavo.models.tiny_configs import CONFIGS, tiny_config
-
-from .test_fsdp_cache import alone  # noqa: F401
+from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 IGNORE = -100
 

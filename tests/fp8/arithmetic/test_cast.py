@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
-
-from . import oracle
+from tests.fp8 import oracle
 
 KINDS = ("fp32", "pow2", "e8m0")
 BLOCKS = ((1, 128), (128, 1), (128, 128), (1, -1), (-1, 1), (-1, -1), (1, 32), (32, 1), (3, 5), (-1, 4), (2, -1))

@@ -17,9 +17,9 @@ from octavo.fp8.memory.accounting import Kept, kept, per_layer
 from octavo.fp8.memory.recompute import recompute
 from octavo.models import tiny
 from tests import ranks
-from tests.fp8 import test_kept
-from tests.fp8.test_fused_models import made
-from tests.fp8.test_kept import qwen3
+from tests.fp8.blocks.test_fused_models import made
+from tests.fp8.memory import test_accounting as test_kept
+from tests.fp8.memory.test_accounting import qwen3
 
 HOW = ("selective", "full")
 

@@ -10,10 +10,9 @@ from octavo import fp8
 from octavo.fp8.memory.accounting import kept
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe import experts as saved_experts
-
-from .test_experts import FAMILIES, H, convert, routed
-from .test_saved import few_objects  # noqa: F401
-from .test_saved_mlp import Rounded, cosine
+from tests.fp8.blocks.test_mlp import Rounded, cosine
+from tests.fp8.dense.test_sources import few_objects  # noqa: F401
+from tests.fp8.moe.test_experts import FAMILIES, H, convert, routed
 
 
 def pair(family="qwen3_moe", recipe="blockwise", dtype=torch.float32, **policy):
