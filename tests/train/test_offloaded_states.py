@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from octavo import train
-from octavo.fp8.optim import engine
 from octavo.fp8.optim import offload as offload_file
 from octavo.fp8.optim.offload import Offload, OffloadedAdamW
 from octavo.train import build
@@ -45,15 +44,6 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Counted:
     served = Offload("cpu", batch=64 << 10, transfers=moves)
     monkeypatch.setattr(build, "check_possible", lambda cfg, world: None)
     monkeypatch.setattr(offload_file, "of", lambda device: served)
-    stays = engine.step
-
-    def step(pieces, hyper, factor=None, agree=None):
-        if moves.made:
-            served.step(pieces, hyper, factor, agree, engine.engine(torch.device("cpu")))
-        else:  # the run without
-            stays(pieces, hyper, factor, agree)
-
-    monkeypatch.setattr(engine, "step", step)
     return moves
 
 

@@ -1,4 +1,20 @@
-"""TODO octavo.fp8.arithmetic.adamw."""
+"""One step of AdamW over pieces of parameters: the arithmetic that every engine has bit for bit.
+
+A :class:`Piece` is one parameter's part on this rank, as flat tensors. Its elements fall into the groups of 128 of the
+flattened, unsharded parameter, so that a piece may begin and end inside a group. Per element, in fp32, one rounding an
+operation and none fused (decoupled weight decay: Loshchilov & Hutter, ICLR 2019):
+
+    g = float(grad) * factor                        the product only where there is a factor
+    m = m * beta1 + g * (1 - beta1)
+    v = v * beta2 + (g * (1 - beta2)) * g
+    d = sqrt(v) * (1 / sqrt(1 - beta2^step)) + eps
+    w = w * (1 - lr * weight_decay) - (m * (lr / (1 - beta1^step))) / d
+
+The numbers in brackets that depend on no element are computed in fp64 and rounded to fp32 once. The weight steps with
+the unrounded moments; then they are encoded (:mod:`octavo.fp8.arithmetic.moments`) and the weight is written
+(:mod:`octavo.fp8.arithmetic.master`). A NaN or an Inf in a gradient makes its weight NaN as in torch, and with it the
+moments of its group of 128 in the formats that share a range.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +29,6 @@ from torch import Tensor
 from octavo.fp8.arithmetic import master, moments, philox
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree
 from octavo.fp8.arithmetic.root import root
-from octavo.fp8.optim import cpu
 
 MASTERS = ("fp32", "bf16+16", "bf16+sr")
 """Where the fp32 weight is: see :mod:`octavo.fp8.arithmetic.master`."""
@@ -21,6 +36,9 @@ MASTERS = ("fp32", "bf16+16", "bf16+sr")
 _FIGURES = {k.name for kept in LAYOUT.values() for k in kept if k.row is not None}  # a row a group
 
 _CHUNK = 1 << 22  # elements worked on at a time where launches cost more than memory
+CPU_CHUNK = 31 << 10
+"""Elements worked on at a time on a CPU: as many as torch gives to one thread (fewer than 2^15), so that the work
+outweighs the call, and all arrays stay in a cache of 2 MiB."""
 
 
 class Piece(NamedTuple):
@@ -125,7 +143,7 @@ def whole(piece: Piece) -> Piece:
 def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
     """The step in plain torch, on any device: whole groups in chunks, then all cut and ragged groups in one table."""
     for piece in pieces:
-        for first, last in _chunks(piece, cpu.CHUNK if piece.weight.device.type == "cpu" else _CHUNK):
+        for first, last in _chunks(piece, CPU_CHUNK if piece.weight.device.type == "cpu" else _CHUNK):
             rows = slice((piece.start % GROUP + first) // GROUP, (piece.start % GROUP + last) // GROUP)
             kept = {
                 k.name: piece.state[k.name][first:last].view(-1, GROUP) if k.row is None else piece.state[k.name][rows]

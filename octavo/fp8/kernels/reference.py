@@ -143,7 +143,7 @@ class ReferenceBackend(Backend):
     def adamw(
         self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
     ) -> None:
-        """See :mod:`octavo.fp8.optim.engine`."""
+        """See :mod:`octavo.fp8.arithmetic.adamw`."""
         from octavo.fp8.arithmetic.adamw import reference
 
         reference(pieces, hyper, factor, agree)

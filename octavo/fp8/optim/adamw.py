@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.adamw import MASTERS, Hyper, Piece
-from octavo.fp8.arithmetic.moments import STATES
+from octavo.fp8.arithmetic.moments import STATES, Agree
 from octavo.fp8.arithmetic.philox import LIMIT
-from octavo.fp8.optim import engine, layout, sharded
+from octavo.fp8.optim import layout, sharded
 from octavo.fp8.optim import state_dict as state_dict_
+from octavo.fp8.optim.engine import engine
 from octavo.fp8.weights.shards import local_of, plain, span
 
 __all__ = ["AdamW"]
@@ -124,8 +125,8 @@ class AdamW(torch.optim.Optimizer):
                 if not plain(p).is_contiguous():
                     copies.append((plain(p), piece.weight))
             for pieces in work.values():
-                engine.step(pieces, hyper(group), factor)
-            sharded.step(shared, hyper(group), factor)
+                self.run(pieces, hyper(group), factor, None)
+            sharded.step(shared, hyper(group), factor, self.run)
             for weight, stepped in copies:
                 weight.copy_(stepped.view(weight.shape))
             for p in wanted[of].values():
@@ -170,6 +171,11 @@ class AdamW(torch.optim.Optimizer):
             step=int(state["step"]),
         )
 
+    def run(self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+        """Step pieces of one device, in place. ``factor`` multiplies every gradient. ``agree``: see ``moments.encode``;
+        it is given one column for each of :func:`~octavo.fp8.arithmetic.adamw.edges`, in that order."""
+        engine(pieces[0].weight.device)(pieces, hyper, factor, agree)
+
     def fresh(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first step, where this optimizer keeps states."""
         return layout.fresh(p, group)
@@ -185,11 +191,12 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Values as they were saved, of this class, or the moments of a torch AdamW, encoded; see
         :func:`octavo.fp8.optim.state_dict.load`. Raises ValueError for what does not fit, before anything changes."""
-        state_dict_.load(self, state_dict)
+        state_dict_.load(self, state_dict, self.settle, self.fresh)
+        self._written = {}  # masters are compared with their parameters in the next step
 
 
 def hyper(group: dict[str, Any]) -> Hyper:
-    """The settings of a parameter group, for :func:`octavo.fp8.optim.engine.step`."""
+    """The settings of a parameter group, as an engine takes them."""
     beta1, beta2 = group["betas"]
     names = ("lr", "eps", "weight_decay", "states", "master", "seed")
     return Hyper(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})

@@ -1,6 +1,6 @@
 """The step on the CPU: the reference's arithmetic, bit for bit, in place and in a core's cache.
 
-`reference` in :mod:`octavo.fp8.optim.engine` reads as the formulas do and makes a new array in every line, of which
+`reference` in :mod:`octavo.fp8.arithmetic.adamw` reads as the formulas do and makes a new array in every line, of which
 most of its time goes into fetching memory. Here a chunk of 248 groups goes through all its operations in a few arrays
 that stay in the cache, and threads take chunks in turn (an operation on so few elements runs on one core). What is
 rare is looked for once a chunk and paid for only there: second moments of 0, a group that is not finite, a NaN weight.
@@ -12,29 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic import moments, philox
+from octavo.fp8.arithmetic.adamw import CPU_CHUNK as CHUNK
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars
 from octavo.fp8.arithmetic.moments import GROUP
 from octavo.fp8.arithmetic.root import root
 
-if TYPE_CHECKING:
-    from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars
-
-__all__ = ["CHUNK", "Job", "run"]
-
-CHUNK = 31 << 10
-"""Elements worked on at a time: as many as torch gives to one thread (fewer than 2^15), so that the work outweighs the
-call, and all arrays stay in a cache of 2 MiB."""
+__all__ = ["Job", "run"]
 
 _INF = math.inf
 _NAN = 0x7FC00000
 _MAGNITUDE = 0x7FFFFFFF
 
-Job = tuple["Piece", "Scalars", int, int]
+Job = tuple[Piece, Scalars, int, int]
 """A piece, the numbers of its step, and the range of its elements: whole groups, at most `CHUNK` elements."""
 
 

@@ -1,20 +1,4 @@
-"""One step of AdamW over pieces of parameters: the arithmetic that every engine has bit for bit.
-
-A :class:`Piece` is one parameter's part on this rank, as flat tensors. Its elements fall into the groups of 128 of the
-flattened, unsharded parameter, so that a piece may begin and end inside a group. Per element, in fp32, one rounding an
-operation and none fused (decoupled weight decay: Loshchilov & Hutter, ICLR 2019):
-
-    g = float(grad) * factor                        the product only where there is a factor
-    m = m * beta1 + g * (1 - beta1)
-    v = v * beta2 + (g * (1 - beta2)) * g
-    d = sqrt(v) * (1 / sqrt(1 - beta2^step)) + eps
-    w = w * (1 - lr * weight_decay) - (m * (lr / (1 - beta1^step))) / d
-
-The numbers in brackets that depend on no element are computed in fp64 and rounded to fp32 once. The weight steps with
-the unrounded moments; then they are encoded (:mod:`octavo.fp8.arithmetic.moments`) and the weight is written
-(:mod:`octavo.fp8.arithmetic.master`). A NaN or an Inf in a gradient makes its weight NaN as in torch, and with it the
-moments of its group of 128 in the formats that share a range.
-"""
+"""Who steps pieces of parameters on a device, all with the bits of :func:`octavo.fp8.arithmetic.adamw.reference`."""
 
 from __future__ import annotations
 
@@ -24,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.adamw import (
+    CPU_CHUNK,
     Hyper,
     Piece,
     Scalars,
@@ -38,26 +23,10 @@ from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.kernels.registry import select
 from octavo.fp8.optim import cpu
 
-__all__ = ["Engine", "engine", "on_cpu", "step"]
+__all__ = ["Engine", "engine", "on_cpu"]
 
 
 Engine = Callable[[Sequence[Piece], Hyper, "float | Tensor | None", "Agree | None"], None]
-
-
-def step(
-    pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None = None, agree: Agree | None = None
-) -> None:
-    """Step all `pieces` (of one device), in place. `factor` multiplies every gradient. `agree`: see `moments.encode`;
-    it is given one column for each of :func:`edges`, in that order, once or twice as the format needs."""
-    if not pieces:
-        return
-    device = pieces[0].weight.device
-    if any(x.device != device for piece in pieces for x in piece.state.values()):
-        from octavo.fp8.optim import offload  # which builds on this file
-
-        offload.of(device).step(pieces, hyper, factor, agree, engine(device))
-    else:
-        engine(device)(pieces, hyper, factor, agree)
 
 
 def engine(device: torch.device) -> Engine:
@@ -75,7 +44,7 @@ def on_cpu(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None,
     jobs = [
         (piece, Scalars.of(hyper, piece.step), first, last)
         for piece in pieces
-        for first, last in _chunks(piece, cpu.CHUNK)
+        for first, last in _chunks(piece, CPU_CHUNK)
     ]
     if factor is not None and not isinstance(factor, Tensor):
         factor = _fp32(factor)

@@ -33,7 +33,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, edges, part, whole
 from octavo.fp8.arithmetic.moments import GROUP, Agree
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.optim.engine import Engine
+from octavo.fp8.optim.engine import Engine, engine
 from octavo.fp8.weights.shards import is_dtensor, plain
 
 __all__ = ["BATCH", "CudaTransfers", "Offload", "OffloadedAdamW", "Transfers", "of"]
@@ -267,7 +267,7 @@ class Offload:
 
 @lru_cache(maxsize=16)
 def of(device: torch.device) -> Offload:
-    """The one that serves a device; ``update.step`` asks for it where states lie elsewhere than their weight."""
+    """The one that serves a device."""
     return Offload(device)
 
 
@@ -295,6 +295,11 @@ class OffloadedAdamW(AdamW):
                 there = offload.host(plain(x))
                 made[name] = _local(x, there) if is_dtensor(x) else there
         return made
+
+    def run(self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+        """As AdamW's, with states that come to the device of their weight and go back."""
+        device = pieces[0].weight.device
+        of(device).step(pieces, hyper, factor, agree, engine(device))
 
     def settle(self) -> None:
         """Wait until host memory holds what the last step wrote: before anybody reads ``optimizer.state``."""

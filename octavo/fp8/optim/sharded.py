@@ -24,7 +24,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.adamw import edges as edges_of
 from octavo.fp8.arithmetic.moments import GROUP
-from octavo.fp8.optim import engine
+from octavo.fp8.optim.engine import Engine
 from octavo.fp8.weights.shards import is_dtensor
 
 __all__ = ["Agreement", "cut_groups", "is_cut", "step"]
@@ -73,8 +73,8 @@ def _sharded_over(parameter: Any) -> int | None:
     return dims[0] if dims else None
 
 
-def step(work: Sequence[tuple[Tensor, Piece]], hyper: Hyper, factor: float | Tensor | None = None) -> None:
-    """Step parameters that have cut groups, each with its piece on this rank; nothing where there are none.
+def step(work: Sequence[tuple[Tensor, Piece]], hyper: Hyper, factor: float | Tensor | None, run: Engine) -> None:
+    """Let ``run`` step parameters that have cut groups, each with its piece on this rank; nothing where there are none.
 
     A collective: every rank gives the same parameters in the same order, also those of which it holds nothing, with a
     piece of no elements. Raises what :func:`cut_groups` raises.
@@ -84,7 +84,8 @@ def step(work: Sequence[tuple[Tensor, Piece]], hyper: Hyper, factor: float | Ten
     held = [piece for _, piece in work if piece.weight.numel()]
     edges = [(edge.piece.index, edge.group) for edge in edges_of(held)]
     agree = Agreement([(p, piece.index) for p, piece in work], edges, work[0][1].weight.device)
-    engine.step(held, hyper, factor, agree)
+    if held:
+        run(held, hyper, factor, agree)
     agree.finish(hyper.states)
 
 

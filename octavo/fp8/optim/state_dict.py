@@ -8,18 +8,16 @@ values are copied: the dict stays the caller's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from octavo.fp8.optim.convert import encode
 from octavo.fp8.optim.layout import groups, keeps, touched
 from octavo.fp8.weights.shards import is_dtensor, plain, span
-
-if TYPE_CHECKING:
-    from octavo.fp8.optim.adamw import AdamW
 
 __all__ = ["load"]
 
@@ -27,9 +25,15 @@ _FP32 = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 
 
 @torch.no_grad()
-def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
+def load(
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    settle: Callable[[], None],
+    fresh: Callable[[Tensor, dict[str, Any]], dict[str, Tensor]],
+) -> None:
     """Fill an `fp8.AdamW` from a state dict of one, or of torch's AdamW, whose moments are encoded (a collective where
-    a group of 128 lies on several ranks; weights stay as they are, lower halves and masters too).
+    a group of 128 lies on several ranks; weights stay as they are, lower halves and masters too). ``settle`` and
+    ``fresh`` are the optimizer's methods.
 
     A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
     from the dict; those it lacks stay. Tensors that are there are written into.
@@ -47,7 +51,7 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
             f"The state dict has {', '.join(map(str, given)) or 'nothing'}, and lacks {' and '.join(lacking)}. Give "
             "what optimizer.state_dict() gave: of a checkpoint that holds more, its part of the optimizer."
         )
-    optimizer.settle()
+    settle()
     mine, saved = optimizer.param_groups, given["param_groups"]
     sizes = [[len(g["params"]) for g in groups] for groups in (saved, mine)]
     if sizes[0] != sizes[1]:
@@ -64,13 +68,12 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
     work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, given["state"])]
     for group, former in zip(mine, saved, strict=True):
         group.update({key: copy.deepcopy(former[key]) for key in group if key in former and key != "params"})
-    optimizer._written = {}  # masters are compared with their parameters in the next step
     for entry in work:
         p, group, values = entry.parameter, entry.group, entry.values
         state = optimizer.state.pop(p, {})
         if not values and not (entry.foreign and ("master" in state or "master_low" in state)):
             continue
-        state = optimizer.state[p] = state or optimizer.fresh(p, group)
+        state = optimizer.state[p] = state or fresh(p, group)
         if entry.foreign:
             zero = torch.zeros(plain(p).numel(), device=plain(p).device)
             m, v = (_local(p, values[key]).reshape(-1).to(zero) if values else zero for key in _FP32)
