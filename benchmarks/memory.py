@@ -111,7 +111,7 @@ def arm(name: str, settings: dict[str, int]) -> dict[str, Any]:
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  # so that it counts as a library
 
     from octavo import models
-    from octavo.fp8.memory.accounting import kept
+    from octavo.fp8.memory import kept
 
     how = ARMS[name]
     plain = not how
@@ -211,7 +211,7 @@ def _octavo(model: Any, ids: Any, how: dict[str, Any]) -> tuple[Callable[[], Any
     import torch
 
     from octavo import fp8
-    from octavo.fp8.optim.in_backward import UpdateInBackward
+    from octavo.fp8.optim import UpdateInBackward
 
     head = fp8.chunked_head(model)
     if isinstance(head, str):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import environment, fp8
-from octavo.fp8.arithmetic import moments
+from octavo.fp8 import arithmetic
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Make = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
@@ -62,9 +62,11 @@ def second_moments(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Tensor:
     state = optimizer.state[p]
     if isinstance(optimizer, fp8.AdamW):
         states = optimizer.param_groups[0]["states"]
-        kept = {k.name: state[k.name] for k in moments.LAYOUT[states]}
-        kept = {k.name: kept[k.name].view(-1, 128) if k.row is None else kept[k.name] for k in moments.LAYOUT[states]}
-        return moments.decode(states, kept)[1].flatten()
+        kept = {k.name: state[k.name] for k in arithmetic.LAYOUT[states]}
+        kept = {
+            k.name: kept[k.name].view(-1, 128) if k.row is None else kept[k.name] for k in arithmetic.LAYOUT[states]
+        }
+        return arithmetic.decode_moments(states, kept)[1].flatten()
     v = state["exp_avg_sq"]
     return (v.dequantize() if hasattr(v, "dequantize") and type(v) is not Tensor else v).float().flatten()
 

@@ -37,11 +37,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.adapters.errors import AdapterError
-from octavo.fp8.dense.sources import Source, source_of
-from octavo.fp8.kernels.groups import Groups
-from octavo.fp8.moe import experts as moe
-from octavo.fp8.moe import grouped_high
-from octavo.fp8.weights.cache import Part
+from octavo.fp8 import moe
+from octavo.fp8.dense import Source, source_of
+from octavo.fp8.kernels import Groups
+from octavo.fp8.weights import Part
 
 if TYPE_CHECKING:
     from octavo.config.schema import LoraSection
@@ -231,8 +230,8 @@ class _LowRank(torch.autograd.Function):
         ctx: Any, x: Tensor, down: Tensor, up: Tensor, scale: float, groups: Groups, source: Source | None
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            h = grouped_high.fwd(x, _dense(down, x.dtype), None, groups) * scale
-            y = grouped_high.fwd(h, _dense(up, x.dtype), None, groups)
+            h = moe.grouped_fwd(x, _dense(down, x.dtype), None, groups) * scale
+            y = moe.grouped_fwd(h, _dense(up, x.dtype), None, groups)
         kept = (x,) if source is None else source.tensors
         ctx.remake = None if source is None else source.remake
         ctx.save_for_backward(*groups[:3], h, down, up, *(kept if ctx.needs_input_grad[1] else ()))
@@ -248,14 +247,14 @@ class _LowRank(torch.autograd.Function):
         dx = ddown = dup = None
         with torch.autocast(dy.device.type, enabled=False):
             if needs_up:
-                dup = grouped_high.wgrad(dy, h, groups, up.dtype)
+                dup = moe.grouped_wgrad(dy, h, groups, up.dtype)
             if needs_x or needs_down:
-                dh = grouped_high.dgrad(dy, _dense(up, dy.dtype), groups) * ctx.scale
+                dh = moe.grouped_dgrad(dy, _dense(up, dy.dtype), groups) * ctx.scale
             if needs_down:
                 x = kept[0] if ctx.remake is None else ctx.remake(*kept).to(ctx.dtype)
-                ddown = grouped_high.wgrad(dh, x, groups, down.dtype)
+                ddown = moe.grouped_wgrad(dh, x, groups, down.dtype)
             if needs_x:
-                dx = grouped_high.dgrad(dh, _dense(down, dy.dtype), groups)
+                dx = moe.grouped_dgrad(dh, _dense(down, dy.dtype), groups)
         return dx, ddown, dup, None, None, None
 
 
@@ -271,7 +270,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, part: Part) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            y = grouped_high.fwd(x, part.of(weight), bias, groups)
+            y = moe.grouped_fwd(x, part.of(weight), bias, groups)
         ctx.save_for_backward(*groups[:3], weight, *((x,) if ctx.needs_input_grad[1] else ()))
         ctx.rows, ctx.part, ctx.b_dtype = groups.rows, part, None if bias is None else bias.dtype
         return y
@@ -285,12 +284,12 @@ class _Rows(torch.autograd.Function):
         dx = dw = db = None
         with torch.autocast(dy.device.type, enabled=False):
             if needs_x:
-                dx = grouped_high.dgrad(dy, ctx.part.of(weight), groups)
+                dx = moe.grouped_dgrad(dy, ctx.part.of(weight), groups)
             if needs_w:
-                dw = grouped_high.wgrad(dy, x[0], groups, weight.dtype)
+                dw = moe.grouped_wgrad(dy, x[0], groups, weight.dtype)
                 dw = dw.mT if ctx.part.transposed else dw
             if needs_b:
-                db = grouped_high.bias_grad(dy, groups).to(ctx.b_dtype)
+                db = moe.grouped_bias_grad(dy, groups).to(ctx.b_dtype)
         return dx, dw, db, None, None
 
 

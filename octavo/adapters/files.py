@@ -26,8 +26,8 @@ from octavo.adapters import experts
 from octavo.adapters.attach import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.targets import NEVER, taken_over
-from octavo.fp8.policy.topology import topology
-from octavo.fp8.weights.shards import is_dtensor
+from octavo.fp8.policy import topology
+from octavo.fp8.weights import distributed, is_whole
 from octavo.models import ModelError
 from octavo.models.whole import sync
 from octavo.models.whole import whole as appearing
@@ -240,12 +240,7 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str
     with torch.no_grad():
         for name, parameter in mine.items():
             value = state[name].to(parameter.device, parameter.dtype)
-            if is_dtensor(parameter):
-                from torch.distributed.tensor import DTensor, distribute_tensor
-
-                assert isinstance(parameter, DTensor)
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.copy_(value)
+            parameter.copy_(value if is_whole(parameter) else distributed(value, parameter))
 
 
 def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.dense.inputs import Input
-from octavo.fp8.dense.sources import Source, source_of
+from octavo.fp8.dense import Input, Source, source_of
 
 __all__ = ["low_rank", "low_rank_traced"]
 

@@ -21,7 +21,7 @@ from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.attach import NAME, attached, is_adapter_parameter
 from octavo.adapters.errors import AdapterError
-from octavo.fp8.weights.shards import is_dtensor
+from octavo.fp8.weights import is_whole
 
 __all__ = ["Fold", "folds", "merged"]
 
@@ -117,7 +117,7 @@ def folds(model: nn.Module, base: nn.Module | None = None) -> dict[str, Fold]:
         own = getattr(layer, "parameter_name", None)
         name = stock if own is not None else f"{stock}.weight"
         weight = inside._parameters[own or "weight"] if base is None else _parameter(base, name)
-        if any(is_dtensor(p) for p in (weight, *layer.lora_A.parameters())):
+        if not all(is_whole(p) for p in (weight, *layer.lora_A.parameters())):
             raise AdapterError(
                 f"{name} is a rank's shard; merge from a checkpoint or an adapter folder, in one process."
             )

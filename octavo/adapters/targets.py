@@ -21,7 +21,7 @@ from torch import nn
 from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
-from octavo.fp8.policy.globs import covers, nearest
+from octavo.fp8.policy import covers, nearest
 
 if TYPE_CHECKING:
     from octavo.models import Family

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octavo.bench.record import Absent, Result, Row
-from octavo.fp8.measuring import timing
+from octavo.fp8 import measuring
 
 __all__ = ["Bench", "Call", "Refusal", "Rotation", "Work"]
 
@@ -104,7 +104,7 @@ class Bench:
                 continue
             calls[candidate] = call
         if calls:
-            for candidate, timed in timing.time_calls(calls, self.device).items():
+            for candidate, timed in measuring.time_calls(calls, self.device).items():
                 did = work if isinstance(work, Work) else work[candidate]
                 self.result.rows.append(
                     Row(

@@ -16,7 +16,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.bench.bench import Bench, Refusal
-from octavo.fp8.kernels import registry
+from octavo.fp8 import kernels
 
 __all__ = ["RECIPES", "able", "compiled", "high", "linears", "octavo"]
 
@@ -88,8 +88,8 @@ def able(bench: Bench, recipe: str) -> list[str]:
     a CPU the reference alone."""
     made = fp8.recipe(recipe)
     found = []
-    for name in registry.names():
-        backend = registry.get(name)
+    for name in kernels.names():
+        backend = kernels.get(name)
         lacks = [backend.supports(op, made, bench.device, None) for op in ("fwd", "dgrad", "wgrad")]
         if not any(lacks) and backend.volunteers(bench.device) is None and not (name == "reference" and len(found) > 0):
             found.append(name)

@@ -13,8 +13,8 @@ import torch
 from octavo import fp8
 from octavo.bench import peers
 from octavo.bench.bench import Bench, Call, Rotation, Work
-from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.kernels import registry
+from octavo.fp8 import kernels
+from octavo.fp8.arithmetic import Recipe
 
 SHAPES = ((16384, 4096), (16384, 12288), (8192, 1152))
 SMALL = ((96, 160), (64, 144))
@@ -49,7 +49,7 @@ def _copy(bench: Bench, m: int, k: int) -> Call:
 
 
 def _cast(bench: Bench, m: int, k: int, recipe: Recipe, backend: str, which: str) -> Call:
-    chosen = registry.get(backend)
+    chosen = kernels.get(backend)
     assert recipe.fwd is not None and recipe.wgrad is not None
     row, col = recipe.fwd.a, recipe.wgrad.b
     inputs = Rotation(lambda: bench.randn(m, k))
@@ -99,6 +99,6 @@ def _fused(bench: Bench, m: int, k: int) -> None:
         bench.case("cast", f"{name} {m} x {k} ({moved} B an element fused)", "apart", candidates, work)
 
 
-def _backend(bench: Bench, op: str, recipe: Recipe) -> registry.Backend:
+def _backend(bench: Bench, op: str, recipe: Recipe) -> kernels.Backend:
     what = recipe.fwd.a if op == "quantize" and recipe.fwd is not None else recipe
-    return registry.select(op, recipe_or_spec=what, device=bench.device).backend
+    return kernels.select(op, recipe_or_spec=what, device=bench.device).backend

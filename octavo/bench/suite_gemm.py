@@ -9,8 +9,8 @@ import torch
 from octavo import fp8
 from octavo.bench import peers
 from octavo.bench.bench import Bench, Call, Work
-from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
-from octavo.fp8.kernels import registry
+from octavo.fp8 import kernels
+from octavo.fp8.arithmetic import GEMMS, Recipe
 
 # (name, N, K): Qwen3-8B's decoder, Qwen3-VL's and Qwen2.5-VL's vision towers.
 SHAPES = (
@@ -50,7 +50,7 @@ def _plain(bench: Bench, gemm: str, m: int, n: int, k: int) -> Call:
 
 
 def _fp8(bench: Bench, gemm: str, recipe: Recipe, backend: str, m: int, n: int, k: int) -> Call:
-    chosen, casts = registry.get(backend), recipe.gemm(gemm)
+    chosen, casts = kernels.get(backend), recipe.gemm(gemm)
     assert casts is not None
     a, b = _operands(bench, gemm, m, n, k)
     a_dim, b_dim = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}[gemm]

@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_map
 from octavo import fp8, models
 from octavo.bench.bench import Bench, Call, Work
 from octavo.bench.suite_layer import capture, decoder_inputs, shown, small_or_real
-from octavo.fp8.optim.in_backward import UpdateInBackward, clip_factor, gradient_norm
-from octavo.fp8.optim.offload import OffloadedAdamW
+from octavo.fp8.optim import OffloadedAdamW, UpdateInBackward, clip_factor, gradient_norm
 
 BLOCKS, TOKENS, FEW = 4, 8192, 24
 

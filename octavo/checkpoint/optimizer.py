@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint import files
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
-from octavo.fp8.optim import layout
-from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.weights.shards import span
+from octavo.fp8 import optim
+from octavo.fp8.optim import AdamW
+from octavo.fp8.weights import span
 
 # How the step is computed, not what it computes: these belong to the machine, not to the run.
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -46,11 +46,11 @@ def form(parameter: torch.Tensor, key: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
-    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or key not in layout.PER_GROUP:
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or key not in optim.PER_GROUP:
         return value
     mine = span(parameter)
-    first, last = layout.touched(mine)
-    return Rows(value, first, layout.groups(mine.total), writes=last - max(first, layout.groups(mine.start)))
+    first, last = optim.touched(mine)
+    return Rows(value, first, optim.groups(mine.total), writes=last - max(first, optim.groups(mine.start)))
 
 
 def groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

@@ -237,15 +237,15 @@ def _tokens(text: str) -> dict[str, int]:
 
 def show(plan: Any, notes: Sequence[str], everything: bool, why: bool = False) -> None:
     """The table, what it adds up to, and what else a reader should know."""
-    from octavo.fp8.planning import table
+    from octavo.fp8 import planning
 
-    rows = [_line(row) for row in plan.rows] if everything else table.lines(plan)
-    terminal.show_table(table.HEAD, rows, right=(3,))
+    rows = [_line(row) for row in plan.rows] if everything else planning.lines(plan)
+    terminal.show_table(planning.HEAD, rows, right=(3,))
     print()
     if why:
-        terminal.show_table(table.WHY, [line.cells() for line in plan.backends()])
+        terminal.show_table(planning.WHY, [line.cells() for line in plan.backends()])
         print()
-    for sentence in [*table.totals(plan), *(f"note: {note}" for note in notes)]:
+    for sentence in [*planning.totals(plan), *(f"note: {note}" for note in notes)]:
         print(sentence)
 
 

@@ -19,20 +19,19 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
     """For each device and backend one check of what it is, and one for each recipe that it can be tried in."""
     import torch
 
-    from octavo.fp8.kernels import registry
+    from octavo.fp8 import kernels
 
     if devices is None:
         devices = ("cpu", "cuda:0") if torch.cuda.is_available() else ("cpu",)
-    return [check for d in devices for name in registry.names() for check in _backend(name, d)]
+    return [check for d in devices for name in kernels.names() for check in _backend(name, d)]
 
 
 def _backend(name: str, device: str) -> list[Check]:
     import torch
 
-    from octavo.fp8.arithmetic.recipe import RECIPES
-    from octavo.fp8.kernels import registry
+    from octavo.fp8 import RECIPES, kernels
 
-    backend, on = registry.get(name), torch.device(device)
+    backend, on = kernels.get(name), torch.device(device)
     lacks = {recipe_name: _lack(name, recipe_name, device) for recipe_name in RECIPES}
     why = "; ".join(dict.fromkeys(filter(None, lacks.values()))) if all(lacks.values()) else backend.volunteers(on)
     if why is not None:
@@ -53,13 +52,10 @@ def _lack(backend: str, recipe_name: str, device: str) -> str | None:
     """Why the backend cannot run all three GEMMs of this recipe here, None if it can."""
     import torch
 
-    from octavo.fp8.arithmetic.recipe import recipe
-    from octavo.fp8.kernels import registry
+    from octavo.fp8 import kernels, recipe
 
     made, on = recipe(recipe_name), torch.device(device)
-    found = [
-        registry.get(backend).supports(op, made, on, (TOKENS, OUTPUTS, INPUTS)) for op in ("fwd", "dgrad", "wgrad")
-    ]
+    found = [kernels.get(backend).supports(op, made, on, (TOKENS, OUTPUTS, INPUTS)) for op in ("fwd", "dgrad", "wgrad")]
     return "; ".join(dict.fromkeys(filter(None, found))) or None
 
 
@@ -67,17 +63,16 @@ def _more(backend: str, device: str) -> str:
     """What it has in the default recipe besides casts and the GEMMs of a linear layer."""
     import torch
 
-    from octavo.fp8.arithmetic.recipe import recipe
-    from octavo.fp8.kernels import registry
+    from octavo.fp8 import kernels, recipe
 
     can = [
-        op for op in MORE if registry.get(backend).supports(op, recipe("blockwise"), torch.device(device), None) is None
+        op for op in MORE if kernels.get(backend).supports(op, recipe("blockwise"), torch.device(device), None) is None
     ]
     return f"; also {', '.join(can)}" if can else ""
 
 
 def _try(backend: str, recipe_name: str, device: str) -> Check:
-    from octavo.fp8.arithmetic.metrics import SOUND
+    from octavo.fp8.arithmetic import SOUND
 
     name = f"{backend} {recipe_name} on {device}"
     means = f"fp8.recipe: {recipe_name} cannot be trusted here"

@@ -61,7 +61,7 @@ from octavo.fp8.observe import counts
 from octavo.fp8.observe.health import watching
 from octavo.fp8.weights import cache
 from octavo.fp8.weights.frozen import is_frozen
-from octavo.fp8.weights.shards import is_dtensor, ordinary
+from octavo.fp8.weights.shards import is_whole, ordinary
 from octavo.fp8.weights.versions import listen, now
 
 __all__ = ["SISTERS", "Fusion", "Group", "Sister", "families", "fuse", "fused", "obstacle", "unfuse", "unite"]
@@ -282,7 +282,7 @@ class Group:
             x.dim() > 0
             and x.shape[-1] == first.shape[1]
             and all(
-                not is_dtensor(m.weight)
+                is_whole(m.weight)
                 and not any(p.is_inference() for p in m._parameters.values() if p is not None)
                 and m.weight.dtype == first.dtype
                 and m.weight.device == x.device

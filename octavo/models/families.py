@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo.fp8.policy.globs import matches
+from octavo.fp8.policy import matches
 from octavo.models.errors import ModelError
 
 COMPONENTS = ("image_encoder", "image_projector", "foundation", "lm_head")

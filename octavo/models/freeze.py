@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from octavo.fp8.policy.globs import covers, nearest
+from octavo.fp8.policy import covers, nearest
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, Family
 

@@ -188,7 +188,7 @@ def load_split(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float32:
-                high, low = fp8.arithmetic.master.split(parameter.detach())
+                high, low = fp8.arithmetic.split_master(parameter.detach())
                 parameter.data = high.to(device)
                 if low.any():
                     lows[name] = low.to(device)

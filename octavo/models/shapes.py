@@ -24,7 +24,7 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from octavo.fp8.policy.globs import nearest
+from octavo.fp8.policy import nearest
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
 from octavo.models.loading import empty

@@ -217,7 +217,7 @@ def _one(arm: Arm, label: str, run: Train, console: Any) -> RunRecord:
     if record is not None:
         _say(console, f"{label}: finished earlier, read from {arm.cfg.run.dir}")
         return record
-    from octavo.fp8.proof.proof import ProofError
+    from octavo.fp8.proof import ProofError
     from octavo.train import TrainError
 
     _forget_peaks()

@@ -22,7 +22,7 @@ from octavo import fp8, models
 from octavo.config import Config
 from octavo.config.rules_lora import kinds_of
 from octavo.config.schema import FITTING
-from octavo.fp8.weights.shards import plain
+from octavo.fp8.weights import plain
 from octavo.models.quantization import read_quantization
 from octavo.parallel import World
 from octavo.train.errors import TrainError

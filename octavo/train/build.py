@@ -22,7 +22,7 @@ from octavo import checkpoint, data, environment, fp8, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
 from octavo.config.rules_lora import kinds_of
-from octavo.fp8.planning import file
+from octavo.fp8.planning import document
 from octavo.models.quantization import read_quantization
 from octavo.train import base, compiled, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
@@ -299,7 +299,7 @@ def save(job: Job) -> Path:
         counters={
             **job.progress.counters(job.cfg, job.data),
             "threads": torch.get_num_threads(),
-            **({"plan": file.document(job.plan)} if planning.leaves_open(job.cfg) else {}),
+            **({"plan": document(job.plan)} if planning.leaves_open(job.cfg) else {}),
             **({} if job.base is None else {"base": job.base.whole}),
         },
         world=job.world,

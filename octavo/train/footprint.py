@@ -28,7 +28,7 @@ from torch import nn
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.config.schema import RecomputeSection
-from octavo.fp8.planning import modules
+from octavo.fp8.planning import blocks_of, saving_of
 from octavo.train import base, planning, static
 from octavo.train.errors import TrainError
 from octavo.train.forward import autocasts
@@ -107,9 +107,9 @@ class Footprints:
         key = _of_plan(cfg)
         if key not in self._plans:
             policy = planning.policy_from(cfg)
-            saving = modules.saving_of(policy, self.family.components)
+            saving = saving_of(policy, self.family.components)
             given = self.plan.rows, policy.fuse == "on", saving, self.family.components
-            self._plans[key] = replace(self.plan, policy=policy, blocks=modules.blocks_of(self.model, *given))
+            self._plans[key] = replace(self.plan, policy=policy, blocks=blocks_of(self.model, *given))
         return self._plans[key]
 
     def rehearsal(self, cfg: Config, rows: int) -> Rehearsal:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.fp8.memory.accounting import Kept, Row, kept
-from octavo.fp8.weights.shards import plain
+from octavo.fp8.memory import Kept, Row, kept
+from octavo.fp8.weights import plain
 
 MASTERS = ("master", "master_low")
 

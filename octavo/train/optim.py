@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.config import Config
-from octavo.fp8.optim.convert import decode
-from octavo.fp8.optim.offload import OffloadedAdamW
-from octavo.fp8.weights.shards import plain
+from octavo.fp8.optim import OffloadedAdamW, decode
+from octavo.fp8.weights import plain
 from octavo.train.errors import TrainError
 
 

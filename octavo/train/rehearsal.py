@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import adapters, fp8, models
 from octavo.config import Config
-from octavo.fp8.dense.gemms import backends_for
-from octavo.fp8.memory.accounting import ACTIVATION, Kept, kept
+from octavo.fp8.dense import backends_for
+from octavo.fp8.memory import ACTIVATION, Kept, kept
 from octavo.train import base, build, losses, routing
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype

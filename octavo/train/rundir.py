@@ -22,7 +22,7 @@ from typing import Any
 from octavo import checkpoint, fp8
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
-from octavo.fp8.planning import file as plan_file
+from octavo.fp8 import planning
 from octavo.parallel import World
 from octavo.train import datafiles
 from octavo.train.errors import TrainError
@@ -285,7 +285,7 @@ def write_plan(
 ) -> None:
     """plan.json: what `octavo plan --json` prints, and a plan file that `fp8.plan` takes
     (`octavo.fp8.planning.file`)."""
-    said = {"family": family, **plan.to_json(), **plan_file.document(plan), "notes": list(notes)}
+    said = {"family": family, **plan.to_json(), **planning.document(plan), "notes": list(notes)}
     if prediction is not None:
         said["prediction"] = prediction.to_json()
     write_json(directory / PLAN, said)

@@ -16,8 +16,8 @@ from torch import nn
 
 from octavo import adapters, fp8, models
 from octavo.config import Config
-from octavo.fp8.arithmetic.cast import CastSpec, layout
-from octavo.fp8.weights.fp8_rows import Shards
+from octavo.fp8.arithmetic import CastSpec, layout
+from octavo.fp8.weights import Shards
 from octavo.train.forward import model_dtype
 
 GROUP = 128  # elements of a parameter that share the figures of its 8-bit states: octavo.fp8.optim

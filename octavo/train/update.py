@@ -13,11 +13,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from octavo import fp8
 from octavo.config import Config
-from octavo.fp8.optim.in_backward import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
+from octavo.fp8.optim import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
+from octavo.fp8.weights import full
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.optim import trained
@@ -96,7 +96,7 @@ class AfterBackward:
     def _clipped(self) -> Tensor:
         """The gradient norm over all ranks; the gradients are scaled down to the limit."""
         norm = torch.nn.utils.clip_grad_norm_(list(trained(self.model)), self.clip or math.inf)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return full(norm)
 
 
 class InBackward:

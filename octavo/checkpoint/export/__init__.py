@@ -36,8 +36,8 @@ from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix, to_disk
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid, shared_cast
-from octavo.fp8.arithmetic.cast import quantize, scale_from_amax
-from octavo.fp8.policy.globs import template
+from octavo.fp8.arithmetic import quantize, scale_from_amax
+from octavo.fp8.policy import template
 from octavo.models.whole import copy_companions, sync, whole, write_config
 
 #: what an export leaves in its folder: what was written, and the permission to replace it by another export

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
-from octavo.fp8.arithmetic.cast import quantize_with_scale, scale_fp32
-from octavo.fp8.planning.apply import needs_of
-from octavo.fp8.weights.cache import HoldsCodes, master_of
-from octavo.fp8.weights.shards import is_dtensor
+from octavo.fp8.arithmetic import quantize_with_scale, scale_fp32
+from octavo.fp8.planning import needs_of
+from octavo.fp8.weights import HoldsCodes, is_whole, master_of
 
 
 class Trained(NamedTuple):
@@ -54,7 +53,7 @@ def values_of(model: nn.Module) -> Iterator[tuple[str, Value]]:
     for name, value in state.items():
         if name in tied:
             continue
-        if is_dtensor(value):
+        if not is_whole(value):
             raise CheckpointError(f"{name} is a rank's shard; export from a checkpoint, in one process")
         if fp8.is_frozen(value):
             yield name, fp8.codes_of_frozen(value)

@@ -33,7 +33,7 @@ from octavo.checkpoint.verify.headers import PIECE, Held
 from octavo.checkpoint.verify.scales import Pair
 from octavo.checkpoint.verify.stock import Stock
 from octavo.checkpoint.verify.values import Progress, experts, scales_fp32
-from octavo.fp8.arithmetic.formats import decode
+from octavo.fp8.arithmetic import decode
 
 NORMAL, SUBNORMAL, BF16 = 2.0**-4, 2.0**-10, 2.0**-8
 _HIGH = {"BF16": BF16, "F16": 2.0**-11}

@@ -29,7 +29,7 @@ from octavo.checkpoint.verify.headers import Held
 from octavo.checkpoint.verify.names import scale_of
 from octavo.checkpoint.verify.scales import Pair
 from octavo.checkpoint.verify.stock import Stock, fused_groups
-from octavo.fp8.arithmetic.formats import E4M3, NAN_CODE, decode
+from octavo.fp8.arithmetic import E4M3, NAN_CODE, decode
 
 Progress = Callable[[int, int, str], None]
 

@@ -1,1 +1,39 @@
-"""TODO arithmetic."""
+"""The specification: what FP8 numbers are, how tensors become them, and one AdamW step. Needs torch alone."""
+
+from octavo.fp8.arithmetic.cast import (
+    CastSpec,
+    Quantized,
+    dequantize,
+    layout,
+    quantize,
+    quantize_with_scale,
+    scale_fp32,
+    scale_from_amax,
+)
+from octavo.fp8.arithmetic.formats import E4M3, NAN_CODE, decode
+from octavo.fp8.arithmetic.master import split as split_master
+from octavo.fp8.arithmetic.metrics import SOUND
+from octavo.fp8.arithmetic.moments import LAYOUT
+from octavo.fp8.arithmetic.moments import decode as decode_moments
+from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, Recipe
+
+__all__ = [
+    "CastSpec",
+    "E4M3",
+    "GEMMS",
+    "LAYOUT",
+    "NAN_CODE",
+    "Quantized",
+    "RECIPES",
+    "Recipe",
+    "SOUND",
+    "decode",
+    "decode_moments",
+    "dequantize",
+    "layout",
+    "quantize",
+    "quantize_with_scale",
+    "scale_fp32",
+    "scale_from_amax",
+    "split_master",
+]

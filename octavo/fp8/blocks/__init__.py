@@ -1,1 +1,1 @@
-"""TODO blocks."""
+"""What stands around linear layers in a transformer block: norms, MLPs, attention."""

@@ -50,7 +50,7 @@ from octavo.fp8.observe import counts
 from octavo.fp8.observe.health import watching
 from octavo.fp8.weights import cache as weights
 from octavo.fp8.weights.cache import Part
-from octavo.fp8.weights.shards import is_dtensor, ordinary
+from octavo.fp8.weights.shards import is_whole, ordinary
 
 __all__ = ["CHILDREN", "GatedMlp", "agrees", "convert", "is_gated_mlp", "obstacle", "unite"]
 
@@ -90,9 +90,7 @@ def obstacle(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     more = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
     if more:
         return f"it holds {', '.join(more)} besides a gated MLP's layers"
-    found = [
-        p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and not is_dtensor(p.layer.weight)
-    ]
+    found = [p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and is_whole(p.layer.weight)]
     if len(found) < len(CHILDREN):
         return "not all of its layers are whole FP8 layers"
     gate, up, _ = found
@@ -177,7 +175,7 @@ class GatedMlp(Swapped):
         linears = [m for m in layers if type(m) is Linear and not hooked(m) and "_group" not in m.__dict__]
         if len(linears) < len(CHILDREN) or compute_dtype(x) not in _DTYPES or x.shape[-1] != linears[0].weight.shape[1]:
             return False
-        if any(is_dtensor(m.weight) or m.weight.device != x.device for m in linears):
+        if any(not is_whole(m.weight) or m.weight.device != x.device for m in linears):
             return False
         return all(_recipe_obstacle(m.recipe) is None for m in linears)
 

@@ -26,7 +26,7 @@ from octavo.fp8.blocks import rmsnorm
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.casts import _autocast_enabled, _no_autocast, transformed
 from octavo.fp8.dense.swap import Swapped, swap
-from octavo.fp8.weights.shards import is_dtensor, ordinary
+from octavo.fp8.weights.shards import is_whole, ordinary
 
 __all__ = ["LayerNorm", "is_norm", "obstacle", "save"]
 
@@ -54,7 +54,7 @@ def obstacle(norm: nn.Module) -> str | None:
     if len(norm.normalized_shape) != 1:
         return f"it normalises over {len(norm.normalized_shape)} dimensions"
     parameters = [p for p in norm._parameters.values() if p is not None]
-    if any(is_dtensor(p) for p in parameters):
+    if any(not is_whole(p) for p in parameters):
         return "its weight is sharded already (apply the plan before fully_shard)"
     wrong = next((p.dtype for p in parameters if p.dtype not in sources.DTYPES), None)
     return None if wrong is None else f"its weight is {str(wrong).removeprefix('torch.')}"
@@ -82,7 +82,7 @@ class LayerNorm(Swapped):
             return None
         out = _dtype_of(x)
         mixed = any(p.dtype != x.dtype for p in own) and out == x.dtype and x.device.type != "cpu"
-        if mixed or any(is_dtensor(p) or p.device != x.device for p in own):
+        if mixed or any(not is_whole(p) or p.device != x.device for p in own):
             return None  # whether a device takes mixed dtypes is for the stock forward to say
         return _LayerNorm.apply(x, weight, bias, _Call(self.eps, out))  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ from octavo.fp8.dense import sources
 from octavo.fp8.dense.casts import _no_autocast, transformed
 from octavo.fp8.dense.sources import Source
 from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
-from octavo.fp8.weights.shards import is_dtensor, ordinary
+from octavo.fp8.weights.shards import is_whole, ordinary
 
 __all__ = ["ACTS", "KINDS", "HighLinear", "Parts", "SavedMlp", "agrees", "obstacle", "parts", "product", "run", "save"]
 
@@ -278,7 +278,7 @@ class HighLinear(Swapped):
 
     def other(self, x: Tensor) -> Tensor | None:
         source = sources.source_of(x)
-        if source is None or not self.weight.requires_grad or is_dtensor(self.weight):
+        if source is None or not self.weight.requires_grad or not is_whole(self.weight):
             return None  # a frozen weight keeps no input anyway
         return _HighLinear.apply(x, self.weight, self.bias, source)
 

@@ -35,7 +35,7 @@ from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, planned, probe, swap
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.weights.shards import is_dtensor, ordinary
+from octavo.fp8.weights.shards import is_whole, ordinary
 
 __all__ = ["FEEDS", "RmsNorm", "agrees", "convert", "fed", "fp8_of", "obstacle", "obstacle_to_saving", "save", "unite"]
 
@@ -125,7 +125,7 @@ def _structure(norm: nn.Module) -> str | None:
     weight = norm._parameters.get("weight")
     if held != ["weight"] or weight is None or weight.dim() != 1:
         return f"{type(norm).__name__} holds {', '.join(held) or 'nothing'}, an RMSNorm one weight [K]"
-    if is_dtensor(weight):
+    if not is_whole(weight):
         return "its weight is sharded already (apply the plan before fully_shard)"
     if _eps(norm) is None:
         return f"{type(norm).__name__} has no number named {' or '.join(_EPS)}"
@@ -222,7 +222,7 @@ class RmsNorm(Swapped):
         weight = self._parameters.get("weight")
         if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
             return None
-        if weight is None or is_dtensor(weight) or weight.device != x.device or x.shape[-1] != weight.shape[0]:
+        if weight is None or not is_whole(weight) or weight.device != x.device or x.shape[-1] != weight.shape[0]:
             return None
         if x.dtype not in _DTYPES or weight.dtype not in _DTYPES or transformed():
             return None

@@ -1,4 +1,4 @@
-"""TODO octavo.fp8.dense.casts."""
+"""Around a layer's casts: the dtype of its GEMMs, requests for casts, and two casts in one pass."""
 
 from __future__ import annotations
 

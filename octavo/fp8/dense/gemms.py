@@ -1,4 +1,4 @@
-"""TODO octavo.fp8.dense.gemms."""
+"""Where the GEMMs of a layer run: recipe, backends and the weight's codes, in one object for each layer."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from octavo.fp8.observe import counts, health
 from octavo.fp8.weights import cache
 from octavo.fp8.weights.cache import HoldsCodes, Part, WeightCodes
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
-from octavo.fp8.weights.shards import is_dtensor
+from octavo.fp8.weights.shards import is_whole
 
 
 class Call(NamedTuple):
@@ -270,7 +270,7 @@ def _check(x: Tensor, weight: Tensor, name: str) -> None:
             "differentiated by torch.autograd alone. Use loss.backward() or torch.autograd.grad, or call the model "
             "inside fp8.high_precision(model)."
         )
-    if is_dtensor(weight):
+    if not is_whole(weight):
         raise RuntimeError(
             f"The weight of {name!r} is a DTensor where its GEMM runs. FP8 layers multiply by plain weights: "
             "under FSDP2 call the "

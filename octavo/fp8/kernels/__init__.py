@@ -1,12 +1,7 @@
-"""The kernels: one registry, one file per backend. The last registered is preferred where it can serve."""
+"""The operations and who runs them: one registry, one file a backend, and how codes lie in memory."""
 
-from octavo.fp8.kernels.deepgemm_backend import DeepGemmBackend
-from octavo.fp8.kernels.reference import ReferenceBackend
-from octavo.fp8.kernels.registry import register
-from octavo.fp8.kernels.torch_backend import TorchBackend
-from octavo.fp8.kernels.triton_backend import TritonBackend
+from octavo.fp8.kernels.backends import BACKENDS
+from octavo.fp8.kernels.groups import Groups
+from octavo.fp8.kernels.registry import Backend, BackendError, Selection, get, names, select
 
-register(ReferenceBackend())
-register(TritonBackend())
-register(TorchBackend())
-register(DeepGemmBackend())
+__all__ = ["BACKENDS", "Backend", "BackendError", "Groups", "Selection", "get", "names", "select"]

@@ -1,4 +1,4 @@
-"""TODO octavo.fp8.measuring.cases."""
+"""What is measured, and what came out: cases (a kind of layer with its sizes), candidates and their figures."""
 
 from __future__ import annotations
 

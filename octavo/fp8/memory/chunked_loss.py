@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8.dense.casts import _no_autocast, compute_dtype, transformed
-from octavo.fp8.weights.shards import is_dtensor
+from octavo.fp8.weights.shards import is_whole
 
 __all__ = ["linear_cross_entropy", "token_log_probs"]
 
@@ -174,7 +174,7 @@ def _tokens(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    if is_dtensor(hidden) or is_dtensor(weight):
+    if not is_whole(hidden) or not is_whole(weight):
         raise TypeError(
             "hidden states or weight are a DTensor, of which this rank holds a part; call this where FSDP has gathered "
             "them (octavo.fp8.memory.chunked_head does, inside the model's forward)"

@@ -34,7 +34,7 @@ from octavo.fp8.kernels.registry import Borrower, Selection
 from octavo.fp8.moe import grouped_high
 from octavo.fp8.observe import counts, health
 from octavo.fp8.weights.cache import Part, has_values
-from octavo.fp8.weights.shards import is_dtensor
+from octavo.fp8.weights.shards import is_whole
 
 
 def alone(chosen: Recipe, selections: Mapping[str, Selection], device: torch.device) -> str | None:
@@ -65,7 +65,7 @@ def grouped_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups
 
     ``weight`` is the parameter itself, [E, N, K] or transposed; ``bias`` [E, N]. Not for ``torch.compile`` to trace.
     """
-    if is_dtensor(weight):
+    if not is_whole(weight):
         raise RuntimeError(
             f"The weights of {call.site.name!r} are a DTensor where their GEMMs run. FP8 experts multiply by plain "
             "weights: under FSDP2 call the module that fully_shard wrapped, so that its hooks gather them first; "

@@ -1,1 +1,5 @@
-"""TODO observe."""
+"""Who watches: GEMM counts and health figures, which layers report to one recorder."""
+
+from octavo.fp8.observe.counts import Phase, phase
+
+__all__ = ["Phase", "phase"]

@@ -1,1 +1,20 @@
-"""AdamW with 8-bit states: the moments in one byte each, the weights with or without an fp32 master."""
+"""AdamW whose states and weights may be FP8 or BF16."""
+
+from octavo.fp8.optim.adamw import AdamW
+from octavo.fp8.optim.convert import decode
+from octavo.fp8.optim.in_backward import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
+from octavo.fp8.optim.layout import PER_GROUP, groups, touched
+from octavo.fp8.optim.offload import OffloadedAdamW
+
+__all__ = [
+    "AdamW",
+    "OffloadedAdamW",
+    "PER_GROUP",
+    "PartialUpdate",
+    "UpdateInBackward",
+    "clip_factor",
+    "decode",
+    "gradient_norm",
+    "groups",
+    "touched",
+]

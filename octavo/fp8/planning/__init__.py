@@ -1,1 +1,8 @@
-"""TODO planning."""
+"""The plan: what every layer will run in and why, on paper, in a file and carried out."""
+
+from octavo.fp8.planning.apply import needs_of
+from octavo.fp8.planning.file import document
+from octavo.fp8.planning.modules import blocks_of, saving_of
+from octavo.fp8.planning.table import HEAD, WHY, lines, totals
+
+__all__ = ["HEAD", "WHY", "blocks_of", "document", "lines", "needs_of", "saving_of", "totals"]

@@ -1,4 +1,4 @@
-"""TODO octavo.fp8.planning.apply."""
+"""Carrying a plan out, in place: layers become FP8, blocks exchange their forward, weights become FP8 between steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from octavo.fp8.weights.cache import HoldsCodes
 from octavo.fp8.weights.fp8_rows import Need
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
 from octavo.fp8.weights.frozen import is_frozen
-from octavo.fp8.weights.shards import is_dtensor
+from octavo.fp8.weights.shards import is_whole
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -195,7 +195,7 @@ def exchange(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool
 
 
 def _exchanged(old: Any, casts: tuple[Need, ...], keep: bool, name: str) -> nn.Parameter:
-    if is_dtensor(old):
+    if not is_whole(old):
         raise PlanError(
             f"{name} is sharded already, and FP8 weights are made of whole ones. Call fp8.apply before fully_shard."
         )

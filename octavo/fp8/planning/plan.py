@@ -1,4 +1,4 @@
-"""TODO octavo.fp8.planning.plan."""
+"""A plan: its rows, what they sum up to, and how it is shown. Made by `decide`, carried out by `apply`."""
 
 from __future__ import annotations
 

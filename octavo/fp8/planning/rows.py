@@ -1,4 +1,4 @@
-"""TODO octavo.fp8.planning.rows."""
+"""What a plan says of one layer, of one group of siblings, of one block."""
 
 from __future__ import annotations
 

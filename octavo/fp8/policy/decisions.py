@@ -1,4 +1,4 @@
-"""TODO octavo.fp8.policy.decisions."""
+"""What a policy says of each linear layer of a model, and what forbids FP8 there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.fp8.moe.experts import Experts
 from octavo.fp8.policy.globs import matches, nearest
 from octavo.fp8.policy.policy import Decision, PlanError, Policy, Rule, decide
 from octavo.fp8.policy.topology import Row, topology
-from octavo.fp8.weights.shards import is_dtensor
+from octavo.fp8.weights.shards import is_whole
 
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,7 +66,7 @@ def _obstacle(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str |
         return None
     key = (type(module), *(tuple(p.shape) for p in module.parameters(recurse=False)))
     if key not in verdicts:
-        if any(is_dtensor(p) for p in module.parameters(recurse=False)):
+        if any(not is_whole(p) for p in module.parameters(recurse=False)):
             verdicts[key] = "experts already sharded (plan and apply before fully_shard)"
         else:
             verdicts[key] = moe.obstacle(module) or (None if _is_meta(module) else moe.agrees(module))

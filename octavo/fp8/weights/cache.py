@@ -30,8 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights import versions as clock
-from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held
-from octavo.fp8.weights.shards import is_dtensor, local_of
+from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held, master_of
+from octavo.fp8.weights.shards import is_whole, local_of
 from octavo.fp8.weights.versions import listen, watch_optimizers
 from octavo.fp8.weights.versions import now as epoch
 
@@ -126,7 +126,7 @@ class WeightCodes:
     def placed(self, value: object) -> None:
         """A parameter was put into the module: under FSDP2 the sharded one (resharding) or the gathered one."""
         self.drop()
-        if is_dtensor(value):
+        if not is_whole(value):
             self._sharded = weakref.ref(value)  # type: ignore[assignment]
         elif isinstance(value, Tensor):
             self.own(value)
@@ -279,7 +279,7 @@ class HoldsCodes(nn.Module):
         """Let compiled graphs find these caches by the weights they get, without the layer."""
         for name, codes in self._weight_codes().items():
             weight = self._parameters.get(name)
-            if weight is not None and not is_dtensor(weight):
+            if weight is not None and is_whole(weight):
                 codes.own(weight)
 
 
@@ -315,20 +315,6 @@ def invalidate(model: nn.Module) -> None:
 def has_values(weight: Tensor) -> bool:
     """False for a weight that FSDP2 gathered as codes: there is nothing to hold the codes against."""
     return not isinstance(weight, Fp8Weight) or weight.held is not None
-
-
-def master_of(value: Any) -> Any:
-    """The plain tensor (or DTensor) that holds the values of an FP8 weight, always the same object while it lies where
-    it does; anything else as it is."""
-    local = local_of(value)
-    if not isinstance(local, Fp8Weight) or local.held is None:
-        return value
-    if local is value:
-        return local.master
-    held, kind = local.held, type(value)
-    if held.face is None or held.face._local_tensor is not held.tensor or held.face._spec != value._spec:
-        held.face = kind(held.tensor, value._spec, requires_grad=False)
-    return held.face
 
 
 def code_bytes(model: nn.Module) -> int:

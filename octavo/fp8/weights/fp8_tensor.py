@@ -32,8 +32,9 @@ from torch.utils._pytree import tree_map
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.weights import fp8_rows, versions
 from octavo.fp8.weights.fp8_rows import Need, Rows
+from octavo.fp8.weights.shards import local_of
 
-__all__ = ["Fp8Weight", "Held", "Source"]
+__all__ = ["Fp8Weight", "Held", "Source", "master_of"]
 
 aten = torch.ops.aten
 
@@ -444,3 +445,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[F
             continue
         found += [v for v in (given if isinstance(given, list | tuple) else [given]) if isinstance(v, Fp8Weight)]
     return found
+
+
+def master_of(value: Any) -> Any:
+    """The plain tensor (or DTensor) that holds the values of an FP8 weight, always the same object while it lies where
+    it does; anything else as it is."""
+    local = local_of(value)
+    if not isinstance(local, Fp8Weight) or local.held is None:
+        return value
+    if local is value:
+        return local.master
+    held, kind = local.held, type(value)
+    if held.face is None or held.face._local_tensor is not held.tensor or held.face._spec != value._spec:
+        held.face = kind(held.tensor, value._spec, requires_grad=False)
+    return held.face

@@ -37,7 +37,7 @@ from octavo.fp8.kernels.layout import grid_of
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights.fp8_rows import Need, Shards, assembled, gather, shard_mesh
 from octavo.fp8.weights.frozen_tensor import FrozenWeight
-from octavo.fp8.weights.shards import is_dtensor, local_of
+from octavo.fp8.weights.shards import is_whole, local_of
 
 __all__ = [
     "FROZEN",
@@ -169,7 +169,7 @@ def _digest(weight: Any) -> str:
     rows = q.data.detach().contiguous().view(torch.uint8).cpu().numpy()
     digests = b"".join(hashlib.sha256(row.tobytes()).digest() for row in rows)
     scales = q.scale.detach()
-    if is_dtensor(weight):
+    if not is_whole(weight):
         digests, scales = _of_all_ranks(weight, local, digests)
     whole = hashlib.sha256(f"{local.spec.format} {local.spec.block} {list(local.source.whole)}".encode())
     whole.update(digests)

@@ -12,7 +12,35 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["Span", "ordinary", "plain", "span"]
+__all__ = ["Span", "distributed", "full", "is_dtensor", "is_whole", "local_of", "ordinary", "plain", "span"]
+
+
+def is_dtensor(value: object) -> bool:
+    """True for a DTensor, without importing torch.distributed where nobody else has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(value: Any) -> Any:
+    """What of a parameter lies on this rank: the local tensor of a DTensor, anything else as it is."""
+    return value._local_tensor if is_dtensor(value) else value
+
+
+def is_whole(value: object) -> bool:
+    """Whether all of a weight is here, so that a GEMM may multiply by it; False for a DTensor."""
+    return not is_dtensor(value)
+
+
+def full(value: Any) -> Any:
+    """All of a tensor, on every rank: a collective for a DTensor; anything else as it is."""
+    return value.full_tensor() if is_dtensor(value) else value
+
+
+def distributed(value: Tensor, like: Any) -> Tensor:
+    """A tensor that every rank has whole, as a DTensor cut like ``like``; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 class Span(NamedTuple):
@@ -59,14 +87,3 @@ def span(parameter: Tensor) -> Span:
     row = parameter.shape[1:].numel()
     start = offset[0] * row
     return Span(start, start + shape[0] * row, total) if shape[0] else Span(start, start, total)
-
-
-def is_dtensor(value: object) -> bool:
-    """True for a DTensor, without importing torch.distributed where nobody else has."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
-def local_of(value: Any) -> Any:
-    """What of a parameter lies on this rank: the local tensor of a DTensor, anything else as it is."""
-    return value._local_tensor if is_dtensor(value) else value

@@ -28,7 +28,7 @@ from octavo.fp8.weights.fp8_rows import Shards, dequantize, gather, gathered, sh
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
 from octavo.fp8.weights.frozen import codes_of_frozen, frozen, is_frozen
 from octavo.fp8.weights.frozen_tensor import FrozenWeight
-from octavo.fp8.weights.shards import is_dtensor, local_of
+from octavo.fp8.weights.shards import distributed, full, is_whole, local_of
 
 __all__ = ["fp8_state_dict", "load_fp8_state_dict"]
 
@@ -45,7 +45,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if name not in weights:
-            out[name] = value.full_tensor() if is_dtensor(value) else value
+            out[name] = full(value)
             continue
         q = _codes(weights[name])
         out[name] = q.data.contiguous()
@@ -97,8 +97,8 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in list(plain.items()):
         target = parameters.get(name)
-        if is_dtensor(target) and not is_dtensor(value):
-            plain[name] = _distributed(value, target)
+        if not is_whole(target) and is_whole(value):
+            plain[name] = distributed(value, target)
     model.load_state_dict(plain)
     for mine, its in exchanged:
         mine.receive(its)
@@ -115,19 +115,12 @@ def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> FrozenWeig
         raise ValueError(f"{name}: {error}") from None
     if whole.shape != weight.shape:
         raise ValueError(f"{name} has the shape {list(weight.shape)}, and the state dict {list(whole.shape)}.")
-    if is_dtensor(weight):
+    if not is_whole(weight):
         mesh = shard_mesh(weight)
         begin, end = Shards(whole.shape[0], mesh.size(), mesh.get_local_rank()).here
         whole = whole.rows(begin, end)
     assert isinstance(whole, FrozenWeight)
     return whole
-
-
-def _distributed(value: Tensor, like: Any) -> Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    # Every rank has the whole tensor: nothing is sent.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -147,10 +140,10 @@ def _source(weight: Any) -> Source:
 def _codes(weight: Any) -> Quantized:
     """The codes of the forward's cast of a whole weight, of the matrix that its GEMM multiplies by."""
     source = _source(weight)
-    if not is_dtensor(weight):
+    if is_whole(weight):
         return codes_of_frozen(weight) if is_frozen(weight) else source.needs[0].cast(weight.values())
     mesh = shard_mesh(weight)
-    outputs = tuple(gather(part, mesh) for part in weight._local_tensor.wire(mesh))
+    outputs = tuple(gather(part, mesh) for part in local_of(weight).wire(mesh))
     return gathered(outputs, source.needs, source.whole, Shards(source.whole[0], mesh.size(), 0), None)[0]
 
 
