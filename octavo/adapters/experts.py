@@ -40,7 +40,7 @@ from octavo.adapters.errors import AdapterError
 from octavo.fp8 import moe
 from octavo.fp8.dense import Source, source_of
 from octavo.fp8.kernels import Groups
-from octavo.fp8.weights import Part
+from octavo.fp8.weights import WeightSlice
 
 if TYPE_CHECKING:
     from octavo.config.schema import LoraSection
@@ -159,7 +159,7 @@ class _RowByRow(nn.Module):
         return moe.mixture(self, hidden_states, top_k_index, top_k_weights, self._project)
 
     def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
-        part = Part(None, bool(getattr(self, "is_transposed", False)))
+        part = WeightSlice(None, bool(getattr(self, "is_transposed", False)))
         return _Rows.apply(x, self._parameters[name], self._parameters.get(f"{name}_bias"), groups, part)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -268,7 +268,7 @@ class _Rows(torch.autograd.Function):
     frozen FP8 codes no values outlive the GEMM."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, part: Part) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, part: WeightSlice) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             y = moe.grouped_fwd(x, part.of(weight), bias, groups)
         ctx.save_for_backward(*groups[:3], weight, *((x,) if ctx.needs_input_grad[1] else ()))

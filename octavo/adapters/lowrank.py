@@ -64,7 +64,7 @@ class _LowRank(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, call: Call) -> Tensor:
         dtype = y.dtype
         with torch.autocast(x.device.type, enabled=False):
-            given = Input(x, dtype, call.user)
+            given = Input(x, call.user, dtype)
             x_MK = given.high() if x.dtype != dtype else given.matrix()
             h = _dropped(x_MK, mask, call.dropout) @ a.to(dtype).t()
             y_MN = y.reshape(h.shape[0], y.shape[-1])

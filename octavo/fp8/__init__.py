@@ -30,8 +30,9 @@ from octavo.fp8.memory.offload import offload as offload_activations
 from octavo.fp8.memory.offload import synchronize_per_layer
 from octavo.fp8.memory.recompute import recompute
 from octavo.fp8.moe.experts import Experts
-from octavo.fp8.observe.counts import HIGH, GemmCounts, count_gemms, uncounted
+from octavo.fp8.observe.counts import GemmCounts, count_gemms
 from octavo.fp8.observe.health import Health, health
+from octavo.fp8.observe.recorder import HIGH, uncounted
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.convert import copy_state, fp32_weight, set_low, to_torch
 from octavo.fp8.planning.apply import apply

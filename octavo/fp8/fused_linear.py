@@ -27,7 +27,7 @@ from octavo.fp8.dense.inputs import Input
 from octavo.fp8.joined import Joined
 from octavo.fp8.observe import counts
 from octavo.fp8.weights import cache
-from octavo.fp8.weights.cache import Part
+from octavo.fp8.weights.cache import WeightSlice
 
 __all__ = ["Call", "FusedGemms", "Marks"]
 
@@ -192,7 +192,7 @@ def _backward_one_by_one(ctx: Any, given: list[tuple[int, Tensor]], dws: list[Te
         site = ctx.call.sites[i]
         if owners:
             dy_q = site.selections["dgrad"].backend.quantize(dy, site.recipe.dgrad.a, 1)
-            w_q = site.weight("dgrad", owners[i], Part(), site.recipe.dgrad.b)
+            w_q = site.weight("dgrad", owners[i], WeightSlice(), site.recipe.dgrad.b)
             own = site.selections["dgrad"].backend.gemm_dgrad(dy_q, w_q, ctx.compute_dtype)
             dx = own if dx is None else dx + own
         if x_q is not None:

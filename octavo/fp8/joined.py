@@ -20,7 +20,7 @@ from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights import cache as caching
-from octavo.fp8.weights.cache import Part, WeightCodes
+from octavo.fp8.weights.cache import WeightCache, WeightSlice
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
 __all__ = ["Joined", "join"]
@@ -28,10 +28,10 @@ __all__ = ["Joined", "join"]
 
 class Joined:
     """Joined codes, cast once per optimizer step: valid as long as those of every weight would be, by the rules of
-    :class:`~octavo.fp8.weights.cache.WeightCodes`, and dropped with the first of them. ``casts`` counts the casts
+    :class:`~octavo.fp8.weights.cache.WeightCache`, and dropped with the first of them. ``casts`` counts the casts
     made."""
 
-    def __init__(self, caches: tuple[WeightCodes, ...]) -> None:
+    def __init__(self, caches: tuple[WeightCache, ...]) -> None:
         self.casts = 0
         self._caches = caches
         self._codes: dict[CastSpec, Quantized] = {}
@@ -43,7 +43,7 @@ class Joined:
     def __len__(self) -> int:
         return len(self._codes)
 
-    def serves(self, caches: tuple[WeightCodes, ...]) -> bool:
+    def serves(self, caches: tuple[WeightCache, ...]) -> bool:
         """False after a copy or a pickle gave the layers new caches."""
         return all(a is b and a.joined is self for a, b in zip(caches, self._caches, strict=True))
 
@@ -57,7 +57,7 @@ class Joined:
     ) -> Quantized:
         """The codes of these weights under ``spec``, laid out for a GEMM that contracts ``contract``.
 
-        Only a forward begins a new generation, and a graph capture keeps nothing, as in ``WeightCodes.get``.
+        Only a forward begins a new generation, and a graph capture keeps nothing, as in ``WeightCache.get``.
         """
         cast = partial(_cast, weights, spec, backend, contract)
         keep = all(cache.keep for cache in self._caches) and not any(caching.capturing(w) for w in weights)
@@ -91,7 +91,7 @@ def _cast(weights: tuple[Tensor, ...], spec: CastSpec, backend: Backend, contrac
 
 def _codes(weight: Tensor, spec: CastSpec, backend: Backend, contract: int) -> Quantized:
     gathered = weight.codes(spec) if isinstance(weight, Fp8Weight) else None
-    return backend.quantize(Part().of(weight), spec, contract) if gathered is None else gathered
+    return backend.quantize(WeightSlice().of(weight), spec, contract) if gathered is None else gathered
 
 
 def join(parts: Sequence[Quantized], contract: int) -> Quantized:

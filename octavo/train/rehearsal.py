@@ -311,7 +311,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = made.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
-        if isinstance(module, fp8.weights.HoldsCodes):
+        if isinstance(module, fp8.weights.CachesWeights):
             module.own_weights()
 
 

@@ -17,7 +17,7 @@ from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.fp8.arithmetic import quantize_with_scale, scale_fp32
 from octavo.fp8.planning import needs_of
-from octavo.fp8.weights import HoldsCodes, is_whole, master_of
+from octavo.fp8.weights import CachesWeights, is_whole, master_of
 
 
 class Trained(NamedTuple):
@@ -47,7 +47,7 @@ def values_of(model: nn.Module) -> Iterator[tuple[str, Value]]:
     layers = {
         f"{prefix}.{name}" if prefix else name: (module, name)
         for prefix, module in model.named_modules()
-        if isinstance(module, HoldsCodes)
+        if isinstance(module, CachesWeights)
         for name in module._weight_codes()
     }
     for name, value in state.items():

@@ -7,9 +7,6 @@ its input, and casts it for wgrad in backward, to the very codes that it would h
 Whether attention keeps that memory is seen at each call: the input must come from an attention function through views
 alone (:func:`kept_by_attention`). Attention written out in products of matrices keeps its probabilities instead, and a
 copy (``contiguous``, ``cat`` over images) is nobody's: then the layer keeps codes, which are half of the input.
-
-Sisters that run as one GEMM hand out columns of one buffer, and attention keeps v: the whole buffer would stay, q and k
-as they were before norm and rotary embedding included. v_proj's output is therefore copied out of it.
 """
 
 from __future__ import annotations
@@ -20,16 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.fp8.dense.sources import Source
+from octavo.fp8.dense.inputs import Source
+from octavo.fp8.dense.linear import SOURCE
+from octavo.fp8.dense.swap import put
 
-__all__ = ["EXPERTS", "OWN_OUTPUT", "Attention", "kept_by_attention", "mark", "outputs", "source", "unmark"]
+__all__ = ["Attention", "kept_by_attention", "mark", "outputs", "source"]
 
 _INPUTS = (("q_proj", "k_proj", "v_proj"), ("qkv",), ("query", "key", "value"))
 _OUTPUTS = ("o_proj", "out_proj", "proj", "projection_layer", "dense")
 
-_MARK = "_after_attention"  # in the __dict__ of the layer
-EXPERTS = "_saves_rows"  # in the __dict__ of a module of experts (octavo.fp8.moe.experts)
-OWN_OUTPUT = "_own_output"  # in the __dict__ of a sister whose output must not hold the others' memory
 
 _VIEWS = {
     f"{op}Backward{i}"
@@ -43,12 +39,11 @@ KEEPS_OUTPUT = "keeps_output"
 
 
 class Attention(NamedTuple):
-    """An attention module: its name, its output layer and the layers that make v in it, adapters taken off."""
+    """An attention module: its name and its output layer, adapters taken off."""
 
     name: str
     output: nn.Linear
     output_name: str
-    values: tuple[nn.Linear, ...]
 
 
 def outputs(model: nn.Module) -> Iterator[Attention]:
@@ -61,8 +56,7 @@ def outputs(model: nn.Module) -> Iterator[Attention]:
             layer = _layer(held.get(name))
             if isinstance(layer, nn.Linear):
                 inner = "" if layer is held[name] else ".base_layer"
-                values = tuple(v for n in ("v_proj",) if isinstance(v := _layer(held.get(n)), nn.Linear))
-                yield Attention(path, layer, f"{path}.{name}{inner}" if path else f"{name}{inner}", values)
+                yield Attention(path, layer, f"{path}.{name}{inner}" if path else f"{name}{inner}")
                 break
 
 
@@ -72,22 +66,14 @@ def _layer(module: nn.Module | None) -> nn.Module | None:
 
 
 def mark(attention: Attention) -> None:
-    """Let the output layer cast again in backward, and v have memory of its own."""
-    attention.output.__dict__[_MARK] = True
-    for layer in attention.values:
-        layer.__dict__[OWN_OUTPUT] = True
+    """Let the output layer cast its input again in backward."""
+    put(attention.output, SOURCE, source)
 
 
-def unmark(module: nn.Module) -> None:
-    """Take back what says that a module keeps FP8, of layers around attention and of experts."""
-    for name in (_MARK, OWN_OUTPUT, EXPERTS):
-        module.__dict__.pop(name, None)
-
-
-def source(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> Source | None:
-    """How the backward of a marked layer gets x again: x itself, where attention keeps it and the GEMMs take it as it
-    is; None where codes are to be kept."""
-    if _MARK not in layer.__dict__ or x.dtype != dtype or not kept_by_attention(x):
+def source(x: Tensor, dtype: torch.dtype) -> Source | None:
+    """How the backward of attention's output layer gets x again: x itself, where attention keeps it and the GEMMs take
+    it as it is; None where codes are to be saved."""
+    if x.dtype != dtype or not kept_by_attention(x):
         return None
     return Source((x.detach(),), _itself)
 

@@ -29,6 +29,7 @@ where a weight is not whole (a DTensor).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,16 +41,23 @@ from torch.nn.utils import skip_init
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.blocks import mlp
+from octavo.fp8.dense import gemms
 from octavo.fp8.dense import sources as saved
-from octavo.fp8.dense.casts import Want, _no_autocast, cast_both, compute_dtype, transformed
-from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.inputs import Input
-from octavo.fp8.dense.linear import Linear
+from octavo.fp8.dense.gemms import DENSE, Site
+from octavo.fp8.dense.inputs import (
+    Cast,
+    CastRequest,
+    Input,
+    Pair,
+    cast_matrix,
+    compute_dtype,
+    once,
+    transformed,
+    without_autocast,
+)
+from octavo.fp8.dense.linear import WHOLE, Linear
 from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, hooked, planned, probe, swap
-from octavo.fp8.observe import counts
-from octavo.fp8.observe.health import watching
-from octavo.fp8.weights import cache as weights
-from octavo.fp8.weights.cache import Part
+from octavo.fp8.observe import recorder
 from octavo.fp8.weights.shards import is_whole, ordinary
 
 __all__ = ["CHILDREN", "GatedMlp", "agrees", "convert", "is_gated_mlp", "obstacle", "unite"]
@@ -166,13 +174,13 @@ class GatedMlp(Swapped):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if watching() or transformed() or _seen_from_outside():
+        if recorder.watching() or transformed() or _seen_from_outside():
             return False
         if act is None or hooked(act) or len(self._modules) != len(_KNOWN):
             return False
         if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
             return False
-        linears = [m for m in layers if type(m) is Linear and not hooked(m) and "_group" not in m.__dict__]
+        linears = [m for m in layers if type(m) is Linear and not hooked(m)]
         if len(linears) < len(CHILDREN) or compute_dtype(x) not in _DTYPES or x.shape[-1] != linears[0].weight.shape[1]:
             return False
         if any(not is_whole(m.weight) or m.weight.device != x.device for m in linears):
@@ -180,15 +188,12 @@ class GatedMlp(Swapped):
         return all(_recipe_obstacle(m.recipe) is None for m in linears)
 
 
-_COUNTERS = ("octavo.fp8.observe.counts", "octavo.fp8.memory.accounting")  # whose hooks only watch
-
-
 def _seen_from_outside() -> bool:
-    """Whether hooks on all modules of the process wait for calls of the children. Those that count GEMMs and kept bytes
-    do not: a forward that they watch must keep what it keeps alone, since a recomputed one runs without them."""
+    """Whether hooks on all modules of the process wait for calls of the children. Those that only watch, and say so, do
+    not: a forward that they watch must save what it saves alone, since a recomputed one runs without them."""
     module = nn.modules.module
     hooks = (*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values())
-    others = (hook for hook in hooks if getattr(hook, "__module__", "") not in _COUNTERS)
+    others = (hook for hook in hooks if not getattr(hook, "_octavo_watches", False))
     return bool(module._global_backward_hooks or module._global_backward_pre_hooks or next(others, None) is not None)
 
 
@@ -213,25 +218,32 @@ class _Needs(NamedTuple):
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
-        owners, biases = parameters[:3], parameters[3:]
         asked = [call.grad and n for n in ctx.needs_input_grad]
         needs = _Needs(asked[0], tuple(asked[2:5]), tuple(asked[5:]))
         gate, _, down = call.sites
-        now, given = counts.phase(), Input(x, compute_dtype(x), gate)
-        with _no_autocast(x):
-            x_row, x_col = _of(given.codes, *_wants(gate, "fwd", "wgrad", True, any(needs.weights[:2])))
-            g, u = (_forward(call, i, x_row, owners, biases, given.dtype, now) for i in (0, 1))
-            pair: list[Tensor | Quantized] = [g[0], u[0]]
+        seen = [
+            recorder.begin(site.name, dgrad, wgrad, call.grad)
+            for site, dgrad, wgrad in zip(call.sites, (needs.x, needs.x, needs.h), needs.weights, strict=True)
+        ]
+        given = Input(x, gate)
+
+        def forward(at: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:
+            weight = parameters[at]
+            assert weight is not None
+            bias = parameters[3 + at]
+            return gemms.fwd(call.sites[at], DENSE, None, x_q, weight, WHOLE, bias, given.dtype, seen[at])
+
+        with given.autocast_off:
+            x_row, x_col = once(given.codes, gate.x.row, gate.x.col if any(needs.weights[:2]) else None)
+            (g, g_w), (u, u_w) = forward(0, x_row), forward(1, x_row)
+            pair: list[Tensor | Quantized] = [g, u]
             if call.saves:
-                pair = [saved.keep(g[0]), saved.keep(u[0])]
-                g, u = ((_plain(q, given.dtype), w_q) for q, (_, w_q) in zip(pair, (g, u), strict=True))
-            wants = _wants(down, "fwd", "wgrad", True, needs.weights[2] and not call.saves)
-            h_row, h_col = _of(_codes_of_h(down, g[0], u[0]), *wants)
-            y = _forward(call, 2, h_row, owners, biases, given.dtype, now)
-        _promise(call, needs, now)
-        inside = weights.capturing(x)
-        # Weights cast inside a graph capture are in no cache, but they are this backward's.
-        w_codes = [q if inside and call.sites[i].shares_weight else None for i, (_, q) in enumerate((g, u, y))]
+                pair = [saved.keep(g), saved.keep(u)]
+                g, u = (_plain(q, given.dtype) for q in pair)
+            h_row, h_col = once(
+                _codes_of_h(down, g, u), down.x.row, down.x.col if needs.weights[2] and not call.saves else None
+            )
+            y, y_w = forward(2, h_row)
         again = needs.h or (call.saves and needs.weights[2])
         _keep(
             ctx,
@@ -239,150 +251,87 @@ class _Mlp(torch.autograd.Function):
             h_col=h_col,
             gate=pair[0] if again else None,
             up=pair[1] if again else None,
-            w0=owners[0] if needs.x else None,
-            w1=owners[1] if needs.x else None,
-            w2=owners[2] if needs.h else None,
-            q0=w_codes[0] if needs.x else None,
-            q1=w_codes[1] if needs.x else None,
-            q2=w_codes[2] if needs.h else None,
+            w0=parameters[0] if needs.x else None,
+            w1=parameters[1] if needs.x else None,
+            w2=parameters[2] if needs.h else None,
+            q0=g_w if needs.x else None,
+            q1=u_w if needs.x else None,
+            q2=y_w if needs.h else None,
         )
-        ctx.call, ctx.needs, ctx.counted, ctx.born = call, needs, now.counted, now.gemm
-        ctx.forget_input = given.forgetter()
+        ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, given.forget
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it.
-        return torch.ops.aten._unsafe_view(y[0], [*x.shape[:-1], y[0].shape[1]])
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.forget_input()
+        ctx.forget()
         kept, needs = _kept(ctx), ctx.needs
-        gate, _, down = ctx.call.sites
+        _, _, down = ctx.call.sites
         dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx: Tensor | None = None
         dws: list[Tensor | None] = [None] * 3
         dbs: list[Tensor | None] = [None] * 3
-        with _no_autocast(dy):
-            row, col = _of(_casts_of(dy_MK), *_wants(down, "dgrad", "wgrad", needs.h, needs.weights[2]))
+        with without_autocast(dy):
+            wanted = (down.dy.row if needs.h else None, down.dy.col if needs.weights[2] else None)
+            row, col = once(partial(cast_matrix, dy_MK), *wanted)
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
             gate_MI, up_MI = (_plain(kept[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
                 h_col = kept["h_col"]
                 if ctx.call.saves:
-                    _, h_col = _of(_codes_of_h(down, gate_MI, up_MI), *_wants(down, "fwd", "wgrad", False, True))
-                dws[2] = _wgrad(ctx, 2, col, h_col)
+                    _, h_col = once(_codes_of_h(down, gate_MI, up_MI), None, down.x.col)
+                dws[2] = _wgrad(ctx, 2, dy_MK, col, h_col)
             if needs.h:
-                dh = _dgrad(ctx, 2, row, kept)
-                parts = _gradients(ctx, dh, gate_MI, up_MI, dbs)
-                for i, (row, col) in enumerate(parts):
+                dh = _dgrad(ctx, 2, dy_MK, row, kept)
+                for i, (row, col) in enumerate(_gradients(ctx, dh, gate_MI, up_MI, dbs)):
                     if needs.x:
-                        part = _dgrad(ctx, i, row, kept).view(ctx.x_shape).to(ctx.x_dtype)
+                        part = _dgrad(ctx, i, dh, row, kept).view(ctx.x_shape).to(ctx.x_dtype)
                         dx = part if dx is None else dx + part
                     if needs.weights[i]:
-                        dws[i] = _wgrad(ctx, i, col, kept["x_col"])
+                        dws[i] = _wgrad(ctx, i, dh, col, kept["x_col"])
         return dx, None, *dws, *dbs
 
 
-Casts = tuple["Quantized | None", "Quantized | None"]
-
-
 def _plain(kept: Quantized | Tensor | None, dtype: torch.dtype) -> Any:
-    """What was kept of gate or up, as numbers."""
+    """What was saved of gate or up, as numbers."""
     return saved.value(kept, dtype) if isinstance(kept, Quantized) else kept
 
 
-def _codes_of_h(down: Site, gate: Tensor, up: Tensor) -> Any:
+def _codes_of_h(down: Site, gate: Tensor, up: Tensor) -> Cast:
     backend = fused_backend("swiglu", down, gate.device)
 
-    def cast(row: Want | None, col: Want | None) -> Casts:
+    def cast(row: CastRequest | None, col: CastRequest | None) -> Pair:
         return backend.swiglu_codes(gate, up, _spec(row), _spec(col))
 
     return cast
 
 
-def _spec(want: Want | None) -> CastSpec | None:
-    return None if want is None else want.spec
+def _spec(request: CastRequest | None) -> CastSpec | None:
+    return None if request is None else request.spec
 
 
-def _wants(site: Site, first: str, second: str, row: bool, col: bool) -> tuple[Want | None, Want | None]:
-    """The casts that two GEMMs of a layer ask of the operand they share: x of fwd and wgrad, dy of dgrad and wgrad."""
-    one, two = site.recipe.gemm(first), site.recipe.gemm(second)
-    assert one is not None and two is not None
-    spec = two.b if first == "fwd" else two.a
-    return site.want(first, one.a) if row else None, site.want(second, spec) if col else None
-
-
-def _of(cast: Any, row: Want | None, col: Want | None) -> Casts:
-    """(codes under row, under col) by ``cast``, made once where both are the same."""
-    if row is not None and col is not None and row.spec == col.spec:
-        q = cast(row, None)[0]
-        return q, q
-    return cast(row, col)
-
-
-def _casts_of(x: Tensor) -> Any:
-    def cast(row: Want | None, col: Want | None) -> Casts:
-        if row is not None and col is not None:
-            return cast_both(x, row, col)
-        return (
-            None if row is None else row.backend.quantize(x, row.spec, 1),
-            None if col is None else col.backend.quantize(x, col.spec, 0),
-        )
-
-    return cast
-
-
-def _forward(
-    call: _Call,
-    at: int,
-    x_q: Quantized | None,
-    owners: tuple[Tensor | None, ...],
-    biases: tuple[Tensor | None, ...],
-    dtype: torch.dtype,
-    now: counts.Phase,
-) -> tuple[Tensor, Quantized]:
-    """The output of one layer, and the codes of its weight."""
-    site, owner = call.sites[at], owners[at]
-    assert owner is not None and x_q is not None and site.recipe.fwd is not None
-    backend = site.selections["fwd"].backend
-    w_q = site.weight("fwd", owner, Part(), site.recipe.fwd.b)
-    if now.counted and counts.counting():
-        counts.record(site.name, now.gemm, backend.name, 2 * x_q.data.shape[0] * owner.numel())
-    return backend.gemm_fwd(x_q, w_q, dtype, biases[at]), w_q
-
-
-def _promise(call: _Call, needs: _Needs, now: counts.Phase) -> None:
-    """What each layer's own forward would have reported of its backward."""
-    if not now.counted or not counts.counting():
-        return
-    for site, dgrad, wgrad in zip(call.sites, (needs.x, needs.x, needs.h), needs.weights, strict=True):
-        for gemm, needed in (("dgrad", dgrad), ("wgrad", wgrad)):
-            if needed:
-                counts.promise(site.name, gemm, now)
-        if not call.grad and not now.recompute:
-            counts.gradless(site.name)
-
-
-def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor | None]) -> tuple[Casts, Casts]:
+def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor | None]) -> tuple[Pair, Pair]:
     """The codes of dgate and of dup; their sums too where a bias asks for them."""
     site, needs = ctx.call.sites[0], ctx.needs
-    row, col = _wants(site, "dgrad", "wgrad", needs.x, any(needs.weights[:2]))
+    row, col = site.dy.row if needs.x else None, site.dy.col if any(needs.weights[:2]) else None
     if any(needs.biases[:2]):
         pair = _swiglu_backward(dh, gate, up)
         for i, d in enumerate(pair):
             if needs.biases[i]:
                 dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
-        return _of(_casts_of(pair[0]), row, col), _of(_casts_of(pair[1]), row, col)
+        return once(partial(cast_matrix, pair[0]), row, col), once(partial(cast_matrix, pair[1]), row, col)
     backend = fused_backend("swiglu_backward", site, dh.device)
     made: list[Quantized | None] = []
 
-    def cast(row: Want | None, col: Want | None) -> Casts:
+    def cast(row: CastRequest | None, col: CastRequest | None) -> Pair:
         made[:] = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
         return made[0], made[1]
 
-    of_gate = _of(cast, row, col)
+    of_gate = once(cast, row, col)
     shared = row is not None and col is not None and row.spec == col.spec
     return of_gate, (made[2], made[2] if shared else made[3])
 
@@ -395,27 +344,13 @@ def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
     return (d * up.float() * (s + silu * (1.0 - s))).to(gate.dtype), (d * silu).to(gate.dtype)
 
 
-def _dgrad(ctx: Any, at: int, dy_q: Quantized | None, kept: dict[str, Any]) -> Tensor:
-    site: Site = ctx.call.sites[at]
-    w_q = kept[f"q{at}"]
-    assert dy_q is not None and site.recipe.dgrad is not None
-    if w_q is None:
-        w_q = site.weight("dgrad", kept[f"w{at}"], Part(), site.recipe.dgrad.b)
-    _count(ctx, site, "dgrad", 2 * dy_q.data.numel() * w_q.data.shape[1])
-    return site.selections["dgrad"].backend.gemm_dgrad(dy_q, w_q, ctx.compute_dtype)
+def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, kept: dict[str, Any]) -> Tensor:
+    site, weight, w_q = ctx.call.sites[at], kept[f"w{at}"], kept[f"q{at}"]
+    return gemms.dgrad(site, DENSE, dy, dy_q, weight, WHOLE, w_q, ctx.compute_dtype, ctx.seen[at])
 
 
-def _wgrad(ctx: Any, at: int, dy_q: Quantized | None, x_q: Quantized | None) -> Tensor:
-    site: Site = ctx.call.sites[at]
-    assert dy_q is not None and x_q is not None
-    _count(ctx, site, "wgrad", 2 * dy_q.data.numel() * x_q.data.shape[1])
-    return site.selections["wgrad"].backend.gemm_wgrad(dy_q, x_q, ctx.dtypes[at])
-
-
-def _count(ctx: Any, site: Site, gemm: str, flops: int) -> None:
-    if ctx.counted and counts.counting():
-        counts.record(site.name, gemm, site.selections[gemm].backend.name, flops)
-        counts.came(site.name, gemm, ctx.born)
+def _wgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, x_q: Quantized) -> Tensor:
+    return gemms.wgrad(ctx.call.sites[at], DENSE, dy, dy_q, x_q, None, ctx.dtypes[at], ctx.seen[at])
 
 
 def _keep(ctx: Any, **named: Quantized | Tensor | None) -> None:

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.blocks import rmsnorm
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.casts import _autocast_enabled, _no_autocast, transformed
+from octavo.fp8.dense.inputs import autocast_enabled, transformed, without_autocast
 from octavo.fp8.dense.swap import Swapped, swap
 from octavo.fp8.weights.shards import is_whole, ordinary
 
@@ -89,7 +89,7 @@ class LayerNorm(Swapped):
 
 def _dtype_of(x: Tensor) -> torch.dtype:
     """The dtype in which the stock norm computes and returns: autocast may have an opinion."""
-    if not _autocast_enabled(x):
+    if not autocast_enabled(x):
         return x.dtype
     return _under_autocast(x.device.type, x.dtype, torch.get_autocast_dtype(x.device.type))
 
@@ -108,7 +108,7 @@ class _Call(NamedTuple):
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
-        with _no_autocast(x):
+        with without_autocast(x):
             # The CPU's kernel takes its statistics to 16 bits for inputs of 16 bits, the GPU's keeps fp32.
             wide = torch.float32 if x.device.type == "cpu" else call.out
             x_MK = x.detach().reshape(-1, x.shape[-1])
@@ -127,7 +127,7 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, mean_M, rstd_M, data, scale = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-        with _no_autocast(dy):
+        with without_autocast(dy):
             x_MK = sources.value(Quantized(data, scale, ctx.spec), ctx.wide)
             dy_MK = dy.reshape(x_MK.shape).to(ctx.wide)
             w, b = (None if p is None else p.detach().to(ctx.wide) for p in (weight, bias))

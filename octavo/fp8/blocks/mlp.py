@@ -34,8 +34,7 @@ from torch.nn.utils import skip_init
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.casts import _no_autocast, transformed
-from octavo.fp8.dense.sources import Source
+from octavo.fp8.dense.inputs import Source, behind, source_of, transformed, without_autocast
 from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
 from octavo.fp8.weights.shards import is_whole, ordinary
 
@@ -198,7 +197,7 @@ def run(module: nn.Module, found: Parts, x: Tensor) -> Tensor | None:
     del made  # nobody needs them any more while the last layer runs
     if source is None:
         return last(h)
-    with sources.behind(h, source):
+    with behind(h, source):
         return last(h)
 
 
@@ -277,7 +276,7 @@ class HighLinear(Swapped):
     bias: Tensor | None
 
     def other(self, x: Tensor) -> Tensor | None:
-        source = sources.source_of(x)
+        source = source_of(x)
         if source is None or not self.weight.requires_grad or not is_whole(self.weight):
             return None  # a frozen weight keeps no input anyway
         return _HighLinear.apply(x, self.weight, self.bias, source)
@@ -295,7 +294,7 @@ class _HighLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *tensors = ctx.saved_tensors
         needs_x, _, needs_b = ctx.needs_input_grad[:3]
-        with _no_autocast(dy):
+        with without_autocast(dy):
             dy_MN = dy.reshape(-1, dy.shape[-1])
             dx = (dy @ weight.to(dy.dtype)).to(ctx.x_dtype) if needs_x else None
             h = ctx.remake(*tensors).to(dy.dtype)

@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense import inputs, sources
-from octavo.fp8.dense.casts import Want, _no_autocast, compute_dtype, transformed
 from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.inputs import CastRequest, compute_dtype, transformed, without_autocast
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, planned, probe, swap
 from octavo.fp8.kernels.registry import Backend
@@ -148,9 +148,9 @@ def _eps(norm: nn.Module) -> float | None:
     return next((v for name in _EPS if isinstance(v := getattr(norm, name, None), float)), None)
 
 
-def _casts(site: Site) -> tuple[Want | None, Want | None]:
-    row, col = _specs(site.recipe)
-    return None if row is None else site.want("fwd", row), None if col is None else site.want("wgrad", col)
+def _casts(site: Site) -> tuple[CastRequest | None, CastRequest | None]:
+    row, col = site.x
+    return row, None if row is not None and col is not None and row.spec == col.spec else col
 
 
 def _specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
@@ -242,7 +242,7 @@ class RmsNorm(Swapped):
             self.__dict__["_taken"] = inputs.offer(y, call.low, call.made)
         return y
 
-    def _wanted(self, layers: list[Linear]) -> tuple[Want | None, Want | None]:
+    def _wanted(self, layers: list[Linear]) -> tuple[CastRequest | None, CastRequest | None]:
         """The casts to make now: none in inference mode, where they could not be found again, nor if they were left
         lying before."""
         taken: Container[int] | None = self.__dict__.pop("_taken", None)
@@ -262,20 +262,20 @@ def _lowered(x: Tensor, out: torch.dtype) -> torch.dtype:
 
 class _Call(NamedTuple):
     eps: float
-    row: Want | None
-    col: Want | None
+    row: CastRequest | None
+    col: CastRequest | None
     backend: Backend
     out: torch.dtype
     low: torch.dtype
     saves: bool
-    made: dict[Want, Quantized]  # filled by the forward
+    made: dict[CastRequest, Quantized]  # filled by the forward
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
         row, col = (None if want is None else want.spec for want in (call.row, call.col))
-        with _no_autocast(x):
+        with without_autocast(x):
             x_MK = x.detach().reshape(-1, x.shape[-1])
             y_MK, rstd_M, *codes = call.backend.rmsnorm_quantize(x_MK, weight, call.eps, row, col, call.out, call.low)
             kept = sources.keep(x_MK) if call.saves and any(ctx.needs_input_grad) else None
@@ -293,7 +293,7 @@ class _RmsNorm(torch.autograd.Function):
         *kept, weight, rstd_M = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         dx = dw = None
-        with _no_autocast(dy):
+        with without_autocast(dy):
             dy_MK = dy.reshape(-1, dy.shape[-1]).float()
             if ctx.spec is None:
                 x_MK = kept[0].reshape(dy_MK.shape).float()

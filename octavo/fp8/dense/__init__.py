@@ -1,7 +1,6 @@
 """A linear layer in FP8: read linear.py first."""
 
 from octavo.fp8.dense.gemms import backends_for
-from octavo.fp8.dense.inputs import Input
-from octavo.fp8.dense.sources import Source, source_of
+from octavo.fp8.dense.inputs import Input, Source, source_of
 
 __all__ = ["Input", "Source", "backends_for", "source_of"]

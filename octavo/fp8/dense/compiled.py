@@ -41,7 +41,8 @@ from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.registry import Backend, Selection, get, select
-from octavo.fp8.weights import cache
+from octavo.fp8.weights.cache import WeightSlice, codes_of
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
 __all__ = ["casts_of", "describe", "gemms", "recipe_of"]
 
@@ -229,10 +230,10 @@ def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, contract: int, forward: bool) -> Quantized:
-    codes, cast = cache.codes_of(weight), partial(backend.quantize, contract=contract)
+    codes, cast = codes_of(weight), partial(backend.quantize, contract=contract)
     if codes is None:
         return cast(weight.detach(), spec)
-    return codes.get(weight, cache.Part(), spec, backend, forward, cast)
+    return codes.get(weight, WeightSlice(), spec, backend, forward, cast)
 
 
 def _linear(
@@ -371,7 +372,44 @@ torch.library.register_autograd("octavo::dgrad", _no_more, lib=_lib)
 torch.library.register_autograd("octavo::wgrad", _no_more, lib=_lib)
 
 
-# --- the layer as a compiler traces it -------------------------------------------------------------------------------
+# --- the layer as a compiler traces it --------------------------------------------------------------------------------
+
+
+def prepare(layer: Any) -> None:
+    """Note whether the weight of an FP8 layer is FP8 between steps: a compiler cannot even look at such a weight."""
+    layer.__dict__["_fp8_param"] = isinstance(layer.weight, Fp8Weight)
+
+
+def forward(layer: Any, x: Tensor) -> Tensor:
+    """The forward of an FP8 layer while a compiler traces it: the same three GEMMs, as operators of one graph.
+
+    Values and gradients are those of the eager path, bit for bit as far as the GEMMs go. What a compiled layer does not
+    do is report: ``fp8.count_gemms`` and ``fp8.health`` see eager steps alone, since a graph that all blocks share
+    knows no layer's name. Take proofs and health figures in steps under
+    ``torch.compiler.set_stance("force_eager")``, as octavo's own training does.
+
+    Delayed scaling stays outside: its histories are written in every forward, which must not happen twice when a
+    compiler reorders or recomputes. So does a weight that finds its codes outside. Such a layer breaks the graph, and
+    ``fullgraph=True`` refuses it.
+    """
+    if layer._fp8_param:
+        torch._dynamo.graph_break(
+            "an FP8 weight (param: true, or frozen) finds its codes outside the compiled graph. Use torch.compile "
+            "without fullgraph=True, or param=False."
+        )
+        return _eager(layer, x)
+    if layer._site.scaling is not None:
+        torch._dynamo.graph_break(
+            "delayed scaling writes amax histories in every forward and runs outside the compiled graph. Use another "
+            "recipe (tensorwise scales by the current amax), or torch.compile without fullgraph=True."
+        )
+        return _eager(layer, x)
+    return linear(x, layer.weight, layer.bias, layer._site.key)
+
+
+@torch._disable_dynamo
+def _eager(layer: Any, x: Tensor) -> Tensor:
+    return layer.forward(x)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
@@ -398,7 +436,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
 
 
 def key(casts: str, device: str, backend: str) -> str:
-    """``describe`` of a recipe's casts (``ops.casts_of``) on the backends chosen for them.
+    """``describe`` of a recipe's casts (``casts_of``) on the backends chosen for them.
 
     Raises BackendError where one asked for cannot serve.
     """
@@ -414,19 +452,3 @@ def key(casts: str, device: str, backend: str) -> str:
 # What torch.compiler.assume_constant_result does, without importing torch._dynamo before the first call: choosing a
 # backend asks the machine, which a compiler cannot trace and need not.
 key._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def leave() -> None:
-    """End the graph before a layer with delayed scaling; under ``fullgraph=True`` an error with this reason."""
-    torch._dynamo.graph_break(
-        "delayed scaling writes amax histories in every forward and runs outside the compiled graph. Use another "
-        "recipe (tensorwise scales by the current amax), or torch.compile without fullgraph=True."
-    )
-
-
-def leave_weight() -> None:
-    """End the graph before a layer whose weight is FP8 between steps; an error under ``fullgraph=True``."""
-    torch._dynamo.graph_break(
-        "an FP8 weight (param: true, or frozen) finds its codes outside the compiled graph. Use torch.compile without "
-        "fullgraph=True, or param=False."
-    )

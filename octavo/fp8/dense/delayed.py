@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.arithmetic.recipe import Delayed
-from octavo.fp8.dense.casts import Want
+from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.inputs import CastRequest, Input, Pair
+from octavo.fp8.observe.recorder import Seen
 from octavo.fp8.weights import cache
 
 PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", with "_<parameter>" behind it in modules of experts
@@ -44,34 +45,101 @@ class History(NamedTuple):
     recent: Tensor
 
 
-def attach(module: nn.Module, delayed: Delayed, slots: int = 1, suffix: str = "") -> None:
-    """Give a module empty histories: [slots, length] for x and dy."""
-    weight = next(module.parameters(recurse=False))
+class DelayedScaling(NamedTuple):
+    """The scaling of a :class:`~octavo.fp8.dense.gemms.Site`: its module's histories, ``held``, under ``suffix``."""
+
+    held: dict[str, Tensor]
+    suffix: str
+
+    def begin(self, x: Tensor, slot: int | None, training: bool, seen: Seen) -> Casts:
+        """For one forward and its backward: rows on the device of x, written to in training alone."""
+        return Casts(self.history(slot or 0, x.device), training and seen.counted, seen.recompute)
+
+    def history(self, slot: int, device: torch.device) -> History:
+        """The rows of one slot, on ``device``; a forward on meta gets rows of its own, to leave the true ones alone."""
+        rows = []
+        for key in History._fields:
+            name = PREFIX + key + self.suffix
+            tensor = _moved(self.held[name], device)
+            if device.type != "meta":
+                self.held[name] = tensor
+            rows.append(tensor[slot])
+        return History(*rows)
+
+
+class Casts(NamedTuple):
+    """The casts of one forward and its backward; ``record`` their amaxes, but for those of a recomputation."""
+
+    rows: History
+    record: bool
+    recompute: bool
+
+    def cast_x(self, given: Input, row: CastRequest | None, col: CastRequest | None) -> Pair:
+        """The input of a layer [M, K] by its history."""
+        return (
+            None if row is None else self._cast_x(given.matrix(), row, 1),
+            None if col is None else self._cast_x(given.matrix(), col, 0),
+        )
+
+    def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
+        """The gradient of a layer's output [M, N] by its history."""
+        return (
+            None if row is None else self._cast_dy(dy, row, 1),
+            None if col is None else self._cast_dy(dy, col, 0),
+        )
+
+    def _cast_x(self, x: Tensor, request: CastRequest, contract: int) -> Quantized:
+        """But for the writing, a forward and its recomputation run the same operations: selective checkpointing replays
+        results by counting them."""
+        (backend, spec), rows = request, self.rows
+        with torch.no_grad():
+            amax = _amax(x)
+            scale = _scale(rows.x, amax, spec)
+            if not x.numel():
+                return backend.quantize_with_scale(x, scale, spec, amax, contract)
+            print_ = _fingerprint(x)
+            number = torch.autograd._get_sequence_nr() - 1  # the node of this forward took the last one
+            entry = torch.stack([torch.full_like(print_, number), print_, scale.view(torch.int32).long()]).view(3, 1)
+            recent, longer = torch.cat([entry, rows.recent[:, :-1]], 1), _pushed(rows.x, amax, amax.isfinite())
+            if self.recompute:
+                scale = _noted_scale(rows.recent, print_, *_recomputing(), scale)
+            else:
+                rows.recent.copy_(recent)
+                if self.record:
+                    rows.x.copy_(longer)
+                scale = _noted_scale(recent, print_, number, False, scale)  # its own
+            return backend.quantize_with_scale(x, scale, spec, amax, contract)
+
+    def _cast_dy(self, dy: Tensor, request: CastRequest, contract: int) -> Quantized:
+        (backend, spec), rows = request, self.rows
+        with torch.no_grad():
+            amax = _amax(dy)
+            scale = _scale(rows.dy, amax, spec)
+            if self.record and dy.numel():
+                rows.dy.copy_(_pushed(rows.dy, amax, amax.isfinite()))
+            return backend.quantize_with_scale(dy, scale, spec, amax, contract)
+
+
+def attach(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> None:
+    """Give a module empty histories, [slots, length] for x and dy, and its site the scaling by them."""
+    assert site.recipe.delayed is not None
+    weight, length = next(module.parameters(recurse=False)), site.recipe.delayed.length
     device = torch.device("cpu") if weight.is_meta else weight.device
     held = module.__dict__.setdefault(_HELD, {})
     with torch.inference_mode(False):  # they are written in training, wherever they were made
         for key in ("x", "dy"):
-            held[PREFIX + key + suffix] = torch.zeros(slots, delayed.length, device=device, dtype=torch.float32)
+            held[PREFIX + key + suffix] = torch.zeros(slots, length, device=device, dtype=torch.float32)
         held[PREFIX + "recent" + suffix] = torch.zeros(slots, 3, _RECENT, device=device, dtype=torch.int64)
-
-
-def history(module: nn.Module, slot: int, device: torch.device, suffix: str = "") -> History:
-    """The rows of one slot, on ``device``; a forward on meta gets rows of its own, to leave the true ones alone."""
-    held, rows = module.__dict__[_HELD], []
-    for key in History._fields:
-        name = PREFIX + key + suffix
-        tensor = _moved(held[name], device)
-        if device.type != "meta":
-            held[name] = tensor
-        rows.append(tensor[slot])
-    return History(*rows)
+    site.scaling = DelayedScaling(held, suffix)
 
 
 def follow(module: nn.Module) -> None:
     """After ``module._apply``: histories follow the weights to their device, never to their dtype."""
-    weight, held = next(module.parameters(recurse=False)), module.__dict__.get(_HELD, {})
-    if not weight.is_meta:
-        held.update({name: _moved(tensor, weight.device) for name, tensor in held.items()})
+    held = module.__dict__.get(_HELD)
+    if held:
+        weight = next(module.parameters(recurse=False))
+        if not weight.is_meta:
+            held.update({name: _moved(tensor, weight.device) for name, tensor in held.items()})
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -79,31 +147,6 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     with torch.inference_mode(False):
         return tensor.to(device)
-
-
-def quantize_x(x: Tensor, want: Want, contract: int, rows: History, *, record: bool, recompute: bool) -> Quantized:
-    """Cast the input of a layer [M, K] by its history; ``record`` the amax, unless this is a recomputation.
-
-    But for the writing, both run the same operations: selective checkpointing replays results by counting them.
-    """
-    (backend, spec), x = want, x.detach()
-    with torch.no_grad():
-        amax = _amax(x)
-        scale = _scale(rows.x, amax, spec)
-        if not x.numel():
-            return backend.quantize_with_scale(x, scale, spec, amax, contract)
-        print_ = _fingerprint(x)
-        number = torch.autograd._get_sequence_nr() - 1  # the node of this forward took the last one
-        entry = torch.stack([torch.full_like(print_, number), print_, scale.view(torch.int32).long()]).view(3, 1)
-        recent, longer = torch.cat([entry, rows.recent[:, :-1]], 1), _pushed(rows.x, amax, amax.isfinite())
-        if recompute:
-            scale = _noted_scale(rows.recent, print_, *_recomputing(), scale)
-        else:
-            rows.recent.copy_(recent)
-            if record:
-                rows.x.copy_(longer)
-            scale = _noted_scale(recent, print_, number, False, scale)  # its own
-        return backend.quantize_with_scale(x, scale, spec, amax, contract)
 
 
 def _fingerprint(x: Tensor) -> Tensor:
@@ -147,17 +190,6 @@ def _noted_scale(recent: Tensor, print_: Tensor, node: int, after: bool, otherwi
     best = distance.masked_fill(prints != print_, _FAR).argmin(0, keepdim=True)
     found = prints.index_select(0, best) == print_
     return torch.where(found, scales.index_select(0, best).int().view(torch.float32), otherwise).view(())
-
-
-def quantize_dy(dy: Tensor, want: Want, contract: int, rows: History, record: bool) -> Quantized:
-    """Cast the gradient of a layer's output [M, N] by its history."""
-    backend, spec = want
-    with torch.no_grad():
-        amax = _amax(dy)
-        scale = _scale(rows.dy, amax, spec)
-        if record and dy.numel():
-            rows.dy.copy_(_pushed(rows.dy, amax, amax.isfinite()))
-        return backend.quantize_with_scale(dy, scale, spec, amax, contract)
 
 
 def _amax(x: Tensor) -> Tensor:

@@ -1,68 +1,228 @@
-"""Where the GEMMs of a layer run: recipe, backends and the weight's codes, in one object for each layer."""
+"""The three GEMMs of a layer: where each runs (:class:`Site`), and one core for all layers that run them.
+
+With x [M, K], w [N, K], dy [M, N]::
+
+    fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
+
+A linear layer, a gated MLP and the experts of a layer run the same three, in FP8 or in high precision, with the same
+reports to the recorder; how a matrix is cast and multiplied is what differs (:class:`Dense`, and the grouped way of
+:mod:`octavo.fp8.moe.grouped`, which has the same methods).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.dense import compiled
-from octavo.fp8.dense.casts import Want
-from octavo.fp8.kernels.registry import BackendError, Selection, select
-from octavo.fp8.weights.cache import Part, WeightCodes
-from octavo.fp8.weights.fp8_tensor import Fp8Weight
+from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix
+from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
+from octavo.fp8.observe.recorder import HIGH, Seen
+from octavo.fp8.weights.cache import WeightCache, WeightSlice, capturing, has_values
+
+
+class Requests(NamedTuple):
+    """The casts of one operand that two GEMMs read: along its rows, and along its columns; None in high precision."""
+
+    row: CastRequest | None
+    col: CastRequest | None
 
 
 @dataclass(eq=False)
 class Site:
     """Where GEMMs run: the name they are counted under, the recipe, the backend of each FP8 GEMM, the weight's codes.
 
-    ``codes`` is None for :func:`linear`, which keeps nothing between calls.
+    ``x``: what fwd and wgrad ask of the input; ``dy``: what dgrad and wgrad ask of the output's gradient. ``scaling``:
+    how casts are made where not by the current amax (:mod:`octavo.fp8.dense.delayed` attaches itself here).
     """
 
     name: str
     recipe: Recipe
     selections: Mapping[str, Selection]
-    codes: WeightCodes | None = field(default_factory=WeightCodes)
+    codes: WeightCache = field(default_factory=WeightCache)
+    scaling: Any = None
     key: str = field(init=False)  # what of this a compiled graph knows, the same text for all layers of a recipe
+    x: Requests = field(init=False)
+    dy: Requests = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = compiled.describe(self.recipe, self.selections)
+        self.x = Requests(self._request("fwd", "a"), self._request("wgrad", "b"))
+        self.dy = Requests(self._request("dgrad", "a"), self._request("wgrad", "a"))
+
+    def _request(self, name: str, operand: str) -> CastRequest | None:
+        gemm, selection = self.recipe.gemm(name), self.selections.get(name)
+        if gemm is None or selection is None:
+            return None
+        return CastRequest(selection.backend, getattr(gemm, operand))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        return Site(self.name, self.recipe, self.selections, copy.deepcopy(self.codes, memo))
+        codes, scaling = copy.deepcopy(self.codes, memo), copy.deepcopy(self.scaling, memo)
+        return Site(self.name, self.recipe, self.selections, codes, scaling)
 
     @property
     def backend(self) -> Selection:
         """The selection of the first GEMM that runs in FP8."""
         return next(iter(self.selections.values()))
 
-    def want(self, gemm: str, spec: CastSpec) -> Want:
-        """A cast for a GEMM, by the backend that runs it."""
-        return Want(self.selections[gemm].backend, spec)
-
-    def weight(self, gemm: str, owner: Tensor, part: Part, spec: CastSpec) -> Quantized:
-        """The codes of a weight for fwd or dgrad: dgrad reads those of the forward where the cast is the same."""
-        backend = self.selections[gemm].backend
-        contract = 1 if gemm == "fwd" or self.shares_weight else 0
-        cast = partial(backend.quantize, contract=contract)
-        if self.codes is None:
-            own = owner.codes(spec, part.slot) if isinstance(owner, Fp8Weight) else None
-            return cast(part.of(owner), spec) if own is None else own
-        return self.codes.get(owner, part, spec, backend, forward=gemm == "fwd", cast=cast)
-
     @property
     def shares_weight(self) -> bool:
         """Whether dgrad multiplies by the codes of the forward."""
         fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
         return fwd is not None and dgrad is not None and fwd.b == dgrad.b
+
+
+class Dense:
+    """How the operands of a linear layer are cast and multiplied: matrices as they are."""
+
+    tensors: tuple[Tensor, ...] = ()  # what a backward needs of it
+    sizes: Tensor | None = None  # rows of each expert, on their device
+
+    def restored(self, tensors: Sequence[Tensor]) -> tuple[Dense, list[Tensor]]:
+        """Itself in a backward, out of what was saved, and what else was saved."""
+        return self, list(tensors)
+
+    def cast(self, x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
+        return cast_matrix(x, row, col)
+
+    def weight_cast(self, backend: Backend) -> Callable[..., Quantized]:
+        return backend.quantize
+
+    def flops(self, rows: int, outputs: int, inputs: int) -> int:
+        """Of one GEMM; of one row where ``sizes`` says how many there are."""
+        return 2 * rows * outputs * inputs
+
+    def fwd(self, backend: Backend, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        return backend.gemm_fwd(x, w, dtype, bias)
+
+    def dgrad(self, backend: Backend, dy: Quantized, w: Quantized, dtype: torch.dtype) -> Tensor:
+        return backend.gemm_dgrad(dy, w, dtype)
+
+    def wgrad(self, backend: Backend, dy: Quantized, x: Quantized, dtype: torch.dtype) -> Tensor:
+        return backend.gemm_wgrad(dy, x, dtype)
+
+    def high_fwd(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def high_dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        return dy @ w.to(dy.dtype)
+
+    def high_wgrad(self, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return (dy.t() @ x).to(dtype)
+
+    def bias_grad(self, dy: Tensor) -> Tensor:
+        return dy.sum(0, dtype=torch.float32)
+
+    def operand(self, seen: Seen, role: str, x: Tensor, q: Quantized) -> None:
+        seen.operand(role, x, q)
+
+    def weight(self, seen: Seen, w: Tensor, q: Quantized) -> None:
+        seen.operand("w", w, q)
+
+    def gradient(self, seen: Seen, dw: Tensor, dy: Tensor, x: Tensor) -> None:
+        seen.gradient(dw, dy, x)
+
+
+DENSE = Dense()
+
+
+def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec) -> Quantized:
+    """The codes of a weight for fwd or dgrad: dgrad reads those of the forward where the cast is the same."""
+    backend = site.selections[gemm].backend
+    contract = 1 if gemm == "fwd" or site.shares_weight else 0
+    cast = partial(way.weight_cast(backend), contract=contract)
+    return site.codes.get(weight, part, spec, backend, forward=gemm == "fwd", cast=cast)
+
+
+def fwd(
+    site: Site,
+    way: Dense,
+    given: Input | None,
+    x_q: Quantized | None,
+    weight: Tensor,
+    part: WeightSlice,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    seen: Seen,
+) -> tuple[Tensor, Quantized | None]:
+    """y [M, N] in ``dtype``, from the codes of x or, where fwd stays in high precision, from what was ``given``.
+
+    And the codes of w, where dgrad needs those very ones: cast inside a graph capture, they are in no cache.
+    """
+    gemm = site.recipe.fwd
+    if gemm is None or x_q is None:
+        assert given is not None
+        seen.gemm("fwd", HIGH, way.flops(given.rows, *weight.shape[-2:]))
+        return way.high_fwd(given.high(), part.of(weight), bias), None
+    backend = site.selections["fwd"].backend
+    w_q = weight_codes(site, way, "fwd", weight, part, gemm.b)
+    if seen.watched and not seen.recompute and given is not None:
+        way.operand(seen, "x", given.matrix(), x_q)
+        if has_values(weight):
+            way.weight(seen, part.of(weight), w_q)
+    seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *weight.shape[-2:]))
+    y = way.fwd(backend, x_q, w_q, dtype, bias)
+    return y, w_q if weight.is_cuda and site.shares_weight and capturing(weight) else None
+
+
+def dgrad(
+    site: Site,
+    way: Dense,
+    dy: Tensor,
+    dy_q: Quantized | None,
+    weight: Tensor,
+    part: WeightSlice,
+    w_q: Quantized | None,
+    dtype: torch.dtype,
+    seen: Seen,
+) -> Tensor:
+    """dx [M, K] in ``dtype``. ``w_q``: the codes of w where the forward saved them."""
+    gemm, flops = site.recipe.dgrad, way.flops(dy.shape[0], *weight.shape[-2:])
+    if gemm is None or dy_q is None:
+        seen.gemm("dgrad", HIGH, flops)
+        return way.high_dgrad(dy, part.of(weight))
+    if w_q is None:
+        # Valid codes if the weight is as it was; otherwise (resharded meanwhile) the regathered weight is cast again.
+        w_q = weight_codes(site, way, "dgrad", weight, part, gemm.b)
+    backend = site.selections["dgrad"].backend
+    if seen.watched:
+        way.operand(seen, "dy", dy, dy_q)
+    seen.gemm("dgrad", backend.name, flops)
+    return way.dgrad(backend, dy_q, w_q, dtype)
+
+
+def wgrad(
+    site: Site,
+    way: Dense,
+    dy: Tensor,
+    dy_q: Quantized | None,
+    x: Quantized | Tensor,
+    exact: Tensor | None,
+    dtype: torch.dtype,
+    seen: Seen,
+) -> Tensor:
+    """dw [N, K] in ``dtype``, from what the forward saved of x; ``exact``: x in high precision, for figures."""
+    if dy_q is None or not isinstance(x, Quantized):
+        assert isinstance(x, Tensor)
+        seen.gemm("wgrad", HIGH, way.flops(dy.shape[0], dy.shape[1], x.shape[1]))
+        return way.high_wgrad(dy, x, dtype)
+    backend = site.selections["wgrad"].backend
+    seen.gemm("wgrad", backend.name, way.flops(dy.shape[0], dy.shape[1], x.data.shape[1]))
+    dw = way.wgrad(backend, dy_q, x, dtype)
+    if seen.watched and exact is not None:
+        way.operand(seen, "x_wgrad", exact, x)
+        way.operand(seen, "dy_wgrad", dy, dy_q)
+        way.gradient(seen, dw, dy, exact)
+    return dw
 
 
 def select_backends(chosen: Recipe, device: torch.device, requested: str = "auto") -> dict[str, Selection]:

@@ -1,8 +1,8 @@
-"""One quantization of an input that several layers multiply: q, k and v; gate and up.
+"""The input of a layer: its dtype under autocast, the casts that GEMMs ask of it, and one cast for q, k and v.
 
-The layers do not know each other. Each thread remembers the last input that it cast, with its codes, and the next layer
-that brings the same input finds them. The wgrad codes that these layers save for backward are then one tensor, and
-under autocast the input is lowered once.
+Layers that multiply one input do not know each other. Each thread remembers the last input that it cast, with its
+codes, and the next layer that brings the same input finds them. The wgrad codes that these layers save for backward are
+then one tensor, and under autocast the input is lowered once.
 
 The same input is the same storage at the same version, address, shape, strides and dtype, lowered to the same dtype, on
 the same stream, inside or outside a CUDA graph capture alike.
@@ -18,23 +18,25 @@ then multiplies the values that the first one saw. Either the model writes so be
 one buffer is refilled so and the layers take turns (q in this step, k in the next). Write to x itself, which is seen,
 or call ``fp8.invalidate`` after the write.
 
-A layer that quantizes what it computes (:mod:`octavo.fp8.blocks.rmsnorm`) leaves its codes here for the layers that it
-feeds (:func:`offer`), under the same rules. Delayed scaling has a history for each layer and shares nothing.
+A layer that quantizes what it computes, such as a norm, leaves its codes here for the layers that it feeds
+(:func:`offer`), under the same rules. Delayed scaling has a history for each layer and shares nothing. A layer whose
+input can be computed again in backward need not save it: whoever computes it says how (:func:`behind`).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from octavo.fp8.arithmetic.cast import Quantized
-from octavo.fp8.dense.casts import Want, cast_both
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.kernels.registry import Backend, Borrower
 from octavo.fp8.weights import cache
 from octavo.fp8.weights.shards import ordinary
 from octavo.fp8.weights.versions import listen
@@ -42,19 +44,100 @@ from octavo.fp8.weights.versions import listen
 __all__ = ["Input", "forget", "held_bytes", "offer", "torch_alone_writes"]
 
 
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What the GEMMs of x take: autocast's dtype under autocast, which leaves float64 alone, else x's own."""
+    lowered = autocast_enabled(x) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if lowered else x.dtype
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else nullcontext()
+
+
+def autocast_enabled(x: Tensor) -> bool:
+    """False also for devices without autocast, such as meta, where asking is an error."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def transformed() -> bool:
+    """Whether this runs under a transform of torch.func, which the gradients of FP8 layers do not know."""
+    return torch._C._are_functorch_transforms_active()
+
+
+# --- casts ------------------------------------------------------------------------------------------------------------
+
+
+class CastRequest(NamedTuple):
+    """A cast that a GEMM asks for: by which backend, under which spec."""
+
+    backend: Backend
+    spec: CastSpec
+
+
+Pair = tuple["Quantized | None", "Quantized | None"]
+"""The codes of a matrix for a contraction of its columns, and for one of its rows."""
+Cast = Callable[["CastRequest | None", "CastRequest | None"], Pair]
+
+
+def once(cast: Cast, row: CastRequest | None, col: CastRequest | None) -> Pair:
+    """(codes under ``row``, under ``col``) by ``cast``, made once where both ask for the same codes; None for None."""
+    if row is not None and col is not None and row.spec == col.spec:
+        q = cast(row, None)[0]
+        return q, q
+    return cast(row, col)
+
+
+def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
+    """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), in one pass over x
+    where the first backend, or the one that lends it its casts, can do both: all backends give the same codes."""
+    if row is not None and col is not None:
+        first = row.backend
+        one = first is col.backend or isinstance(first, Borrower)
+        if one or first.supports("quantize", col.spec, x.device, x.shape) is None:
+            return first.quantize_both(x, row.spec, col.spec)
+    return (
+        None if row is None else row.backend.quantize(x, row.spec, 1),
+        None if col is None else col.backend.quantize(x, col.spec, 0),
+    )
+
+
+# --- an input that several layers multiply ----------------------------------------------------------------------------
+
+
 class Input:
     """The input of one layer as its GEMMs see it: ``rows`` x ``features`` in ``dtype`` (autocast's under autocast).
 
     Args:
         given: what the layer was called with, [..., features].
-        dtype: what its GEMMs take.
         user: the layer, the same object at every call; None shares nothing.
+        dtype: what its GEMMs take; None asks autocast.
+        cast: how a matrix becomes codes under two requests.
+
+    ``source``: how to compute it again, where somebody said so. ``forget()`` is for its backward: the codes that this
+    layer found or made serve nobody from then on; it holds no codes.
     """
 
-    __slots__ = ("_found", "_matrix", "dtype", "features", "given", "rows", "user")
+    __slots__ = (
+        *("autocast_off", "cast", "dtype", "features", "forget", "given", "rows", "source", "user"),
+        *("_found", "_matrix"),
+    )
 
-    def __init__(self, given: Tensor, dtype: torch.dtype, user: object) -> None:
-        self.given, self.dtype, self.user = given, dtype, user
+    def __init__(
+        self,
+        given: Tensor,
+        user: object,
+        dtype: torch.dtype | None = None,
+        cast: Callable[[Tensor, CastRequest | None, CastRequest | None], Pair] = cast_matrix,
+    ) -> None:
+        self.given, self.user, self.cast = given, user, cast
+        self.dtype = compute_dtype(given) if dtype is None else dtype
+        self.autocast_off = without_autocast(given)  # a context to work in
+        self.source = source_of(given)
+        self.forget: Callable[[], None] = _nothing
         self.rows, self.features = given.shape[:-1].numel(), given.shape[-1]  # no -1, ambiguous in an empty tensor
         self._matrix: Tensor | None = None
         self._found: _Entry | None = None
@@ -73,7 +156,7 @@ class Input:
             self._matrix = self._entry.high
         return self.matrix()
 
-    def codes(self, row: Want | None, col: Want | None) -> tuple[Quantized | None, Quantized | None]:
+    def codes(self, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """x under ``row`` for a contraction of its features and under ``col`` for one of its rows; None for None.
 
         Where both are wanted and neither is there, they are made in one pass over x if the backend can.
@@ -81,21 +164,18 @@ class Input:
         if row is None and col is None:
             return None, None
         held = self._entry.codes
-        if row is not None and col is not None and row not in held and col not in held:
-            held[row], held[col] = cast_both(self.matrix(), row, col)
-        for want, contract in ((row, 1), (col, 0)):
-            if want is not None and want not in held:
-                held[want] = want.backend.quantize(self.matrix(), want.spec, contract)
+        missing = (None if row in held else row, None if col in held else col)
+        if missing != (None, None):
+            for request, q in zip(missing, self.cast(self.matrix(), *missing), strict=True):
+                if request is not None and q is not None:
+                    held[request] = q
         return None if row is None else held[row], None if col is None else held[col]
-
-    def forgetter(self) -> Callable[[], None]:
-        """What a backward calls: the codes that this layer found or made serve nobody from then on. Holds no codes."""
-        return _nothing if self._found is None else self._found.forget
 
     @property
     def _entry(self) -> _Entry:
         if self._found is None:
             self._found = _entry(self)
+            self.forget = self._found.forget
         return self._found
 
 
@@ -106,7 +186,7 @@ class _Entry:
         self.stamp = stamp
         self.storage: Any = None  # a weak reference to the input's storage
         self.forget: Callable[[], None] = _nothing
-        self.codes: dict[Want, Quantized] = {}
+        self.codes: dict[CastRequest, Quantized] = {}
         self.high: Tensor | None = None
         self.served: set[int] = set()
 
@@ -121,15 +201,15 @@ _state = threading.local()
 _memos: weakref.WeakSet[_Memo] = weakref.WeakSet()
 
 
-def offer(y: Tensor, dtype: torch.dtype, codes: Mapping[Want, Quantized]) -> Container[int]:
+def offer(y: Tensor, dtype: torch.dtype, codes: Mapping[CastRequest, Quantized]) -> Container[int]:
     """Leave the codes of ``y`` in ``dtype`` for the layers that will be called with y itself.
 
-    They must be those that each :class:`Want` would get of ``y.to(dtype)`` [product of leading dimensions, last]. What
-    comes back is empty until a layer found them; it never is where y cannot be recognised again.
+    They must be those that each :class:`CastRequest` would get of ``y.to(dtype)`` [product of leading dimensions,
+    last]. What comes back is empty until a layer found them; it never is where y cannot be recognised again.
     """
     if not _recognisable(y):
         return (0,)
-    entry = _begin(_memo(), y.untyped_storage(), _stamp(Input(y, dtype, None)))
+    entry = _begin(_memo(), y.untyped_storage(), _stamp(Input(y, None, dtype)))
     entry.codes.update(codes)
     return entry.served
 
@@ -181,7 +261,12 @@ def _nothing() -> None:
 
 
 def _recognisable(given: Tensor) -> bool:
-    if not ordinary(given) or given.is_meta or given.is_inference() or not given.numel():
+    if (
+        (type(given) is not Tensor and not ordinary(given))
+        or given.is_meta
+        or given.is_inference()
+        or not given.numel()
+    ):
         return False
     # Codes made in inference mode could not be saved for a backward later.
     return torch_alone_writes(given) and not torch.is_inference_mode_enabled()
@@ -227,7 +312,41 @@ def _stamp(x: Input) -> tuple[Any, ...]:
         x.dtype,
         device,
         stream,
-        cache.capturing(given),
+        given.is_cuda and cache.capturing(given),
         # Selective checkpointing replays the operations of a region by counting them: no entry crosses its border.
         id(_get_current_dispatch_mode()),
     )
+
+
+# --- an input that need not be saved ----------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """How the backward of a linear layer gets its input again, instead of codes of it: ``remake(*tensors)`` is the
+    input bit for bit, off the graph. ``tensors`` are kept."""
+
+    tensors: tuple[Tensor, ...]
+    remake: Callable[..., Tensor]
+
+
+class _Held(NamedTuple):
+    x: Tensor
+    version: int
+    source: Source
+
+
+@contextmanager
+def behind(x: Tensor, source: Source) -> Iterator[None]:
+    """Inside, a layer of this thread that is called with ``x`` itself (also inside an adapter) finds its source."""
+    before: _Held | None = getattr(_state, "held", None)
+    _state.held = _Held(x, x._version, source)
+    try:
+        yield
+    finally:
+        _state.held = before
+
+
+def source_of(x: Tensor) -> Source | None:
+    """The source of this very tensor, unwritten since; None if nobody said so."""
+    held: _Held | None = getattr(_state, "held", None)
+    return held.source if held is not None and held.x is x and held.version == x._version else None

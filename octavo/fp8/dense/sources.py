@@ -29,16 +29,12 @@ a layer scale that is a bare parameter (InternVL's ``lambda_1 * x``) keeps x, an
 does). Residual additions and rotary embeddings keep nothing. A stock linear layer, which the plan left in high
 precision, keeps its input; so does a router. Compiled blocks (``torch.compile``) run and keep as the stock model does.
 
-This module holds what they share: casting to codes and back, and the :class:`Source` of a linear layer's input.
+This module holds what they share: casting to codes and back.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +43,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import Backend, select
 
-__all__ = ["DTYPES", "SPEC", "Source", "backend_of", "behind", "keep", "source_of", "value"]
+__all__ = ["DTYPES", "SPEC", "backend_of", "keep", "value"]
 
 SPEC = CastSpec("e4m3", (1, 128), "pow2")
 _NARROW = CastSpec("e4m3", (1, -1), "pow2")  # the same codes for rows up to 128, without padding to 128 in memory
@@ -80,37 +76,3 @@ def backend_of(op: str, spec: CastSpec, device: torch.device) -> Backend:
 @lru_cache(maxsize=256)
 def _backend_of(registered: tuple[str, ...], op: str, spec: CastSpec, device: torch.device) -> Backend:
     return select(op, recipe_or_spec=spec, device=device).backend
-
-
-class Source(NamedTuple):
-    """How the backward of a linear layer gets its input again, instead of codes of it: ``remake(*tensors)`` is the
-    input bit for bit, off the graph. ``tensors`` are kept."""
-
-    tensors: tuple[Tensor, ...]
-    remake: Callable[..., Tensor]
-
-
-class _Held(NamedTuple):
-    x: Tensor
-    version: int
-    source: Source
-
-
-_state = threading.local()
-
-
-@contextmanager
-def behind(x: Tensor, source: Source) -> Iterator[None]:
-    """Inside, a layer of this thread that is called with ``x`` itself (also inside an adapter) finds its source."""
-    before: _Held | None = getattr(_state, "held", None)
-    _state.held = _Held(x, x._version, source)
-    try:
-        yield
-    finally:
-        _state.held = before
-
-
-def source_of(x: Tensor) -> Source | None:
-    """The source of this very tensor, unwritten since; None if nobody said so."""
-    held: _Held | None = getattr(_state, "held", None)
-    return held.source if held is not None and held.x is x and held.version == x._version else None

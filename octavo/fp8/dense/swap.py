@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.blocks.attention_output import unmark
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import Backend, select
 
-__all__ = ["STOCK", "Planned", "Swapped", "fused_backend", "hooked", "planned", "probe", "swap", "unswap"]
+__all__ = ["STOCK", "Planned", "Swapped", "fused_backend", "hooked", "planned", "probe", "put", "swap", "unswap"]
 
 
 STOCK = "_as_stock"
 """In the __dict__ of a swapped module whose class cannot be taken off for a moment: it computes as the stock one."""
+
+
+_PUT = "_fp8_put"
 
 
 class Planned(NamedTuple):
@@ -92,9 +94,16 @@ def swap(module: nn.Module, kind: type[Swapped], **own: Any) -> None:
     module.__class__ = _class(kind, type(module))
 
 
+def put(module: nn.Module, name: str, value: Any) -> None:
+    """Leave something in the ``__dict__`` of a module that is not swapped, for :func:`unswap` to take back."""
+    module.__dict__[name] = value
+    module.__dict__[_PUT] = (*module.__dict__.get(_PUT, ()), name)
+
+
 def unswap(module: nn.Module) -> None:
-    """Let a swapped module compute as it did before, and a layer behind attention keep codes; others stay."""
-    unmark(module)
+    """Let a swapped module compute as it did before, and take back what was :func:`put`; others stay."""
+    for name in module.__dict__.pop(_PUT, ()):
+        module.__dict__.pop(name, None)
     if isinstance(module, Swapped) and "_stock" in type(module).__dict__:
         for name in module.own:
             module.__dict__.pop(name, None)

@@ -72,4 +72,5 @@ def _high(value: Any) -> Any:
     """A site, or sites by projection, without FP8."""
     if not isinstance(value, Site):
         return {name: _high(site) for name, site in value.items()}
-    return replace(value, recipe=Recipe("off", "high precision", None, None, None), selections={})
+    off = Recipe("off", "high precision", None, None, None)
+    return replace(value, recipe=off, selections={}, scaling=None)

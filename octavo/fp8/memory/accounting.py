@@ -46,7 +46,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_flatten
 
 from octavo.fp8.dense import inputs
-from octavo.fp8.weights.cache import HoldsCodes
+from octavo.fp8.observe import recorder
+from octavo.fp8.weights.cache import CachesWeights
 
 __all__ = ["Kept", "Rate", "Row", "kept", "per_layer", "slope"]
 
@@ -235,18 +236,19 @@ class Accountant:
                 yield parameter.grad
         yield from self.model.buffers()
         for module in self.model.modules():
-            for cache in module._weight_codes().values() if isinstance(module, HoldsCodes) else ():
-                joined = () if cache.joined is None else cache.joined._codes.values()
-                for codes in (*cache._codes.values(), *joined):
+            for cache in module._weight_codes().values() if isinstance(module, CachesWeights) else ():
+                for codes in cache._codes.values():
                     yield from (codes.data, codes.scale)
 
     # --- what happens during the forward ------------------------------------------------------------------------------
 
+    @recorder.only_watches
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
             outer_name, outer_block = self._path[-1] if self._path else ("", "")
             self._path.append((self._names.get(module, outer_name), self._blocks.get(module, outer_block)))
 
+    @recorder.only_watches
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._path:
             self._path.pop()

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.dense.casts import _no_autocast, compute_dtype, transformed
+from octavo.fp8.dense.inputs import compute_dtype, transformed, without_autocast
 from octavo.fp8.weights.shards import is_whole
 
 __all__ = ["linear_cross_entropy", "token_log_probs"]
@@ -233,7 +233,7 @@ def _statistics(tokens: _Tokens, weight: Tensor, bias: Tensor | None, wants: _Wa
     else:
         width = max(1, chunk * size // rows)
     low = compute_dtype(tokens.hidden)
-    with _no_autocast(tokens.hidden):
+    with without_autocast(tokens.hidden):
         return _Found(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, wants, width, low))
 
 
@@ -287,7 +287,7 @@ class _Statistics(torch.autograd.Function):
         dh = torch.zeros(h.shape, dtype=wide, device=h.device) if needs_h else None
         dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_w else None
         db = torch.empty_like(bias) if needs_b else None
-        with _no_autocast(h):
+        with without_autocast(h):
             for block in _blocks(weight.shape[0], ctx.width):
                 x = _logits(h, weight, bias, block, ctx.wants.temperature)
                 dx = _dx(x, block, target, lse, entropy, grads).div_(ctx.wants.temperature)

@@ -30,16 +30,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8.arithmetic.cast import Quantized
-from octavo.fp8.blocks import attention_output, mlp
+from octavo.fp8.blocks import mlp
 from octavo.fp8.dense import delayed, sources
-from octavo.fp8.dense.casts import _autocast_enabled
 from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.inputs import Source, behind, compute_dtype
 from octavo.fp8.dense.linear import Call, three_gemms
-from octavo.fp8.dense.sources import source_of
+from octavo.fp8.dense.swap import put
 from octavo.fp8.kernels.groups import Groups, route
-from octavo.fp8.moe.grouped import GroupedCall, alone, grouped_gemms, one_by_one
-from octavo.fp8.observe import counts
-from octavo.fp8.weights.cache import HoldsCodes, Part, WeightCodes
+from octavo.fp8.moe.grouped import Grouped, alone, grouped_gemms, one_by_one
+from octavo.fp8.observe import recorder
+from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 Project = Callable[[str, Tensor, Groups], Tensor]  # (projection, x [R, K], groups) -> y [R, N]
@@ -102,7 +102,7 @@ def agrees(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
     return None
 
 
-class Experts(HoldsCodes):
+class Experts(CachesWeights):
     """The forward of experts in FP8; see the module's docstring."""
 
     _sites: dict[str, Site]
@@ -118,10 +118,10 @@ class Experts(HoldsCodes):
             if site.recipe.delayed is not None:
                 weight = module._parameters[name]
                 assert weight is not None
-                delayed.attach(module, site.recipe.delayed, slots=weight.shape[0], suffix=f"_{name}")
+                delayed.attach(module, site, slots=weight.shape[0], suffix=f"_{name}")
         return module
 
-    def _weight_codes(self) -> Mapping[str, WeightCodes]:
+    def _weight_codes(self) -> Mapping[str, WeightCache]:
         return {name: site.codes for name, site in self._sites.items() if site.codes is not None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -141,24 +141,22 @@ class Experts(HoldsCodes):
     def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
         """One projection of all rows: grouped where recipe and backends can, else expert by expert."""
         site = self._sites[name]
-        owner, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
-        assert owner is not None
+        weight, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
+        assert weight is not None
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
         if alone(site.recipe, site.selections, x.device) is None:
-            call = GroupedCall(site, Part(None, transposed), grad, source_of(x))
-            return grouped_gemms(x, owner, bias, groups, call)
+            way = Grouped(groups, transposed)
+            call = Call(site, weight, WeightSlice(None, transposed), grad, self.training, way, shares=False)
+            return grouped_gemms(x, bias, call)
         weights, biases = _matrices(self, name), _biases(self, name)
 
         def run(expert: int, own: Tensor) -> Tensor:
-            history = None
-            if site.recipe.delayed is not None:
-                history = delayed.history(self, expert, own.device, suffix=f"_{name}")
-            call = Call(site, owner, Part(expert, transposed), history, self.training, grad)
+            part = WeightSlice(expert, transposed)
+            call = Call(site, weight, part, grad, self.training)
             return three_gemms(own, weights[expert], biases[expert], call)
 
         y, ran = one_by_one(x, groups, run)
-        if counts.counting() and counts.phase() == counts.Phase(counted=True, recompute=False):
-            counts.idle(site.name, groups.experts - ran)
+        recorder.idle(site.name, groups.experts - ran)
         return y
 
     def extra_repr(self) -> str:
@@ -230,15 +228,14 @@ def mixture(
     top_k = top_k_index.shape[-1]
     # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
     groups, pair_of, row_of = route(top_k_index.reshape(-1), weight.shape[0])
-    low = _autocast_enabled(hidden) and hidden.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(hidden.device.type) if low else hidden.dtype
+    dtype = compute_dtype(hidden)
     x = _ToRows.apply(hidden, pair_of, row_of, top_k, dtype)
     gate = partial(_gate, module)
     if beside is None or weight.requires_grad:
         gate_up = project("gate_up_proj", x, groups)
     else:  # what stands beside a frozen weight keeps the tokens, not a row for each choice
         again = partial(_rows, top_k=top_k, dtype=dtype)
-        with sources.behind(x, sources.Source((hidden.detach(), pair_of), again)):
+        with behind(x, Source((hidden.detach(), pair_of), again)):
             gate_up = project("gate_up_proj", x, groups)
     if saves:
         y = gated(gate, gate_up, lambda h: project("down_proj", h, groups))
@@ -307,12 +304,12 @@ def _take(source: Tensor, index: Tensor) -> Tensor:
 
 # --- what is kept in FP8 between the projections and behind them ------------------------------------------------
 
-MARK = attention_output.EXPERTS
+MARK = "_saves_rows"
 """In the __dict__ of a module of experts that keeps FP8."""
 
 
 def mark(experts: nn.Module) -> None:
-    experts.__dict__[MARK] = True
+    put(experts, MARK, True)
 
 
 def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
@@ -322,7 +319,7 @@ def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Ten
     h, source = mlp.product(gate, gate_up)
     if source is None:
         return down(h)
-    with sources.behind(h, source):
+    with behind(h, source):
         return down(h)
 
 

@@ -1,5 +1,5 @@
 """Who watches: GEMM counts and health figures, which layers report to one recorder."""
 
-from octavo.fp8.observe.counts import Phase, phase
+from octavo.fp8.observe.recorder import Phase, phase
 
 __all__ = ["Phase", "phase"]

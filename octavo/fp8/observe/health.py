@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +17,10 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic import metrics
 from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.observe import recorder
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
 FIGURES = ("sqnr", "underflow", "saturation")
-
-_lock = threading.Lock()
-_collectors: list[Health] = []
-_muted = 0  # how many `muted` are open in which somebody watched before
 
 
 class Health:
@@ -78,11 +74,15 @@ class Health:
         out["nan_codes"] = float(sum(self._nan.values()))
         return out
 
-    def _operand(self, layer: str, role: str, found: metrics.Figures) -> None:
+    # What the recorder calls: see `recorder.Watcher`.
+
+    def on_operand(self, layer: str, role: str, x: Tensor, q: Quantized) -> None:
+        found = metrics.figures(x, q)
         self._nan[layer] += found.nan_codes
         self._figures[layer][role].append(found[: len(FIGURES)])
 
-    def _gradient(self, layer: str, value: float) -> None:
+    def on_gradient(self, layer: str, dw: Tensor, dy: Tensor, x: Tensor) -> None:
+        value = metrics.cosine(dw, dy.float().t() @ x.float())
         if math.isfinite(value):
             self._cosines[layer].append(value)
 
@@ -91,50 +91,8 @@ class Health:
 def health() -> Iterator[Health]:
     """Collect health figures from the forwards and backwards that run inside (both must)."""
     collector = Health()
-    with _lock:
-        _collectors.append(collector)
-    try:
+    with recorder.attached(watcher=collector):
         yield collector
-    finally:
-        with _lock:
-            _collectors[:] = [c for c in _collectors if c is not collector]
-
-
-@contextmanager
-def muted() -> Iterator[None]:
-    """Nothing inside enters a collector: a backward that runs again over the same graph. Layers still are `watching`,
-    as they were in its forward: what is computed again must keep what it kept, or torch refuses it."""
-    global _muted
-    with _lock:
-        held = list(_collectors)
-        _collectors.clear()
-        _muted += bool(held)
-    try:
-        yield
-    finally:
-        with _lock:
-            _collectors[:] = held
-            _muted -= bool(held)
-
-
-def watching() -> bool:
-    return bool(_collectors or _muted)
-
-
-def operand(layer: str, role: str, x: Tensor, q: Quantized) -> None:
-    """Report an operand and its codes; an empty one has no figures."""
-    if x.numel() and _collectors:
-        found = metrics.figures(x, q)
-        for collector in _collectors:
-            collector._operand(layer, role, found)
-
-
-def gradient(layer: str, dw: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Report a weight gradient dw [N, K] beside dyT x in fp32, from dy [M, N] and x [M, K] in high precision."""
-    if x.numel() and _collectors:
-        value = metrics.cosine(dw, dy.float().t() @ x.float())
-        for collector in _collectors:
-            collector._gradient(layer, value)
 
 
 def _mean(values: Iterator[float]) -> float:

@@ -41,8 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.fp8.dense import delayed
-from octavo.fp8.observe import counts
-from octavo.fp8.observe.health import muted
+from octavo.fp8.observe import recorder
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.weights.shards import is_dtensor, plain
 
@@ -127,7 +126,7 @@ class UpdateInBackward:
         factor = clip_factor(norm, clip)
         if before and self._model is not None:  # the same scales again, and one entry a step
             delayed.load_scaling_state(self._model, before)
-        with self._pass(lambda p: self.optimizer.update([p], factor)), counts.muted(), muted():
+        with self._pass(lambda p: self.optimizer.update([p], factor)), recorder.muted():
             backward(False)
         self._finish()
         return Updated(norm, True)

@@ -23,7 +23,7 @@ from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.decisions import _is_meta
 from octavo.fp8.policy.policy import OFF, PlanError
 from octavo.fp8.policy.topology import topology
-from octavo.fp8.weights.cache import HoldsCodes
+from octavo.fp8.weights.cache import CachesWeights
 from octavo.fp8.weights.fp8_rows import Need
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
 from octavo.fp8.weights.frozen import is_frozen
@@ -38,7 +38,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
             compute what the loop over experts computes.
     """
     modules = dict(model.named_modules())
-    done = [name for name, module in modules.items() if isinstance(module, HoldsCodes)]
+    done = [name for name, module in modules.items() if isinstance(module, CachesWeights)]
     if done:
         raise PlanError(
             f"FP8 was applied to this model before ({done[0]!r} is an FP8 layer). Apply a plan once, to a stock model."

@@ -134,7 +134,7 @@ def _calls(ran: _Ran, gemm: str) -> int:
 
 def _unused(row: PlanRow, counts: GemmCounts, ran: _Ran) -> bool:
     """True if forwards promised backward GEMMs and none came: the output did not reach the loss."""
-    promised = any(counts.promised(row.name, g) for g in _BACKWARD)
+    promised = any(counts.due(row.name, g) for g in _BACKWARD)
     return promised and not any(_calls(ran, g) for g in _BACKWARD)
 
 
@@ -146,12 +146,12 @@ def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, n: int, unused: boo
     out = []
     if (forward + idle) % want:
         out.append(f"planned {want} fwd (or a multiple), counted {forward + idle}")
-    due = {g: counts.promised(row.name, g) for g in _BACKWARD}
+    due = {g: counts.due(row.name, g) for g in _BACKWARD}
     if any(due.values()) and _calls(ran, "recompute") > forward:
         out.append(f"{forward} fwd were recomputed {_calls(ran, 'recompute')} times")
     planned = 0 if row.row.frozen else forward
     if due["wgrad"] != planned:
-        gradless = counts.gradless[row.name]
+        gradless = counts.no_grad[row.name]
         if gradless and due["wgrad"] + gradless == planned:
             why = (
                 f"{gradless} of {forward} fwd ran under no_grad; put forwards that do not train into "

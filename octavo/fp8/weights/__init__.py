@@ -1,14 +1,14 @@
 """Who holds a weight's bits: shards, versions, the cache of FP8 codes, and weights that are FP8 between steps."""
 
-from octavo.fp8.weights.cache import HoldsCodes, Part
+from octavo.fp8.weights.cache import CachesWeights, WeightSlice
 from octavo.fp8.weights.fp8_rows import Shards
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, master_of
 from octavo.fp8.weights.shards import distributed, full, is_whole, plain, span
 
 __all__ = [
     "Fp8Weight",
-    "HoldsCodes",
-    "Part",
+    "CachesWeights",
+    "WeightSlice",
     "Shards",
     "distributed",
     "full",

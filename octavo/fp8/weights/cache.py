@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,33 +32,25 @@ from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights import versions as clock
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held, master_of
 from octavo.fp8.weights.shards import is_whole, local_of
-from octavo.fp8.weights.versions import listen, watch_optimizers
-from octavo.fp8.weights.versions import now as epoch
-
-if TYPE_CHECKING:
-    from octavo.fp8.joined import Joined
+from octavo.fp8.weights.versions import watch_optimizers
 
 __all__ = [
-    "HoldsCodes",
-    "Part",
-    "WeightCodes",
+    "CachesWeights",
+    "WeightCache",
+    "WeightSlice",
     "capturing",
     "code_bytes",
     "codes_of",
-    "epoch",
     "has_values",
     "invalidate",
-    "listen",
-    "master_of",
-    "watch_optimizers",
 ]
 
 # Which cache serves a tensor that arrives without its layer, as in a compiled graph: by the address of its storage. The
 # weak reference keeps that address from being used again, and the geometry tells the weight from a part of it.
-_owners: dict[int, tuple[StorageWeakRef, Callable[[], WeightCodes | None], tuple[Any, ...]]] = {}
+_owners: dict[int, tuple[StorageWeakRef, Callable[[], WeightCache | None], tuple[Any, ...]]] = {}
 
 
-def codes_of(weight: Tensor) -> WeightCodes | None:
+def codes_of(weight: Tensor) -> WeightCache | None:
     """The cache of the layer whose whole weight this tensor is; None where no layer is known to hold it."""
     found = _owners.get(weight.untyped_storage()._cdata)
     return found[1]() if found is not None and found[2] == _geometry(weight) else None
@@ -68,7 +60,7 @@ def _geometry(weight: Tensor) -> tuple[Any, ...]:
     return weight.storage_offset(), weight.shape, weight.stride()
 
 
-class Part(NamedTuple):
+class WeightSlice(NamedTuple):
     """Which (N, K) matrix of a parameter a GEMM uses: one expert's ``slot``, ``transposed`` if stored as (K, N).
 
     Without a slot a parameter of experts is taken whole, [E, N, K].
@@ -85,7 +77,7 @@ class Part(NamedTuple):
         return matrix.mT if self.transposed else matrix
 
 
-class WeightCodes:
+class WeightCache:
     """The codes of one parameter, by part and cast. ``casts`` counts the casts made, for tests and for the curious.
 
     ``keep``: False casts anew at each use and holds nothing in between (``Policy.weight_codes="recast"``). Of a weight
@@ -100,18 +92,17 @@ class WeightCodes:
         watch_optimizers()
         self.keep = keep
         self.casts = 0
-        self._codes: dict[tuple[Part, CastSpec], Quantized] = {}
+        self._codes: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
         self._source: Any = None  # what holds the values: held weakly, so that no address can be reused
         self._stamp: tuple[Any, ...] = ()
         self._sharded: Callable[[], Tensor | None] = lambda: None
         self._address = 0  # of the storage that this cache is known by
-        self.joined: Joined | None = None  # the codes of this weight and its sisters in one matrix
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCodes:
-        return WeightCodes(self.keep)
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
+        return WeightCache(self.keep)
 
-    def __reduce__(self) -> tuple[type[WeightCodes], tuple[bool]]:
-        return WeightCodes, (self.keep,)
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[bool]]:
+        return WeightCache, (self.keep,)
 
     def __len__(self) -> int:
         return len(self._codes)
@@ -120,8 +111,6 @@ class WeightCodes:
         """Forget all codes and free their memory."""
         self._codes.clear()
         self._source, self._stamp = None, ()
-        if self.joined is not None:
-            self.joined.drop()
 
     def placed(self, value: object) -> None:
         """A parameter was put into the module: under FSDP2 the sharded one (resharding) or the gathered one."""
@@ -145,7 +134,7 @@ class WeightCodes:
     def get(
         self,
         owner: Tensor,
-        part: Part,
+        part: WeightSlice,
         spec: CastSpec,
         backend: Backend,
         forward: bool,
@@ -169,7 +158,12 @@ class WeightCodes:
             return cast(part.of(owner), spec)
         # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
         # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
-        if not self.keep or owner.is_inference() or capturing(owner) or not (forward or self._valid(owner)):
+        if (
+            not self.keep
+            or owner.is_inference()
+            or (owner.is_cuda and capturing(owner))
+            or not (forward or self._valid(owner))
+        ):
             self.casts += 1
             return cast(part.of(owner), spec)
         if not self._valid(owner):
@@ -190,9 +184,9 @@ class WeightCodes:
 
     def _stamp_of(self, owner: Tensor) -> tuple[Any, ...]:
         if isinstance(owner, Fp8Weight) and owner.held is not None:
-            return (epoch(), clock.edits(), *owner.stamp())  # not where the master lies, which may be moved about
+            return (clock.now, clock.edits, *owner.stamp())  # not where the master lies, which may be moved about
         sharded = self._sharded()
-        return (epoch(), owner._version, owner.data_ptr(), owner.dtype, None if sharded is None else sharded._version)
+        return (clock.now, owner._version, owner.data_ptr(), owner.dtype, None if sharded is None else sharded._version)
 
 
 def source_of(owner: Tensor) -> Any:
@@ -209,20 +203,20 @@ def same_source(source: Any, owner: Tensor) -> bool:
     return isinstance(source, StorageWeakRef) and source.cdata == owner.untyped_storage()._cdata
 
 
-def _disown(address: int, codes: WeightCodes | None = None) -> None:
+def _disown(address: int, codes: WeightCache | None = None) -> None:
     """Forget what serves a storage; given a cache, only if it still is that cache (tied layers share a storage)."""
     found = _owners.get(address)
     if found is not None and found[1]() is codes:
         del _owners[address]
 
 
-class HoldsCodes(nn.Module):
+class CachesWeights(nn.Module):
     """For modules with cached weight codes: notices every way in which a parameter comes, goes or is rewritten.
 
     Its own ``__setattr__`` is what makes FSDP2 swap parameters by assignment instead of behind the module's back.
     """
 
-    def _weight_codes(self) -> Mapping[str, WeightCodes]:
+    def _weight_codes(self) -> Mapping[str, WeightCache]:
         """The caches by the name of their parameter."""
         raise NotImplementedError
 
@@ -307,7 +301,7 @@ def invalidate(model: nn.Module) -> None:
     clock.tell()
     clock.edited()
     for module in model.modules():
-        if isinstance(module, HoldsCodes):
+        if isinstance(module, CachesWeights):
             for codes in module._weight_codes().values():
                 codes.drop()
 
@@ -318,17 +312,15 @@ def has_values(weight: Tensor) -> bool:
 
 
 def code_bytes(model: nn.Module) -> int:
-    """Bytes of cached weight codes and their scales in a model, those of layers that run as one and those of the shards
-    of FP8 weights included."""
-    modules = [m for m in model.modules() if isinstance(m, HoldsCodes)]
+    """Bytes of cached weight codes and their scales in a model, those of the shards of FP8 weights included."""
+    modules = [m for m in model.modules() if isinstance(m, CachesWeights)]
     caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
-    joined = {id(c.joined): c.joined for c in caches if c.joined is not None}
-    codes = [q for c in caches for q in c._codes.values()] + [q for j in joined.values() for q in j._codes.values()]
+    codes = [q for c in caches for q in c._codes.values()]
     rows = {id(h): h.rows.nbytes for m in modules for h in _held(m) if h.rows is not None}
     return sum(t.numel() * t.element_size() for q in codes for t in (q.data, q.scale)) + sum(rows.values())
 
 
-def _held(module: HoldsCodes) -> list[Held]:
+def _held(module: CachesWeights) -> list[Held]:
     """The masters of a module's FP8 weights, also of those that FSDP2 has exchanged for gathered ones."""
     found = []
     for name, codes in module._weight_codes().items():

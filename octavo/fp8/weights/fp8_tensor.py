@@ -293,7 +293,7 @@ class Fp8Weight(Tensor):
         # Who casts takes part in a collective where blocks are cut, so all ranks must come to the same answer. The
         # master's version cannot be asked then: a rank without rows sees no write to it.
         cut = any(shards.cuts(need) for need in needs)
-        stamp = (versions.now(), versions.edits(), held.edits, 0 if cut else held.version, shards)
+        stamp = (versions.now, versions.edits, held.edits, 0 if cut else held.version, shards)
         if held.rows is not None and held.stamp == stamp:
             return fp8_rows.wire(held.rows, shards)
         with torch.inference_mode(False), torch.no_grad():

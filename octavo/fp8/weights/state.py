@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.weights.cache import HoldsCodes
+from octavo.fp8.weights.cache import CachesWeights
 from octavo.fp8.weights.fp8_rows import Shards, dequantize, gather, gathered, shard_mesh
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
 from octavo.fp8.weights.frozen import codes_of_frozen, frozen, is_frozen
@@ -127,7 +127,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The FP8 weights of a model under all their names, sharded ones as DTensors."""
     model.state_dict(keep_vars=True)  # lets FSDP2 put the sharded parameters back
     for prefix, module in model.named_modules():
-        layers = module._weight_codes() if isinstance(module, HoldsCodes) else ()
+        layers = module._weight_codes() if isinstance(module, CachesWeights) else ()
         for name, value in module._parameters.items():
             if is_frozen(value) or (name in layers and isinstance(local_of(value), Fp8Weight)):
                 yield f"{prefix}.{name}" if prefix else name, value

@@ -1,7 +1,7 @@
 """When weights may have changed: the clock that everything derived from weights is dated by.
 
-``now()`` rises at every step of every ``torch.optim`` optimizer of the process (a process-wide post-step hook);
-``edits()`` whenever somebody says that weights were written in a way that no step and no version counter shows.
+``now`` rises at every step of every ``torch.optim`` optimizer of the process (a process-wide post-step hook);
+``edits`` whenever somebody says that weights were written in a way that no step and no version counter shows.
 """
 
 from __future__ import annotations
@@ -11,22 +11,14 @@ from collections.abc import Callable
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_now = 0
-_edits = 0
+now = 0
+"""A number that rises with every optimizer step of the process. Read it as ``versions.now``."""
+edits = 0
+"""A number that rises with every edit that was announced by hand."""
 _installed = False
 _lock = threading.Lock()
 # Who else remembers something between two layers, and drops it at an optimizer step and when asked to forget.
 _listeners: list[Callable[[], None]] = []
-
-
-def now() -> int:
-    """A number that rises with every optimizer step of the process."""
-    return _now
-
-
-def edits() -> int:
-    """A number that rises with every edit that was announced by hand."""
-    return _edits
 
 
 def listen(drop: Callable[[], None]) -> None:
@@ -42,8 +34,8 @@ def tell() -> None:
 
 def edited() -> None:
     """Weights were written otherwise than by an optimizer."""
-    global _edits
-    _edits += 1
+    global edits
+    edits += 1
 
 
 def watch_optimizers() -> None:
@@ -56,6 +48,6 @@ def watch_optimizers() -> None:
 
 
 def _stepped(*_: object) -> None:
-    global _now
-    _now += 1
+    global now
+    now += 1
     tell()

@@ -1,0 +1,237 @@
+"""The one object that layers report to: which GEMMs ran, of what operands, with which gradients.
+
+A layer asks once a forward (:func:`begin`) and keeps what it gets for its backward. Who wants to know attaches itself
+from outside: counters of GEMMs (:mod:`octavo.fp8.observe.counts`) and watchers of figures
+(:mod:`octavo.fp8.observe.health`). Where nobody listens, a report costs a look at an empty list.
+
+The forward of a layer runs as one of two kinds, ``fwd`` or ``recompute`` (the same again inside a backward, under
+activation checkpointing); inside :func:`uncounted` it enters nothing at all. Listeners are process-wide, because a
+backward may run on autograd's own threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic.cast import Quantized
+
+HIGH = "high"  # the "backend" of a GEMM in high precision
+
+
+class Counter(Protocol):
+    """Who counts GEMMs. ``sizes`` [experts]: the rows of each expert, where a GEMM of all experts in one is reported;
+    FLOPs are then those of one row."""
+
+    def on_gemm(self, layer: str, gemm: str, backend: str, flops: int, sizes: Tensor | None) -> None: ...
+
+    def on_expect(self, layer: str, gemm: str, kind: str, calls: int) -> None: ...
+
+    def on_ran(self, layer: str, gemm: str, kind: str, calls: int) -> None: ...
+
+    def on_no_grad(self, layer: str, calls: int) -> None: ...
+
+    def on_idle(self, layer: str, experts: int) -> None: ...
+
+
+class Watcher(Protocol):
+    """Who takes figures of operands and gradients."""
+
+    def on_operand(self, layer: str, role: str, x: Tensor, q: Quantized) -> None: ...
+
+    def on_gradient(self, layer: str, dw: Tensor, dy: Tensor, x: Tensor) -> None: ...
+
+
+_lock = threading.Lock()
+_counters: list[Counter] = []
+_watchers: list[Watcher] = []
+_muted = 0  # how many `muted` are open in which somebody watched before
+
+
+@contextmanager
+def attached(counter: Counter | None = None, watcher: Watcher | None = None) -> Iterator[None]:
+    """Let a listener hear what runs inside, whichever thread runs it."""
+    with _lock:
+        _counters.extend(() if counter is None else (counter,))
+        _watchers.extend(() if watcher is None else (watcher,))
+    try:
+        yield
+    finally:
+        with _lock:
+            _counters[:] = [c for c in _counters if c is not counter]
+            _watchers[:] = [w for w in _watchers if w is not watcher]
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Nothing inside is heard: a backward that runs again over the same graph, which owes each report once.
+
+    Layers still are :func:`watching`, as they were in its forward: what is computed again must save what it saved, or
+    torch refuses it.
+    """
+    global _muted
+    with _lock:
+        held = list(_counters), list(_watchers)
+        _counters.clear()
+        _watchers.clear()
+        _muted += bool(held[1])
+    try:
+        yield
+    finally:
+        with _lock:
+            _counters[:], _watchers[:] = held
+            _muted -= bool(held[1])
+
+
+def watching() -> bool:
+    return bool(_watchers or _muted)
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def only_watches(hook: Hook) -> Hook:
+    """Mark a hook on all modules that only watches, so that blocks run as they run without it."""
+    hook._octavo_watches = True  # type: ignore[attr-defined]
+    return hook
+
+
+class Seen:
+    """One forward of one layer, and its backward. ``watched``: the layer is to save x in high precision for figures."""
+
+    __slots__ = ("calls", "counted", "kind", "layer", "recompute", "sizes", "watched")
+
+    def __init__(self, layer: str, now: Phase, sizes: Tensor | None) -> None:
+        self.layer, self.sizes, self.calls = layer, sizes, 1 if sizes is None else sizes.shape[0]
+        self.counted, self.recompute, self.kind = now.counted, now.recompute, now.gemm
+        self.watched = now.counted and watching()
+
+    def gemm(self, gemm: str, backend: str, flops: int) -> None:
+        """A GEMM that runs: "fwd", "dgrad" or "wgrad"; ``flops`` of one row where experts run grouped."""
+        if not self.counted or not _counters:
+            return
+        for counter in _counters:
+            if gemm == "fwd":
+                counter.on_gemm(self.layer, self.kind, backend, flops, self.sizes)
+            else:
+                counter.on_gemm(self.layer, gemm, backend, flops, self.sizes)
+                counter.on_ran(self.layer, gemm, self.kind, self.calls)
+
+    def operand(self, role: str, x: Tensor, q: Quantized) -> None:
+        """An operand and its codes; an empty one has no figures."""
+        if x.numel():
+            for watcher in _watchers:
+                watcher.on_operand(self.layer, role, x, q)
+
+    def gradient(self, dw: Tensor, dy: Tensor, x: Tensor) -> None:
+        """A weight gradient dw [N, K], and dy [M, N] and x [M, K] in high precision that it should be dyT x of."""
+        if x.numel():
+            for watcher in _watchers:
+                watcher.on_gradient(self.layer, dw, dy, x)
+
+
+def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None = None) -> Seen:
+    """A forward of a layer begins. Where ``dgrad`` and ``wgrad`` will be due, counters expect them; ``grad``: gradients
+    are enabled; ``sizes``: see :class:`Counter`."""
+    seen = Seen(layer, phase(), sizes)
+    if seen.counted and _counters:
+        for counter in _counters:
+            for gemm, due in (("dgrad", dgrad), ("wgrad", wgrad)):
+                if due:
+                    counter.on_expect(layer, gemm, seen.kind, seen.calls)
+            if not grad and not seen.recompute:
+                counter.on_no_grad(layer, seen.calls)
+    return seen
+
+
+def idle(layer: str, experts: int) -> None:
+    """Experts of a layer that runs them one by one got no token, in a forward that counts."""
+    if _counters and phase() == Phase(counted=True, recompute=False):
+        for counter in _counters:
+            counter.on_idle(layer, experts)
+
+
+# --- why a forward runs -----------------------------------------------------------------------------------------------
+
+
+class Phase(NamedTuple):
+    """Why a forward runs: ``counted`` is False on behalf of a dummy, ``recompute`` is True inside a backward."""
+
+    counted: bool
+    recompute: bool
+
+    @property
+    def gemm(self) -> str:
+        return "recompute" if self.recompute else "fwd"
+
+
+class _Spans:
+    """Sequence numbers of the autograd nodes that one thread made inside uncounted(): a checkpoint that recomputes a
+    dummy's forward is recognised by the node in whose backward it happens. Each thread numbers its own nodes, upwards,
+    so that spans come sorted."""
+
+    def __init__(self) -> None:
+        self.firsts: list[int] = []
+        self.lasts: list[int] = []
+
+    def add(self, first: int, last: int) -> None:
+        if len(self.firsts) >= _MOST_SPANS:
+            del self.firsts[: _MOST_SPANS // 2], self.lasts[: _MOST_SPANS // 2]
+        self.firsts.append(first)
+        self.lasts.append(last)
+
+    def hold(self, number: int) -> bool:
+        at = bisect_right(self.firsts, number) - 1
+        return at >= 0 and number < self.lasts[at]
+
+
+_MOST_SPANS = 1 << 16  # blocks of a thread whose backward may still be to come
+_all_spans: WeakSet[_Spans] = WeakSet()
+_state = threading.local()
+
+
+def _spans() -> _Spans:
+    """The spans of this thread."""
+    if not hasattr(_state, "spans"):
+        _state.spans = _Spans()
+        _all_spans.add(_state.spans)
+    return _state.spans
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Forwards inside, their recomputations and their backwards enter no amax history, health figure or GEMM count.
+
+    For work whose result is multiplied by zero: the dummy image that keeps a sharded vision tower in step.
+    """
+    spans, first = _spans(), torch.autograd._get_sequence_nr()
+    _state.depth = getattr(_state, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _state.depth -= 1
+        last = torch.autograd._get_sequence_nr()
+        if last > first and _state.depth == 0:
+            spans.add(first, last)
+
+
+def phase() -> Phase:
+    """The phase of a forward that starts now."""
+    recompute = torch._C._current_graph_task_id() != -1
+    counted = getattr(_state, "depth", 0) == 0
+    if not recompute:
+        _spans()  # marks a thread that makes nodes
+    elif counted and _all_spans:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            # Autograd's own threads (one a GPU) make no nodes: there the node may be any thread's.
+            own = getattr(_state, "spans", None)
+            counted = not any(s.hold(node._sequence_nr()) for s in ([own] if own is not None else list(_all_spans)))
+    return Phase(counted, recompute)
