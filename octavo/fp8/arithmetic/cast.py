@@ -301,6 +301,12 @@ def quantize(x: Tensor, spec: CastSpec) -> Quantized:
     return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=False), scale, x.shape, spec)
 
 
+def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
+    """x under two casts; one and the same result where they are equal. Raises as :func:`quantize`."""
+    first = quantize(x, row)
+    return first, first if col == row else quantize(x, col)
+
+
 def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None) -> Quantized:
     """Cast ``x`` with scales given from outside (delayed scaling): values beyond FMAX * scale saturate.
 

@@ -86,13 +86,11 @@ class Dense:
 
     tensors: tuple[Tensor, ...] = ()  # what a backward needs of it
     sizes: Tensor | None = None  # rows of each expert, on their device
+    cast: Callable[[Tensor, CastRequest | None, CastRequest | None], Pair] = staticmethod(cast_matrix)
 
     def restored(self, tensors: Sequence[Tensor]) -> tuple[Dense, list[Tensor]]:
         """Itself in a backward, out of what was saved, and what else was saved."""
         return self, list(tensors)
-
-    def cast(self, x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
-        return cast_matrix(x, row, col)
 
     def weight_cast(self, backend: Backend) -> Callable[..., Quantized]:
         return backend.quantize
@@ -161,7 +159,8 @@ def fwd(
     gemm = site.recipe.fwd
     if gemm is None or x_q is None:
         assert given is not None
-        seen.gemm("fwd", HIGH, way.flops(given.rows, *weight.shape[-2:]))
+        if seen.heard:
+            seen.gemm("fwd", HIGH, way.flops(given.rows, *weight.shape[-2:]))
         return way.high_fwd(given.high(), part.of(weight), bias), None
     backend = site.selections["fwd"].backend
     w_q = weight_codes(site, way, "fwd", weight, part, gemm.b)
@@ -169,7 +168,8 @@ def fwd(
         way.operand(seen, "x", given.matrix(), x_q)
         if has_values(weight):
             way.weight(seen, part.of(weight), w_q)
-    seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *weight.shape[-2:]))
+    if seen.heard:
+        seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *weight.shape[-2:]))
     y = way.fwd(backend, x_q, w_q, dtype, bias)
     return y, w_q if weight.is_cuda and site.shares_weight and capturing(weight) else None
 

@@ -65,8 +65,7 @@ class ReferenceBackend(Backend):
 
     def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
         """One cast where both are the same; the two results are then one and must not be written to."""
-        first = cast.quantize(x, row)
-        return first, first if col == row else cast.quantize(x, col)
+        return cast.quantize_both(x, row, col)
 
     def quantize_with_scale(
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1

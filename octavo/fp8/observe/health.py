@@ -13,10 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-
 from octavo.fp8.arithmetic import metrics
-from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.observe import recorder
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
@@ -76,15 +73,13 @@ class Health:
 
     # What the recorder calls: see `recorder.Watcher`.
 
-    def on_operand(self, layer: str, role: str, x: Tensor, q: Quantized) -> None:
-        found = metrics.figures(x, q)
-        self._nan[layer] += found.nan_codes
-        self._figures[layer][role].append(found[: len(FIGURES)])
+    def on_operand(self, layer: str, role: str, figures: metrics.Figures) -> None:
+        self._nan[layer] += figures.nan_codes
+        self._figures[layer][role].append(figures[: len(FIGURES)])
 
-    def on_gradient(self, layer: str, dw: Tensor, dy: Tensor, x: Tensor) -> None:
-        value = metrics.cosine(dw, dy.float().t() @ x.float())
-        if math.isfinite(value):
-            self._cosines[layer].append(value)
+    def on_gradient(self, layer: str, cosine: float) -> None:
+        if math.isfinite(cosine):
+            self._cosines[layer].append(cosine)
 
 
 @contextmanager

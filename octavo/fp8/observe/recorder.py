@@ -21,6 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from octavo.fp8.arithmetic import metrics
 from octavo.fp8.arithmetic.cast import Quantized
 
 HIGH = "high"  # the "backend" of a GEMM in high precision
@@ -44,9 +45,9 @@ class Counter(Protocol):
 class Watcher(Protocol):
     """Who takes figures of operands and gradients."""
 
-    def on_operand(self, layer: str, role: str, x: Tensor, q: Quantized) -> None: ...
+    def on_operand(self, layer: str, role: str, figures: metrics.Figures) -> None: ...
 
-    def on_gradient(self, layer: str, dw: Tensor, dy: Tensor, x: Tensor) -> None: ...
+    def on_gradient(self, layer: str, cosine: float) -> None: ...
 
 
 _lock = threading.Lock()
@@ -104,13 +105,15 @@ def only_watches(hook: Hook) -> Hook:
 
 
 class Seen:
-    """One forward of one layer, and its backward. ``watched``: the layer is to save x in high precision for figures."""
+    """One forward of one layer, and its backward. ``heard``: somebody counts this forward. ``watched``: the layer is to
+    save x in high precision for figures."""
 
-    __slots__ = ("calls", "counted", "kind", "layer", "recompute", "sizes", "watched")
+    __slots__ = ("calls", "counted", "heard", "kind", "layer", "recompute", "sizes", "watched")
 
     def __init__(self, layer: str, now: Phase, sizes: Tensor | None) -> None:
         self.layer, self.sizes, self.calls = layer, sizes, 1 if sizes is None else sizes.shape[0]
         self.counted, self.recompute, self.kind = now.counted, now.recompute, now.gemm
+        self.heard = now.counted and bool(_counters)
         self.watched = now.counted and watching()
 
     def gemm(self, gemm: str, backend: str, flops: int) -> None:
@@ -126,22 +129,24 @@ class Seen:
 
     def operand(self, role: str, x: Tensor, q: Quantized) -> None:
         """An operand and its codes; an empty one has no figures."""
-        if x.numel():
+        if x.numel() and _watchers:
+            figures = metrics.figures(x, q)
             for watcher in _watchers:
-                watcher.on_operand(self.layer, role, x, q)
+                watcher.on_operand(self.layer, role, figures)
 
     def gradient(self, dw: Tensor, dy: Tensor, x: Tensor) -> None:
-        """A weight gradient dw [N, K], and dy [M, N] and x [M, K] in high precision that it should be dyT x of."""
-        if x.numel():
+        """A weight gradient dw [N, K], held against dyT x in fp32, from dy [M, N] and x [M, K] in high precision."""
+        if x.numel() and _watchers:
+            cosine = metrics.cosine(dw, dy.float().t() @ x.float())
             for watcher in _watchers:
-                watcher.on_gradient(self.layer, dw, dy, x)
+                watcher.on_gradient(self.layer, cosine)
 
 
 def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None = None) -> Seen:
     """A forward of a layer begins. Where ``dgrad`` and ``wgrad`` will be due, counters expect them; ``grad``: gradients
     are enabled; ``sizes``: see :class:`Counter`."""
     seen = Seen(layer, phase(), sizes)
-    if seen.counted and _counters:
+    if seen.heard:
         for counter in _counters:
             for gemm, due in (("dgrad", dgrad), ("wgrad", wgrad)):
                 if due:

@@ -182,7 +182,7 @@ def test_both_answers_of_one_module():
     other = found["model.layers.1.self_attn"]
     assert not other.saves and "high precision" in other.why
     fp8.apply(model, plan)
-    assert "_after_attention" not in model.model.layers[1].self_attn.o_proj.__dict__
+    assert "_source" not in model.model.layers[1].self_attn.o_proj.__dict__
 
 
 def test_without_fp8_layers_and_with_frozen_ones():

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from octavo import fp8
 from octavo.fp8.dense import inputs
-from octavo.fp8.dense.casts import Want, cast_both
+from octavo.fp8.dense.inputs import CastRequest, cast_matrix
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights import cache
 from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
@@ -453,8 +453,8 @@ def test_one_pass_where_a_backend_borrows_its_casts():
             return super().quantize(x, spec, contract)
 
     r, x = fp8.recipe("blockwise"), torch.randn(40, 64)
-    row, col = Want(Lent(), r.fwd.a), Want(get("reference"), r.wgrad.b)
-    got = cast_both(x, row, col)
+    row, col = CastRequest(Lent(), r.fwd.a), CastRequest(get("reference"), r.wgrad.b)
+    got = cast_matrix(x, row, col)
     assert made == ["both"]
     for q, spec in zip(got, (r.fwd.a, r.wgrad.b), strict=True):
         want = fp8.quantize(x, spec)

@@ -9,9 +9,9 @@ from torch import nn
 from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.blocks import attention_output
-from octavo.fp8.dense import sources
-from octavo.fp8.dense.inputs import forget
-from octavo.fp8.dense.sources import SPEC, Source
+from octavo.fp8.dense import inputs, sources
+from octavo.fp8.dense.inputs import Source, forget
+from octavo.fp8.dense.sources import SPEC
 from octavo.fp8.memory.accounting import kept
 
 
@@ -65,7 +65,7 @@ def run(module, x, again=None, lowered=False, grad=True):
         if again is None:
             y = module(x)
         else:
-            with sources.behind(x, again):
+            with inputs.behind(x, again):
                 y = module(x)
     (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
     held = [t for t in held if t is not module.weight]
@@ -107,16 +107,14 @@ def test_a_frozen_weight_asks_for_no_source(recipe):
 def test_only_the_tensor_itself_has_a_source():
     x, y = torch.randn(4, 96), torch.randn(4, 96)
     source = Source((x,), lambda t: t)
-    with sources.behind(x, source):
-        assert (
-            sources.source_of(x) is source and sources.source_of(y) is None and sources.source_of(x.view(4, 96)) is None
-        )
-        with sources.behind(y, source):
-            assert sources.source_of(y) is source and sources.source_of(x) is None
-        assert sources.source_of(x) is source
+    with inputs.behind(x, source):
+        assert inputs.source_of(x) is source and inputs.source_of(y) is None and inputs.source_of(x.view(4, 96)) is None
+        with inputs.behind(y, source):
+            assert inputs.source_of(y) is source and inputs.source_of(x) is None
+        assert inputs.source_of(x) is source
         x.add_(1)
-        assert sources.source_of(x) is None
-    assert sources.source_of(y) is None
+        assert inputs.source_of(x) is None
+    assert inputs.source_of(y) is None
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
@@ -126,7 +124,7 @@ def test_health_and_counts_see_what_they_saw(recipe):
         module = layer(recipe)
         with fp8.count_gemms() as counts, fp8.health() as h:
             run(module, x, again)
-        figures.append((dict(counts.calls), dict(counts.due), h.table()))
+        figures.append((dict(counts.calls), dict(counts.expected), h.table()))
     assert figures[0] == figures[1] and "dw_cosine" in figures[0][2]["0"] and "x_wgrad" in figures[0][2]["0"]
 
 
@@ -214,9 +212,9 @@ def test_sisters_that_run_as_one_do_not_hold_each_others_outputs_through_v():
 
 def test_unfuse_takes_the_mark_off():
     model = attention(activations="fp8")
-    assert "_after_attention" in model[0].o_proj.__dict__
+    assert "_source" in model[0].o_proj.__dict__
     fp8.unfuse(model)
-    assert not {"_after_attention", "_own_output"} & {*model[0].o_proj.__dict__, *model[0].v_proj.__dict__}
+    assert "_source" not in model[0].o_proj.__dict__
 
 
 def test_v_does_not_hold_the_q_and_k_of_its_gemm():

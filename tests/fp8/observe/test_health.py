@@ -9,7 +9,7 @@ from torch import nn
 from octavo import fp8
 from octavo.fp8.arithmetic import cast, metrics
 from octavo.fp8.arithmetic.formats import decode
-from octavo.fp8.observe.health import muted, watching
+from octavo.fp8.observe.recorder import muted, watching
 
 BLOCKS = ((1, 128), (128, 1), (128, 128), (-1, -1), (1, -1), (-1, 1), (32, 1))
 SHAPES = ((1, 1), (5, 130), (130, 300), (2, 3, 64), (128, 128))
