@@ -236,8 +236,7 @@ class Accountant:
         yield from self.model.buffers()
         for module in self.model.modules():
             for cache in module._weight_codes().values() if isinstance(module, HoldsCodes) else ():
-                joined = () if cache.joined is None else cache.joined._codes.values()
-                for codes in (*cache._codes.values(), *joined):
+                for codes in cache._codes.values():
                     yield from (codes.data, codes.scale)
 
     # --- what happens during the forward ------------------------------------------------------------------------------
