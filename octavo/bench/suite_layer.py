@@ -103,8 +103,8 @@ def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, .
 def candidates(
     bench: Bench, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = True
 ) -> dict[str, Callable[[], Call]]:
-    """High precision and every recipe, each eager, compiled (as one graph if ``whole``), and with sisters, norms and
-    gated MLPs fused by the plan; all on the same weights."""
+    """High precision and every recipe, each eager, compiled (as one graph if ``whole``), and with norms and gated
+    MLPs fused by the plan; all on the same weights."""
     recipes: list[str | None] = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
     made: dict[str, Callable[[], Call]] = {}
     for how in ("", "compiled", "fused"):

@@ -84,8 +84,9 @@ def _plan(fp8: Fp8Section) -> Iterator[Finding]:
             (("fp8", "plan"),),
         )
     settings = ("activations", "param", "weight_codes", "rules", "backend", "candidates", "fuse")
+    given = fp8.model_dump()
     for key in ("format", *GEMMS, *COMPONENTS, *settings):
-        if getattr(fp8, key) != Fp8Section.model_fields[key].get_default():
+        if given[key] != Fp8Section.model_fields[key].get_default():
             yield Finding(
                 ("fp8", key),
                 "has no effect beside fp8.plan, which decides for every layer",

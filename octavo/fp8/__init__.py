@@ -17,7 +17,6 @@ from octavo.fp8.arithmetic.recipe import RECIPES, Gemm, Recipe, RecipeError, rec
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.fp8.dense.delayed import load_scaling_state, reduce_scaling_state, scaling_state
 from octavo.fp8.dense.linear import Linear, linear
-from octavo.fp8.fusion import Fusion, fuse, unfuse
 from octavo.fp8.kernels import registry as _registry
 from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
 from octavo.fp8.measuring.cases import MeasureError, Measurements
@@ -38,6 +37,7 @@ from octavo.fp8.optim.convert import copy_state, fp32_weight, set_low, to_torch
 from octavo.fp8.planning.apply import apply
 from octavo.fp8.planning.decide import plan
 from octavo.fp8.planning.file import load_plan, save_plan
+from octavo.fp8.planning.fuse import Fusion, fuse, unfuse
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.policy import ComponentPolicy, PlanError, Policy, Rule

@@ -163,16 +163,6 @@ def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def fused(plan: Mapping[str, Any]) -> list[str]:
-    """Which layers run as one GEMM, those that differ in their numbers alone in one sentence."""
-    kinds: dict[tuple[str, str], int] = {}
-    for group in plan.get("groups") or ():
-        if group.get("fused"):
-            names = " + ".join(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in group["names"])
-            kinds[names, group.get("reason") or ""] = kinds.get((names, group.get("reason") or ""), 0) + 1
-    return [f"one GEMM, {count} times: {names} ({reason})" for (names, reason), count in kinds.items()]
-
-
 def counted(proof: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The proof by component and GEMM: calls in FP8 with their backends, calls in high precision."""
     rows = []
@@ -277,7 +267,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
             "label": arm.label,
             "name": arm.name,
             "groups": plan_groups(record.plan),
-            "notes": [*fused(record.plan), *(record.plan.get("notes") or ())],
+            "notes": record.plan.get("notes") or [],
             "health": record.health,
             "health_steps": record.health_steps,
             "drawing": drawings.get("health") or drawings.get(f"health-{arm.name}"),

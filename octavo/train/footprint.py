@@ -95,7 +95,7 @@ class Footprints:
         self.device = device
         self.dressed = base.with_adapters(model, family, cfg)  # what is trained, and what runs
         self.held = static.held(self.dressed, family)
-        self.reached = static.backward_reaches(self.dressed, [group.names for group in plan.groups])
+        self.reached = static.backward_reaches(self.dressed)
         self.frozen = static.frozen_of(self.held)
         self._rehearsals: dict[Any, Rehearsal] = {}
         self._standing: dict[Any, dict[str, int]] = {}

@@ -97,12 +97,11 @@ def plan_model(
 
 
 def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
-    fused = [" and ".join(group.names) for group in plan.groups if group.fused]
-    fused += [block.name for block in plan.blocks if block.fused]
+    fused = [block.name for block in plan.blocks if block.fused]
     if cfg.train.compile and fused:
         raise fp8.PlanError(
-            f"{cfg.fp8.plan} fuses {len(fused)} groups of layers (such as {fused[0]}), and compiled blocks run each "
-            "layer's own GEMMs. Use train.compile: false, or take what is fused out of the plan file."
+            f"{cfg.fp8.plan} fuses {len(fused)} blocks (such as {fused[0]}), and compiled blocks run each layer's own "
+            "GEMMs. Use train.compile: false, or set fuse_blocks to false in the plan file."
         )
 
 
@@ -173,8 +172,6 @@ def _telling(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
 
 def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
     notes = list(plan.notes)
-    if cfg.train.compile and plan.groups:
-        notes.append("train.compile: compiled blocks run each layer's own GEMMs, so q, k, v and gate, up are not fused")
     notes += [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
     recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
     if ranks > 1 and "delayed" in recipes:

@@ -202,7 +202,6 @@ def _kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tupl
     """(name, what decides what a block keeps) for every block."""
     recipes = [(row.row.module, row.recipe, row.row.frozen) for row in plan.rows]
     fused = [(block.name, block.fused) for block in plan.blocks]
-    fused += [(name, group.fused) for group in plan.groups for name in group.names]
     out = []
     for name, block in family.layers(model):
         inside = tuple((m.removeprefix(name), *rest) for m, *rest in recipes + fused if m.startswith(f"{name}."))
@@ -276,7 +275,6 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
         plan,
         policy=replace(plan.policy, param=False, components=parts),
         rows=tuple(moved(row) for row in plan.rows if row.row.module in names),
-        groups=tuple(g for g in plan.groups if names.issuperset(g.names)),
         blocks=tuple(b for b in plan.blocks if b.name in names),
     )
 

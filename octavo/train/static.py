@@ -8,7 +8,7 @@ storages of real models and optimizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,16 +142,20 @@ def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Coll
     return sum(codes_of(row, None if row.row.module in reached else (row.recipe and row.recipe.fwd,)) for row in rows)
 
 
-def backward_reaches(model: nn.Module, sisters: Iterable[Sequence[str]] = ()) -> frozenset[str]:
-    """Modules whose input asks for a gradient, so that dgrad multiplies by their weight: those behind a trained
-    parameter in the order of the modules, which is the order of execution in the models that Octavo knows.
+_SIBLINGS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
-    ``sisters``: groups of layers of one input, as q, k and v, of which the first decides for all."""
-    first = {name: group[0] for group in sisters for name in group}
+
+def backward_reaches(model: nn.Module) -> frozenset[str]:
+    """Modules whose input asks for a gradient, so that dgrad multiplies by their weight: those behind a trained
+    parameter in the order of the modules, which is the order of execution in the models that Octavo knows. Of sibling
+    projections, which have one input (q, k and v; gate and up), the first decides for all."""
+    names = {name for name, _ in model.named_modules()}
     found: set[str] = set()
     trained = False
     for name, module in model.named_modules():
-        if trained and (first.get(name, name) == name or first[name] in found):
+        parent, dot, last = name.rpartition(".")
+        first = f"{parent}{dot}{_SIBLINGS.get(last, last)}"
+        if trained and (first in found or first == name or first not in names):
             found.add(name)
         trained = trained or any(p.requires_grad for p in module.parameters(recurse=False))
     return frozenset(found)

@@ -245,19 +245,14 @@ def test_merging_into_codes_is_refused_with_the_cure() -> None:
     assert torch.allclose(stock(x), y, atol=1e-5)
 
 
-def test_sisters_fused_over_trained_codes_stay_fused_inside_adapters(casts) -> None:
-    """A BF16 base computed in FP8: its codes are cast, joined, and read through the adapters."""
+def test_x_is_quantized_once_over_trained_codes(casts) -> None:
+    """A BF16 base computed in FP8: its codes are cast, and read through the adapters."""
     torch.manual_seed(0)
     model = Model().to(torch.bfloat16)
     fp8.apply(model, fp8.plan(model, "blockwise"))
-    twin = copy.deepcopy(model)
-    assert [fusion.names for fusion in fp8.fuse(model) if fusion.reason is None] == [tuple(f"attn.{n}" for n in QKV)]
-    for one in (model, twin):
-        adapters.attach(one, None, lora(targets=QKV))
-    x = x_of()
-    y = model(x)
+    adapters.attach(model, None, lora(targets=QKV))
+    y = model(x_of())
     assert casts.count((M, K)) == 1
-    assert torch.equal(y, twin(x))
     y.float().square().sum().backward()
     assert all(p.grad is not None for _, p in adapters.adapter_parameters(model))
 

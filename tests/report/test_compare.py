@@ -48,7 +48,7 @@ def test_arms(cfg, tmp_path: Path) -> None:
         ("fp8-mxfp8", "fp8", "mxfp8", 3),
     ]
     fused = arms_of(cfg.with_overrides(["fp8.fuse=on"]), ["mxfp8"], tmp_path)
-    assert [a.cfg.fp8.fuse for a in fused] == ["auto", "auto", "on"]  # auto, unmeasured: nothing is fused
+    assert [a.cfg.fp8.fuse for a in fused] == ["off", "off", "on"]
     assert all(a.cfg.run.resume == "auto" and a.cfg.run.dir == str(tmp_path / "arms" / a.name) for a in arms)
 
 

@@ -16,7 +16,7 @@ from synthetic_runs import LAYERS, health, losses, plan
 from octavo.report import ReportError, judge
 from octavo.report.compare import finished
 from octavo.report.figures import running_gap, running_noise, smooth
-from octavo.report.page import bytes_text, fused, plan_groups, write
+from octavo.report.page import bytes_text, plan_groups, write
 from octavo.report.verdict import loss_gap, seed_noise
 
 
@@ -212,15 +212,6 @@ def test_smooth_and_running_gap() -> None:
     other = losses(50, 0.01, seed=1)
     assert running_gap(other, reference)[-1] == pytest.approx(loss_gap(other, reference))
     assert running_noise(other, reference)[-1] == pytest.approx(seed_noise(other, reference))
-
-
-def test_layers_that_run_as_one_are_told_once() -> None:
-    groups = [
-        {"names": [f"layers.{i}.mlp.gate_proj", f"layers.{i}.mlp.up_proj"], "fused": i < 2, "reason": "fuse: on"}
-        for i in range(3)
-    ]
-    told = ["one GEMM, 2 times: layers.*.mlp.gate_proj + layers.*.mlp.up_proj (fuse: on)"]
-    assert fused({"groups": groups}) == told and fused({}) == []
 
 
 def test_plan_groups_count_layers_that_differ_in_their_number() -> None:

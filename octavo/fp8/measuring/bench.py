@@ -6,9 +6,6 @@ it) are called in one run by :func:`octavo.fp8.measuring.timing.time_calls`, thr
 autocast as in training. A candidate that fails, or whose outputs are not finite or far from BF16's, is out, with the
 reason.
 
-Sisters (q, k and v; gate and up) are measured together as well, as they run: on one input, cast once. Twice where that
-may be: each by its own GEMMs ("apart"), and as one ("joined").
-
 Codes of weights are cast once an optimizer step and serve all its micro-steps. So every FP8 candidate is timed twice:
 with valid codes, and with codes dropped before the call. The difference is the price of the cast; a plan divides it by
 the micro-steps (:meth:`Entry.cost`). BF16 pays its own cast of fp32 weights in every micro-step, as autocast does.
@@ -17,10 +14,10 @@ the micro-steps (:meth:`Entry.cost`). BF16 pays its own cast of fp32 weights in 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +26,8 @@ from octavo.fp8.arithmetic.metrics import SOUND
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.fusion import recipe_obstacle, unite
 from octavo.fp8.kernels.registry import Selection
-from octavo.fp8.measuring.cases import (
-    _PRECISION,
-    HIGH,
-    SISTERS,
-    Case,
-    Entry,
-    Measured,
-    MeasureError,
-    candidates,
-)
+from octavo.fp8.measuring.cases import _PRECISION, HIGH, Case, Entry, Measured, MeasureError, candidates
 from octavo.fp8.measuring.timing import Timed, time_calls
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.weights.cache import invalidate
@@ -48,29 +35,6 @@ from octavo.fp8.weights.cache import invalidate
 __all__ = ["measure_case"]
 
 _ROWS = 1 << 24  # elements compared at once: float64 copies of a large output would not fit beside it
-
-
-class Trial(NamedTuple):
-    """A candidate to be measured; ``obstacle`` says why it cannot be."""
-
-    name: str
-    recipe: Recipe
-    chosen: dict[str, Selection]
-    layout: str = ""
-    obstacle: str | None = None
-
-
-def trials(
-    case: Case, recipes: Sequence[Recipe], device: torch.device, requested: str = "auto", join: bool = False
-) -> Iterator[Trial]:
-    """Every candidate; of sisters each one apart, and as one GEMM if ``join``."""
-    for name, recipe, chosen in candidates(case, recipes, device, requested):
-        if case.kind != SISTERS:
-            yield Trial(name, recipe, chosen)
-            continue
-        yield Trial(f"{name}, apart", recipe, chosen, "apart")
-        if join:
-            yield Trial(f"{name}, joined", recipe, chosen, "joined", recipe_obstacle(recipe, case.outputs))
 
 
 Timer = Callable[[Case, Mapping[str, Callable[[], Any]], torch.device], Mapping[str, Timed]]
@@ -88,7 +52,6 @@ def measure_case(
     requested: str = "auto",
     experts: nn.Module | None = None,
     timer: Timer = by_the_clock,
-    join: bool = False,
 ) -> Measured:
     """Measure one case: BF16 and every candidate, side by side.
 
@@ -96,7 +59,6 @@ def measure_case(
         recipes: the recipes that are allowed.
         requested: "auto", or the one backend that may be used.
         experts: the stock module of a case of experts, whose structure is copied (its weights are not).
-        join: measure sisters as one GEMM as well.
 
     Raises:
         MeasureError: the case does not fit into memory, or high precision itself fails.
@@ -110,15 +72,14 @@ def measure_case(
         raise MeasureError(
             f"{case} cannot be measured on {device}: {_first(error)}. Give fewer tokens (--tokens), or free the device."
         ) from error
-    for name, recipe, chosen, layout, why in trials(case, recipes, device, requested, join):
-        entry = Entry(recipe.short(), {g: s.backend.name for g, s in chosen.items()}, layout=layout)
-        if why is None:
-            try:
-                module = bench.converted(recipe, chosen, layout)
-                call = bench.call(module)
-                why = _unhealthy(call(), truth, len(case.outputs) or 1) or bench.gave_up(module)
-            except Exception as error:  # whatever a kernel raises is this candidate's answer, and is shown
-                why = _first(error)
+    for name, recipe, chosen in candidates(case, recipes, device, requested):
+        entry = Entry(recipe.short(), {g: s.backend.name for g, s in chosen.items()})
+        try:
+            module = bench.converted(recipe, chosen)
+            call = bench.call(module)
+            why = _unhealthy(call(), truth)
+        except Exception as error:  # whatever a kernel raises is this candidate's answer, and is shown
+            why = _first(error)
         if why is not None:
             entries[name] = replace(entry, rejected=why)
             continue
@@ -142,11 +103,6 @@ class _Bench:
             if experts is None:
                 raise MeasureError(f"{case} needs the module of experts that it stands for.")
             self.stock = _empty_copy(experts, device, dtype)
-        elif case.kind == SISTERS:
-            self.stock = _Sisters(
-                nn.Linear(case.k, n, bias=i in case.biases, device=device, dtype=dtype)
-                for i, n in enumerate(case.outputs)
-            )
         else:
             self.stock = nn.Linear(case.k, case.n, bias=case.bias, device=device, dtype=dtype)
         with torch.no_grad():
@@ -155,26 +111,19 @@ class _Bench:
         self.stock.requires_grad_(not case.frozen).train()
         self.inputs = [self._input() for _ in range(2)]
 
-    def _input(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(what the module is called with, the gradients of what it gives)."""
+    def _input(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """(what the module is called with, the gradient of what it gives)."""
         case = self.case
         x = torch.randn(case.m, case.k, device=self.device).to(self.low).requires_grad_(case.dgrad)
         if case.kind != "experts":
-            dys = (torch.randn(case.m, n, device=self.device).to(self.low) for n in case.outputs or (case.n,))
-            return (x,), tuple(dys)
+            return (x,), torch.randn(case.m, case.n, device=self.device).to(self.low)
         assert case.experts is not None and case.top_k is not None
         index = torch.rand(case.m, case.experts, device=self.device).topk(case.top_k, dim=1).indices
         share = torch.full(index.shape, 1 / case.top_k, device=self.device, dtype=self.low)
-        return (x, index, share), (torch.randn(case.m, case.k, device=self.device).to(self.low),)
+        return (x, index, share), torch.randn(case.m, case.k, device=self.device).to(self.low)
 
-    def converted(self, recipe: Recipe, chosen: Mapping[str, Selection], layout: str = "") -> nn.Module:
+    def converted(self, recipe: Recipe, chosen: Mapping[str, Selection]) -> nn.Module:
         """An FP8 layer over the same weights."""
-        if isinstance(self.stock, _Sisters):
-            each = [_over(layer, Site(f"{self.case} {i}", recipe, chosen)) for i, layer in enumerate(self.stock)]
-            why = unite(each) if layout == "joined" else None
-            if why is not None:
-                raise MeasureError(f"they cannot run as one: {why}")
-            return _Sisters(each).train()
         if self.case.kind != "experts":
             return _over(self.stock, Site(str(self.case), recipe, chosen)).train()
         memo = {id(p): p for p in self.stock.parameters()}
@@ -182,39 +131,23 @@ class _Bench:
         sites = {name: Site(name, recipe, chosen) for name in ("gate_up_proj", "down_proj")}
         return Experts.convert(module, sites).train()
 
-    def gave_up(self, module: nn.Module) -> str | None:
-        """Why sisters that were to run as one did not."""
-        group = next(iter(module.children())).__dict__.get("_group") if isinstance(module, _Sisters) else None
-        return None if group is None or len(group.joined) else "its layers did not run as one"
-
     def call(self, module: nn.Module) -> Callable[[], tuple[Tensor, ...]]:
         """() -> (y, gradients) of one forward and backward, on the inputs by turns."""
         turn = 0
 
         def run() -> tuple[Tensor, ...]:
             nonlocal turn
-            given, dys = self.inputs[turn % 2]
+            given, dy = self.inputs[turn % 2]
             turn += 1
             with self._autocast():
-                out = module(*given)
-            ys = out if isinstance(out, tuple) else (out,)
+                y = module(*given)
             wanted = [t for t in (given[0], *module.parameters()) if t.requires_grad]
-            if not wanted:
-                return ys
-            dy = [dy.to(y.dtype) for y, dy in zip(ys, dys, strict=True)]
-            return (*ys, *torch.autograd.grad(ys, wanted, dy))
+            return (y, *torch.autograd.grad(y, wanted, dy.to(y.dtype))) if wanted else (y,)
 
         return run
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", dtype=self.low) if self.device.type == "cuda" else nullcontext()
-
-
-class _Sisters(nn.ModuleList):
-    """Layers that multiply one input: x -> the output of each."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(layer(x) for layer in self)
 
 
 def _over(stock: nn.Module, site: Site) -> Linear:
@@ -247,11 +180,11 @@ def _empty_copy(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     return copy.deepcopy(module, memo).to_empty(device=device)
 
 
-def _unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor], outputs: int) -> str | None:
-    """Why results (outputs first) cannot be trusted, None if they are finite and near BF16's."""
-    words = ("the first gradient", "the second gradient", "the third gradient", "a gradient")
+def _unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor]) -> str | None:
+    """Why results (the output first) cannot be trusted, None if they are finite and near BF16's."""
+    words = ("y", "the first gradient", "the second gradient", "the third gradient", "a gradient")
     for i, (a, b) in enumerate(zip(ours, truth, strict=True)):
-        what = "y" if i < outputs else words[min(i - outputs, 3)]
+        what = words[min(i, 4)]
         if not bool(a.isfinite().all()):
             return f"{what} is not finite"
         far = _far(a.detach(), b.detach())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import backends_for
-from octavo.fp8.fusion import families
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.policy.topology import Row
 
-HIGH, SISTERS = "high precision", "sisters"
+HIGH = "high precision"
 
 _PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -32,7 +31,7 @@ class Case:
     ``dgrad`` False no dgrad; ``weights`` is the dtype they are kept in.
 
     Experts are measured as the whole module (class ``type``): ``experts`` of them, ``top_k`` a token, (n, k) being
-    the shape of gate and up. Sisters have the ``outputs`` of each, n in all, and those numbered by ``biases`` have one.
+    the shape of gate and up.
     """
 
     kind: str
@@ -46,26 +45,19 @@ class Case:
     experts: int | None = None
     top_k: int | None = None
     type: str = ""
-    outputs: tuple[int, ...] = ()
-    biases: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("outputs", "biases"):  # JSON has no tuples
-            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def __str__(self) -> str:
         more = [w for w, on in (("bias", self.bias), ("frozen", self.frozen), ("no dgrad", not self.dgrad)) if on]
         if self.experts is not None:
             more.append(f"{self.experts} experts, {self.top_k} a token, {self.type}")
-        n = "+".join(map(str, self.outputs)) or str(self.n)
-        return " ".join([f"{self.kind} M={self.m} N={n} K={self.k} {self.weights}", *more])
+        return " ".join([f"{self.kind} M={self.m} N={self.n} K={self.k} {self.weights}", *more])
 
 
 @dataclass(frozen=True)
 class Entry:
     """One candidate's figures. ``seconds`` of the device and ``host`` seconds of one micro-step with valid codes,
     ``weights`` more where the weights are cast anew; ``spread`` as in :class:`~octavo.fp8.measuring.timing.Timed`.
-    ``layout``: how sisters ran, "apart" or "joined". ``rejected``: why it is out, and then nothing else counts."""
+    ``rejected``: why it is out, and then nothing else counts."""
 
     recipe: str
     backends: Mapping[str, str]
@@ -74,7 +66,6 @@ class Entry:
     weights: float = 0.0
     spread: float = 0.0
     rejected: str | None = None
-    layout: str = ""
 
     def cost(self, micro_steps: int = 1) -> float:
         """Seconds a micro-step: what device and host need, whichever is more, and its part of the weights' cast."""
@@ -108,7 +99,7 @@ class Measurements:
     cases: dict[Case, Measured] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types; :meth:`from_json` gives it back."""
+        """As JSON types; :meth:`from_json` gives it back, and reads what version 0.4.0 wrote."""
         return {
             "machine": self.machine.to_json(),
             "cases": [
@@ -120,10 +111,18 @@ class Measurements:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Measurements:
         cases = {
-            Case(**item["case"]): Measured({name: Entry(**entry) for name, entry in item["entries"].items()})
+            Case(**_without(item["case"], "outputs", "biases")): Measured(
+                {name: Entry(**_without(entry, "layout")) for name, entry in item["entries"].items()}
+            )
             for item in given["cases"]
+            if item["case"]["kind"] != "sisters"
         }
         return cls(Machine(**given["machine"]), cases)
+
+
+def _without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """What version 0.4.0 wrote, without its fields for several layers that ran as one GEMM."""
+    return {name: value for name, value in given.items() if name not in names}
 
 
 def cases_of(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, Case]:
@@ -155,32 +154,12 @@ def cases_of(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -
     return out
 
 
-def cases_of_sisters(model: nn.Module, cases: Mapping[str, Case]) -> dict[tuple[str, ...], Case]:
-    """Names of sisters -> their case together, where each has one of ``cases`` and they differ in outputs alone."""
-    names = {id(module): name for name, module in model.named_modules()}
-    out: dict[tuple[str, ...], Case] = {}
-    for _, layers in families(model):
-        found = {names[id(layer)]: cases.get(names[id(layer)]) for layer in layers}
-        each = [case for case in found.values() if case is not None and case.kind == "linear"]
-        if len(each) < len(layers):
-            continue
-        first = each[0]  # whether x asks for a gradient is known of the first: what comes before the others is a sister
-        if any(replace(c, n=first.n, bias=first.bias, dgrad=first.dgrad) != first for c in each):
-            continue
-        outputs, biases = tuple(c.n for c in each), tuple(i for i, c in enumerate(each) if c.bias)
-        out[tuple(found)] = replace(
-            first, kind=SISTERS, n=sum(outputs), bias=bool(biases), outputs=outputs, biases=biases
-        )
-    return out
-
-
 def candidates(
     case: Case, recipes: Sequence[Recipe], device: torch.device, requested: str = "auto"
 ) -> Iterator[tuple[str, Recipe, dict[str, Selection]]]:
     """(name, recipe, backend of each GEMM): every allowed recipe on every backend that can do all of it, and on the mix
     that the registry would choose. The reference counts only where nothing faster is able."""
-    shapes = dict.fromkeys((case.m, n, case.k) for n in case.outputs or (case.n,))
-    kind = "linear" if case.kind == SISTERS else case.kind
+    shape = (case.m, case.n, case.k)
     names = [requested]
     if requested == "auto":
         names = [n for n in registry.names() if registry.get(n).volunteers(device) is None] + ["auto"]
@@ -188,11 +167,8 @@ def candidates(
         able: dict[str, dict[str, Selection]] = {}
         for name in names:
             try:
-                each = [backends_for(recipe, device, shape, name, kind) for shape in shapes]
+                chosen = backends_for(recipe, device, shape, name, case.kind)
             except BackendError:
-                continue
-            chosen = each[0]
-            if any(s.backend is not chosen[gemm].backend for other in each for gemm, s in other.items()):
                 continue
             able.setdefault(" + ".join(dict.fromkeys(s.backend.name for s in chosen.values())), chosen)
         faster = {name: chosen for name, chosen in able.items() if name != "reference"}

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case, trials  # fmt: skip
-from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, cases_of, cases_of_sisters
+from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
+from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
 from octavo.fp8.measuring.choose import FINEST
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.policy.decisions import decisions, device_of
-from octavo.fp8.policy.policy import OFF, Policy
+from octavo.fp8.policy.policy import Policy
 
 __all__ = ["Cache", "default_cache", "measure"]
 
@@ -91,8 +91,7 @@ def measure(
     timer: Timer = by_the_clock,
     machine: Machine | None = None,
 ) -> Measurements:
-    """Measure every distinct layer of a model, and every group of sisters, in high precision and in the recipes that a
-    policy allows.
+    """Measure every distinct layer of a model, in high precision and in the recipes that a policy allows.
 
     Args:
         model: real or on the meta device; its weights are neither read nor copied.
@@ -121,30 +120,22 @@ def measure(
     modules = dict(model.named_modules())
     todo: dict[Case, dict[Recipe, None]] = {}
     stock: dict[Case, nn.Module] = {}
-    admitted: dict[str, list[Recipe]] = {}
     for row, decision, obstacle in asked:
         allowed = decision.allowed(policy.candidates) if obstacle is None and row.name in cases else {}
         if allowed:
             todo.setdefault(cases[row.name], {}).update(dict.fromkeys(allowed.values()))
-            admitted[row.name] = list(allowed.values())
             stock.setdefault(cases[row.name], modules[row.module])
-    for sisters, case in cases_of_sisters(model, cases).items():
-        if all(name in admitted for name in sisters):
-            shared = [r for r in admitted[sisters[0]] if all(r in admitted[name] for name in sisters)]
-            if shared:
-                todo.setdefault(case, {}).update(dict.fromkeys(shared))
-    join = policy.fuse != OFF
     known = {} if cache is None else cache.load(machine)
     found = Measurements(machine)
     for number, (case, recipes) in enumerate(todo.items()):
         progress(number, len(todo), str(case))
         wanted = sorted(recipes, key=lambda r: FINEST.index(r.name))
-        names = {HIGH, *(trial.name for trial in trials(case, wanted, where, policy.backend, join))}
+        names = {HIGH, *(name for name, _, _ in candidates(case, wanted, where, policy.backend))}
         if case in known and names <= known[case].entries.keys():
             found.cases[case] = _only(known[case], names)
             continue
         experts = stock[case] if case.kind == "experts" else None
-        found.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer, join)
+        found.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
         if where.type == "cuda":
             torch.cuda.empty_cache()
         if cache is not None:

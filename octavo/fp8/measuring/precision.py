@@ -44,13 +44,9 @@ def high_precision(model: nn.Module) -> Iterator[None]:
                 module.__dict__[STOCK] = True
             elif isinstance(module, Linear | Experts):
                 # Somebody (fully_shard on the layer itself) put a class of its own on top, which must stay.
-                held: dict[str, Any] = {
-                    name: module.__dict__[name] for name in ("_site", "_sites", "_group") if name in module.__dict__
-                }
+                held: dict[str, Any] = {n: module.__dict__[n] for n in ("_site", "_sites") if n in module.__dict__}
                 changed.append((module, held))
-                module.__dict__.update(
-                    {name: None if name == "_group" else _high(value) for name, value in held.items()}
-                )
+                module.__dict__.update({name: _high(value) for name, value in held.items()})
         yield
     finally:
         for module, kind in classes:

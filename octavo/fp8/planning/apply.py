@@ -11,7 +11,6 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.fusion import unite
 from octavo.fp8.moe import experts
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe.experts import Experts
@@ -72,13 +71,6 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
             Linear.convert(module, _site(rows[0]))
     _settle_weights(model, plan)
     carry_out(model, plan.blocks)
-    for group in plan.groups:
-        why = unite([modules[name] for name in group.names]) if group.fused else None
-        if why is not None:
-            raise PlanError(
-                f"{' and '.join(group.names)} were planned to run as one GEMM and cannot: {why}. Plan again on the "
-                "loaded model, or use fuse='off'."
-            )
     return model
 
 

@@ -72,6 +72,12 @@ def notes_of(
     return tuple(notes)
 
 
+AUTO_FUSE = (
+    "fuse: auto is off: version 0.4.0 measured whether q, k and v, and gate and up, pay as one GEMM; each layer runs "
+    "its own now, on one cast of their input"
+)
+
+
 def measured_notes(policy: Policy, found: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
     """Whether times decided, and what was not measured."""
     if found is None or found.machine.emulated:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,21 +20,17 @@ from torch import nn
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.kernels.registry import BackendError, Selection
-from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements, cases_of, cases_of_sisters
+from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements, cases_of
 from octavo.fp8.measuring.choose import by_measurement, by_table
 from octavo.fp8.measuring.machine import Machine
-from octavo.fp8.plan_sisters import notes, settle
-from octavo.fp8.planning.checks import check_met, measured_notes, notes_of
+from octavo.fp8.planning.checks import AUTO_FUSE, check_met, measured_notes, notes_of
 from octavo.fp8.planning.frozen import fitting, none_fits
-from octavo.fp8.planning.modules import apart, blocks_of, saving_of, sentences
+from octavo.fp8.planning.modules import blocks_of, saving_of, sentences
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow, Times
 from octavo.fp8.policy.decisions import OUTSIDE, decisions, device_of
 from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError, Policy
 from octavo.fp8.policy.topology import Row
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["PlanError", "plan"]
 
@@ -81,18 +77,14 @@ def plan(
             out.append(PlanRow(row, None, obstacle, {}, flops))
         else:
             out.append(chooser.choose(row, decision, cases.get(row.name), flops))
-    allowed = {row.name: chooser.fitting(row, decision) for row, decision, obstacle in asked if obstacle is None}
-    together = cases_of_sisters(model, cases)
-    out, groups = settle(model, out, allowed, policy.fuse, used, together, micro_steps, chooser.as_measured)
     check_met(policy, out)
     total = sum(r.flops for r in out if r.kind not in OUTSIDE) or 1.0
     done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in out)
     said = (*notes_of(model, done, tokens, device), *measured_notes(policy, measurements, done))
     blocks = blocks_of(model, done, policy.fuse == "on", saving_of(policy, components), components)
-    groups = apart(groups, blocks)
-    said = (*said, *notes(groups, policy.fuse), *sentences(blocks))
+    said = (*said, *((AUTO_FUSE,) if policy.fuse == AUTO else ()), *sentences(blocks))
     machine = Machine.here(device) if measurements is None else measurements.machine
-    return Plan(done, policy, components, tokens, str(device), said, machine, micro_steps, groups, blocks)
+    return Plan(done, policy, components, tokens, str(device), said, machine, micro_steps, blocks)
 
 
 class _Chooser:
@@ -104,18 +96,18 @@ class _Chooser:
         self._allowed: dict[Decision, dict[str, Recipe]] = {}
         self._selections: dict[tuple[Any, ...], dict[str, Selection]] = {}
 
-    def allowed(self, decision: Decision) -> dict[str, Recipe]:
+    def _allowed_by(self, decision: Decision) -> dict[str, Recipe]:
         if decision not in self._allowed:
             self._allowed[decision] = decision.allowed(self.policy.candidates)
         return self._allowed[decision]
 
-    def fitting(self, row: Row, decision: Decision) -> Mapping[str, Recipe]:
+    def _fitting(self, row: Row, decision: Decision) -> Mapping[str, Recipe]:
         """The same, without those that cannot multiply by the frozen codes of this row."""
-        allowed = self.allowed(decision)
+        allowed = self._allowed_by(decision)
         return allowed if row.codes is None else fitting(row, row.codes, decision, allowed)
 
     def choose(self, row: Row, decision: Decision, case: Case | None, flops: float) -> PlanRow:
-        allowed = self.fitting(row, decision)
+        allowed = self._fitting(row, decision)
         if not allowed and decision.recipe == AUTO and row.codes is not None:
             return PlanRow(row, None, none_fits(row.codes), {}, flops, decided=True)
         if not allowed:
@@ -137,7 +129,7 @@ class _Chooser:
         if choice.entry is None:
             return PlanRow(row, None, choice.reason, {}, flops, times=times, decided=True)
         recipe = next(r for r in allowed.values() if r.short() == choice.entry.recipe)
-        picked = self.as_measured(row, recipe, choice.entry, case.m)
+        picked = self._as_measured(row, recipe, choice.entry, case.m)
         return PlanRow(row, recipe, choice.reason, picked, flops, times=times, decided=True)
 
     def _by_table(self, row: Row, allowed: Mapping[str, Recipe], flops: float) -> PlanRow:
@@ -158,7 +150,7 @@ class _Chooser:
             self._selections[key] = backends_for(recipe, self.device, shape, self.policy.backend, row.kind)
         return self._selections[key]
 
-    def as_measured(self, row: Row, recipe: Recipe, entry: Entry, m: int) -> dict[str, Selection]:
+    def _as_measured(self, row: Row, recipe: Recipe, entry: Entry, m: int) -> dict[str, Selection]:
         """The backends that were timed. The registry's own choice says what was passed over, and why."""
         key = (recipe, m, row.shape, row.kind, tuple(entry.backends.items()))
         if key not in self._selections:

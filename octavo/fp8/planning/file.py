@@ -9,14 +9,10 @@ these layers run in; a later line wins over an earlier one, and what no line nam
 ``recipe`` is a recipe's name or "off"; ``format``, ``fwd``, ``dgrad``, ``wgrad`` are those of a rule; ``backend`` is a
 name, or one for each GEMM, or absent for the registry's choice; ``why`` and ``ms`` are remarks.
 
-``sisters`` says which of q, k and v, and of gate and up, run as one GEMM; what no line names runs apart::
-
-    {"match": "model.layers.*.self_attn", "names": "q_proj k_proj v_proj", "fuse": "on", "why": "..."}
-
-``match`` is a glob over the modules that hold them; without ``names`` it means all of them. ``activations`` holds what
-blocks keep for backward, bf16 or fp8, of the whole model ("") and of components that differ; ``param`` likewise whether
-weights are FP8 between steps; ``weight_codes`` is keep or recast. ``model`` and ``machine`` say what the plan was made
-for; :func:`load_plan` refuses another model and another GPU.
+``activations`` holds what blocks keep for backward, bf16 or fp8, of the whole model ("") and of components that differ;
+``param`` likewise whether weights are FP8 between steps; ``weight_codes`` is keep or recast. ``model`` and ``machine``
+say what the plan was made for; :func:`load_plan` refuses another model and another GPU. Files of version 0.4.0 have
+``sisters`` as well, which says what ran as one GEMM: those layers are separate now, and a note of the plan says so.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,12 +33,9 @@ from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, recipe
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.kernels.registry import BackendError
 from octavo.fp8.measuring.machine import Machine
-from octavo.fp8.plan_file_sisters import asked_of, check_sisters, read_sisters, sister_lines, with_places
-from octavo.fp8.plan_sisters import groups_of
-from octavo.fp8.plan_sisters import notes as sister_notes
 from octavo.fp8.planning.decide import plan
 from octavo.fp8.planning.file_schema import FORMAT, read
-from octavo.fp8.planning.modules import apart, blocks_of, saving_of, sentences
+from octavo.fp8.planning.modules import blocks_of, saving_of, sentences
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.decisions import applies, decisions, device_of
@@ -54,11 +47,9 @@ __all__ = ["document", "load_plan", "save_plan"]
 
 _FIELDS = ("match", "recipe", "format", *GEMMS, "backend", "why", "ms")
 HELP = (
-    "Edit layers and sisters alone. A line of layers says what the layers whose names match run in; a later line wins "
-    "over an earlier one.",
+    "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
     "recipe: off, tensorwise, rowwise, blockwise, mxfp8 or delayed. format: e4m3 or hybrid. fwd, dgrad, wgrad: fp8 or "
     "bf16. backend: a name that octavo doctor lists, or leave it out. why and ms are remarks.",
-    "sisters: which layers of one input run as one GEMM; match names the module that holds them. fuse: on or off.",
     "match: a glob over dotted names; * stays within a segment, ** spans any number of them.",
     "Use it with fp8.plan: FILE in a configuration, or fp8.load_plan(FILE, model).",
 )
@@ -78,7 +69,6 @@ def document(plan: Plan) -> dict[str, Any]:
         "activations": _by_component(plan.policy, "activations"),
         "param": _by_component(plan.policy, "param"),
         "weight_codes": plan.policy.weight_codes,
-        "sisters": sister_lines(plan.groups),
         "layers": _lines(plan),
     }
 
@@ -93,19 +83,17 @@ def _by_component(policy: Policy, setting: str) -> dict[str, Any]:
 def save_plan(plan: Plan, path: str | Path) -> Path:
     """Write a plan to a file, one line for each line of layers; written aside and renamed."""
     path, found = Path(path), document(plan)
-    layers, sisters, model = found.pop("layers"), found.pop("sisters"), found.pop("model")
+    layers, model = found.pop("layers"), found.pop("model")
     head = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in found.items() if key != "help"]
     helps = ",\n".join(f"    {json.dumps(line)}" for line in found["help"])
     shapes = ",\n".join(f"    {json.dumps(line)}" for line in model)
     lines = ",\n".join(f"    {json.dumps(line)}" for line in layers)
-    groups = ",\n".join(f"    {json.dumps(line)}" for line in sisters)
     text = "\n".join(
         [
             "{",
             f'  "help": [\n{helps}\n  ],',
             *head,
             f'  "model": [\n{shapes}\n  ],',
-            *([f'  "sisters": [\n{groups}\n  ],'] if groups else []),
             f'  "layers": [\n{lines}\n  ]',
             "}",
         ]
@@ -171,20 +159,27 @@ def load_plan(
     _check_lines(lines, model, components)
     made_plan = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
     rows = tuple(_with_backend(row, lines, model, other_machine) for row in made_plan.rows)
-    asked = read_sisters(found.get("sisters") or [], path, text, model)
     blocks = blocks_of(model, rows, bool(found.get("fuse_blocks")), saving_of(policy, components), components)
-    groups = apart(groups_of(model, rows, lambda names: asked_of(asked, names)), blocks)
     elsewhere = (made.gpu, made.capability) != (here.gpu, here.capability)
-    if not elsewhere:
-        check_sisters(asked, groups)
     told = [note for note in made_plan.notes if note not in sentences(made_plan.blocks)]
-    notes = [*told, *sister_notes(groups, OFF), *sentences(blocks)]
+    notes = [*told, *sentences(blocks), *_separate(path, found.get("sisters") or [])]
     changed = [d for d in made.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
         notes.append(f"{path.name} was made for {_gpu(made)}: its recipes are kept, backends are chosen anew")
     elif changed and not here.emulated:
         notes.append(f"{path.name} was made with other versions, measure again to be sure: {'; '.join(changed)}")
-    return replace(made_plan, rows=rows, notes=tuple(notes), groups=groups, blocks=blocks)
+    return replace(made_plan, rows=rows, notes=tuple(notes), blocks=blocks)
+
+
+def _separate(path: Path, sisters: Sequence[Any]) -> Iterator[str]:
+    """What version 0.4.0 let run as one GEMM."""
+    ones = [x for x in sisters if isinstance(x, dict) and x.get("fuse") == "on"]
+    if ones:
+        what = ", ".join(f"{x.get('names') or 'siblings'} of {x.get('match') or 'the model'}" for x in ones[:3])
+        yield (
+            f"{path.name} is of version 0.4.0, which ran {what}{' and others' if len(ones) > 3 else ''} as one GEMM: "
+            "each layer runs its own now, on one cast of their input"
+        )
 
 
 @dataclass(frozen=True)
@@ -202,8 +197,18 @@ class _Line:
 
 
 def _parsed(given: Sequence[Any], path: Path, text: str) -> list[_Line]:
-    """The lines with their places."""
-    return [_line(item, place) for item, place in with_places(given, path, text, "layers")]
+    """The lines with their places; the k-th "match" of them stands in the k-th line that has one."""
+    start = text.find('"layers"')
+    places = [text.count("\n", 0, m.start()) + 1 for m in re.finditer(r'"match"\s*:', text) if m.start() > start]
+    lines, with_match = [], 0
+    for number, item in enumerate(given, 1):
+        place = f"{path}, entry {number} of layers"
+        if isinstance(item, dict) and "match" in item:
+            if with_match < len(places):
+                place = f"{path}, line {places[with_match]}"
+            with_match += 1
+        lines.append(_line(item, place))
+    return lines
 
 
 def _line(item: Any, place: str) -> _Line:

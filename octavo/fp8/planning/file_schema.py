@@ -1,8 +1,7 @@
 """Reading a plan file as far as its form goes: what is JSON, and holds what a plan holds.
 
-People edit ``layers`` and ``sisters``, whose lines are read in :mod:`octavo.fp8.planning.file`; all else is checked
-here, so that a file that was damaged or cut together is told as such, with the key, and not by whatever stumbles over
-it.
+People edit ``layers``, whose lines are read in :mod:`octavo.fp8.planning.file`; all else is checked here, so that a
+file that was damaged or cut together is told as such, with the key, and not by whatever stumbles over it.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
         if not fits(found.get(key)):
             there = f"it is {_short(found[key])}" if key in found else "it is missing"
             raise PlanError(
-                f"{path} has no usable {key!r}: {there}, where {wanted} belongs. Edit layers and sisters alone, or "
-                "save the plan again."
+                f"{path} has no usable {key!r}: {there}, where {wanted} belongs. Edit layers alone, or save the plan "
+                "again."
             )
     if not found["layers"]:
         raise PlanError(f"{path} has no line in layers, so nothing would run in FP8. Use fp8.recipe: off for that.")

@@ -18,7 +18,7 @@ from torch import nn
 
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
 from octavo.fp8.dense.swap import Planned
-from octavo.fp8.planning.rows import PlanBlock, PlanGroup
+from octavo.fp8.planning.rows import PlanBlock
 from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import Policy
 from octavo.fp8.policy.topology import CONVENTIONS, component_namer
@@ -26,7 +26,7 @@ from octavo.fp8.policy.topology import CONVENTIONS, component_namer
 if TYPE_CHECKING:
     from octavo.fp8.planning.rows import PlanRow
 
-__all__ = ["apart", "blocks_of", "saving_of", "sentences"]
+__all__ = ["blocks_of", "saving_of", "sentences"]
 
 NORM, MLP, PLAIN, ATTENTION, EXPERTS = "norm", "gated MLP", "MLP", "attention", "experts"
 
@@ -132,13 +132,6 @@ def _output_obstacle(row: PlanRow) -> str | None:
 
 def _saved(name: str, kind: str, why: str | None) -> PlanBlock:
     return PlanBlock(name, kind, False, "", why is None, "activations: fp8" if why is None else why)
-
-
-def apart(groups: Sequence[PlanGroup], blocks: Sequence[PlanBlock]) -> tuple[PlanGroup, ...]:
-    """The groups of sisters, without the gate and up of a gated MLP that runs as one."""
-    inside = {(f"{b.name}.gate_proj", f"{b.name}.up_proj") for b in blocks if b.kind == MLP and b.fused}
-    why = "their gated MLP runs as one"
-    return tuple(replace(g, fused=False, reason=why) if g.names in inside else g for g in groups)
 
 
 _FUSED = ((MLP, "run as one function"), (NORM, "hand their codes to the layers behind them"))

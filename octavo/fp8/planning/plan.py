@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from octavo.fp8.measuring.machine import Machine
-from octavo.fp8.planning.rows import PlanBlock, PlanGroup, PlanRow
+from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.planning.table import BackendLine
 from octavo.fp8.policy.decisions import OUTSIDE
 from octavo.fp8.policy.policy import Policy
@@ -16,8 +16,8 @@ from octavo.fp8.policy.policy import Policy
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows in the order of the model, ``groups`` of sisters among them, ``blocks`` around them (norms, gated MLPs), and
-    ``notes`` on what else matters."""
+    """Rows in the order of the model, ``blocks`` around them (norms, gated MLPs), and ``notes`` on what else
+    matters."""
 
     rows: tuple[PlanRow, ...]
     policy: Policy
@@ -27,7 +27,6 @@ class Plan:
     notes: tuple[str, ...]
     machine: Machine
     micro_steps: int = 1
-    groups: tuple[PlanGroup, ...] = ()
     blocks: tuple[PlanBlock, ...] = ()
 
     @cached_property
@@ -68,7 +67,6 @@ class Plan:
             "shares": {c: self.share_of(c) for c in self.parts if c != "lm_head"},
             "backends": [line.to_json() for line in self.backends()],
             "rows": [r.to_json() for r in self.rows],
-            "groups": [g.to_json() for g in self.groups],
             "blocks": [b.to_json() for b in self.blocks],
             "notes": list(self.notes),
         }

@@ -1,4 +1,4 @@
-"""What a plan says of one layer, of one group of siblings, of one block."""
+"""What a plan says of one layer and of one block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.measuring.cases import Case, Measured
-from octavo.fp8.measuring.choose import SistersChoice
 from octavo.fp8.policy.topology import Row
 
 
@@ -92,35 +91,6 @@ class PlanRow:
             "share": self.share,
             **({} if self.times is None else {"measured": self.times.to_json()}),
         }
-
-
-@dataclass(frozen=True)
-class PlanGroup:
-    """Sisters: the names of their rows, whether they run as one GEMM, and who decided or what forbids. ``choice`` and
-    ``measured`` say what was measured of ``case``, if it was."""
-
-    names: tuple[str, ...]
-    fused: bool
-    reason: str
-    case: Case | None = None
-    measured: Measured | None = None
-    choice: SistersChoice | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"names": list(self.names), "fused": self.fused, "reason": self.reason}
-        if self.choice is not None and self.measured is not None:
-            found = self.choice
-            out["measured"] = {
-                "case": str(self.case),
-                "best": found.name or None,
-                "bf16_ms": 1e3 * found.high,
-                "each_for_itself_ms": 1e3 * found.alone,
-                "apart_ms": None if found.apart is None else 1e3 * found.apart,
-                "joined_ms": None if found.joined is None else 1e3 * found.joined,
-                "planned_ms": 1e3 * found.planned,
-                "candidates": self.measured.to_json(),
-            }
-        return out
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from octavo.fp8.policy.globs import template
 
 if TYPE_CHECKING:
     from octavo.fp8.planning.plan import Plan
-    from octavo.fp8.planning.rows import PlanGroup, PlanRow
+    from octavo.fp8.planning.rows import PlanRow
 
 HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
 
@@ -105,7 +105,7 @@ def _backend(row: PlanRow) -> str:
 
 
 def totals(plan: Plan) -> list[str]:
-    """What is FP8, what is not and why, what runs as one, and the share of linear FLOPs, one sentence each."""
+    """What is FP8, what is not and why, and the share of linear FLOPs, one sentence each."""
     fp8 = [r for r in plan.rows if r.fp8]
     high = [r for r in plan.rows if not r.fp8]
     params = sum(r.row.params for r in plan.rows) or 1
@@ -118,29 +118,8 @@ def totals(plan: Plan) -> list[str]:
     shares = [
         f"{c} {100 * plan.share_of(c):.1f} %" for c in plan.parts if any(r.share for r in plan.rows if r.component == c)
     ]
-    said += sisters(plan)
     said.append(
         f"linear FLOPs in FP8: {100 * plan.share:.1f} % ({', '.join(shares) or 'none'}); lm_head and patch "
         "embedding apart"
     )
     return said
-
-
-def sisters(plan: Plan) -> list[str]:
-    """Which layers of one input run as one GEMM and which do not, with the reason: a sentence for each kind."""
-    kinds: dict[tuple[object, ...], list[PlanGroup]] = {}
-    for group in plan.groups:
-        kinds.setdefault((*map(template, group.names), group.fused, group.reason), []).append(group)
-    said = []
-    for found in kinds.values():
-        parents, lasts = zip(*(_split(g.names) for g in found), strict=True)
-        where = f"{fold(parents)}.{lasts[0]}" if parents[0] else lasts[0]
-        how = "one GEMM" if found[0].fused else "GEMMs of their own"
-        said.append(f"{how}: {where}, {len(found)} {'group' if len(found) == 1 else 'groups'} ({found[0].reason})")
-    return said
-
-
-def _split(names: tuple[str, ...]) -> tuple[str, str]:
-    """("a.b", "q_proj + k_proj") of names in one module; an adapter's ``base_layer`` is left out."""
-    names = tuple(n.removesuffix(".base_layer") for n in names)
-    return names[0].rpartition(".")[0], " + ".join(n.rpartition(".")[2] for n in names)

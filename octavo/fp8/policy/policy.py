@@ -88,9 +88,9 @@ class Policy:
         param: whether weights of FP8 layers are FP8 between steps, with their high-precision values as a master.
         backend: "auto", or the backend that must run every FP8 GEMM.
         candidates: the recipes that "auto" chooses among.
-        fuse: whether q, k and v, and gate and up, run as one GEMM (:mod:`octavo.fp8.fusion`): "on" wherever their
-            recipe allows it and no measurement says that high precision is faster; "auto" where it was measured to
-            pay; "off" nowhere.
+        fuse: "on" fuses gated MLPs and the norms before FP8 layers with those layers, wherever they can be; "off"
+            nothing. "auto" is a word of version 0.4.0, which measured whether q, k and v pay as one GEMM; they are
+            GEMMs of their own now, and "auto" is "off".
 
     Raises:
         PlanError: for names that do not exist and pairs that cannot be.
@@ -107,7 +107,7 @@ class Policy:
     activations: str = "bf16"
     backend: str = "auto"
     candidates: tuple[str, ...] = CANDIDATES
-    fuse: str = AUTO
+    fuse: str = OFF
     weight_codes: str = "keep"
     param: bool = False
 
@@ -126,7 +126,7 @@ class Policy:
         if self.weight_codes not in WEIGHT_CODES:
             raise PlanError(f"weight_codes={self.weight_codes!r} does not exist; use 'keep' or 'recast'.")
         if self.fuse not in FUSE:
-            raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off', 'on' or 'auto'.")
+            raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off' or 'on'.")
         if self.backend != "auto":
             registry.get(self.backend)  # off or not: a name that does not exist is an error here
         self._check_words("the whole model", self)

@@ -15,7 +15,7 @@ from octavo.fp8.arithmetic.adamw import MASTERS, reference
 from octavo.fp8.arithmetic.moments import STATES
 from octavo.fp8.optim import engine
 from octavo.fp8.optim.in_backward import clip_factor, gradient_norm
-from tests.fp8.test_fusion import Attention
+from tests.fp8.dense.test_siblings import Attention
 from tests.gpu.blocks import Block
 
 WAITS = (
@@ -85,10 +85,10 @@ def test_no_step_of_any_recipe_waits(recipe, reentrant, lowered):
     assert counts.total("wgrad") == 6 and watch.seen > 100
 
 
-def test_no_fused_step_waits():
+def test_no_step_of_siblings_waits():
     torch.manual_seed(0)
     for recipe in ("blockwise", "mxfp8"):
-        m = fp8.apply(Attention(), fp8.plan(Attention(), fp8.Policy(recipe=recipe, fuse="on")))
+        m = fp8.apply(Attention(), fp8.plan(Attention(), recipe))
         x = torch.randn(5, 96, requires_grad=True)
         with NeverWaits() as watch:
             for inner in (m, m.q_proj):

@@ -198,18 +198,6 @@ def test_a_copy_of_attentions_output_is_nobodys():
     assert not shared(out.transpose(1, 2))
 
 
-def test_sisters_that_run_as_one_do_not_hold_each_others_outputs_through_v():
-    x = torch.randn(2, 64, 128).bfloat16()
-    plain, twin = (attention(activations="fp8", fuse=fuse) for fuse in ("off", "on"))
-    assert "_group" in twin[0].q_proj.__dict__
-    rows = [bytes_kept(m, x) for m in (plain, twin)]
-    assert sum(r.bytes for r in rows[0]) == sum(r.bytes for r in rows[1])
-    del twin[0].v_proj.__dict__["_own_output"]
-    assert sum(r.bytes for r in bytes_kept(twin, x)) > sum(r.bytes for r in rows[1])
-    ys = [m(x) for m in (plain, twin)]
-    assert torch.equal(*ys)
-
-
 def test_unfuse_takes_the_mark_off():
     model = attention(activations="fp8")
     assert "_source" in model[0].o_proj.__dict__

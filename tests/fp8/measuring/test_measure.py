@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from octavo import fp8
 from octavo.fp8.kernels import registry
 from octavo.fp8.measuring import choose
 from octavo.fp8.measuring import measure as measurements
-from octavo.fp8.measuring.cases import HIGH, Case, Entry, Measured
+from octavo.fp8.measuring.cases import HIGH, Case, Entry, Measured, cases_of
 from octavo.fp8.measuring.timing import Timed, time_calls
 from octavo.fp8.proof.prediction import predict
 
@@ -75,19 +76,19 @@ def test_time_calls_sees_which_is_slower():
 
 def test_each_distinct_shape_is_one_case():
     model = Net()
-    cases = measure.cases_of(model, fp8.topology(model), TOKENS)
+    cases = cases_of(model, fp8.topology(model), TOKENS)
     assert set(cases) == {f"layers.{i}.{n}" for i in range(3) for n in "qk"} | {"frozen"}
     assert set(cases.values()) == {
         Case("linear", 64, 32, 32, True), Case("linear", 64, 16, 32, True), Case("linear", 64, 48, 32, frozen=True),
     }  # fmt: skip
-    assert not measure.cases_of(model, fp8.topology(model), {"foundation": 0})
+    assert not cases_of(model, fp8.topology(model), {"foundation": 0})
 
 
 def test_an_input_without_gradient_needs_no_dgrad():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     model[1].requires_grad_(True)
     model.append(nn.Linear(8, 8).requires_grad_(False))
-    cases = measure.cases_of(model, fp8.topology(model), {"foundation": 4})
+    cases = cases_of(model, fp8.topology(model), {"foundation": 4})
     assert [cases[n].dgrad for n in "012"] == [False, False, True]
     assert "frozen no dgrad" in str(cases["0"])
 
@@ -219,8 +220,8 @@ def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
 def test_a_candidate_that_is_not_healthy_is_out_with_the_reason(monkeypatch, spoil, why):
     real = measure._Bench.converted
 
-    def converted(self, recipe, chosen, layout):
-        module = real(self, recipe, chosen, layout)
+    def converted(self, recipe, chosen):
+        module = real(self, recipe, chosen)
         if recipe.name == "rowwise":
             module.register_forward_hook(lambda m, a, y: spoil(y))
         return module
@@ -248,14 +249,8 @@ def test_a_real_measurement_of_experts_and_linears_on_the_cpu():
         model = Qwen3MoeForCausalLM(config)
     quick = lambda case, calls, device: time_calls(calls, device, warmup=0, rounds=2, budget=0)  # noqa: E731
     found = fp8.measure(model, "auto", None, {"foundation": 24}, device="cpu", timer=quick)
-    assert {c.kind for c in found.cases} == {"linear", "experts", "sisters"} and found.machine.emulated
-    for case, m in found.cases.items():
-        joined = [e for e in m.entries.values() if e.layout == "joined"]
-        if case.kind == "sisters":
-            assert str(case) == "sisters M=24 N=32+16+16 K=32 fp32" and len(joined) == 4
-            for e in joined:  # blocks of 128 outputs reach from q into k
-                assert "no multiple of" in e.rejected or "spans all outputs" in e.rejected
-            m = Measured({name: e for name, e in m.entries.items() if e not in joined})
+    assert {c.kind for c in found.cases} == {"linear", "experts"} and found.machine.emulated
+    for m in found.cases.values():
         assert len(m.entries) == 5 and not [e.rejected for e in m.entries.values() if e.rejected]
         assert all(e.seconds > 0 for e in m.entries.values())
     plan = fp8.plan(model, "auto", tokens={"foundation": 24}, measurements=found)
@@ -282,6 +277,21 @@ def test_measurements_are_kept_and_found_again(tmp_path):
     assert len(json.loads(cache.path.read_text())["machines"]) == 2
     calls.clear()
     assert measured(model, "rowwise", seconds=count, cache=cache).cases and not calls  # a part of what is known
+
+
+def test_a_cache_of_version_0_4_0_is_read_without_what_it_measured_together(tmp_path):
+    path = tmp_path / "m.json"
+    path.write_bytes((Path(__file__).parents[1] / "planning/files/measurements-0.4.0.json").read_bytes())
+    cases = fp8.Cache(path).load(fp8.Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"}))
+    assert {(c.kind, c.n, c.bias) for c in cases} == {
+        ("linear", 256, True),
+        ("linear", 128, True),
+        ("linear", 128, False),
+    }
+    assert {e.seconds for m in cases.values() for e in m.entries.values()} == {1e-3, 5e-4}
+    case, found = next(iter(cases.items()))
+    fp8.Cache(path).put(fp8.Machine("L4", "8.9"), case, found)
+    assert "sisters" not in path.read_text() and fp8.Cache(path).load(fp8.Machine("L4", "8.9")) == {case: found}
 
 
 def test_a_killed_measurement_keeps_what_it_has(tmp_path):

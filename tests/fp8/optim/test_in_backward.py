@@ -17,7 +17,7 @@ from tests import ranks
 
 
 class Block(nn.Module):
-    """Attention-like and gated: sisters that share an input, a gated MLP, norms."""
+    """Attention-like and gated: siblings that share an input, a gated MLP, norms."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

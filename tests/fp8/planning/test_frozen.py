@@ -217,19 +217,6 @@ def test_a_plan_belongs_to_its_codes() -> None:
     assert isinstance(frozen[0].up_proj, fp8.Linear)
 
 
-def test_sisters_are_not_joined_and_say_why() -> None:
-    model = built("block")
-    plan = fp8.plan(model, fp8.Policy(fuse="on"))
-    assert plan.groups and not any(g.fused for g in plan.groups)
-    fp8.apply(model, plan)
-    assert "its own" not in plan.table() and fp8.code_bytes(model) == 0
-    heads = nn.ModuleDict({f"{n}_proj": nn.Linear(128, 128, bias=False) for n in "qkv"}).requires_grad_(False)
-    for layer in heads.values():
-        layer.weight = fp8.freeze_weight(layer.weight, "block")
-    plan = fp8.plan(nn.ModuleDict({"attn": heads}), fp8.Policy(fuse="on"))
-    assert "codes of frozen weights would take a second byte a parameter" in plan.groups[0].reason
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_model_is_the_model(backend: str) -> None:
