@@ -27,7 +27,7 @@ from octavo.fp8.dense import compiled
 from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
 from octavo.fp8.observe.recorder import HIGH, Seen
-from octavo.fp8.weights.cache import WeightCache, WeightSlice, capturing, has_values
+from octavo.fp8.weights.cache import WeightCache, WeightSlice, has_values
 
 
 class Requests(NamedTuple):
@@ -171,7 +171,7 @@ def fwd(
     if seen.heard:
         seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *weight.shape[-2:]))
     y = way.fwd(backend, x_q, w_q, dtype, bias)
-    return y, w_q if weight.is_cuda and site.shares_weight and capturing(weight) else None
+    return y, w_q if site.codes.captured and site.shares_weight else None
 
 
 def dgrad(

@@ -278,6 +278,10 @@ def torch_alone_writes(x: Tensor) -> bool:
     return x.untyped_storage().resizable()
 
 
+def _capturing(given: Tensor) -> bool:
+    return given.is_cuda and cache.capturing(given)
+
+
 def _memo() -> _Memo:
     memo = getattr(_state, "memo", None)
     if memo is None:
@@ -312,7 +316,7 @@ def _stamp(x: Input) -> tuple[Any, ...]:
         x.dtype,
         device,
         stream,
-        given.is_cuda and cache.capturing(given),
+        _capturing(given),
         # Selective checkpointing replays the operations of a region by counting them: no entry crosses its border.
         id(_get_current_dispatch_mode()),
     )

@@ -92,6 +92,7 @@ class WeightCache:
         watch_optimizers()
         self.keep = keep
         self.casts = 0
+        self.captured = False  # whether the last codes went into a CUDA graph, and are in no cache
         self._codes: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
         self._source: Any = None  # what holds the values: held weakly, so that no address can be reused
         self._stamp: tuple[Any, ...] = ()
@@ -148,6 +149,7 @@ class WeightCache:
         weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
         nothing. Nor is anything kept or reused while a CUDA graph is captured.
         """
+        self.captured = capturing(owner)
         if isinstance(owner, Fp8Weight):
             codes = owner.codes(spec, part.slot)
             if codes is not None:
@@ -161,7 +163,7 @@ class WeightCache:
         if (
             not self.keep
             or owner.is_inference()
-            or (owner.is_cuda and capturing(owner))
+            or self.captured
             or not (forward or self._valid(owner))
         ):
             self.casts += 1

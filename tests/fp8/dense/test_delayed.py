@@ -49,7 +49,7 @@ def test_the_history_rolls_per_forward_and_its_largest_sets_the_scale():
     assert x_history(m)[:4].tolist() == [2, 1, 4, 0] and dy_history(m)[:4].tolist() == [1, 1, 1, 0]
     x = torch.randn(4, 32).clamp(-1, 1) * 3
     got = m(x)
-    q = fp8.cast.quantize_with_scale(x, torch.tensor(4 / 448), m[0].recipe.fwd.a)
+    q = fp8.quantize_with_scale(x, torch.tensor(4 / 448), m[0].recipe.fwd.a)
     w = fp8.dequantize(fp8.quantize(m[0].weight, m[0].recipe.fwd.b))
     assert fp8.calc_diff(got, fp8.dequantize(q) @ w.t()) < 1e-10
     for _ in range(m[0].recipe.delayed.length):

@@ -123,7 +123,7 @@ def test_a_backward_for_each_output(order, region):
     (ours, counts), (theirs, counts2) = found
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
-    assert counts.calls == counts2.calls and counts.came == counts2.came
+    assert counts.calls == counts2.calls and counts.ran == counts2.ran
 
 
 def test_an_edited_weight_is_refused_by_its_own_backward_alone():
