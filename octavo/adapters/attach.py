@@ -23,7 +23,7 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.targets import split, taken_over, targets_of
 
 if TYPE_CHECKING:
-    from octavo.config.schema import LoraSection
+    from octavo.config.sections import LoraSection
     from octavo.models import Family
 
 __all__ = ["DTYPES", "NAME", "adapter_parameters", "attach", "attached", "check", "disabled", "is_adapter_parameter"]

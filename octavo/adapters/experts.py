@@ -44,7 +44,7 @@ from octavo.fp8.saved import Source, source_of
 from octavo.fp8.weights import Part
 
 if TYPE_CHECKING:
-    from octavo.config.schema import LoraSection
+    from octavo.config.sections import LoraSection
 
 __all__ = ["adopt", "factors", "in_order", "obstacle", "parameters_of", "refuse", "stock_name", "wrappers"]
 

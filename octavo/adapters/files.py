@@ -33,7 +33,7 @@ from octavo.models.whole import sync
 from octavo.models.whole import whole as appearing
 
 if TYPE_CHECKING:
-    from octavo.config.schema import LoraSection
+    from octavo.config.sections import LoraSection
 
 __all__ = ["CONFIG", "WEIGHTS", "adapter_state", "continued", "load", "load_adapter_state", "read_config", "save"]
 

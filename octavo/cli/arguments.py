@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from octavo.config import Config, load_config
-from octavo.config.schema import Format, RecipeName
+from octavo.config.sections import Format, RecipeName
 
 OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
 

@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from octavo.cli import arguments, terminal
-from octavo.config import RECIPES, Config
+from octavo.config import RECIPES, Config, override
 from octavo.config.problems import nearest
 
 
@@ -55,7 +55,7 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
             close = nearest(name, RECIPES[1:])
             hint = f"did you mean {close}? " if close else ""
             raise arguments.UsageError(f"--recipes: unknown {name!r}; {hint}there are {', '.join(RECIPES[1:])}")
-        cfg.with_overrides([f"fp8.recipe={name}"])
+        override(cfg, [f"fp8.recipe={name}"])
     return names
 
 

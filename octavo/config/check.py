@@ -14,7 +14,8 @@ from octavo.config import rules
 from octavo.config.document import Path, scalar
 from octavo.config.merge import Tree
 from octavo.config.problems import ConfigError, Problem, dotted, named, nearest
-from octavo.config.schema import RECIPES, Config
+from octavo.config.schema import Config
+from octavo.config.sections import RECIPES
 
 #: names from other trainers' files, and where they live here
 ELSEWHERE = {

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from octavo.config.check import to_config
 from octavo.config.merge import Tree, apply_override, read_file, read_string
-from octavo.config.schema import Config, RecipeName
+from octavo.config.schema import Config
+from octavo.config.sections import RecipeName
 
 _FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.config import RECIPES, Config, Fp8Section, load_config, rules_lora
-from octavo.config.schema import FITTING
+from octavo.config import RECIPES, Config, Fp8Section, load_config, override, rules_lora
+from octavo.config.sections import FITTING
 from octavo.report.judge import Arm, Verdict, judge
 from octavo.report.rundir import ReportError, RunRecord, read, read_failed
 from octavo.report.savings import ladder, without
@@ -138,7 +138,7 @@ def with_recipe(cfg: Config, name: str) -> Config:
     }
     listed = ", ".join(f"{part}: {kind or 'null'}" for part, kind in kinds.items())
     base = [f"model.load_in_fp8={{{listed}}}"] if kinds else []
-    return cfg.with_overrides([f"fp8.recipe={name}", "fp8.plan=null", *base])
+    return override(cfg, [f"fp8.recipe={name}", "fp8.plan=null", *base])
 
 
 def own_recipe(cfg: Config) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from octavo.config import Config
 from octavo.config.rules_lora import kinds_of
-from octavo.config.schema import COMPONENTS, LoadInFp8Section, OptimizerSection, RecomputeSection
+from octavo.config.sections import COMPONENTS, LoadInFp8Section, OptimizerSection, RecomputeSection
 
 __all__ = ["Switch", "base_of", "ladder", "last", "rungs", "switches", "without"]
 

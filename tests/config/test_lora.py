@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.config import Config, ConfigError, Fp8Section, ModelSection, load_config_text, to_yaml
-from octavo.config.schema import DataSection, LoadInFp8Section, LoraSection, TrainSection
+from octavo.config import Config, ConfigError, Fp8Section, ModelSection, load_config_text, override, to_yaml
+from octavo.config.sections import DataSection, LoadInFp8Section, LoraSection, TrainSection
 
 BASE = "model: {{path: ./m{model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 10}}\n"
 
@@ -114,10 +114,10 @@ def test_adapters_in_bf16_take_every_master():
 def test_the_base_changes_by_override_with_its_recipe():
     cfg = read("load_in_fp8: block")
     assert "blockwise multiplies by other codes" in str(_fails(cfg, ["model.load_in_fp8=row"]))
-    assert cfg.with_overrides(["model.load_in_fp8=row", "fp8.recipe=rowwise"]).fp8.recipe == "rowwise"
+    assert override(cfg, ["model.load_in_fp8=row", "fp8.recipe=rowwise"]).fp8.recipe == "rowwise"
 
 
 def _fails(cfg: Config, overrides: list[str]) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        cfg.with_overrides(overrides)
+        override(cfg, overrides)
     return caught.value

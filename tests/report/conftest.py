@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
-from octavo.config import load_config_text, to_yaml
+from octavo.config import load_config_text, override, to_yaml
 
 
 @pytest.fixture
 def cfg(tmp_path: Path) -> Any:
-    return load_config_text(CONFIG).with_overrides([f"run.dir={tmp_path / 'unused'}"])
+    return override(load_config_text(CONFIG), [f"run.dir={tmp_path / 'unused'}"])
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
-from octavo.config import load_config_text, to_yaml
+from octavo.config import load_config_text, override, to_yaml
 from octavo.report import ReportError, compare
 from octavo.report.compare import arms_of, own_recipe
 
@@ -40,14 +40,14 @@ def undrawn(monkeypatch):
 
 
 def test_arms(cfg, tmp_path: Path) -> None:
-    arms = arms_of(cfg.with_overrides(["run.seed=3"]), ["rowwise", "mxfp8", "rowwise"], tmp_path)
+    arms = arms_of(override(cfg, ["run.seed=3"]), ["rowwise", "mxfp8", "rowwise"], tmp_path)
     assert [(a.name, a.kind, a.cfg.fp8.recipe, a.cfg.run.seed) for a in arms] == [
         ("high-precision", "reference", "off", 3),
         ("high-precision-seed-4", "noise", "off", 4),
         ("fp8-rowwise", "fp8", "rowwise", 3),
         ("fp8-mxfp8", "fp8", "mxfp8", 3),
     ]
-    fused = arms_of(cfg.with_overrides(["fp8.fuse=on"]), ["mxfp8"], tmp_path)
+    fused = arms_of(override(cfg, ["fp8.fuse=on"]), ["mxfp8"], tmp_path)
     assert [a.cfg.fp8.fuse for a in fused] == ["auto", "auto", "on"]  # auto, unmeasured: nothing is fused
     assert all(a.cfg.run.resume == "auto" and a.cfg.run.dir == str(tmp_path / "arms" / a.name) for a in arms)
 
@@ -72,7 +72,7 @@ def test_high_precision_takes_no_fp8_from_components_and_rules(tmp_path: Path) -
 )
 def test_nothing_to_compare(cfg, tmp_path: Path, overrides, recipes, message: str) -> None:
     with pytest.raises(ReportError, match=message):
-        compare(cfg.with_overrides(overrides), recipes, tmp_path)
+        compare(override(cfg, overrides), recipes, tmp_path)
     assert not list(tmp_path.iterdir()), "a refused trial leaves nothing behind"
 
 
@@ -96,7 +96,7 @@ def test_another_configuration_is_refused_or_made_again(cfg, tmp_path: Path, tra
     compare(cfg, None, tmp_path)
     (tmp_path / "mine.txt").write_text("not the trial's")
     trained.clear()
-    changed = cfg.with_overrides(["train.lr=1e-3", "run.keep=5"])
+    changed = override(cfg, ["train.lr=1e-3", "run.keep=5"])
     with pytest.raises(ReportError, match=r"trained with another configuration: train\.lr was 2e-05, is now 0\.001"):
         compare(changed, None, tmp_path)
     assert trained == []
@@ -107,7 +107,7 @@ def test_another_configuration_is_refused_or_made_again(cfg, tmp_path: Path, tra
 def test_watching_differently_is_the_same_trial(cfg, tmp_path: Path, trained, undrawn) -> None:
     compare(cfg, None, tmp_path)
     trained.clear()
-    compare(cfg.with_overrides(["run.keep=5", "run.tensorboard=false", "run.save_every=50"]), None, tmp_path)
+    compare(override(cfg, ["run.keep=5", "run.tensorboard=false", "run.save_every=50"]), None, tmp_path)
     assert trained == []
 
 

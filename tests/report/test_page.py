@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from synthetic_runs import LAYERS, health, losses, plan
 
+from octavo.config import override
 from octavo.report import ReportError, judge
 from octavo.report.compare import finished
 from octavo.report.figures import running_gap, running_noise, smooth
@@ -177,7 +178,7 @@ def test_arms_that_wrote_lines_at_different_steps_are_matched_by_step(trial) -> 
     thinned = []
     for arm, record in records:
         keep = np.isin(record.steps, [*range(10, 101, 10), *([25, 75] if arm.kind == "fp8" else [])])
-        arm = dataclasses.replace(arm, cfg=arm.cfg.with_overrides(["run.log_every=10"]))
+        arm = dataclasses.replace(arm, cfg=override(arm.cfg, ["run.log_every=10"]))
         thinned.append((arm, dataclasses.replace(record, steps=record.steps[keep], losses=record.losses[keep],
                                                  tokens=record.steps[keep] * 1.0)))  # fmt: skip
     verdict = judge(thinned)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo import fp8, train
+from octavo.config import override
 from octavo.fp8 import fusion
 from octavo.models import tiny
 from octavo.train import planning
@@ -58,7 +59,7 @@ def test_a_run_goes_on_fused_and_is_evaluated_fused(make, calls):
     assert fusion.fused(model) == tuple(kept(whole)[0]) != ()
     (whole.dir / "result.json").unlink()
     calls.clear()
-    again = train.run(cfg.with_overrides([f"run.resume={whole.dir}/checkpoints/step_2"]))
+    again = train.run(override(cfg, [f"run.resume={whole.dir}/checkpoints/step_2"]))
     assert again.losses() == whole.losses() and calls
     high, _, _ = train.load_run(whole.dir, recipe="off")
     other, _, _ = train.load_run(whole.dir, recipe="rowwise")  # which cannot fuse
@@ -76,7 +77,7 @@ def test_a_measured_plan_is_the_runs_own(make, calls):
         line["fuse"] = "on" if line["names"] == "q_proj k_proj v_proj" else "off"
     (first.dir / "plan.json").write_text(json.dumps(found))
     (first.dir / "result.json").unlink()
-    train.run(cfg.with_overrides([f"run.resume={first.dir}/checkpoints/step_2"]))
+    train.run(override(cfg, [f"run.resume={first.dir}/checkpoints/step_2"]))
     assert set(calls) == QKV
 
 
