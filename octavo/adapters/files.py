@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from octavo.adapters import experts
-from octavo.adapters.attach import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
 from octavo.adapters.errors import AdapterError
+from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
 from octavo.adapters.targets import NEVER, taken_over
 from octavo.fp8.topology import topology
 from octavo.fp8.weights import is_dtensor

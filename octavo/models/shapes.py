@@ -27,7 +27,7 @@ from transformers import (
 from octavo.fp8.topology import nearest
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
-from octavo.models.loading import empty
+from octavo.models.skeleton import empty
 
 
 def _qwen3_text(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:

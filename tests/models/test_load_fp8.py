@@ -17,8 +17,8 @@ import octavo
 from octavo import fp8, models
 from octavo.models import streaming, tiny
 from octavo.models.assembly import assemble
-from octavo.models.loading import _skeleton, read_config
 from octavo.models.shards import open_weights
+from octavo.models.skeleton import read_config, skeleton
 from tests.models.conftest import batch
 from tests.models.fp8_folders import CHANNEL, CONFIGS, alone, edit_config, edit_weights, quantized
 
@@ -34,7 +34,7 @@ def same(one, other) -> bool:
 def streamed(folder: Path, dtype=torch.float32):
     """A folder in high precision by Octavo's own way, which `load` takes for FP8 alone."""
     shards, _ = open_weights(folder, False)
-    build = partial(_skeleton, read_config(folder), dtype, None)
+    build = partial(skeleton, read_config(folder), dtype, None)
     with shards:
         return assemble(folder, build, shards, None, {}, dtype, torch.device("cpu"), True, print, None)
 
