@@ -15,6 +15,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from octavo.bench import record
+
 RESULTS = Path(__file__).resolve().parent / "results"
 ARM = (
     "label",
@@ -29,8 +31,6 @@ ARM = (
     "speed_ratio",
     "memory",
 )
-MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
-
 
 COMMANDS = {
     "demo": "make demo",
@@ -45,7 +45,7 @@ def keep(trial: Path, name: str = "demo") -> Path:
     report = json.loads((trial / "report" / "report.json").read_text(encoding="utf-8"))
     arms = report["arms"]
     fp8 = next(arm for arm in arms if arm["kind"] == "fp8")
-    machine = {key: fp8["environment"][key] for key in MACHINE if key in fp8["environment"]}
+    machine = record.machine(fp8["environment"])
     device = "gpu" if machine.get("gpus") else "cpu"
     found = {
         "command": COMMANDS[name],
@@ -58,9 +58,7 @@ def keep(trial: Path, name: str = "demo") -> Path:
         **({"savings": report["savings"]} if report.get("savings") else {}),
         "machine": machine,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}_{device}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path = record.save(found, RESULTS / f"{name}_{device}.json")
     for plot in PLOTS.get(name, ("loss", "health")):
         shutil.copyfile(trial / "report" / f"{plot}.png", RESULTS / f"{name}_{device}_{plot}.png")
     return path

@@ -11,7 +11,6 @@ them. Weights are updated after backward: updating in backward gives the same bi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import matplotlib
 import numpy as np
 from rich.console import Console
 
+from octavo.bench import record
 from octavo.config import Config, load_config_text
 from octavo.data import digits
 from octavo.models import tiny
@@ -29,7 +29,6 @@ from octavo.report.rundir import RunRecord, read
 from octavo.report.side_by_side import train_together
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
 GREYS = ("base", "noise", "kind-5")
 CONFIG = """
 model: {{path: {here}/model}}
@@ -63,15 +62,15 @@ def figures_of(arms: list[Arm], records: list[RunRecord]) -> dict:
             "arm": arm.label,
             "kind": arm.kind,
             "seed": arm.cfg.run.seed,
-            "mean_loss": record.mean_loss,
-            "last_tenth": float(np.nanmean(record.losses[-max(1, len(record.losses) // 10) :])),
-            "right": (record.eval or {}).get("exact_match"),
-            "held_out_loss": (record.eval or {}).get("loss"),
-            "skipped": len(record.skipped),
-            "zeroed_v": record.zeroed,
-            "bytes": {kind: size for kind, size in record.memory.items() if not kind.startswith("peak")},
+            "mean_loss": made.mean_loss,
+            "last_tenth": float(np.nanmean(made.losses[-max(1, len(made.losses) // 10) :])),
+            "right": (made.eval or {}).get("exact_match"),
+            "held_out_loss": (made.eval or {}).get("loss"),
+            "skipped": len(made.skipped),
+            "zeroed_v": made.zeroed,
+            "bytes": {kind: size for kind, size in made.memory.items() if not kind.startswith("peak")},
         }
-        for arm, record in zip(arms, records, strict=True)
+        for arm, made in zip(arms, records, strict=True)
     ]
     plain = {row["seed"]: row for row in rows if row["kind"] == "reference"}
     gaps = [row["mean_loss"] / plain[row["seed"]]["mean_loss"] - 1 for row in rows if row["kind"] == "fp8"]
@@ -91,10 +90,10 @@ def draw(arms: list[Arm], records: list[RunRecord], path: Path) -> None:
             arm.label,
             "noise" if arm.kind == "reference" else "fp8",
             GREYS[arm.cfg.run.seed % 3] if arm.kind == "reference" else f"fp8-{arm.cfg.run.seed % 5}",
-            record.steps,
-            record.losses,
+            made.steps,
+            made.losses,
         )
-        for arm, record in zip(arms, records, strict=True)
+        for arm, made in zip(arms, records, strict=True)
     ]  # fmt: skip
     with matplotlib.rc_context(figures.STYLE):
         figures.save(figures.loss_figure(curves), path)
@@ -119,15 +118,14 @@ def main() -> None:
     if failures:
         raise SystemExit("\n".join(f"{name}: {why}" for name, why in failures.items()))
     records = [read(arm.cfg.run.dir) for arm in arms]
-    machine = {key: records[0].environment[key] for key in MACHINE if key in records[0].environment}
+    machine = record.machine(records[0].environment)
     found = {
         "command": f"python benchmarks/long_run.py --steps {asked.steps} --seeds {asked.seeds}",
         "steps": asked.steps,
     }
     found |= {**figures_of(arms, records), "machine": machine}
     name = f"long_run_{'gpu' if machine.get('gpus') else 'cpu'}"
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    record.save(found, RESULTS / f"{name}.json")
     draw(arms, records, RESULTS / f"{name}.png")
     for row in found["arms"]:
         right = "" if row["right"] is None else f", {100 * row['right']:.1f} % right"

@@ -27,7 +27,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MACHINE = ("octavo", "python", "os", "cpu", "memory_bytes", "torch", "packages")
 KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "libraries", "other")
 
 # name -> how it is trained. The baseline is what one writes without Octavo, in its leanest form: fused AdamW makes no
@@ -248,7 +247,9 @@ class Meter:
     """
 
     def __init__(self, model: Any, blocks: Any, libraries: int) -> None:
-        self.model, self.libraries = model, libraries
+        from octavo import fp8
+
+        self.model, self.libraries, self.code_bytes = model, libraries, fp8.code_bytes
         self.optimizer: Any = None
         self.phase, self.where = "start", ""
         self.phases: dict[str, int] = {}
@@ -322,7 +323,7 @@ class Meter:
             "master": sum(t.nbytes for key, t in named if key in ("master", "master_low")),
             "gradients": sum(g.nbytes for g in [p.grad for p in weights] if g is not None),
             "optimizer": sum(t.nbytes for key, t in named if key not in ("master", "master_low")),
-            "codes": _codes(self.model),
+            "codes": self.code_bytes(self.model),
             "activations": sum(self.of_block[n] for n in list(self._left)) + (self.outside if self._left else 0),
             "logits": self.logits if self._head_left and phase == "backward" else 0,
             "libraries": self.libraries,
@@ -330,30 +331,22 @@ class Meter:
         }
 
 
-def _codes(model: Any) -> int:
-    from octavo import fp8
-
-    return fp8.code_bytes(model)
-
-
 # --- the record ---
 
 
 def keep(arms: list[dict[str, Any]], settings: dict[str, int]) -> None:
     """The figures and the picture, with the machine, the versions and the commit."""
-    from octavo import environment
+    from octavo.bench import record
 
-    machine = {key: value for key, value in environment.describe().items() if key in MACHINE}
     baseline = arms[0]["peak"]
     found = {
         "command": "python benchmarks/memory.py " + " ".join(f"{k}={v}" for k, v in settings.items()),
         "model": "Qwen2.5-0.5B's sizes, random weights",
         "settings": {**settings, "allocator": ALLOCATOR},
         "arms": [{**arm, "times_less": round(baseline / arm["peak"], 3)} for arm in arms],
-        "machine": machine,
+        "machine": record.machine(),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "memory_cpu.json").write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+    record.save(found, RESULTS / "memory_cpu.json")
     draw(arms, settings, RESULTS / "memory_cpu.png")
 
 
@@ -362,11 +355,9 @@ COLOURS = ("#1d7f79", "#55a89f", "#c8571b", "#e4a36b", "#8d6cab", "#4e79a7", "#a
 
 def draw(arms: list[dict[str, Any]], settings: dict[str, int], path: Path) -> None:
     """One bar an arm, its kinds one after the other up to the peak."""
-    from matplotlib.figure import Figure
+    from octavo.bench.picture import INK, SOFT, canvas
 
-    paper, ink, soft = "#fdfdfc", "#22262b", "#6b7178"
-    figure = Figure(figsize=(9, 1.5 + 0.55 * len(arms)), facecolor=paper, layout="constrained")
-    axes = figure.add_subplot(facecolor=paper)
+    figure, (axes,) = canvas(9, 1.5 + 0.55 * len(arms))
     for y, arm in enumerate(arms):
         left = 0.0
         for kind, colour in zip(KINDS, COLOURS, strict=True):
@@ -374,16 +365,13 @@ def draw(arms: list[dict[str, Any]], settings: dict[str, int], path: Path) -> No
             axes.barh(y, size, left=left, height=0.62, color=colour, label=kind if y == 0 else None)
             left += size
         ratio = "" if y == 0 else f" · {arms[0]['peak'] / arm['peak']:.2f}x less"
-        axes.text(left, y, f" {arm['peak'] / 1e9:.2f} GB{ratio}", va="center", fontsize=8, color=ink)
-    axes.set_yticks(range(len(arms)), [arm["name"] for arm in arms], fontsize=8, color=soft)
+        axes.text(left, y, f" {arm['peak'] / 1e9:.2f} GB{ratio}", va="center", fontsize=8, color=INK)
+    axes.set_yticks(range(len(arms)), [arm["name"] for arm in arms], fontsize=8, color=SOFT)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.22 * max(arm["peak"] for arm in arms) / 1e9)
-    axes.tick_params(length=0, labelsize=8)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.set_xlabel("GB resident when the process held most", fontsize=8, color=soft)
+    axes.set_xlabel("GB resident when the process held most", fontsize=8, color=SOFT)
     title = f"Full-parameter steps of a 0.5 B model, {settings['tokens']} tokens, on the CPU: peak resident memory"
-    axes.set_title(title, loc="left", fontsize=9, color=ink)
+    axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.legend(ncols=len(KINDS), fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.22))
     figure.savefig(path, dpi=110)
 
