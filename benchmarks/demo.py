@@ -18,7 +18,7 @@ from pathlib import Path
 from octavo.bench import record
 
 RESULTS = Path(__file__).resolve().parent / "results"
-ARM = (
+FIGURES = (
     "label",
     "recipe",
     "seed",
@@ -43,8 +43,8 @@ PLOTS = {"savings": ("loss", "memory")}  # of the others: loss and health
 def keep(trial: Path, name: str = "demo") -> Path:
     """Copy what README may quote out of ``trial/report``; raises FileNotFoundError where no trial has finished."""
     report = json.loads((trial / "report" / "report.json").read_text(encoding="utf-8"))
-    arms = report["arms"]
-    fp8 = next(arm for arm in arms if arm["kind"] == "fp8")
+    runs = report["arms"]
+    fp8 = next(run for run in runs if run["kind"] == "fp8")
     machine = record.machine(fp8["environment"])
     device = "gpu" if machine.get("gpus") else "cpu"
     found = {
@@ -53,7 +53,7 @@ def keep(trial: Path, name: str = "demo") -> Path:
         "noise": report["noise"],
         "jobs": report["jobs"],
         "checks": report["checks"],
-        "arms": [{key: arm[key] for key in ARM if key in arm} for arm in arms],
+        "arms": [{key: run[key] for key in FIGURES if key in run} for run in runs],
         "proof": fp8["proof"],
         **({"savings": report["savings"]} if report.get("savings") else {}),
         "machine": machine,
