@@ -44,7 +44,7 @@ def load(
         keep_fp8: False: codes in the folder become values in ``dtype``.
         say: told what a person should know, such as which of two sets of weights was taken.
 
-    Raises ModelError, PlanError and AdapterError, each with what was found and the cure.
+    Raises ModelError, PlanError and AdapterError, each with what was found and the fix.
     """
     import torch
 

@@ -93,13 +93,13 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[str, int, tuple[str, ...]
     )
     cfg = found.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
-    pictures = [images.load(file, megapixels) for file in args.image]
-    content: list[dict[str, str]] = [{"type": "image"} for _ in pictures]
+    loaded = [images.load(file, megapixels) for file in args.image]
+    content: list[dict[str, str]] = [{"type": "image"} for _ in loaded]
     messages: list[dict[str, Any]] = [{"role": "user", "content": [*content, {"type": "text", "text": args.prompt}]}]
     if system:
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
     device = next(model.parameters()).device
     bf16 = cfg is not None and autocasts(cfg, device)  # as training computes
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16), fp8.count_gemms() as counts:
-        answer = models.generate(model, processor, messages, pictures, args.max_new_tokens)
+        answer = models.generate(model, processor, messages, loaded, args.max_new_tokens)
     return answer, counts.total(fp8=True), notes

@@ -63,13 +63,13 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def note_below(text: str, *, means: str, cure: str) -> None:
-    """A finding on stdout with what it means and its cure, set off below a table."""
+def note_below(text: str, *, means: str, fix: str) -> None:
+    """A finding on stdout with what it means and its fix, set off below a table."""
     print(f"\n{text}")
     if means:
         print(f"  means: {means}")
-    if cure:
-        print(f"  cure:  {cure}")
+    if fix:
+        print(f"  fix:   {fix}")
 
 
 def console(*, stderr: bool = True) -> Any:

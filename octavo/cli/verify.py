@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.quick and args.against is not None:
         raise arguments.UsageError("--quick reads no values, and --against compares them; leave one of them out")
-    with _progress() as tell:
-        verified = verify(args.directory, args.against, args.quick, tell)
+    with _progress() as progress:
+        verified = verify(args.directory, args.against, args.quick, progress)
     if args.json:
         terminal.show_json(verified.to_json())
     else:

@@ -67,16 +67,16 @@ def apply_override(tree: Tree, text: str) -> None:
     name, equals, right = text.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(parts):
-        cure = "write key=value, e.g. train.lr=3e-4"
+        fix = "write key=value, e.g. train.lr=3e-4"
         if text.endswith((".yaml", ".yml")):
-            cure = "name one FILE.yaml; a second one is joined to it by `extends:` in the file"
-        tree.problems.append(Problem(place, "", "not of the form key=value", cure))
+            fix = "name one FILE.yaml; a second one is joined to it by `extends:` in the file"
+        tree.problems.append(Problem(place, "", "not of the form key=value", fix))
         return
     if parts[0] == "extends":
         tree.problems.append(Problem(place, "extends", "files are not joined by an override", "write it in the file"))
         return
     value, problems = read_value(right, place.source)
-    tree.problems += [Problem(p.place, name.strip(), p.found, p.cure) for p in problems]
+    tree.problems += [Problem(p.place, name.strip(), p.found, p.fix) for p in problems]
     if not problems:
         _set(tree, parts, value, place)
 
@@ -213,14 +213,14 @@ def _text(tree: Tree, path: FilePath, shown: str, origin: Place | None) -> str |
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        found, cure = f"there is no file {shown}", _neighbour(path)
+        found, fix = f"there is no file {shown}", _neighbour(path)
     except IsADirectoryError:
-        found, cure = f"{shown} is a folder", "name a YAML file in it"
+        found, fix = f"{shown} is a folder", "name a YAML file in it"
     except UnicodeDecodeError as error:
-        found, cure = f"{shown} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a YAML file?"
+        found, fix = f"{shown} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a YAML file?"
     except OSError as error:
-        found, cure = f"{shown} cannot be read ({error.strerror or error})", "check its permissions"
-    tree.problems.append(Problem(place, key, found, cure))
+        found, fix = f"{shown} cannot be read ({error.strerror or error})", "check its permissions"
+    tree.problems.append(Problem(place, key, found, fix))
     tree.broken = True
     return None
 

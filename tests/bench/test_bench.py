@@ -59,7 +59,7 @@ def test_the_memory_suite_trains_in_every_way(monkeypatch) -> None:
     monkeypatch.setattr(suite_memory._Held, "most", lambda self: 7 * 2**30)
     monkeypatch.setattr(suite_memory._Held, "reset", lambda self: None)
     monkeypatch.setattr(suite_memory._Held, "_allocated", lambda self: 0)
-    monkeypatch.setattr(suite_memory._Held, "tells", True)
+    monkeypatch.setattr(suite_memory._Held, "measures", True)
     result = bench.run(["memory"], session())
     assert {a.candidate for a in result.absent} == {name for name in suite_memory.WAYS if "offloaded" in name}
     assert all("host memory" in a.why or "needs a GPU" in a.why for a in result.absent)
