@@ -13,6 +13,7 @@ from typing import Any
 from octavo.cli import arguments, terminal
 from octavo.config import RECIPES, Config, override
 from octavo.config.problems import nearest
+from octavo.config.sections import one_word
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
     """The recipes to try, each checked against the configuration now and not after the first run has trained."""
     if text is None:
         return None
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(one_word(name.strip()) for name in text.split(",") if name.strip()))
     if not names:
         raise arguments.UsageError("--recipes is empty; name at least one, e.g. --recipes blockwise")
     for name in names:

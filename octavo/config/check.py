@@ -210,10 +210,10 @@ def _short_form(path: Path, value: str) -> str:
     """What was meant by a lone word where a section belongs, e.g. `foundation: rowwise`."""
     section = _section(path)
     first = next(iter(section.model_fields)) if section else ""
-    close, kind = nearest(value, ("none", "selective", "full")), nearest(value, ("row", "block", "tensor"))
+    close, kind = nearest(value, ("none", "selective", "full")), nearest(value, ("rowwise", "blockwise", "tensorwise"))
     return {
         "foundation": (f"did you mean {kind}? " if kind else "")
-        + "use row, block or tensor, or a mapping such as {foundation: block}",
+        + "use rowwise, blockwise or tensorwise, or a mapping such as {foundation: blockwise}",
         "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else 'blockwise'}}}",
         "path": f"write {{path: {value}}}",
         "match": f'write {{match: "{value}", recipe: off}}',

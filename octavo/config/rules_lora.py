@@ -20,9 +20,9 @@ def rules(config: Sections) -> Iterator[Finding]:
 
 
 def kinds_of(config: Sections) -> dict[str, str]:
-    """Component -> the kind that it is loaded in; those in high precision are left out."""
+    """Component -> the kind of frozen weights it is loaded as (row, block, tensor); none for high precision."""
     asked = config.model.load_in_fp8
-    return {name: kind for name in COMPONENTS if (kind := getattr(asked, name)) is not None}
+    return {name: word.removesuffix("wise") for name in COMPONENTS if (word := getattr(asked, name)) is not None}
 
 
 def recipe_of(fp8: Fp8Section, name: str) -> str:
@@ -49,11 +49,11 @@ def _loaded(config: Sections) -> Iterator[Finding]:
         own = getattr(fp8, name)
         named: Path = ("fp8", name, "recipe") if own and own.recipe is not None else ("fp8", "recipe")
         if recipe not in (*fitting, "off"):
-            other = next((k for k, recipes in FITTING.items() if recipe in recipes), None)
+            other = next((recipes[0] for recipes in FITTING.values() if recipe in recipes), None)
             found = (
                 "auto chooses a recipe, and codes are made for one"
                 if recipe == "auto"
-                else f"{recipe} multiplies by other codes than those of load_in_fp8: {kind}"
+                else f"{recipe} multiplies by other codes than those of load_in_fp8: {fitting[0]}"
             )
             more = f", or load_in_fp8: {other}" if other else ""
             yield Finding(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationInfo, model_validator
 
 from octavo.config.rules import check
-from octavo.config.sections import COMPONENTS, FITTING, Sections, for_foundation
+from octavo.config.sections import COMPONENTS, FrozenName, Sections, for_foundation, one_word
 
 
 class Config(Sections):
@@ -42,21 +42,18 @@ def with_recipes(data: Any) -> Any:
     if not isinstance(kinds, dict) or not isinstance(fp8, dict) or fp8.get("plan") is not None:
         return data
     added = dict(fp8)
-    for name, kind in kinds.items():
-        own = _raw(fp8.get(name))
-        if (
-            not isinstance(kind, str)
-            or kind not in FITTING
-            or name not in COMPONENTS
-            or not isinstance(own, dict | None)
-        ):
+    for name, asked in kinds.items():
+        recipe, own = one_word(asked), _raw(fp8.get(name))
+        if not isinstance(recipe, str) or recipe not in get_args(FrozenName):
+            continue
+        if name not in COMPONENTS or not isinstance(own, dict | None):
             continue
         if (own or {}).get("recipe") is not None or fp8.get("recipe") == "off":
             continue
         if name == "foundation":
-            added.setdefault("recipe", FITTING[kind][0])
+            added.setdefault("recipe", recipe)
         else:
-            added[name] = {**(own or {}), "recipe": FITTING[kind][0]}
+            added[name] = {**(own or {}), "recipe": recipe}
     return {**data, "fp8": added} if added != fp8 else data
 
 

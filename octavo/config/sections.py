@@ -12,10 +12,23 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+Short = Literal["row", "block", "tensor"]
+
+
+def one_word(value: Any) -> Any:
+    """Weights that are codes and the recipe that multiplies by them have one name: ``block`` reads as ``blockwise``."""
+    return f"{value}wise" if isinstance(value, str) and value in get_args(Short) else value
+
+
 RecipeName = Literal["off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "auto"]
 Format = Literal["e4m3", "hybrid"]
 Gemm = Literal["fp8", "bf16"]
-Candidate = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"]
+CandidateName = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"]
+FrozenName = Literal["rowwise", "blockwise", "tensorwise"]
+
+Recipe = Annotated[RecipeName, BeforeValidator(one_word, json_schema_input_type=Literal[RecipeName, Short])]
+Candidate = Annotated[CandidateName, BeforeValidator(one_word, json_schema_input_type=Literal[CandidateName, Short])]
+Frozen = Annotated[FrozenName, BeforeValidator(one_word, json_schema_input_type=Literal[FrozenName, Short])]
 
 #: the recipes this version can run, `off` (plain high precision) first
 RECIPES: tuple[str, ...] = ("off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
@@ -37,9 +50,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-FrozenKind = Literal["row", "block", "tensor"]
-
-#: kind of frozen FP8 weights -> the recipes that multiply by such codes, the usual one first
+#: kind of frozen FP8 weights (``octavo.fp8.FROZEN``) -> the recipes that multiply by such codes, the usual one first
 FITTING: Mapping[str, tuple[str, ...]] = {
     "row": ("rowwise",),
     "block": ("blockwise",),
@@ -51,17 +62,17 @@ class LoadInFp8Section(Section):
     """How the frozen linear layers of each component are loaded: as FP8 codes with a scale for each row, each block of
     128 x 128, or each tensor; absent: in high precision."""
 
-    foundation: FrozenKind | None = Field(default=None, description="Linear layers and experts of the language model.")
-    image_encoder: FrozenKind | None = Field(default=None, description="Linear layers of the vision tower.")
-    image_projector: FrozenKind | None = Field(default=None, description="Linear layers of the projector (merger).")
+    foundation: Frozen | None = Field(default=None, description="Linear layers and experts of the language model.")
+    image_encoder: Frozen | None = Field(default=None, description="Linear layers of the vision tower.")
+    image_projector: Frozen | None = Field(default=None, description="Linear layers of the projector (merger).")
 
 
 def for_foundation(value: Any) -> Any:
     """One word speaks of the language model; towers stay in high precision unless they are named."""
-    return {"foundation": value} if isinstance(value, str) and value in get_args(FrozenKind) else value
+    return {"foundation": one_word(value)} if one_word(value) in get_args(FrozenName) else value
 
 
-_OR_KIND = BeforeValidator(for_foundation, json_schema_input_type=FrozenKind | LoadInFp8Section)
+_OR_KIND = BeforeValidator(for_foundation, json_schema_input_type=Literal[FrozenName, Short] | LoadInFp8Section)
 
 
 class ModelSection(Section):
@@ -79,10 +90,10 @@ class ModelSection(Section):
     )
     load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
         default_factory=LoadInFp8Section,
-        description="Quantize the frozen base of LoRA while it is read: row, block or tensor. One word means the "
-        "language model's linear layers; components can be named each. Embeddings, lm_head and routers stay as they "
-        "are. fp8.recipe, where nobody names it, is the one that multiplies by such codes. A checkpoint that is in FP8 "
-        "already is used as it is, without this.",
+        description="Quantize the frozen base of LoRA while it is read: rowwise, blockwise or tensorwise. One word "
+        "means the language model's linear layers; components can be named each. Embeddings, lm_head and routers stay "
+        "as they are. fp8.recipe, where nobody names it, is the one that multiplies by such codes. A checkpoint that "
+        "is in FP8 already is used as it is, without this.",
     )
     keep_fp8: bool = Field(
         default=True,
@@ -94,7 +105,7 @@ class ModelSection(Section):
 class Component(Section):
     """FP8 settings of one component; what is absent is inherited from the `fp8` section."""
 
-    recipe: RecipeName | None = Field(default=None, description="Recipe of this component's linear layers.")
+    recipe: Recipe | None = Field(default=None, description="Recipe of this component's linear layers.")
     format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
     param: bool | None = Field(default=None, description="Whether weights are FP8 between steps.")
     activations: Literal["bf16", "fp8"] | None = Field(
@@ -113,7 +124,7 @@ class Rule(Section):
         description="Glob over the dotted segments of a module's name, anchored at both ends: * stays within a "
         "segment, ** spans any number of them. Must match something.",
     )
-    recipe: RecipeName | None = Field(default=None, description="Recipe of the matching linear layers.")
+    recipe: Recipe | None = Field(default=None, description="Recipe of the matching linear layers.")
     format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
     fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
     dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
@@ -123,7 +134,7 @@ class Rule(Section):
 class Fp8Section(Section):
     """What runs in FP8 and how: model, then component, then rules."""
 
-    recipe: RecipeName = Field(
+    recipe: Recipe = Field(
         default="blockwise",
         description="How operands are scaled: off (high precision), tensorwise, rowwise, blockwise, mxfp8, delayed; or "
         "auto: measured at the start of the run, FP8 only where it wins (without a GPU: by a table, see docs/plan.md).",

@@ -44,10 +44,10 @@ def load(
     dtype                of all parameters; buffers such as rotary tables keep their fp32
     device               where it ends up
     attn_implementation  "sdpa", "eager", ...; None lets transformers choose (sdpa where the family has it)
-    load_in_fp8          "row", "block" or "tensor": linear layers and experts of the language model become frozen FP8
-                         weights while they are read, and nothing is held in two precisions. A mapping says it for each
-                         of foundation, image_encoder, image_projector. Embeddings, the output projection, routers,
-                         norms and the patch embedding stay
+    load_in_fp8          "rowwise", "blockwise" or "tensorwise" ("row", "block", "tensor" mean the same): linear layers
+                         and experts of the language model become frozen FP8 weights while they are read, and nothing is
+                         held in two precisions. A mapping says it for each of foundation, image_encoder,
+                         image_projector. Embeddings, the output projection, routers, norms and the patch embedding stay
     keep_fp8             of a folder that holds FP8: True keeps the codes as they are (frozen weights), False gives
                          their values in `dtype`
     say                  told what a person should know: which of two sets of weights was taken, what was not used

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from octavo.config import Config
 from octavo.config.rules_lora import kinds_of
-from octavo.config.sections import COMPONENTS, LoadInFp8Section, OptimizerSection, RecomputeSection
+from octavo.config.sections import COMPONENTS, LoadInFp8Section, OptimizerSection, RecomputeSection, one_word
 
 __all__ = ["Switch", "base_of", "ladder", "last", "costs", "switches", "without"]
 
@@ -54,7 +54,11 @@ def base_of(cfg: Config) -> str:
     kinds = kinds_of(cfg)
     if kinds:
         distinct = set(kinds.values())
-        how = distinct.pop() if len(distinct) == 1 else ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+        how = (
+            one_word(distinct.pop())
+            if len(distinct) == 1
+            else ", ".join(f"{name}: {one_word(kind)}" for name, kind in kinds.items())
+        )
         return f"base in FP8 ({how})"
     if cfg.lora is None:
         return ""
@@ -72,7 +76,7 @@ def _on_disk(cfg: Config) -> str:
     from octavo.models.quantization import read_quantization
 
     found = read_quantization(cfg.model.path)
-    return "" if found is None else found.kind
+    return "" if found is None else str(one_word(found.kind))
 
 
 def _high_base(cfg: Config) -> Config:

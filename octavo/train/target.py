@@ -341,7 +341,7 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     inside = configuration(run) if (run / rundir.CONFIG).is_file() else None
     notes, trained_kinds = [], {} if inside is None else kinds_of(inside)
     if trained_kinds:
-        kinds = sorted(set(trained_kinds.values()))
+        kinds = sorted({f"{kind}wise" for kind in trained_kinds.values()})
         cure = f"--load-in-fp8 {kinds[0]}" if list(trained_kinds) == ["foundation"] else f"naming the run {run}"
         notes.append(f"this adapter was trained over {' and '.join(kinds)} codes of its base: {cure} computes so again")
     if base is not None:

@@ -111,7 +111,7 @@ def compare_bases(
     if not kinds or kinds == HIGH:
         raise TrainError(
             f"{found.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
-            "--load-in-fp8 row, block or tensor"
+            "--load-in-fp8 rowwise, blockwise or tensorwise"
         )
     from octavo import adapters
 
