@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,24 +203,13 @@ def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count
     from octavo.train import planning
 
     tokens = count()
-    with _progress() as progress:
+    with terminal.progress("measuring", bytes=False, elsewhere=_measured) as progress:
         found = planning.measured(cfg, model, family, torch.device("cuda"), tokens, progress, args.cache)
     return tokens, found
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on a terminal, a line for each case elsewhere; on stderr."""
-    console = terminal.console()
-    if not console.is_terminal:
-        yield lambda done, total, what: terminal.note(f"measured {done} of {total}{what and ': now ' + what}")
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+def _measured(done: int, total: int, name: str) -> None:
+    terminal.note(f"measured {done} of {total}{name and ': now ' + name}")
 
 
 def _tokens(text: str) -> dict[str, int]:
