@@ -19,9 +19,7 @@ import argparse
 import filecmp
 import os
 import shutil
-import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from octavo.bench import record
+from octavo.bench import record, turns
 from octavo.checkpoint import convert
 
 RESULT = Path(__file__).resolve().parent / "results" / "convert_cpu.json"
@@ -89,32 +87,23 @@ def measure(scratch: Path, gigabytes: float, shards: int, repeats: int) -> recor
         raise SystemExit(f"not the same after there and back: {wrong}")
     print(f"{len(same)} files, {size / 1e9:.2f} GB: the same there and back")
     shutil.rmtree(scratch / "back")
-    ways: dict[str, Callable[[Path], object]] = {
-        "copytree": lambda target: shutil.copytree(source, target),
-        COPY: lambda target: forced(source, target),
-        "octavo hf_to_dcp": lambda target: convert.hf_to_dcp(source, target),
-        "octavo dcp_to_hf": lambda target: convert.dcp_to_hf(there, target),
-        "load all, then dcp.save": lambda target: by_dcp(source, target),
+    out = scratch / "out"
+    ways: dict[str, Callable[[], object]] = {
+        "copytree": lambda: shutil.copytree(source, out),
+        COPY: lambda: forced(source, out),
+        "octavo hf_to_dcp": lambda: convert.hf_to_dcp(source, out),
+        "octavo dcp_to_hf": lambda: convert.dcp_to_hf(there, out),
+        "load all, then dcp.save": lambda: by_dcp(source, out),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    cpu: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
-        for name, way in ways.items():
-            target = scratch / "out"
-            os.sync()  # nobody pays for what another left to be written
-            began, work = time.perf_counter(), time.process_time()
-            way(target)
-            if turn:  # the first warms up
-                times[name].append(time.perf_counter() - began)
-                cpu[name].append(time.process_time() - work)
-            shutil.rmtree(target)
-    rows = []
-    for name, seconds in times.items():
-        low, middle, high = statistics.quantiles(seconds, n=4)
-        spread = (high - low) / middle
-        case = f"{size / 1e9:.2f} GB in {shards} shards"
-        rows.append(record.Row("convert", case, name, min(seconds), spread, bytes=size, baseline=COPY))
-    settings = {"repeats": repeats, "workers": 4, "cpu_seconds": {name: min(taken) for name, taken in cpu.items()}}
+    # before each turn, so that nobody pays for what another left to be written
+    taken = turns.take(ways, repeats, before=os.sync, after=lambda: shutil.rmtree(out), warmup=1)
+    case = f"{size / 1e9:.2f} GB in {shards} shards"
+    rows = [
+        record.Row("convert", case, name, min(each.seconds), each.spread, bytes=size, baseline=COPY)
+        for name, each in taken.items()
+    ]
+    cpu = {name: min(each.cpu_seconds) for name, each in taken.items()}
+    settings = {"repeats": repeats, "workers": 4, "cpu_seconds": cpu}
     return record.Result("cpu", gigabytes < 1, rows, settings=settings)
 
 

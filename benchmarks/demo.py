@@ -15,8 +15,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from octavo.bench import record
+
 RESULTS = Path(__file__).resolve().parent / "results"
-ARM = (
+FIGURES = (
     "label",
     "recipe",
     "seed",
@@ -29,8 +31,6 @@ ARM = (
     "speed_ratio",
     "memory",
 )
-MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
-
 
 COMMANDS = {
     "demo": "make demo",
@@ -43,9 +43,9 @@ PLOTS = {"savings": ("loss", "memory")}  # of the others: loss and health
 def keep(trial: Path, name: str = "demo") -> Path:
     """Copy what README may quote out of ``trial/report``; raises FileNotFoundError where no trial has finished."""
     report = json.loads((trial / "report" / "report.json").read_text(encoding="utf-8"))
-    arms = report["arms"]
-    fp8 = next(arm for arm in arms if arm["kind"] == "fp8")
-    machine = {key: fp8["environment"][key] for key in MACHINE if key in fp8["environment"]}
+    runs = report["arms"]
+    fp8 = next(run for run in runs if run["kind"] == "fp8")
+    machine = record.machine(fp8["environment"])
     device = "gpu" if machine.get("gpus") else "cpu"
     found = {
         "command": COMMANDS[name],
@@ -53,14 +53,12 @@ def keep(trial: Path, name: str = "demo") -> Path:
         "noise": report["noise"],
         "jobs": report["jobs"],
         "checks": report["checks"],
-        "arms": [{key: arm[key] for key in ARM if key in arm} for arm in arms],
+        "arms": [{key: run[key] for key in FIGURES if key in run} for run in runs],
         "proof": fp8["proof"],
         **({"savings": report["savings"]} if report.get("savings") else {}),
         "machine": machine,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}_{device}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path = record.save(found, RESULTS / f"{name}_{device}.json")
     for plot in PLOTS.get(name, ("loss", "health")):
         shutil.copyfile(trial / "report" / f"{plot}.png", RESULTS / f"{name}_{device}_{plot}.png")
     return path

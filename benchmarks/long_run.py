@@ -11,7 +11,6 @@ them. Weights are updated after backward: updating in backward gives the same bi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
@@ -19,17 +18,17 @@ import matplotlib
 import numpy as np
 from rich.console import Console
 
+from octavo.bench import record
 from octavo.config import Config, load_config_text
 from octavo.data import digits
 from octavo.models import tiny
 from octavo.report import figures
 from octavo.report.compare import finished, high_precision
-from octavo.report.judge import Arm
+from octavo.report.judge import Run
 from octavo.report.rundir import RunRecord, read
 from octavo.report.side_by_side import train_together
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
 GREYS = ("base", "noise", "kind-5")
 CONFIG = """
 model: {{path: {here}/model}}
@@ -45,33 +44,33 @@ run: {{health_every: 500, save_every: 500, threads: 1, tensorboard: false, hf: f
 """
 
 
-def arms_of(cfg: Config, seeds: int, directory: Path) -> list[Arm]:
+def runs_of(cfg: Config, seeds: int, directory: Path) -> list[Run]:
     """Each seed in high precision and in FP8, with the same data in the same order."""
-    arms = []
+    runs = []
     for seed in range(seeds):
         for kind, label, chosen in (("reference", "high precision", high_precision(cfg)), ("fp8", "FP8", cfg)):
             name = f"{label.replace(' ', '-').lower()}-{seed}"
-            run = chosen.run.model_copy(update={"dir": str(directory / "arms" / name), "resume": "auto", "seed": seed})
-            arms.append(Arm(name, f"{label}, seed {seed}", kind, chosen.model_copy(update={"run": run})))
-    return arms
+            own = chosen.run.model_copy(update={"dir": str(directory / "arms" / name), "resume": "auto", "seed": seed})
+            runs.append(Run(name, f"{label}, seed {seed}", kind, chosen.model_copy(update={"run": own})))
+    return runs
 
 
-def figures_of(arms: list[Arm], records: list[RunRecord]) -> dict:
-    """Each arm's figures; the gap of each seed's pair, and how far the seeds alone lie apart."""
+def figures_of(runs: list[Run], records: list[RunRecord]) -> dict:
+    """Each run's figures; the gap of each seed's pair, and how far the seeds alone lie apart."""
     rows = [
         {
-            "arm": arm.label,
-            "kind": arm.kind,
-            "seed": arm.cfg.run.seed,
-            "mean_loss": record.mean_loss,
-            "last_tenth": float(np.nanmean(record.losses[-max(1, len(record.losses) // 10) :])),
-            "right": (record.eval or {}).get("exact_match"),
-            "held_out_loss": (record.eval or {}).get("loss"),
-            "skipped": len(record.skipped),
-            "zeroed_v": record.zeroed,
-            "bytes": {kind: size for kind, size in record.memory.items() if not kind.startswith("peak")},
+            "arm": run.label,
+            "kind": run.kind,
+            "seed": run.cfg.run.seed,
+            "mean_loss": made.mean_loss,
+            "last_tenth": float(np.nanmean(made.losses[-max(1, len(made.losses) // 10) :])),
+            "right": (made.eval or {}).get("exact_match"),
+            "held_out_loss": (made.eval or {}).get("loss"),
+            "skipped": len(made.skipped),
+            "zeroed_v": made.zeroed,
+            "bytes": {kind: size for kind, size in made.memory.items() if not kind.startswith("peak")},
         }
-        for arm, record in zip(arms, records, strict=True)
+        for run, made in zip(runs, records, strict=True)
     ]
     plain = {row["seed"]: row for row in rows if row["kind"] == "reference"}
     gaps = [row["mean_loss"] / plain[row["seed"]]["mean_loss"] - 1 for row in rows if row["kind"] == "fp8"]
@@ -84,17 +83,17 @@ def figures_of(arms: list[Arm], records: list[RunRecord]) -> dict:
     }
 
 
-def draw(arms: list[Arm], records: list[RunRecord], path: Path) -> None:
-    """The loss curves of all arms: high precision in greys, FP8 in colours."""
+def draw(runs: list[Run], records: list[RunRecord], path: Path) -> None:
+    """The loss curves of all runs: high precision in greys, FP8 in colours."""
     curves = [
         figures.Curve(
-            arm.label,
-            "noise" if arm.kind == "reference" else "fp8",
-            GREYS[arm.cfg.run.seed % 3] if arm.kind == "reference" else f"fp8-{arm.cfg.run.seed % 5}",
-            record.steps,
-            record.losses,
+            run.label,
+            "noise" if run.kind == "reference" else "fp8",
+            GREYS[run.cfg.run.seed % 3] if run.kind == "reference" else f"fp8-{run.cfg.run.seed % 5}",
+            made.steps,
+            made.losses,
         )
-        for arm, record in zip(arms, records, strict=True)
+        for run, made in zip(runs, records, strict=True)
     ]  # fmt: skip
     with matplotlib.rc_context(figures.STYLE):
         figures.save(figures.loss_figure(curves), path)
@@ -104,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="arms that train at a time, one thread each")
+    parser.add_argument("--jobs", type=int, default=2, help="runs that train at a time, one thread each")
     parser.add_argument("--dir", type=Path, default=Path("build/long"))
     asked = parser.parse_args()
     here = asked.dir.resolve()
@@ -113,22 +112,21 @@ def main() -> None:
     if not (here / "model").exists():
         tiny.write("qwen3_vl", here / "model")
     cfg = load_config_text(CONFIG.format(here=here, steps=asked.steps), ())
-    arms = arms_of(cfg, asked.seeds, here)
-    unfinished = [arm for arm in arms if finished(arm) is None]
+    runs = runs_of(cfg, asked.seeds, here)
+    unfinished = [run for run in runs if finished(run) is None]
     failures = train_together(unfinished, asked.jobs, Console()) if unfinished else {}
     if failures:
         raise SystemExit("\n".join(f"{name}: {why}" for name, why in failures.items()))
-    records = [read(arm.cfg.run.dir) for arm in arms]
-    machine = {key: records[0].environment[key] for key in MACHINE if key in records[0].environment}
+    records = [read(run.cfg.run.dir) for run in runs]
+    machine = record.machine(records[0].environment)
     found = {
         "command": f"python benchmarks/long_run.py --steps {asked.steps} --seeds {asked.seeds}",
         "steps": asked.steps,
     }
-    found |= {**figures_of(arms, records), "machine": machine}
+    found |= {**figures_of(runs, records), "machine": machine}
     name = f"long_run_{'gpu' if machine.get('gpus') else 'cpu'}"
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    draw(arms, records, RESULTS / f"{name}.png")
+    record.save(found, RESULTS / f"{name}.json")
+    draw(runs, records, RESULTS / f"{name}.png")
     for row in found["arms"]:
         right = "" if row["right"] is None else f", {100 * row['right']:.1f} % right"
         print(f"{row['arm']:28} mean loss {row['mean_loss']:.4f}, last tenth {row['last_tenth']:.4f}{right}")

@@ -1,11 +1,11 @@
 """What a full-parameter step of a 0.5 B model takes in resident memory: torch's AdamW in fp32 beside Octavo's ways.
 
-    python benchmarks/memory.py                     every arm, one process each, one after the other
+    python benchmarks/memory.py                     every run, one process each, one after the other
     python benchmarks/memory.py tokens=1024 steps=4
 
 The model has the sizes of Qwen2.5-0.5B (24 layers, 896 wide, 14 heads of 64, 4,864 in the MLP, 151,936 words, tied) and
-random weights, the same in all arms; so is the batch, one sequence of random words that every step learns again. What
-is read is the most memory that an arm's process ever held (VmHWM of /proc/self/status), from building the model to the
+random weights, the same in all runs; so is the batch, one sequence of random words that every step learns again. What
+is read is the most memory that a run's process ever held (VmHWM of /proc/self/status), from building the model to the
 last update, and what lay there at that moment: counted tensors, and the rest.
 
 Writes results/memory_cpu.json and .png; exit code 1 where a loss is not finite or does not fall, or where `bf16+sr` or
@@ -27,14 +27,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MACHINE = ("octavo", "python", "os", "cpu", "memory_bytes", "torch", "packages")
 KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "libraries", "other")
 
 # name -> how it is trained. The baseline is what one writes without Octavo, in its leanest form: fused AdamW makes no
 # temporary copies. `check`: the ratio must reach NEEDED.
 BASELINE = "torch AdamW, fp32"
 FP8 = {"recipe": "blockwise", "activations": "fp8", "weight_codes": "recast"}
-ARMS: dict[str, dict[str, Any]] = {
+RUNS: dict[str, dict[str, Any]] = {
     BASELINE: {},
     "Octavo, bf16+16": {"fp8": FP8, "master": "bf16+16"},
     "Octavo, bf16+sr": {"fp8": FP8, "master": "bf16+sr", "check": True},
@@ -42,7 +41,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 NEEDED = 2.2
 SETTINGS = {"tokens": 256, "steps": 2}
-# Freed memory goes back to the system at once instead of waiting in glibc's heap: the same in all arms.
+# Freed memory goes back to the system at once instead of waiting in glibc's heap: the same in all runs.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "393216", "MALLOC_TRIM_THRESHOLD_": "393216"}
 
 
@@ -52,41 +51,41 @@ def main(arguments: list[str]) -> int:
         print(f"memory.py takes {' '.join(f'{key}=N' for key in SETTINGS)}, N from 2 on; found {' '.join(arguments)}")
         return 2
     settings = {**SETTINGS, **{key: int(value) for key, value in asked.items()}}
-    arms = []
-    for name in ARMS:
+    runs = []
+    for name in RUNS:
         print(f"{time.strftime('%X')} {name}", flush=True)
-        arms.append(_apart(name, settings))
-    for line in table(arms):
+        runs.append(_apart(name, settings))
+    for line in table(runs):
         print(line)
-    keep(arms, settings)
-    return int(not all(passes(arm, arms[0]) for arm in arms))
+    keep(runs, settings)
+    return int(not all(passes(run, runs[0]) for run in runs))
 
 
-def passes(arm: dict[str, Any], baseline: dict[str, Any]) -> bool:
+def passes(run: dict[str, Any], baseline: dict[str, Any]) -> bool:
     """Whether its losses are finite and fall, and the memory does where it must."""
-    losses = arm["losses"]
+    losses = run["losses"]
     falls = all(map(math.isfinite, losses)) and losses[-1] < losses[0]
-    enough = not ARMS[arm["name"]].get("check") or baseline["peak"] / arm["peak"] >= NEEDED
+    enough = not RUNS[run["name"]].get("check") or baseline["peak"] / run["peak"] >= NEEDED
     return falls and enough
 
 
-def table(arms: list[dict[str, Any]]) -> list[str]:
+def table(runs: list[dict[str, Any]]) -> list[str]:
     """Megabytes by kind at the moment of the peak, the peak, and how many times less than the baseline's it is."""
     head = f"{'MB at the peak':<29}" + "".join(f"{kind:>12}" for kind in KINDS) + f"{'peak':>9}{'less':>8}  at"
     lines = [head]
-    for arm in arms:
-        cells = "".join(f"{arm['kinds'][kind] / 1e6:>12,.0f}" for kind in KINDS)
-        ratio = f"{arms[0]['peak'] / arm['peak']:.2f}x"
-        lines.append(f"{arm['name']:<29}{cells}{arm['peak'] / 1e6:>9,.0f}{ratio:>8}  {arm['phase']}")
-    for arm in arms:
-        losses = " ".join(f"{x:.4f}" for x in arm["losses"])
-        lines.append(f"{arm['name']:<29}losses {losses}, {arm['seconds']:.1f} s a step, params {arm['params']:,}")
+    for run in runs:
+        cells = "".join(f"{run['kinds'][kind] / 1e6:>12,.0f}" for kind in KINDS)
+        ratio = f"{runs[0]['peak'] / run['peak']:.2f}x"
+        lines.append(f"{run['name']:<29}{cells}{run['peak'] / 1e6:>9,.0f}{ratio:>8}  {run['phase']}")
+    for run in runs:
+        losses = " ".join(f"{x:.4f}" for x in run["losses"])
+        lines.append(f"{run['name']:<29}losses {losses}, {run['seconds']:.1f} s a step, params {run['params']:,}")
     return lines
 
 
 def _apart(name: str, settings: dict[str, int]) -> dict[str, Any]:
-    """One arm in a process of its own, so that nothing of another is left in its memory."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--arm", name, json.dumps(settings)]
+    """One run in a process of its own, so that nothing of another is left in its memory."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--run", name, json.dumps(settings)]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **ALLOCATOR, "PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -97,15 +96,15 @@ def _apart(name: str, settings: dict[str, int]) -> dict[str, Any]:
             if not line.startswith("{"):
                 print(f"{time.strftime('%X')}   {line}", end="", flush=True)
     if process.returncode:
-        raise SystemExit(f"the arm {name!r} ended with {process.returncode}: its message stands above")
+        raise SystemExit(f"the run {name!r} ended with {process.returncode}: its message stands above")
     found: dict[str, Any] = json.loads(last)
     return found
 
 
-# --- one arm ---
+# --- one run ---
 
 
-def arm(name: str, settings: dict[str, int]) -> dict[str, Any]:
+def run(name: str, settings: dict[str, int]) -> dict[str, Any]:
     """Train `steps` steps; what they held at most."""
     import torch
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  # so that it counts as a library
@@ -113,7 +112,7 @@ def arm(name: str, settings: dict[str, int]) -> dict[str, Any]:
     from octavo import models
     from octavo.fp8.memory import kept
 
-    how = ARMS[name]
+    how = RUNS[name]
     plain = not how
     libraries = resident()
     model = _model(torch.float32 if plain else torch.bfloat16)
@@ -207,7 +206,7 @@ def _plain(model: Any, ids: Any, how: dict[str, Any]) -> tuple[Callable[[], Any]
 
 
 def _octavo(model: Any, ids: Any, how: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[Any, Meter], Any]]:
-    """The loss in chunks, FP8 optimizer states, and what else the arm asks for."""
+    """The loss in chunks, FP8 optimizer states, and what else the run asks for."""
     import torch
 
     from octavo import fp8
@@ -248,7 +247,9 @@ class Meter:
     """
 
     def __init__(self, model: Any, blocks: Any, libraries: int) -> None:
-        self.model, self.libraries = model, libraries
+        from octavo import fp8
+
+        self.model, self.libraries, self.code_bytes = model, libraries, fp8.code_bytes
         self.optimizer: Any = None
         self.phase, self.where = "start", ""
         self.phases: dict[str, int] = {}
@@ -322,7 +323,7 @@ class Meter:
             "master": sum(t.nbytes for key, t in named if key in ("master", "master_low")),
             "gradients": sum(g.nbytes for g in [p.grad for p in weights] if g is not None),
             "optimizer": sum(t.nbytes for key, t in named if key not in ("master", "master_low")),
-            "codes": _codes(self.model),
+            "codes": self.code_bytes(self.model),
             "activations": sum(self.of_block[n] for n in list(self._left)) + (self.outside if self._left else 0),
             "logits": self.logits if self._head_left and phase == "backward" else 0,
             "libraries": self.libraries,
@@ -330,66 +331,53 @@ class Meter:
         }
 
 
-def _codes(model: Any) -> int:
-    from octavo import fp8
-
-    return fp8.code_bytes(model)
-
-
 # --- the record ---
 
 
-def keep(arms: list[dict[str, Any]], settings: dict[str, int]) -> None:
+def keep(runs: list[dict[str, Any]], settings: dict[str, int]) -> None:
     """The figures and the picture, with the machine, the versions and the commit."""
-    from octavo import environment
+    from octavo.bench import record
 
-    machine = {key: value for key, value in environment.describe().items() if key in MACHINE}
-    baseline = arms[0]["peak"]
+    baseline = runs[0]["peak"]
     found = {
         "command": "python benchmarks/memory.py " + " ".join(f"{k}={v}" for k, v in settings.items()),
         "model": "Qwen2.5-0.5B's sizes, random weights",
         "settings": {**settings, "allocator": ALLOCATOR},
-        "arms": [{**arm, "times_less": round(baseline / arm["peak"], 3)} for arm in arms],
-        "machine": machine,
+        "arms": [{**run, "times_less": round(baseline / run["peak"], 3)} for run in runs],
+        "machine": record.machine(),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "memory_cpu.json").write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
-    draw(arms, settings, RESULTS / "memory_cpu.png")
+    record.save(found, RESULTS / "memory_cpu.json")
+    draw(runs, settings, RESULTS / "memory_cpu.png")
 
 
 COLOURS = ("#1d7f79", "#55a89f", "#c8571b", "#e4a36b", "#8d6cab", "#4e79a7", "#a0b7d3", "#9aa1a8", "#d5d9dd")
 
 
-def draw(arms: list[dict[str, Any]], settings: dict[str, int], path: Path) -> None:
-    """One bar an arm, its kinds one after the other up to the peak."""
-    from matplotlib.figure import Figure
+def draw(runs: list[dict[str, Any]], settings: dict[str, int], path: Path) -> None:
+    """One bar a run, its kinds one after the other up to the peak."""
+    from octavo.bench.picture import INK, SOFT, canvas
 
-    paper, ink, soft = "#fdfdfc", "#22262b", "#6b7178"
-    figure = Figure(figsize=(9, 1.5 + 0.55 * len(arms)), facecolor=paper, layout="constrained")
-    axes = figure.add_subplot(facecolor=paper)
-    for y, arm in enumerate(arms):
+    figure, (axes,) = canvas(9, 1.5 + 0.55 * len(runs))
+    for y, run in enumerate(runs):
         left = 0.0
         for kind, colour in zip(KINDS, COLOURS, strict=True):
-            size = arm["kinds"][kind] / 1e9
+            size = run["kinds"][kind] / 1e9
             axes.barh(y, size, left=left, height=0.62, color=colour, label=kind if y == 0 else None)
             left += size
-        ratio = "" if y == 0 else f" · {arms[0]['peak'] / arm['peak']:.2f}x less"
-        axes.text(left, y, f" {arm['peak'] / 1e9:.2f} GB{ratio}", va="center", fontsize=8, color=ink)
-    axes.set_yticks(range(len(arms)), [arm["name"] for arm in arms], fontsize=8, color=soft)
+        ratio = "" if y == 0 else f" · {runs[0]['peak'] / run['peak']:.2f}x less"
+        axes.text(left, y, f" {run['peak'] / 1e9:.2f} GB{ratio}", va="center", fontsize=8, color=INK)
+    axes.set_yticks(range(len(runs)), [run["name"] for run in runs], fontsize=8, color=SOFT)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.22 * max(arm["peak"] for arm in arms) / 1e9)
-    axes.tick_params(length=0, labelsize=8)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.set_xlabel("GB resident when the process held most", fontsize=8, color=soft)
+    axes.set_xlim(0, 1.22 * max(run["peak"] for run in runs) / 1e9)
+    axes.set_xlabel("GB resident when the process held most", fontsize=8, color=SOFT)
     title = f"Full-parameter steps of a 0.5 B model, {settings['tokens']} tokens, on the CPU: peak resident memory"
-    axes.set_title(title, loc="left", fontsize=9, color=ink)
+    axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.legend(ncols=len(KINDS), fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.22))
     figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--arm"]:
-        print(json.dumps(arm(sys.argv[2], json.loads(sys.argv[3]))))
+    if sys.argv[1:2] == ["--run"]:
+        print(json.dumps(run(sys.argv[2], json.loads(sys.argv[3]))))
     else:
         sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,6 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo import environment, fp8
+from octavo import fp8
+from octavo.bench import record, turns
 from octavo.fp8 import arithmetic
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -191,13 +191,8 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
         made[f"octavo {states}, master {master}"] = make(
             lambda p, states=states, master=master: fp8.AdamW(p, states=states, master=master), dtype
         )
-    taken: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(rounds):
-        for name, optimizer in made.items():
-            begin = time.perf_counter()
-            optimizer.step()
-            taken[name].append(time.perf_counter() - begin)
-    least = {name: min(values) for name, values in taken.items()}
+    taken = turns.take({name: optimizer.step for name, optimizer in made.items()}, rounds)
+    least = {name: min(each.seconds) for name, each in taken.items()}
     return [
         {
             "optimizer": name,
@@ -212,12 +207,9 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
 
 
 def picture(found: dict[str, Any], path: Path) -> None:
-    import matplotlib
+    from octavo.bench.picture import canvas
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    figure, (left, right) = canvas(11, 4.2, columns=2)
     names = [row["optimizer"] for row in found["training"] if row["seed"] == 0 and row["optimizer"] != "octavo fp32"]
     longest = max(row["steps"] for row in found["closed_loop"])
     for i, case in enumerate(CASES):
@@ -241,7 +233,6 @@ def picture(found: dict[str, Any], path: Path) -> None:
     right.set_title("Loss of a small transformer on digits (mean of 10 steps)", fontsize=9)
     right.set_xlabel("step")
     right.legend(fontsize=8)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
@@ -269,13 +260,12 @@ def main(parts: list[str]) -> None:
     if unknown := set(parts) - set(known):
         raise SystemExit(f"{', '.join(sorted(unknown))}: no such part; there are {', '.join(known)}.")
     path = RESULTS / "optimizer_cpu.json"
-    RESULTS.mkdir(exist_ok=True)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() and parts else {}
     makers, absent = contenders()
     for part in parts or known:
         found[part] = measured(part, makers)
-        found.update(command="python benchmarks/optimizer.py", absent=absent, machine=environment.describe())
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found.update(command="python benchmarks/optimizer.py", absent=absent, machine=record.machine())
+        record.save(found, path)
     if all(part in found for part in known):
         picture(found, path.with_suffix(".png"))
 

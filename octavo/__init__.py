@@ -33,9 +33,9 @@ def load(
 
     Args:
         path: the folder: BF16 or fp32 weights, or FP8 codes (DeepSeek's blocks, compressed-tensors).
-        load_in_fp8: ``"row"``, ``"block"`` or ``"tensor"``: the linear layers and experts of the language model become
-            frozen FP8 weights while they are read; a mapping says it for each of foundation, image_encoder and
-            image_projector. None: as the folder has them, codes untouched.
+        load_in_fp8: ``"rowwise"``, ``"blockwise"`` or ``"tensorwise"``: the linear layers and experts of the language
+            model become frozen FP8 weights while they are read; a mapping says it for each of foundation, image_encoder
+            and image_projector. None: as the folder has them, codes untouched.
         adapter: a PEFT folder to attach; only its adapters ask for a gradient then. None: none.
         dtype: of what is not FP8; None: BF16.
         device: where the model ends up.
@@ -44,7 +44,7 @@ def load(
         keep_fp8: False: codes in the folder become values in ``dtype``.
         say: told what a person should know, such as which of two sets of weights was taken.
 
-    Raises ModelError, PlanError and AdapterError, each with what was found and the cure.
+    Raises ModelError, PlanError and AdapterError, each with what was found and the fix.
     """
     import torch
 

@@ -52,7 +52,7 @@ class Problem:
     package: str
     found: str
     needed: str
-    cure: str
+    fix: str
 
 
 def describe() -> dict[str, Any]:
@@ -113,8 +113,8 @@ def package_problems() -> list[Problem]:
     for package, needed in REQUIRED.items():
         found = version(package)
         if found is None or not satisfies(found, needed):
-            cure = f"pip install '{package}{needed}'"
-            problems.append(Problem(package, found or "not installed", needed, cure))
+            fix = f"pip install '{package}{needed}'"
+            problems.append(Problem(package, found or "not installed", needed, fix))
     return problems
 
 

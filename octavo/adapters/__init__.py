@@ -3,23 +3,24 @@
 Needs peft when something is attached or read, not when this is imported.
 """
 
-from octavo.adapters.attach import adapter_parameters, attach, attached, check, disabled, is_adapter_parameter
+from octavo.adapters.attach import attach, check
+from octavo.adapters.base_error import BaseErrors, base_errors
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import adapter_state, load, load_adapter_state, read_config, save
-from octavo.adapters.gap import Gap, gap
+from octavo.adapters.inject import adapter_parameters, attached, disabled, is_adapter_parameter
 from octavo.adapters.merge import merged
 from octavo.adapters.targets import targets_of
 
 __all__ = [
     "AdapterError",
-    "Gap",
+    "BaseErrors",
     "adapter_parameters",
     "adapter_state",
     "attach",
     "attached",
     "check",
     "disabled",
-    "gap",
+    "base_errors",
     "is_adapter_parameter",
     "load",
     "load_adapter_state",

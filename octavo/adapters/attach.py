@@ -8,29 +8,23 @@ with another forward (:mod:`octavo.adapters.experts`).
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
+from octavo.adapters.files import continued, load_adapter_state
+from octavo.adapters.inject import DTYPES, adapter_parameters, attached, inject
 from octavo.adapters.targets import split, taken_over, targets_of
 
 if TYPE_CHECKING:
-    from octavo.config.schema import LoraSection
+    from octavo.config.sections import LoraSection
     from octavo.models import Family
 
-__all__ = ["DTYPES", "NAME", "adapter_parameters", "attach", "attached", "check", "disabled", "is_adapter_parameter"]
+__all__ = ["attach", "check"]
 
-NAME = "default"  # PEFT's name of the one adapter
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_PARTS = (f"lora_A.{NAME}.", f"lora_B.{NAME}.", f"lora_magnitude_vector.{NAME}.")
 Say = Callable[[str], None]
 
 
@@ -53,15 +47,9 @@ def attach(
     """
     config = _config(lora)
     names = _prepared(model, family, lora, config, say)
-    state = None
-    if lora.adapter is not None:
-        from octavo.adapters.files import continued
-
-        state = continued(lora, model, names)
+    state = None if lora.adapter is None else continued(lora, model, names)
     inject(model, config, names, DTYPES[lora.dtype], seed)
     if state is not None:
-        from octavo.adapters.files import load_adapter_state
-
         load_adapter_state(model, state, where=str(lora.adapter))
     say(_summary(model, lora, names))
     return names
@@ -72,8 +60,6 @@ def check(model: nn.Module, family: Family | None, lora: LoraSection) -> tuple[s
     device will do, so that a plan can say what a run would, before the base is read."""
     names = _prepared(model, family, lora, _config(lora), lambda text: None)
     if lora.adapter is not None:
-        from octavo.adapters.files import continued
-
         continued(lora, model, names)
     return names
 
@@ -126,86 +112,6 @@ def _prepared(model: nn.Module, family: Family | None, lora: LoraSection, config
     return names
 
 
-def inject(model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.dtype, seed: int) -> None:
-    """Let PEFT put its layers around ``names``, ours for linear ones, and freeze all that is no adapter."""
-    from peft import inject_adapter_in_model
-
-    from octavo.adapters.layer import Linear
-
-    config._register_custom_module({fp8.Linear: Linear, nn.Linear: Linear})
-    experts.in_order(model)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # Of the generators only the CPU's: torch.manual_seed would set those of all devices, and PEFT draws on the CPU.
-        torch.default_generator.manual_seed(seed)
-        warnings.filterwarnings("ignore", category=FutureWarning)  # between PEFT and transformers
-        inject_adapter_in_model(config, model, NAME)
-    found = set(attached(model))
-    if found != set(names):
-        odd = sorted(found ^ set(names))
-        raise AdapterError(
-            f"PEFT adapted other layers than it was given: {len(odd)} differ, first {odd[0]}. This version of PEFT "
-            "matches names in a way that Octavo does not know; use another."
-        )
-    experts.adopt(model)
-    _measure_rows(model)
-    for name, parameter in model.named_parameters():
-        adapts = is_adapter_parameter(name)
-        parameter.requires_grad_(adapts)
-        if adapts and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-
-
-def _measure_rows(model: nn.Module) -> None:
-    """DoRA's magnitudes as fp32 norms: PEFT measures them in the weight's dtype, which BF16 rounds by up to 0.4 %."""
-    from octavo.adapters.layer import Linear, row_norms
-
-    for module in model.modules():
-        if isinstance(module, Linear) and module.use_dora.get(NAME, False):
-            held: Any = module
-            a, b = held.lora_A[NAME].weight, held.lora_B[NAME].weight
-            norms = row_norms(held.get_base_layer().weight, a, b, held.scaling[NAME])
-            held.lora_magnitude_vector[NAME].weight = nn.Parameter(norms)
-
-
-def attached(model: nn.Module) -> dict[str, Any]:
-    """Stock name -> PEFT's layer, of modules and of parameters of experts, in model order."""
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if not (hasattr(module, "lora_A") and hasattr(module, "base_layer")):
-            continue
-        stock, parameter = experts.stock_name(name), getattr(module, "parameter_name", None)
-        found[stock if parameter is None else f"{stock}.{parameter}"] = module
-    return found
-
-
-def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter, by the names that :func:`attach` gives."""
-    return any(f".{part}" in f".{name}" for part in _PARTS)
-
-
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters of a model, by name."""
-    return ((name, p) for name, p in model.named_parameters() if is_adapter_parameter(name))
-
-
-@contextmanager
-def disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as its base does: the reference that RL compares with. What is trained stays as it
-    is. Do not build a graph inside and run its backward outside where blocks recompute: they would recompute with
-    adapters."""
-    layers = list(attached(model).values())
-    if not layers:
-        raise AdapterError("the model has no adapters that could be disabled.")
-    before = [layer._disable_adapters for layer in layers]
-    try:
-        for layer in layers:
-            layer._disable_adapters = True
-        yield
-    finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer._disable_adapters = was
-
-
 def _summary(model: nn.Module, lora: LoraSection, names: tuple[str, ...]) -> str:
     own = sum(p.numel() for _, p in adapter_parameters(model))
     base = sum(p.numel() for p in model.parameters()) - own
@@ -216,24 +122,3 @@ def _summary(model: nn.Module, lora: LoraSection, names: tuple[str, ...]) -> str
         f"{own:,} parameters in {lora.dtype} train, {own / base:.2%} of the base's {base:,}"
         + (f", from {lora.adapter}" if lora.adapter else "")
     )
-
-
-def state_name(name: str) -> str:
-    """A parameter's name as PEFT's files have it."""
-    name = name.replace(f".{NAME}.", ".")
-    if name.endswith("lora_magnitude_vector.weight"):
-        name = name.removesuffix(".weight")
-    return f"base_model.model.{name}"
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A parameter's values, gathered from all ranks if it is sharded (which all ranks must then ask for)."""
-    full = getattr(tensor.detach(), "full_tensor", None)
-    return tensor.detach() if full is None else full()
-
-
-def copied(config: Any) -> Any:
-    """A copy of a LoraConfig without the classes that are registered with it."""
-    twin = copy.copy(config)
-    twin._custom_modules = None
-    return twin

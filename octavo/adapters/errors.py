@@ -1,5 +1,5 @@
-"""The one exception of this room."""
+"""The one exception of this package."""
 
 
 class AdapterError(RuntimeError):
-    """An adapter could not be attached, read, written or merged; the message says what was found and the cure."""
+    """An adapter could not be attached, read, written or merged; the message says what was found and the fix."""

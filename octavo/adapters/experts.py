@@ -43,7 +43,7 @@ from octavo.fp8.kernels import Groups
 from octavo.fp8.weights import WeightSlice
 
 if TYPE_CHECKING:
-    from octavo.config.schema import LoraSection
+    from octavo.config.sections import LoraSection
 
 __all__ = ["adopt", "factors", "in_order", "obstacle", "parameters_of", "refuse", "stock_name", "wrappers"]
 

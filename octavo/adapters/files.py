@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from octavo.adapters import experts
-from octavo.adapters.attach import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
 from octavo.adapters.errors import AdapterError
+from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
 from octavo.adapters.targets import NEVER, taken_over
 from octavo.fp8.policy import topology
 from octavo.fp8.weights import distributed, is_whole
@@ -33,7 +33,7 @@ from octavo.models.whole import sync
 from octavo.models.whole import whole as appearing
 
 if TYPE_CHECKING:
-    from octavo.config.schema import LoraSection
+    from octavo.config.sections import LoraSection
 
 __all__ = ["CONFIG", "WEIGHTS", "adapter_state", "continued", "load", "load_adapter_state", "read_config", "save"]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.adapters import experts
-from octavo.adapters.attach import NAME, attached, is_adapter_parameter
 from octavo.adapters.errors import AdapterError
+from octavo.adapters.inject import NAME, attached, is_adapter_parameter
 from octavo.fp8.weights import is_whole
 
 __all__ = ["Fold", "folds", "merged"]

@@ -17,8 +17,10 @@ from typing import Any
 
 from octavo import environment
 
-__all__ = ["Absent", "Result", "Row", "load", "noisy", "part", "suites_of", "table", "write"]
+__all__ = ["Absent", "Result", "Row", "load", "machine", "noisy", "part", "save", "suites_of", "table", "write"]
 
+#: what every record says of where its figures come from
+MACHINE = ("octavo", "python", "os", "cpu", "memory_bytes", "torch", "gpus", "driver", "packages")
 NOISE = 0.5  # a spread from which on a median says little
 
 COLUMNS = ("suite", "case", "candidate", "time", "spread", "rate", "against", "ratio")
@@ -162,11 +164,22 @@ def _time(seconds: float) -> str:
 
 
 def write(result: Result, path: Path) -> Path:
-    """The result as JSON, whole or not at all."""
+    """The result as a file."""
+    return save(result.to_json(), path)
+
+
+def machine(described: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Machine, versions and commit, as :data:`MACHINE` lists them: of this process, or of a run's description."""
+    described = environment.describe() if described is None else described
+    return {key: described[key] for key in MACHINE if key in described}
+
+
+def save(found: Mapping[str, Any], path: Path) -> Path:
+    """Figures as JSON, whole or not at all: those of suites and those of every script in ``benchmarks/``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(result.to_json(), file, indent=1, default=str)
+        json.dump(found, file, indent=1, default=str)
         file.write("\n")
     os.chmod(name, 0o644)
     os.replace(name, path)

@@ -89,7 +89,7 @@ def run(bench: Bench) -> None:
 def _call(
     bench: Bench, model: Any, blocks: list[nn.Module], way: Way, given: tuple[Any, Any], found: dict[str, int]
 ) -> Call:
-    """Build the stack, take the steps that tell its bytes, and return a step to time."""
+    """Build the stack, take the steps that show its bytes, and return a step to time."""
     held = _Held(bench.device)
     stack = _stack(blocks, way)
     if way.activations == "fp8":
@@ -139,7 +139,7 @@ def _call(
     del out
     gradients = held.now() - standing
     update()
-    if held.tells:
+    if held.measures:
         found.update(weights=weights, states=standing - before, activations=kept, gradients=gradients, peak=held.most())
     return step
 
@@ -153,26 +153,26 @@ class _Held:
         self._asked, self._held = self.now(), self._allocated()
 
     @property
-    def tells(self) -> bool:
+    def measures(self) -> bool:
         return self._device.type == "cuda"
 
     def now(self) -> int:
         """Bytes that live tensors asked for."""
-        if not self.tells:
+        if not self.measures:
             return 0
         torch.cuda.synchronize(self._device)
         return int(torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]) - self._asked
 
     def reset(self) -> None:
-        if self.tells:
+        if self.measures:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def most(self) -> int:
         """The most bytes held since `reset`."""
-        return torch.cuda.max_memory_allocated(self._device) - self._held if self.tells else 0
+        return torch.cuda.max_memory_allocated(self._device) - self._held if self.measures else 0
 
     def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self.tells else 0
+        return torch.cuda.memory_allocated(self._device) if self.measures else 0
 
 
 def _stack(blocks: list[nn.Module], way: Way) -> nn.ModuleList:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from octavo.config import Config, load_config
-from octavo.config.schema import Format, RecipeName
+from octavo.config.sections import Format, RecipeName, one_word
 
 OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
 
@@ -27,7 +27,8 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
 def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
     """The three flags known from elsewhere; each is another name of an override."""
     group = parser.add_argument_group("FP8 (the same as fp8.recipe=, fp8.format=, fp8.param=true)")
-    group.add_argument("--fp8-recipe", metavar="NAME", choices=_names(RecipeName), help=", ".join(_names(RecipeName)))
+    names = _names(RecipeName)
+    group.add_argument("--fp8-recipe", metavar="NAME", type=one_word, choices=names, help=", ".join(names))
     group.add_argument("--fp8-format", metavar="NAME", choices=_names(Format), help=", ".join(_names(Format)))
     group.add_argument("--fp8-param-gather", action="store_true", help="keep FP8 weights and gather them in FP8")
 

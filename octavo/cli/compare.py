@@ -11,20 +11,21 @@ import argparse
 from typing import Any
 
 from octavo.cli import arguments, terminal
-from octavo.config import RECIPES, Config
+from octavo.config import RECIPES, Config, override
 from octavo.config.problems import nearest
+from octavo.config.sections import one_word
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser)
     parser.add_argument("--recipes", metavar="A,B", help="FP8 recipes to try (default: the file's own)")
     parser.add_argument("--out", metavar="DIR", help="folder of the report and the runs (default: <run.dir>-compare)")
-    parser.add_argument("--fresh", action="store_true", help="train arms again that were trained before")
+    parser.add_argument("--fresh", action="store_true", help="train runs again that were trained before")
     parser.add_argument(
-        "--jobs", type=arguments.positive, default=1, metavar="N", help="arms that train at a time (default 1)"
+        "--jobs", type=arguments.positive, default=1, metavar="N", help="runs that train at a time (default 1)"
     )
     parser.add_argument(
-        "--no-savings", action="store_true", help="leave out the arms that tell what each memory saving cost"
+        "--no-savings", action="store_true", help="leave out the runs that tell what each memory saving cost"
     )
     arguments.add_json(parser)
 
@@ -42,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(cfg: Config, text: str | None) -> list[str] | None:
-    """The recipes to try, each checked against the configuration now and not after the first arm has trained."""
+    """The recipes to try, each checked against the configuration now and not after the first run has trained."""
     if text is None:
         return None
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(one_word(name.strip()) for name in text.split(",") if name.strip()))
     if not names:
         raise arguments.UsageError("--recipes is empty; name at least one, e.g. --recipes blockwise")
     for name in names:
@@ -55,7 +56,7 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
             close = nearest(name, RECIPES[1:])
             hint = f"did you mean {close}? " if close else ""
             raise arguments.UsageError(f"--recipes: unknown {name!r}; {hint}there are {', '.join(RECIPES[1:])}")
-        cfg.with_overrides([f"fp8.recipe={name}"])
+        override(cfg, [f"fp8.recipe={name}"])
     return names
 
 

@@ -16,7 +16,6 @@ import argparse
 import time
 
 from octavo.cli import arguments, terminal
-from octavo.cli.export import bar
 
 COMMANDS = ("hf_to_dcp", "dcp_to_hf", "lora_hf_to_dcp")
 
@@ -49,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
         "lora_hf_to_dcp": {},
     }[args.command]
     began = time.monotonic()
-    with bar(args.command) as progress:
+    with terminal.progress(args.command) as progress:
         done = getattr(convert, args.command)(
             args.source, args.destination, to_bf16=args.to_bf16, workers=args.workers, say=terminal.note,
-            progress=lambda now, total: progress(now, total, ""), **more,
+            progress=progress, **more,
         )  # fmt: skip
     seconds = time.monotonic() - began
     if args.json:

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=arguments.positive, default=500, metavar="N", help="training steps (default 500)"
     )
-    parser.add_argument("--fresh", action="store_true", help="train the arms again")
+    parser.add_argument("--fresh", action="store_true", help="train the runs again")
     arguments.add_json(parser)
 
 

@@ -1,4 +1,4 @@
-"""Shows what this machine can run, what it cannot, and the cure. Exit code 1 where something required is broken."""
+"""Shows what this machine can run, what it cannot, and the fix. Exit code 1 where something required is broken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.cli import arguments, terminal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_json(parser)
     parser.add_argument(
-        "--all", action="store_true", help="list everything one by one, with the cure for what is optional and absent"
+        "--all", action="store_true", help="list everything one by one, with the fix for what is optional and absent"
     )
 
 
@@ -29,11 +29,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(report: Any, everything: bool) -> None:
-    """The checks as one table, what each shortcoming means with its cure, and one line that sums up."""
+    """The checks as one table, what each shortcoming means with its fix, and one line that sums up."""
     rows = _all_rows(report) if everything else _short_rows(report)
     terminal.show_table(("", "what", "found"), rows)
     for check in report.of("fail", "warn", *(["absent"] if everything else [])):
-        terminal.note_below(f"{check.status}: {check.name}: {check.found}", means=check.means, cure=check.cure)
+        terminal.note_below(f"{check.status}: {check.name}: {check.found}", means=check.means, fix=check.fix)
     failures = report.of("fail")
     print()
     if failures:

@@ -10,8 +10,6 @@ octavo eval runs/lora --base both                      over the FP8 base and ove
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from octavo.cli import arguments, generate, terminal
@@ -40,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.train import usage
 
     work = usage.compare_bases if both else usage.evaluate_target
-    with bar("evaluating") as progress:
+    with terminal.progress("evaluating", bytes=False) as progress:
         result = work(
             found, cfg, load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step,
             say=terminal.note, progress=progress,
@@ -75,18 +73,3 @@ def show_bases(result: dict[str, Any]) -> None:
         f"{weights['count']} FP8 weights differ from them by {weights['relative']:.2%} on average{sqnr}, at most by "
         f"{weights['worst']['relative']:.2%} ({weights['worst']['name']})."
     )
-
-
-@contextmanager
-def bar(label: str) -> Iterator[Any]:
-    """A bar of batches on a terminal, nothing elsewhere."""
-    console = terminal.console()
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, refresh_per_second=4, transient=True) as shown:
-        task = shown.add_task(label, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)

@@ -15,9 +15,6 @@ Weights that trained in blocks of the format are written with the very codes tha
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from octavo.cli import arguments, terminal
 
@@ -49,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         largest = size_of(args.max_shard_size)
     except ValueError as error:
         raise arguments.UsageError(f"--max-shard-size: {error}") from None
-    with bar("export") as progress:
+    with terminal.progress("export") as progress:
         done = export_model(
             args.source, args.directory, args.format, include=args.include, largest=largest, step=args.step,
             device=device(args.device), say=terminal.note if args.json else print, progress=progress,
@@ -74,21 +71,3 @@ def device(name: str | None) -> str | None:
             f"--device {name}: this machine has none that can be used; leave it out, or name cpu"
         )
     return name
-
-
-@contextmanager
-def bar(label: str) -> Iterator[Any]:
-    """A bar of bytes on a terminal, nothing elsewhere: gives what is told (bytes done, bytes in all, name)."""
-    console = terminal.console()
-    if not console.is_terminal:
-        yield lambda done, total, name: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[name]}"),
-        console=console, refresh_per_second=4, transient=True,
-    ) as shown:  # fmt: skip
-        task = shown.add_task(label, total=None, name="")
-        yield lambda done, total, name: shown.update(task, completed=done, total=total, name=name)

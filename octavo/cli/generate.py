@@ -5,7 +5,7 @@ as it was trained, FP8 weights by the recipe that multiplies by their codes, all
 
 octavo generate runs/first --image cat.png --prompt "What is this?"
 octavo generate ./Qwen3-VL-2B-Instruct-FP8 --prompt "Hello" --recipe off          the codes, dequantized
-octavo generate runs/lora/adapter --load-in-fp8 row --prompt "Hello"
+octavo generate runs/lora/adapter --load-in-fp8 rowwise --prompt "Hello"
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES
+from octavo.config.sections import one_word
 
-KINDS = ("row", "block", "tensor", "off")
+FROZEN = ("rowwise", "blockwise", "tensorwise", "off")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") -> None:
     """How a target is opened: the options that generate and eval share."""
     parser.add_argument(
-        "--recipe", metavar="NAME", choices=RECIPES, help=f"FP8 recipe of the whole model: {', '.join(RECIPES)}"
+        "--recipe",
+        metavar="NAME",
+        type=one_word,
+        choices=RECIPES,
+        help=f"FP8 recipe of the whole model: {', '.join(RECIPES)}",
     )
     parser.add_argument("--backend", metavar="NAME", default="auto", help="kernels, e.g. reference (octavo doctor)")
     parser.add_argument("--base", metavar=base, help="of adapters: another base than the one they name")
     parser.add_argument(
-        "--load-in-fp8", metavar="KIND", choices=KINDS, help="quantize while loading: row, block, tensor; or off"
+        "--load-in-fp8",
+        metavar="NAME",
+        type=one_word,
+        choices=FROZEN,
+        help=f"quantize while loading: {', '.join(FROZEN)}",
     )
     parser.add_argument(
         "--step", type=arguments.positive, metavar="N", help="of a run: this checkpoint, not the newest"
@@ -93,13 +102,13 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[str, int, tuple[str, ...]
     )
     cfg = found.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
-    pictures = [images.load(file, megapixels) for file in args.image]
-    content: list[dict[str, str]] = [{"type": "image"} for _ in pictures]
+    loaded = [images.load(file, megapixels) for file in args.image]
+    content: list[dict[str, str]] = [{"type": "image"} for _ in loaded]
     messages: list[dict[str, Any]] = [{"role": "user", "content": [*content, {"type": "text", "text": args.prompt}]}]
     if system:
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
     device = next(model.parameters()).device
     bf16 = cfg is not None and autocasts(cfg, device)  # as training computes
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16), fp8.count_gemms() as counts:
-        answer = models.generate(model, processor, messages, pictures, args.max_new_tokens)
+        answer = models.generate(model, processor, messages, loaded, args.max_new_tokens)
     return answer, counts.total(fp8=True), notes

@@ -34,7 +34,7 @@ COMMANDS: dict[str, str] = {
     "verify": "examine a model or adapter folder; a verdict for transformers, vLLM and SGLang",
     "convert": "convert between Hugging Face folders and DCP checkpoints (MindSpeed-MM), bit for bit",
     "bench": "time kernels, layers and steps beside high precision and other libraries",
-    "doctor": "what this machine can run, what it cannot, and the cure",
+    "doctor": "what this machine can run, what it cannot, and the fix",
     "tiny": "write a small checkpoint of a real architecture",
     "digits": "write the embedded dataset of handwritten digits",
     "schema": "print the JSON schema of the configuration, for editors",
@@ -142,7 +142,7 @@ _LOST = (
 def _sentence(error: Exception) -> str | None:
     """What to tell the user, or None for a defect, which keeps its traceback.
 
-    Octavo's own error classes name what was asked, what was found and the cure; a full disk, a locked folder, a
+    Octavo's own error classes name what was asked, what was found and the fix; a full disk, a locked folder, a
     full GPU and a lost peer are the machine's word.
     """
     if type(error).__module__.split(".")[0] == "octavo":
@@ -150,8 +150,8 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return f"{error.strerror}: {error.filename or 'a file'}; {_REFUSALS[error.errno]}"
     if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
-        cure = "lower train.micro_batch, train.seq_length or data.max_pixels, or set train.recompute: full"
-        return f"{str(error).split('. ')[0]}; {cure}"
+        fix = "lower train.micro_batch, train.seq_length or data.max_pixels, or set train.recompute: full"
+        return f"{str(error).split('. ')[0]}; {fix}"
     if isinstance(error, RuntimeError) and any(all(part in str(error) for part in parts) for parts in _LOST):
         return (
             "another process of this run died or no longer answers; its own message, further up or in its log, has the "

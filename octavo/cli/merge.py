@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from octavo.cli import arguments, terminal
-from octavo.cli.export import FORMATS, INCLUDE, bar, device
+from octavo.cli.export import FORMATS, INCLUDE, device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from octavo.train.merging import merge
 
-    with bar("merge") as progress:
+    with terminal.progress("merge") as progress:
         done = merge(
             args.path, args.directory, args.format, base=args.base, anyway=args.anyway, include=args.include,
             step=args.step, device=device(args.device), say=terminal.note, progress=progress,

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +79,23 @@ def run(args: argparse.Namespace) -> int:
         tokens = count()
     plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, tokens, measurements)
     if args.fit is not None:
-        sizes, said = plan_memory.predicted(cfg, model, family, plan, tokens)
-        return plan_memory.show_fit(sizes, said, args, [pair.partition("=")[0] for pair in arguments.overrides(args)])
+        sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens)
+        return plan_memory.show_fit(
+            sizes, message, args, [pair.partition("=")[0] for pair in arguments.overrides(args)]
+        )
     prediction = None if tokens is None else planning.predict(plan, model, tokens)
     if args.measure and not planning.leaves_open(cfg):
         notes = (*notes, _HINT)
-    sizes, said = plan_memory.predicted(cfg, model, family, plan, tokens)
+    sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens)
     if args.json:
         more: dict[str, Any] = {} if prediction is None else {"prediction": prediction.to_json()}
-        more["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, said, args), args)
+        more["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, message, args), args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
     else:
         show(plan, notes, everything=args.all, why=args.why)
         for sentence in [] if prediction is None else prediction.sentences():
             print(sentence)
-        _unless_impossible(lambda: plan_memory.show(sizes, said, args), args)
+        _unless_impossible(lambda: plan_memory.show(sizes, message, args), args)
     if args.save is not None:  # last: whatever becomes of the file, the plan has been shown
         fp8.save_plan(plan, args.save)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
@@ -202,24 +203,13 @@ def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count
     from octavo.train import planning
 
     tokens = count()
-    with _progress() as tell:
-        found = planning.measured(cfg, model, family, torch.device("cuda"), tokens, tell, args.cache)
+    with terminal.progress("measuring", bytes=False, elsewhere=_measured) as progress:
+        found = planning.measured(cfg, model, family, torch.device("cuda"), tokens, progress, args.cache)
     return tokens, found
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on a terminal, a line for each case elsewhere; on stderr."""
-    console = terminal.console()
-    if not console.is_terminal:
-        yield lambda done, total, what: terminal.note(f"measured {done} of {total}{what and ': now ' + what}")
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+def _measured(done: int, total: int, name: str) -> None:
+    terminal.note(f"measured {done} of {total}{name and ': now ' + name}")
 
 
 def _tokens(text: str) -> dict[str, int]:

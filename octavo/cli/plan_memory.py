@@ -15,19 +15,19 @@ def predicted(cfg: Any, model: Any, family: Any, plan: Any, given: Any) -> tuple
     from octavo.train.switches import assumed
 
     if given is None:
-        tokens, said = assumed(cfg, family.components, model.config)
+        tokens, message = assumed(cfg, family.components, model.config)
     else:
         counts = ", ".join(f"{name} {n}" for name, n in given.counts.items())
-        tokens, said = given, f"tokens of one micro-batch: {counts}"
-    return Footprints(cfg, model, family, plan, tokens), said
+        tokens, message = given, f"tokens of one micro-batch: {counts}"
+    return Footprints(cfg, model, family, plan, tokens), message
 
 
-def as_json(sizes: Any, said: str, args: Any) -> dict[str, Any]:
+def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     """Everything that is printed, for programs."""
     from octavo.train.footprint import Card
     from octavo.train.switches import switches
 
-    out: dict[str, Any] = {"tokens": said, **sizes.of(sizes.cfg, 1).to_json()}
+    out: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
         out["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
     card = Card.parse(args.card) if args.card else None
@@ -38,7 +38,7 @@ def as_json(sizes: Any, said: str, args: Any) -> dict[str, Any]:
     return out
 
 
-def show(sizes: Any, said: str, args: Any) -> None:
+def show(sizes: Any, message: str, args: Any) -> None:
     """The table, whether it fits, and what switches buy."""
     from octavo.train.fit import gb
     from octavo.train.footprint import KINDS, Card
@@ -56,7 +56,7 @@ def show(sizes: Any, said: str, args: Any) -> None:
     print()
     terminal.show_table([*columns, ""], rows, right=tuple(range(1, len(columns))))
     print()
-    print(said)
+    print(message)
     if args.card:
         print(fits(Card.parse(args.card), found[-1].total, args.ranks))
     listed = list(switches(sizes, args.ranks))
@@ -86,7 +86,7 @@ def fits(card: Any, total: int, ranks: int) -> str:
     return f"{where}: {verdict}; {reserve}"
 
 
-def show_fit(sizes: Any, said: str, args: Any, held: Sequence[str]) -> int:
+def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
     """The proposal as YAML, its reasons and what is faster and does not fit. Exit code 1 where nothing fits."""
     from octavo.train.fit import fit, gb, settings_of
     from octavo.train.footprint import Card
@@ -96,7 +96,7 @@ def show_fit(sizes: Any, said: str, args: Any, held: Sequence[str]) -> int:
     if args.json:
         terminal.show_json(
             {
-                "tokens": said,
+                "tokens": message,
                 "card": {"name": card.name, "bytes": card.size, "reserve": card.reserve},
                 "tried": found.tried,
                 "best": None if found.best is None else found.best.to_json(),
@@ -108,7 +108,7 @@ def show_fit(sizes: Any, said: str, args: Any, held: Sequence[str]) -> int:
             }
         )
         return 0 if found.best is not None else 1
-    print(said)
+    print(message)
     if found.best is None:
         small = found.smallest
         print(f"nothing fits: {found.tried} settings, and the smallest needs {gb(small.over(card))} more:")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 #: how a status is shown to a person; the word alone must do where there is no colour
@@ -63,13 +64,13 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def note_below(text: str, *, means: str, cure: str) -> None:
-    """A finding on stdout with what it means and its cure, set off below a table."""
+def note_below(text: str, *, means: str, fix: str) -> None:
+    """A finding on stdout with what it means and its fix, set off below a table."""
     print(f"\n{text}")
     if means:
         print(f"  means: {means}")
-    if cure:
-        print(f"  cure:  {cure}")
+    if fix:
+        print(f"  fix:   {fix}")
 
 
 def console(*, stderr: bool = True) -> Any:
@@ -77,6 +78,25 @@ def console(*, stderr: bool = True) -> Any:
     from rich.console import Console
 
     return Console(stderr=stderr)
+
+
+@contextmanager
+def progress(
+    label: str, *, bytes: bool = True, elsewhere: Callable[[int, int, str], None] = lambda done, total, name: None
+) -> Iterator[Callable[..., None]]:
+    """A bar of bytes or of pieces on a terminal: gives what is called with (done, in all, the name of what is at work).
+    Where nobody looks on it is ``elsewhere``, which does nothing."""
+    shown = console()
+    if not shown.is_terminal:
+        yield lambda done, total, name="": elsewhere(done, total, name)
+        return
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    count = DownloadColumn() if bytes else MofNCompleteColumn()
+    columns = (TextColumn(label), BarColumn(), count, TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=shown, refresh_per_second=4, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, name="": bar.update(task, completed=done, total=total, description=name)
 
 
 def number(value: Any) -> str:

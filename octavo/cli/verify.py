@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from octavo.cli import arguments, terminal
@@ -36,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.quick and args.against is not None:
         raise arguments.UsageError("--quick reads no values, and --against compares them; leave one of them out")
-    with _progress() as tell:
-        verified = verify(args.directory, args.against, args.quick, tell)
+    with terminal.progress("verifying") as progress:
+        verified = verify(args.directory, args.against, args.quick, progress)
     if args.json:
         terminal.show_json(verified.to_json())
     else:
@@ -96,18 +94,3 @@ def _show_compared(verified: Any, everything: bool) -> None:
     exact = sum(c.error == 0 for c in verified.compared)
     codes = f", {same} with the very codes" if same else ""
     print(f"{len(verified.compared)} tensors compared, {exact} equal{codes}.")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar on a terminal, silence elsewhere; on stderr."""
-    console = terminal.console()
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

@@ -4,13 +4,13 @@ No torch is imported here, so a wrong file is answered at once, with every probl
 """
 
 from octavo.config.export import SCHEMA_FILE, json_schema, schema_text, to_yaml
-from octavo.config.load import load_config, load_config_text
+from octavo.config.load import load_config, load_config_text, override
 from octavo.config.problems import ConfigError, Place, Problem
-from octavo.config.schema import (
+from octavo.config.schema import Config
+from octavo.config.sections import (
     COMPONENTS,
     RECIPES,
     Component,
-    Config,
     DataSection,
     Dataset,
     Fp8Section,
@@ -45,6 +45,7 @@ __all__ = [
     "json_schema",
     "load_config",
     "load_config_text",
+    "override",
     "schema_text",
     "to_yaml",
 ]

@@ -1,4 +1,4 @@
-"""Tree -> Config, with every problem told in the user's words: the line, what was found, the nearest name, the fix."""
+"""Tree -> Config, with every problem named in the user's words: the line, what was found, the nearest name, the fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from octavo.config import rules
 from octavo.config.document import Path, scalar
 from octavo.config.merge import Tree
 from octavo.config.problems import ConfigError, Problem, dotted, named, nearest
-from octavo.config.schema import RECIPES, Config
+from octavo.config.schema import Config
+from octavo.config.sections import RECIPES
 
 #: names from other trainers' files, and where they live here
 ELSEWHERE = {
@@ -50,13 +51,13 @@ def to_config(tree: Tree) -> Config:
     except ValidationError as error:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
         details = _without_consequences(details, tree)
-        problems += [_told(detail, tree) for detail in details]
+        problems += [_problem(detail, tree) for detail in details]
         bad = [tuple(detail["loc"]) for detail in details]
         config = _repaired(tree.value, bad)
     if config is not None:
         for finding in rules.check(config):
             if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
-                problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.cure))
+                problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.fix))
     if problems or config is None:
         raise ConfigError(_in_order(problems, tree))
     return config
@@ -64,7 +65,7 @@ def to_config(tree: Tree) -> Config:
 
 def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[ErrorDetails]:
     """Only what the user wrote: no key that a broken `extends` would have brought, no list as empty whose entries are
-    told."""
+    named."""
     lost = any(problem.key == "extends" for problem in tree.problems)
     places = [tuple(detail["loc"]) for detail in details]
 
@@ -125,12 +126,12 @@ def _remove(node: Any, path: Path, whole_lists: bool) -> None:
             return
 
 
-def _told(detail: ErrorDetails, tree: Tree) -> Problem:
+def _problem(detail: ErrorDetails, tree: Tree) -> Problem:
     path: Path = tuple(detail["loc"])
     if detail["type"] == "missing" and isinstance(path[-1], int):
-        path = path[:-1]  # a list of fixed length is told as a whole
-    found, cure = _sentence(detail, path)
-    return Problem(tree.place(path), dotted(path), found, cure)
+        path = path[:-1]  # a list of fixed length is named as a whole
+    found, fix = _sentence(detail, path)
+    return Problem(tree.place(path), dotted(path), found, fix)
 
 
 def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
@@ -154,7 +155,7 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
         "finite_number": "a finite number",
     }.get(kind)  # fmt: skip
     if expected:
-        return f"expected {expected}, found {named(value)}", _type_cure(kind, value, path)
+        return f"expected {expected}, found {named(value)}", _type_fix(kind, value, path)
     limits = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"),
               "less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}  # fmt: skip
     if kind in limits:
@@ -180,7 +181,7 @@ def _limit(bound: float) -> str:
     return str(int(bound)) if float(bound).is_integer() else str(bound)
 
 
-def _type_cure(kind: str, value: Any, path: Path) -> str:
+def _type_fix(kind: str, value: Any, path: Path) -> str:
     if value is None:
         section = _section(path)
         if section and any(field.is_required() for field in section.model_fields.values()):
@@ -209,10 +210,10 @@ def _short_form(path: Path, value: str) -> str:
     """What was meant by a lone word where a section belongs, e.g. `foundation: rowwise`."""
     section = _section(path)
     first = next(iter(section.model_fields)) if section else ""
-    close, kind = nearest(value, ("none", "selective", "full")), nearest(value, ("row", "block", "tensor"))
+    close, kind = nearest(value, ("none", "selective", "full")), nearest(value, ("rowwise", "blockwise", "tensorwise"))
     return {
         "foundation": (f"did you mean {kind}? " if kind else "")
-        + "use row, block or tensor, or a mapping such as {foundation: block}",
+        + "use rowwise, blockwise or tensorwise, or a mapping such as {foundation: blockwise}",
         "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else 'blockwise'}}}",
         "path": f"write {{path: {value}}}",
         "match": f'write {{match: "{value}", recipe: off}}',

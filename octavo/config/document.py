@@ -113,11 +113,11 @@ def read_value(text: str, source: str) -> tuple[Any, list[Problem]]:
     try:
         value = reader.build(reader.yaml.compose(text), ())
     except MarkedYAMLError as error:
-        _, found, cure = _syntax(error, text)
-        return None, [Problem(Place(source), "", f"the value is not YAML: {found}", cure)]
+        _, found, fix = _syntax(error, text)
+        return None, [Problem(Place(source), "", f"the value is not YAML: {found}", fix)]
     except (YAMLError, RecursionError, _TooMuchError) as error:
         return None, [Problem(Place(source), "", f"the value is not YAML ({error})")]
-    return value, [Problem(Place(source), p.key, p.found, p.cure) for p in reader.document.problems]
+    return value, [Problem(Place(source), p.key, p.found, p.fix) for p in reader.document.problems]
 
 
 class _TooMuchError(ValueError):
@@ -216,18 +216,18 @@ class _Reader:
     def place(self, node: Node) -> Place:
         return Place(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
 
-    def problem(self, node: Node, path: Path, found: str, cure: str) -> None:
-        self.document.problems.append(Problem(self.place(node), dotted(path), found, cure))
+    def problem(self, node: Node, path: Path, found: str, fix: str) -> None:
+        self.document.problems.append(Problem(self.place(node), dotted(path), found, fix))
 
 
-def _broken(document: Document, source: str, line: int | None, found: str, cure: str) -> Document:
-    document.problems.append(Problem(Place(source, line), "", found, cure))
+def _broken(document: Document, source: str, line: int | None, found: str, fix: str) -> Document:
+    document.problems.append(Problem(Place(source, line), "", found, fix))
     document.broken = True
     return document
 
 
 def _syntax(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
-    """Line, what was found and the cure, for what the YAML parser stumbled over."""
+    """Line, what was found and the fix, for what the YAML parser stumbled over."""
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else None
     problem = str(error.problem or error.context or "cannot be read as YAML")

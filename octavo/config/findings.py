@@ -14,7 +14,7 @@ class Finding:
 
     path: Path
     found: str
-    cure: str
+    fix: str
     needs: tuple[Path, ...] = ()
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from octavo.config.check import to_config
 from octavo.config.merge import Tree, apply_override, read_file, read_string
-from octavo.config.schema import Config, RecipeName
+from octavo.config.schema import Config
+from octavo.config.sections import RecipeName, one_word
 
 _FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")
 
@@ -59,7 +60,7 @@ def _let_a_plan_win(tree: Tree) -> None:
     """`fp8.plan=FILE` over a file that names a recipe takes its place, as later wins; a recipe of the command line
     stands beside the plan and is refused, and so is one in the file that names the plan."""
     fp8 = tree.value.get("fp8")
-    if not isinstance(fp8, dict) or not isinstance(fp8.get("plan"), str) or fp8.get("recipe") not in _FP8:
+    if not isinstance(fp8, dict) or not isinstance(fp8.get("plan"), str) or one_word(fp8.get("recipe")) not in _FP8:
         return
     later, earlier = tree.place(("fp8", "plan")).source, tree.place(("fp8", "recipe")).source
     if later in tree.overrides and earlier not in tree.overrides:

@@ -26,6 +26,9 @@ class Tree:
     broken: bool = False
     overrides: list[str] = field(default_factory=list)
 
+    def problem(self, place: Place, key: str, found: str, fix: str = "") -> None:
+        self.problems.append(Problem(place, key, found, fix))
+
     def place(self, path: Path) -> Place:
         """Where ``path`` was written, or else the nearest thing around it that was."""
         for length in range(len(path), 0, -1):
@@ -40,13 +43,8 @@ def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), orig
     real = path.resolve()
     if real in chain:
         names = " -> ".join(_shown(p) for p in (*chain[chain.index(real) :], real))
-        tree.problems.append(
-            Problem(
-                origin or Place(shown),
-                "extends",
-                f"the files extend each other ({names})",
-                "remove one of the `extends`",
-            )
+        tree.problem(
+            origin or Place(shown), "extends", f"the files extend each other ({names})", "remove one of the `extends`"
         )
         tree.broken = True
         return
@@ -67,16 +65,16 @@ def apply_override(tree: Tree, text: str) -> None:
     name, equals, right = text.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(parts):
-        cure = "write key=value, e.g. train.lr=3e-4"
+        fix = "write key=value, e.g. train.lr=3e-4"
         if text.endswith((".yaml", ".yml")):
-            cure = "name one FILE.yaml; a second one is joined to it by `extends:` in the file"
-        tree.problems.append(Problem(place, "", "not of the form key=value", cure))
+            fix = "name one FILE.yaml; a second one is joined to it by `extends:` in the file"
+        tree.problem(place, "", "not of the form key=value", fix)
         return
     if parts[0] == "extends":
-        tree.problems.append(Problem(place, "extends", "files are not joined by an override", "write it in the file"))
+        tree.problem(place, "extends", "files are not joined by an override", "write it in the file")
         return
     value, problems = read_value(right, place.source)
-    tree.problems += [Problem(p.place, name.strip(), p.found, p.cure) for p in problems]
+    tree.problems += [Problem(p.place, name.strip(), p.found, p.fix) for p in problems]
     if not problems:
         _set(tree, parts, value, place)
 
@@ -97,13 +95,8 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
         for further in reversed(parts[depth + 1 :]):  # the sections on the way that nobody has written yet
             if further.isdecimal():
                 where = dotted(parts[: parts.index(further)])
-                tree.problems.append(
-                    Problem(
-                        place,
-                        where,
-                        f"there is no list here, so no entry {further}",
-                        f"set the whole list: {where}=[...]",
-                    )
+                tree.problem(
+                    place, where, f"there is no list here, so no entry {further}", f"set the whole list: {where}=[...]"
                 )
                 return
             value = {further: value}
@@ -124,27 +117,18 @@ def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | i
         if part.isdecimal() and int(part) < len(node):
             return int(part)
         entries = f"the entries 0 to {len(node) - 1}" if len(node) > 1 else "one entry, 0" if node else "no entries"
-        tree.problems.append(
-            Problem(
-                place,
-                where,
-                f"has {entries}; found `{part}`",
-                f"name one of them, or set the whole list: {where}=[...]",
-            )
+        tree.problem(
+            place, where, f"has {entries}; found `{part}`", f"name one of them, or set the whole list: {where}=[...]"
         )
         return None
     if isinstance(node, dict):
         if part.isdecimal():
-            tree.problems.append(
-                Problem(
-                    place, dotted((*path, part)), f"there is no list at `{where}`", f"set the whole list: {where}=[...]"
-                )
+            tree.problem(
+                place, dotted((*path, part)), f"there is no list at `{where}`", f"set the whole list: {where}=[...]"
             )
             return None
         return part
-    tree.problems.append(
-        Problem(place, dotted((*path, part)), f"`{where}` is {named(node)} and holds no keys", f"set `{where}` itself")
-    )
+    tree.problem(place, dotted((*path, part)), f"`{where}` is {named(node)} and holds no keys", f"set `{where}` itself")
     return None
 
 
@@ -156,7 +140,7 @@ def _merge_document(tree: Tree, document: Document, folder: FilePath, chain: tup
     names = isinstance(extends, list) and bool(extends) and all(isinstance(e, str) and e for e in extends)
     if extends is not None and not names:
         found = f"expected a file name or a list of them, found {named(extends)}"
-        tree.problems.append(Problem(place, "extends", found, "write `extends: base.yaml`"))
+        tree.problem(place, "extends", found, "write `extends: base.yaml`")
         extends = None
     for target in extends or ():
         read_file(tree, FilePath(os.path.expanduser(os.path.join(folder, target))), chain, place)
@@ -213,14 +197,14 @@ def _text(tree: Tree, path: FilePath, shown: str, origin: Place | None) -> str |
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        found, cure = f"there is no file {shown}", _neighbour(path)
+        found, fix = f"there is no file {shown}", _neighbour(path)
     except IsADirectoryError:
-        found, cure = f"{shown} is a folder", "name a YAML file in it"
+        found, fix = f"{shown} is a folder", "name a YAML file in it"
     except UnicodeDecodeError as error:
-        found, cure = f"{shown} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a YAML file?"
+        found, fix = f"{shown} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a YAML file?"
     except OSError as error:
-        found, cure = f"{shown} cannot be read ({error.strerror or error})", "check its permissions"
-    tree.problems.append(Problem(place, key, found, cure))
+        found, fix = f"{shown} cannot be read ({error.strerror or error})", "check its permissions"
+    tree.problem(place, key, found, fix)
     tree.broken = True
     return None
 

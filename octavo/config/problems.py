@@ -26,11 +26,11 @@ class Problem:
     place: Place
     key: str
     found: str
-    cure: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         where = f"{self.place}: {self.key}: " if self.key else f"{self.place}: "
-        return where + self.found + (f"; {self.cure}" if self.cure else "")
+        return where + self.found + (f"; {self.fix}" if self.fix else "")
 
 
 class ConfigError(ValueError):

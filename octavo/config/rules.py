@@ -8,7 +8,7 @@ from octavo.config import rules_lora
 from octavo.config.document import Path
 from octavo.config.findings import Finding, glob_problem
 from octavo.config.problems import nearest
-from octavo.config.schema import COMPONENTS, Component, Config, Fp8Section, Rule
+from octavo.config.sections import COMPONENTS, Component, Fp8Section, Rule, Sections
 
 __all__ = ["FREEZABLE", "Finding", "check", "glob_problem"]
 
@@ -16,13 +16,13 @@ FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
 
 
-def check(config: Config) -> list[Finding]:
+def check(config: Sections) -> list[Finding]:
     """Every rule that ``config`` breaks."""
     parts = (_model, _fp8, rules_lora.rules, _data, _train, _memory, _run)
     return [finding for part in parts for finding in part(config)]
 
 
-def _model(config: Config) -> Iterator[Finding]:
+def _model(config: Sections) -> Iterator[Finding]:
     for index, pattern in enumerate(config.model.freeze):
         path: Path = ("model", "freeze", index)
         if pattern in FREEZABLE:
@@ -37,7 +37,7 @@ def _model(config: Config) -> Iterator[Finding]:
             yield Finding(path, f"unknown component {pattern!r}", f"did you mean {close}?")
 
 
-def _fp8(config: Config) -> Iterator[Finding]:
+def _fp8(config: Sections) -> Iterator[Finding]:
     fp8 = config.fp8
     if fp8.recipe == "mxfp8" and fp8.format == "hybrid":
         yield Finding(
@@ -136,7 +136,7 @@ def _all_bf16(part: Fp8Section | Component | Rule) -> bool:
     return all(getattr(part, gemm) == "bf16" for gemm in GEMMS)
 
 
-def _data(config: Config) -> Iterator[Finding]:
+def _data(config: Sections) -> Iterator[Finding]:
     data = config.data
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
         yield Finding(
@@ -154,7 +154,7 @@ def _data(config: Config) -> Iterator[Finding]:
         )
 
 
-def _train(config: Config) -> Iterator[Finding]:
+def _train(config: Sections) -> Iterator[Finding]:
     train = config.train
     if train.global_batch % train.micro_batch:
         above = -(-train.global_batch // train.micro_batch) * train.micro_batch
@@ -192,7 +192,7 @@ def _train(config: Config) -> Iterator[Finding]:
         )
 
 
-def _memory(config: Config) -> Iterator[Finding]:
+def _memory(config: Sections) -> Iterator[Finding]:
     """What shrinks and what it needs."""
     train, optimizer, fp8 = config.train, config.optimizer, config.fp8
     if optimizer.master != "fp32" and train.precision == "fp32":
@@ -256,7 +256,7 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
         )
 
 
-def _run(config: Config) -> Iterator[Finding]:
+def _run(config: Sections) -> Iterator[Finding]:
     resume = config.run.resume
     if resume in ("never", "auto"):
         return

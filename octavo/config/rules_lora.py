@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from octavo.config.document import Path
 from octavo.config.findings import Finding, glob_problem
 from octavo.config.problems import nearest
-from octavo.config.schema import COMPONENTS, FITTING, Component, Config, Fp8Section
+from octavo.config.sections import COMPONENTS, FITTING, Component, Fp8Section, Sections
 
 _PARTS: tuple[Path, ...] = tuple(("fp8", name) for name in COMPONENTS)
 
 
-def rules(config: Config) -> Iterator[Finding]:
+def rules(config: Sections) -> Iterator[Finding]:
     yield from _loaded(config)
     if config.lora is not None:
         yield from _targets(config)
         yield from _lora(config)
 
 
-def kinds_of(config: Config) -> dict[str, str]:
-    """Component -> the kind that it is loaded in; those in high precision are left out."""
+def kinds_of(config: Sections) -> dict[str, str]:
+    """Component -> the kind of frozen weights it is loaded as (row, block, tensor); none for high precision."""
     asked = config.model.load_in_fp8
-    return {name: kind for name in COMPONENTS if (kind := getattr(asked, name)) is not None}
+    return {name: word.removesuffix("wise") for name in COMPONENTS if (word := getattr(asked, name)) is not None}
 
 
 def recipe_of(fp8: Fp8Section, name: str) -> str:
@@ -31,7 +31,7 @@ def recipe_of(fp8: Fp8Section, name: str) -> str:
     return (part and part.recipe) or ("off" if name == "image_projector" else fp8.recipe)
 
 
-def _loaded(config: Config) -> Iterator[Finding]:
+def _loaded(config: Sections) -> Iterator[Finding]:
     """Weights that are loaded as codes: nothing trains them, and one recipe multiplies by them."""
     fp8, kinds = config.fp8, kinds_of(config)
     for name, kind in kinds.items():
@@ -49,11 +49,11 @@ def _loaded(config: Config) -> Iterator[Finding]:
         own = getattr(fp8, name)
         named: Path = ("fp8", name, "recipe") if own and own.recipe is not None else ("fp8", "recipe")
         if recipe not in (*fitting, "off"):
-            other = next((k for k, recipes in FITTING.items() if recipe in recipes), None)
+            other = next((recipes[0] for recipes in FITTING.values() if recipe in recipes), None)
             found = (
                 "auto chooses a recipe, and codes are made for one"
                 if recipe == "auto"
-                else f"{recipe} multiplies by other codes than those of load_in_fp8: {kind}"
+                else f"{recipe} multiplies by other codes than those of load_in_fp8: {fitting[0]}"
             )
             more = f", or load_in_fp8: {other}" if other else ""
             yield Finding(
@@ -94,7 +94,7 @@ def _loaded(config: Config) -> Iterator[Finding]:
         )
 
 
-def _targets(config: Config) -> Iterator[Finding]:
+def _targets(config: Sections) -> Iterator[Finding]:
     lora = config.lora
     assert lora is not None
     for key, patterns in (("targets", lora.targets), ("exclude", lora.exclude)):
@@ -112,7 +112,7 @@ def _targets(config: Config) -> Iterator[Finding]:
                 yield Finding(path, f"unknown component {pattern!r}", f"did you mean {close}?")
 
 
-def _lora(config: Config) -> Iterator[Finding]:
+def _lora(config: Sections) -> Iterator[Finding]:
     lora, fp8, optimizer = config.lora, config.fp8, config.optimizer
     assert lora is not None
     if lora.dtype == "fp32" and optimizer.master != "fp32":

@@ -1,407 +1,31 @@
-"""What a run may say: one frozen type per section of the YAML file, each field with its meaning.
-
-These types are the only list of options. The JSON schema for editors, the nearest-name hints and ``octavo schema`` are
-derived from them. Importing this module imports no torch, so a wrong file is answered in a fraction of a second.
-Rules that need two fields at once live in :mod:`octavo.config.rules`.
-"""
+"""``Config``: all sections of a run (:mod:`octavo.config.sections`) with the rules over them kept (``rules``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_serializer, model_validator
+from pydantic import BaseModel, ValidationInfo, model_validator
 
-RecipeName = Literal["off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "auto"]
-Format = Literal["e4m3", "hybrid"]
-Gemm = Literal["fp8", "bf16"]
-Candidate = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"]
-
-#: the recipes this version can run, `off` (plain high precision) first
-RECIPES: tuple[str, ...] = ("off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
-
-#: what `model.freeze` and the `fp8` section know by name
-COMPONENTS: tuple[str, ...] = ("image_encoder", "image_projector", "foundation")
+from octavo.config.rules import check
+from octavo.config.sections import COMPONENTS, FrozenName, Sections, for_foundation, one_word
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+class Config(Sections):
+    """One training run, whole: what :func:`octavo.config.load_config` returns and ``config.yaml`` in a run holds."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_the_kind(cls, data: Any) -> Any:
+        return with_recipes(data)
 
-_FROM_LIST = BeforeValidator(_as_tuple)
-
-
-class Section(BaseModel):
-    """Strict (no text where a number belongs), closed (no unknown key) and immutable."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-FrozenKind = Literal["row", "block", "tensor"]
-
-#: kind of frozen FP8 weights -> the recipes that multiply by such codes, the usual one first
-FITTING: Mapping[str, tuple[str, ...]] = {
-    "row": ("rowwise",),
-    "block": ("blockwise",),
-    "tensor": ("tensorwise", "delayed"),
-}
-
-
-class LoadInFp8Section(Section):
-    """How the frozen linear layers of each component are loaded: as FP8 codes with a scale for each row, each block of
-    128 x 128, or each tensor; absent: in high precision."""
-
-    foundation: FrozenKind | None = Field(default=None, description="Linear layers and experts of the language model.")
-    image_encoder: FrozenKind | None = Field(default=None, description="Linear layers of the vision tower.")
-    image_projector: FrozenKind | None = Field(default=None, description="Linear layers of the projector (merger).")
-
-
-def _for_foundation(value: Any) -> Any:
-    """One word speaks of the language model; towers stay in high precision unless they are named."""
-    return {"foundation": value} if isinstance(value, str) and value in get_args(FrozenKind) else value
-
-
-_OR_KIND = BeforeValidator(_for_foundation, json_schema_input_type=FrozenKind | LoadInFp8Section)
-
-
-class ModelSection(Section):
-    """The checkpoint to train."""
-
-    path: str = Field(
-        min_length=1,
-        description="Folder of a Hugging Face checkpoint (config, tokenizer, processor, safetensors), "
-        "relative to the file that names it.",
-    )
-    freeze: Annotated[tuple[str, ...], _FROM_LIST] = Field(
-        default=(),
-        description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
-        'names ("**.layers.0.**"). Each must match something.',
-    )
-    load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
-        default_factory=LoadInFp8Section,
-        description="Quantize the frozen base of LoRA while it is read: row, block or tensor. One word means the "
-        "language model's linear layers; components can be named each. Embeddings, lm_head and routers stay as they "
-        "are. fp8.recipe, where nobody names it, is the one that multiplies by such codes. A checkpoint that is in FP8 "
-        "already is used as it is, without this.",
-    )
-    keep_fp8: bool = Field(
-        default=True,
-        description="Train LoRA beside the very codes of a checkpoint that is in FP8; false: beside its dequantized "
-        "values. Without LoRA its weights are dequantized in any case, since they are trained.",
-    )
-
-
-class Component(Section):
-    """FP8 settings of one component; what is absent is inherited from the `fp8` section."""
-
-    recipe: RecipeName | None = Field(default=None, description="Recipe of this component's linear layers.")
-    format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
-    param: bool | None = Field(default=None, description="Whether weights are FP8 between steps.")
-    activations: Literal["bf16", "fp8"] | None = Field(
-        default=None, description="What blocks of this component keep for backward beside their linear layers."
-    )
-    fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
-    dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
-    wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
-
-
-class Rule(Section):
-    """FP8 settings of the modules whose names match; the last rule that matches wins over component and model."""
-
-    match: str = Field(
-        min_length=1,
-        description="Glob over the dotted segments of a module's name, anchored at both ends: * stays within a "
-        "segment, ** spans any number of them. Must match something.",
-    )
-    recipe: RecipeName | None = Field(default=None, description="Recipe of the matching linear layers.")
-    format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
-    fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
-    dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
-    wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
-
-
-class Fp8Section(Section):
-    """What runs in FP8 and how: model, then component, then rules."""
-
-    recipe: RecipeName = Field(
-        default="blockwise",
-        description="How operands are scaled: off (high precision), tensorwise, rowwise, blockwise, mxfp8, delayed; or "
-        "auto: measured at the start of the run, FP8 only where it wins (without a GPU: by a table, see docs/plan.md).",
-    )
-    format: Format | None = Field(
-        default=None,
-        description="e4m3 everywhere, or hybrid (E5M2 for dy). Absent: the recipe's own (e4m3 for blockwise, rowwise "
-        "and mxfp8, hybrid for tensorwise and delayed).",
-    )
-    param: bool = Field(
-        default=False,
-        description="Weights of FP8 layers are FP8 between steps, their high-precision values a master beside them; "
-        "FSDP2 gathers the FP8 codes and scales, a byte a parameter.",
-    )
-    activations: Literal["bf16", "fp8"] = Field(
-        default="bf16",
-        description="What blocks keep for backward beside the inputs of their FP8 layers: bf16, as it comes; or fp8 "
-        "for inputs of norms, gate and up, inputs of activations, with products computed again in backward.",
-    )
-    weight_codes: Literal["keep", "recast"] = Field(
-        default="keep",
-        description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte a parameter, rowwise "
-        "and mxfp8 2), or recast them at each use (0 bytes, one more cast a GEMM).",
-    )
-    backend: str = Field(
-        default="auto",
-        min_length=1,
-        description="Kernels to use: auto, or a name that `octavo doctor` lists. A named backend is met or refused.",
-    )
-    fwd: Gemm = Field(default="fp8", description="Precision of the forward GEMM y = x wT.")
-    dgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dx = dy w.")
-    wgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dw = dyT x.")
-    image_encoder: Component | None = Field(default=None, description="Settings of the vision tower alone.")
-    image_projector: Component | None = Field(
-        default=None, description="Settings of the projector (merger) alone. Its recipe is off unless set here."
-    )
-    foundation: Component | None = Field(default=None, description="Settings of the language model alone.")
-    rules: Annotated[tuple[Rule, ...], _FROM_LIST] = Field(
-        default=(), description="Exceptions by module name; the last that matches wins."
-    )
-    candidates: Annotated[tuple[Candidate, ...], _FROM_LIST] = Field(
-        default=("blockwise", "mxfp8", "rowwise", "tensorwise"),
-        min_length=1,
-        description="The recipes that auto chooses among.",
-    )
-    fuse: Literal["off", "on", "auto"] = Field(
-        default="off",
-        description="Whether gated MLPs, and the norms before FP8 layers, are fused with those layers where they can "
-        "be (names and checkpoints stay): on or off. auto, the default of version 0.4.0, is off.",
-    )
-    plan: str | None = Field(
-        default=None,
-        min_length=1,
-        description="A plan file (octavo plan FILE --save, or the plan.json of a run), relative to the file that names "
-        "it; it decides in place of recipe, components and rules.",
-    )
-
-    @field_serializer("fuse")
-    def _auto_is_off(self, value: str) -> str:
-        """So that a run of version 0.4.0 goes on: its settings are compared as they are written."""
-        return "off" if value == "auto" else value
-
-
-class LoraSection(Section):
-    """Low-rank adapters beside a frozen base (Hu et al. 2021), by PEFT: y = base(x) + alpha / rank * B(A(x))."""
-
-    rank: int = Field(default=16, ge=1, description="Inner dimension of the adapters.")
-    alpha: float = Field(default=32.0, gt=0, description="Adapters are scaled by alpha / rank (rsLoRA: / sqrt(rank)).")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of the inputs of A that training zeroes.")
-    rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) (Kalajdzievski 2023).")
-    dora: bool = Field(
-        default=False,
-        description="Train magnitudes of the rows of the weight too (DoRA, Liu et al. 2024); not for experts.",
-    )
-    targets: Annotated[tuple[str, ...], _FROM_LIST] = Field(
-        default=("foundation",),
-        min_length=1,
-        description="What gets adapters: foundation, image_encoder, image_projector (all their linear layers and "
-        'experts), or globs over module names ("**.q_proj"). Each must match something.',
-    )
-    exclude: Annotated[tuple[str, ...], _FROM_LIST] = Field(
-        default=(), description="Components or globs over module names that get none, though a target names them."
-    )
-    dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="In which A and B are kept; optimizer.master says how BF16 ones are updated."
-    )
-    adapter: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder of a PEFT adapter to go on from, relative to the file that names it; its rank, alpha and "
-        "targets must be those given here.",
-    )
-
-
-class Dataset(Section):
-    """One data set: a JSON or JSONL file of conversations."""
-
-    path: str = Field(min_length=1, description="JSON or JSONL file, relative to the file that names it.")
-    images: str | None = Field(
-        default=None,
-        description="Folder that image paths in the rows are relative to (and may not leave). Absent: the data "
-        "file's own folder.",
-    )
-    weight: float = Field(default=1.0, gt=0, description="Share of this data set in the mixture, against the others'.")
-    max_samples: int | None = Field(default=None, ge=1, description="Use the first N rows only.")
-    format: Literal["auto", "llava", "sharegpt", "messages"] = Field(
-        default="auto", description="Layout of the rows; auto looks at the first one."
-    )
-
-
-class DataSection(Section):
-    """What the model sees."""
-
-    train: Annotated[tuple[Dataset, ...], _FROM_LIST] = Field(min_length=1, description="Data sets to train on.")
-    eval: Annotated[tuple[Dataset, ...], _FROM_LIST] = Field(default=(), description="Held-out data sets.")
-    on_bad_sample: Literal["error", "skip"] = Field(
-        default="error",
-        description="A row that cannot be used (missing image, unknown role, ...): stop, or skip, count and list it.",
-    )
-    on_long: Literal["drop", "cut", "error"] = Field(
-        default="drop",
-        description="A conversation over seq_length: drop it (counted), cut it (never inside an image), or stop.",
-    )
-    train_on_prompt: bool = Field(default=False, description="Put loss on all turns, not on the assistant's alone.")
-    max_pixels: int | None = Field(default=None, ge=1, description="Larger images are scaled down to this many pixels.")
-    min_pixels: int | None = Field(default=None, ge=1, description="Smaller images are scaled up to this many pixels.")
-    max_image_megapixels: float = Field(
-        default=100.0, gt=0, description="An image file that would decode to more megapixels is a bad sample."
-    )
-    workers: int = Field(default=0, ge=0, description="Processes that prepare samples; 0 = in the training process.")
-    system: str | None = Field(default=None, description="System message put before conversations that have none.")
-
-
-Recompute = Literal["none", "selective", "full"]
-
-
-class RecomputeSection(Section):
-    """What the blocks of each component compute again in backward instead of keeping it."""
-
-    image_encoder: Recompute = Field(default="none", description="Blocks of the vision tower.")
-    foundation: Recompute = Field(default="none", description="Blocks of the language model.")
-
-
-def _for_both(value: Any) -> Any:
-    """One word says it of every component."""
-    return (
-        dict.fromkeys(RecomputeSection.model_fields, value)
-        if isinstance(value, str) and value in get_args(Recompute)
-        else value
-    )
-
-
-_OR_WORD = BeforeValidator(_for_both, json_schema_input_type=Recompute | RecomputeSection)
-
-
-class TrainSection(Section):
-    """The step."""
-
-    phase: Literal["pretrain", "sft"] = Field(default="sft", description="What is learnt: pretrain or sft.")
-    steps: int = Field(ge=1, description="Optimizer steps of the whole run.")
-    seq_length: int = Field(default=2048, ge=1, description="Most tokens a sample may have.")
-    micro_batch: int = Field(default=1, ge=1, description="Samples in one forward pass, per process.")
-    global_batch: int = Field(default=8, ge=1, description="Samples in one optimizer step, over all processes.")
-    lr: float = Field(default=2e-5, gt=0, description="Peak learning rate.")
-    schedule: Literal["cosine", "linear", "constant", "onecycle"] = Field(
-        default="cosine", description="Course of the learning rate after warm-up."
-    )
-    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
-    min_lr: float = Field(default=0.0, ge=0, description="Learning rate at the end of the schedule.")
-    loss: Literal["token", "sample", "microbatch"] = Field(
-        default="token",
-        description="Reduction: token = sum over the global batch by its token count; sample = mean of the samples' "
-        "means; microbatch = mean of the micro-batches' means.",
-    )
-    router_aux_loss_coef: float | None = Field(
-        default=None,
-        ge=0,
-        description="Factor of the routers' load-balancing loss of a mixture of experts. Absent: the checkpoint's own; "
-        "0 switches it off.",
-    )
-    clip: float = Field(default=1.0, ge=0, description="Largest gradient norm; 0 = no clipping.")
-    precision: Literal["auto", "bf16", "fp32"] = Field(
-        default="auto",
-        description="Compute dtype of what is not FP8; auto = bf16 on CUDA, fp32 on a CPU. The base of LoRA is BF16 "
-        "everywhere, and fp32 where fp32 is asked.",
-    )
-    recompute: Annotated[RecomputeSection, _OR_WORD] = Field(
-        default_factory=RecomputeSection,
-        description="What blocks compute again in backward instead of keeping it: none; selective (what is cheap to "
-        "compute); full (all: they keep their inputs alone). One word, or one for image_encoder and foundation each.",
-    )
-    offload_activations: bool = Field(
-        default=False,
-        description="Move what blocks keep for backward to host memory, and fetch it one block ahead. Needs a GPU.",
-    )
-    synchronize_per_layer: bool = Field(
-        default=False,
-        description="Wait for the GPU after every block, forward and backward, which caps what its allocator holds.",
-    )
-    logits: Literal["chunked", "full"] = Field(
-        default="chunked",
-        description="chunked: loss and gradient a few tokens at a time, so that full logits never exist; full: plain.",
-    )
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of the target that is spread over the whole vocabulary."
-    )
-    z_loss: float = Field(
-        default=0.0, ge=0, description="Factor of the squared log of the softmax's denominator (PaLM: 1e-4)."
-    )
-    compile: bool = Field(
-        default=False,
-        description="Run every block of the vision tower and the language model under torch.compile. The first step of "
-        "each component and the steps with health figures run eagerly, because they are counted by layer. Compiling "
-        "takes minutes at the start and pays in long runs; needs a C++ compiler on a CPU, Triton on a GPU.",
-    )
-
-
-class OptimizerSection(Section):
-    """AdamW."""
-
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], _FROM_LIST] = (
-        Field(default=(0.9, 0.95), description="Decay of the first and the second moment.")
-    )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; norms and biases are spared.")
-    states: Literal["fp32", "bf16", "fp8", "coat"] = Field(
-        default="fp32",
-        description="How the two moments are stored: fp32 (8 bytes a parameter), bf16 (4), fp8 (2.06), coat (2.19, as "
-        "published).",
-    )
-    master: Literal["fp32", "bf16+16", "bf16+sr"] = Field(
-        default="fp32",
-        description="How weights are stored: fp32 (4 bytes); bf16+16 (a BF16 model and the 16 bits that make it "
-        "exactly fp32, 4 bytes, gradients in BF16); bf16+sr (a BF16 model, stochastically rounded, 2 bytes).",
-    )
-    update: Literal["step", "backward"] = Field(
-        default="step",
-        description="When weights are updated: after backward, or in backward as soon as each gradient is complete, so "
-        "that gradients are never held. backward needs one micro-batch a step and process, and with train.clip a "
-        "second pass through the graph.",
-    )
-    offload: bool = Field(
-        default=False, description="Keep the optimizer's states in host memory and stream them. Needs a GPU."
-    )
-
-
-class RunSection(Section):
-    """Where the run lives and what it writes."""
-
-    dir: str = Field(
-        default="runs/octavo",
-        min_length=1,
-        description="Run directory, relative to where the command is started. One that exists is continued "
-        "(run.resume) or refused, never overwritten.",
-    )
-    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of data order and initialisation.")
-    resume: str = Field(
-        default="never",
-        description="never, auto (the newest whole checkpoint of run.dir, or a fresh start), or the path of a "
-        "checkpoint such as runs/first/checkpoints/step_200.",
-    )
-    save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 = only at the end.")
-    keep: int = Field(default=2, ge=1, description="Checkpoints kept.")
-    eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 = only at the end.")
-    log_every: int = Field(default=1, ge=1, description="Steps between lines of metrics.jsonl.")
-    health_every: int = Field(default=25, ge=0, description="Steps between FP8 health figures; 0 = none.")
-    gain_steps: int = Field(
-        default=0,
-        ge=0,
-        description="Steps timed in FP8 and in high precision, side by side, once the run is warm: the gain that FP8 "
-        "really brings. They train nothing and change no loss; 0 = not measured.",
-    )
-    tensorboard: bool = Field(default=True, description="Write TensorBoard events too.")
-    hf: bool = Field(
-        default=True,
-        description="Write hf/ (safetensors that from_pretrained loads) at the end; adapter/ (PEFT's) with LoRA.",
-    )
-    threads: int | None = Field(default=None, ge=1, description="CPU threads of torch; absent = torch's own choice.")
+    @model_validator(mode="after")
+    def _obeys_the_rules(self, info: ValidationInfo) -> Config:
+        # the loader checks the rules itself, to name the lines; whoever builds a Config in Python is told here
+        if not (info.context and info.context.get("rules") == "later"):
+            findings = [f"{'.'.join(map(str, f.path))}: {f.found}; {f.fix}" for f in check(self)]
+            if findings:
+                raise ValueError("\n".join(findings))
+        return self
 
 
 def with_recipes(data: Any) -> Any:
@@ -413,65 +37,26 @@ def with_recipes(data: Any) -> Any:
     model = _raw(data.get("model")) if isinstance(data, dict) else None
     if not isinstance(model, dict):
         return data
-    kinds = _raw(_for_foundation(model.get("load_in_fp8")))
+    kinds = _raw(for_foundation(model.get("load_in_fp8")))
     fp8 = _raw(data.get("fp8", {}))
     if not isinstance(kinds, dict) or not isinstance(fp8, dict) or fp8.get("plan") is not None:
         return data
     added = dict(fp8)
-    for name, kind in kinds.items():
-        own = _raw(fp8.get(name))
-        if (
-            not isinstance(kind, str)
-            or kind not in FITTING
-            or name not in COMPONENTS
-            or not isinstance(own, dict | None)
-        ):
+    for name, asked in kinds.items():
+        recipe, own = one_word(asked), _raw(fp8.get(name))
+        if not isinstance(recipe, str) or recipe not in get_args(FrozenName):
+            continue
+        if name not in COMPONENTS or not isinstance(own, dict | None):
             continue
         if (own or {}).get("recipe") is not None or fp8.get("recipe") == "off":
             continue
         if name == "foundation":
-            added.setdefault("recipe", FITTING[kind][0])
+            added.setdefault("recipe", recipe)
         else:
-            added[name] = {**(own or {}), "recipe": FITTING[kind][0]}
+            added[name] = {**(own or {}), "recipe": recipe}
     return {**data, "fp8": added} if added != fp8 else data
 
 
 def _raw(value: Any) -> Any:
     """A section that was built in Python as the mapping of what was named in it."""
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-
-
-class Config(Section):
-    """One training run, whole: what :func:`octavo.config.load_config` returns and ``config.yaml`` in a run holds."""
-
-    model: ModelSection = Field(description="The checkpoint to train.")
-    fp8: Fp8Section = Field(default_factory=Fp8Section, description="What runs in FP8 and how.")
-    lora: LoraSection | None = Field(
-        default=None, description="Train low-rank adapters beside a frozen base; absent: train the model's parameters."
-    )
-    data: DataSection = Field(description="What the model sees.")
-    train: TrainSection = Field(description="The step.")
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW.")
-    run: RunSection = Field(default_factory=RunSection, description="Where the run lives and what it writes.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _follow_the_kind(cls, data: Any) -> Any:
-        return with_recipes(data)
-
-    @model_validator(mode="after")
-    def _obeys_the_rules(self, info: ValidationInfo) -> Config:
-        # the loader checks the rules itself, to name the lines; whoever builds a Config in Python is told here
-        if not (info.context and info.context.get("rules") == "later"):
-            from octavo.config.rules import check
-
-            findings = [f"{'.'.join(map(str, f.path))}: {f.found}; {f.cure}" for f in check(self)]
-            if findings:
-                raise ValueError("\n".join(findings))
-        return self
-
-    def with_overrides(self, overrides: Sequence[str]) -> Config:
-        """A copy with ``key=value`` overrides applied and everything checked again; raises ConfigError."""
-        from octavo.config.load import override
-
-        return override(self, overrides)

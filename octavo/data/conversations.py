@@ -95,13 +95,13 @@ def _parse_from_value(raw: Any, format: str) -> tuple[list[Turn], list[str]]:
     names = _image_names(raw, format)
     left = iter(range(len(names)))
     turns, seen = [], 0
-    for number, said in enumerate(_list(raw[key], key), 1):
-        if not isinstance(said, dict) or not isinstance(said.get("value"), str) or "from" not in said:
-            raise RowProblem(f"turn {number} is {_shown(said)}; expected {{'from': ..., 'value': text}}")
-        if "<video>" in said["value"]:
+    for number, turn in enumerate(_list(raw[key], key), 1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or "from" not in turn:
+            raise RowProblem(f"turn {number} is {_shown(turn)}; expected {{'from': ..., 'value': text}}")
+        if "<video>" in turn["value"]:
             raise RowProblem(VIDEO)
-        seen += said["value"].count(PLACEHOLDER)
-        turns.append(Turn(_role(said["from"], format, number), _split(said["value"], left)))
+        seen += turn["value"].count(PLACEHOLDER)
+        turns.append(Turn(_role(turn["from"], format, number), _split(turn["value"], left)))
     _match_count(seen, len(names))
     return turns, names
 
@@ -116,10 +116,10 @@ def _parse_messages(raw: Any) -> tuple[list[Turn], list[str]]:
     names: list[str] = [] if listed is None else listed
     left = iter(range(len(names)))
     turns, seen = [], 0
-    for number, said in enumerate(_list(raw[key], key), 1):
-        if not isinstance(said, dict) or "role" not in said or "content" not in said:
-            raise RowProblem(f"turn {number} is {_shown(said)}; expected {{'role': ..., 'content': ...}}")
-        role, content = _role(said["role"], "messages", number), said["content"]
+    for number, turn in enumerate(_list(raw[key], key), 1):
+        if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
+            raise RowProblem(f"turn {number} is {_shown(turn)}; expected {{'role': ..., 'content': ...}}")
+        role, content = _role(turn["role"], "messages", number), turn["content"]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         parts: list[Text | ImageRef] = []
@@ -221,10 +221,10 @@ def _match_count(placeholders: int, images: int) -> None:
 def _check_turns(turns: list[Turn]) -> None:
     if not turns:
         raise RowProblem("the conversation is empty")
-    talk = [turn for turn in turns if turn.role != "system"]
-    if not any(turn.role == "assistant" for turn in talk):
+    spoken = [turn for turn in turns if turn.role != "system"]
+    if not any(turn.role == "assistant" for turn in spoken):
         raise RowProblem("has no assistant turn, so there is nothing to learn from it")
-    if talk[0].role == "assistant":
+    if spoken[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
     for number, turn in enumerate(turns, 1):
         if not turn.text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in turn.text):

@@ -95,18 +95,18 @@ def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int =
 
 def _accept(directory: Path, settings: dict[str, int]) -> None:
     """The directory holds exactly what was asked for, or is refused."""
-    cure = "choose another directory, or remove this one"
+    fix = "choose another directory, or remove this one"
     try:
         there = json.loads((directory / "settings.json").read_text())
     except (OSError, ValueError) as cause:
-        raise DataError(f"{directory} exists and is not a digits set; {cure}") from cause
+        raise DataError(f"{directory} exists and is not a digits set; {fix}") from cause
     if there != settings:
         changed = {
             key: f"{there.get(key)} there, {settings[key]} asked" for key in settings if there.get(key) != settings[key]
         }
         raise DataError(
             f"{directory} holds a digits set with other settings "
-            f"({'; '.join(f'{key}: {text}' for key, text in changed.items())}); {cure}"
+            f"({'; '.join(f'{key}: {text}' for key, text in changed.items())}); {fix}"
         )
     for part in ("train", "test"):
         images = len(list((directory / "images" / part).glob("*.png")))
@@ -148,18 +148,18 @@ def _grid(four: np.ndarray) -> np.ndarray:
 
 
 def _row(identity: str, image: str, digits: np.ndarray) -> dict[str, Any]:
-    talk: list[dict[str, str]] = []
+    turns: list[dict[str, str]] = []
     for place, digit in zip(PLACES, digits, strict=True):
-        asked = place if talk else "<image>" + place
-        talk += [{"from": "human", "value": asked}, {"from": "gpt", "value": str(digit)}]
-    return {"id": identity, "image": image, "conversations": talk}
+        asked = place if turns else "<image>" + place
+        turns += [{"from": "human", "value": asked}, {"from": "gpt", "value": str(digit)}]
+    return {"id": identity, "image": image, "conversations": turns}
 
 
 def _drawn(identity: str, grey: np.ndarray, digit: int) -> dict[str, Any]:
     """One handwritten sample, [8, 8] grey values of 0 to 16, as a row of text."""
     shades = np.minimum(grey * len(INK) / (WHITE + 1), len(INK) - 1).astype(int)
-    picture = "\n".join("".join(INK[shade] for shade in line) for line in shades)
-    asked = {"from": "human", "value": f"{picture}\nWhich digit?"}
+    drawing = "\n".join("".join(INK[shade] for shade in line) for line in shades)
+    asked = {"from": "human", "value": f"{drawing}\nWhich digit?"}
     return {"id": identity, "conversations": [asked, {"from": "gpt", "value": str(digit)}]}
 
 

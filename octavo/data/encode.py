@@ -81,16 +81,16 @@ class Encoder:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.seq_length, self.on_long, self.train_on_prompt, self.system = seq_length, on_long, train_on_prompt, system
         self.max_image_megapixels = max_image_megapixels
-        self.sees = getattr(processor, "image_processor", None) is not None
+        self.multimodal = getattr(processor, "image_processor", None) is not None
         if getattr(processor, "chat_template", None) is None and getattr(self.tokenizer, "chat_template", None) is None:
             raise DataError("the model's processor has no chat template, so conversations cannot be written for it; "
                             "add chat_template.jinja to the model folder")  # fmt: skip
         if not getattr(self.tokenizer, "is_fast", False):
             raise DataError(f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask needs; "
                             "add a tokenizer.json to the model folder")  # fmt: skip
-        self.image_ids = _image_ids(processor) if self.sees else frozenset()
+        self.image_ids = _image_ids(processor) if self.multimodal else frozenset()
         # Qwen's templates write this mark themselves, before the placeholder; not every version's processor names it.
-        self.opening_id = self.tokenizer.get_vocab().get("<|vision_start|>") if self.sees else None
+        self.opening_id = self.tokenizer.get_vocab().get("<|vision_start|>") if self.multimodal else None
         specials = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         self.ends = tuple(sorted(specials | set(self.tokenizer.all_special_tokens)))
 
@@ -114,23 +114,23 @@ class Encoder:
         return self._shorten(sample)
 
     def _encode(self, conversation: Conversation) -> Sample:
-        if conversation.images and not self.sees:
+        if conversation.images and not self.multimodal:
             raise _Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
         self._check_literals(conversation)
-        talk = messages(conversation, parts=self.sees, system=self.system)
-        text, spans = answer_spans(talk, self._render, self.ends)
+        turns = messages(conversation, parts=self.multimodal, system=self.system)
+        text, spans = answer_spans(turns, self._render, self.ends)
         outputs = self._process(text, [load(path, self.max_image_megapixels) for path in conversation.images])
         ids = _array(outputs["input_ids"][0], np.int64)
         starts, stops = _array(outputs["offset_mapping"][0], np.int64).reshape(-1, 2).T
-        picture = np.isin(ids, list(self.image_ids))
-        shift = _Expansion(text, self._image_token(), starts, stops, _runs(picture))
+        image_mask = np.isin(ids, list(self.image_ids))
+        shift = _Expansion(text, self._image_token(), starts, stops, _runs(image_mask))
         answers = [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
         if self.train_on_prompt:
             labels[:] = ids
         for start, end in answers:
             labels[start:end] = ids[start:end]
-        labels[picture] = IGNORE
+        labels[image_mask] = IGNORE
         labels[:1] = IGNORE  # nothing predicts the first token
         if not (labels != IGNORE).any():
             raise _Mismatch("its answers hold no token to learn from")
@@ -149,15 +149,15 @@ class Encoder:
             id=conversation.id,
         )
 
-    def _render(self, talk: Any, add_generation_prompt: bool) -> str:
+    def _render(self, turns: Any, add_generation_prompt: bool) -> str:
         return self.processor.apply_chat_template(
-            list(talk), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
     def _process(self, text: str, images: list[Any]) -> dict[str, Any]:
         """The processor's own call on a rendered text. A template that writes the BOS itself gets no second one."""
         bos = self.tokenizer.bos_token
-        if not self.sees:
+        if not self.multimodal:
             return dict(self.tokenizer([text], add_special_tokens=False, return_offsets_mapping=True))
         options: dict[str, Any] = {"return_offsets_mapping": True}
         if bos is not None and text.startswith(bos):
@@ -172,7 +172,7 @@ class Encoder:
         return outputs
 
     def _image_token(self) -> str | None:
-        return self.processor.image_token if self.sees else None
+        return self.processor.image_token if self.multimodal else None
 
     def _check_literals(self, conversation: Conversation) -> None:
         """Words that spell an image token would become one."""
@@ -219,10 +219,10 @@ class Encoder:
         if sample.pixel_values is None:
             return []
         ids = sample.input_ids
-        picture = np.isin(ids, list(self.image_ids))
+        image_mask = np.isin(ids, list(self.image_ids))
         # Images that touch are one stretch of image tokens. Where they open with a mark of their own it parts them ...
-        opens = np.flatnonzero(picture & (ids == getattr(self.processor, "start_image_token_id", None)))
-        runs = _runs(picture, opens)
+        opens = np.flatnonzero(image_mask & (ids == getattr(self.processor, "start_image_token_id", None)))
+        runs = _runs(image_mask, opens)
         if sample.image_grid_thw is None:
             # Every tile of an image takes as many tokens.
             tokens = np.array([self._content(ids[start:stop]) for start, stop in runs])
@@ -230,8 +230,8 @@ class Encoder:
         else:
             rows = sample.image_grid_thw.prod(axis=1)
             if len(runs) != len(rows):  # ... where they do not, tokens are shared out by patches.
-                edges = np.cumsum([0, *(rows * int(picture.sum()) // rows.sum())])
-                where = np.flatnonzero(picture)
+                edges = np.cumsum([0, *(rows * int(image_mask.sum()) // rows.sum())])
+                where = np.flatnonzero(image_mask)
                 runs = [(int(where[a]), int(where[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False)]
         return [_Run(start, stop, int(count)) for (start, stop), count in zip(runs, rows, strict=True)]
 

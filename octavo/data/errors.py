@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DataError(ValueError):
-    """A data set that cannot be used as it was asked for. The message names the file, the finding and the cure."""
+    """A data set that cannot be used as it was asked for. The message names the file, the finding and the fix."""
 
 
 class BadSample(DataError):
@@ -40,4 +40,4 @@ class LongSample(BadSample):
 
 
 class WorkerDied(RuntimeError):
-    """A process that prepares rows died (`data.workers`). The message names it, what ended it and the cure."""
+    """A process that prepares rows died (`data.workers`). The message names it, what ended it and the fix."""

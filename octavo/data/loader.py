@@ -201,7 +201,7 @@ class _WithPlace(Dataset):
 def _by_workers(
     processed: Processed, places: _Places, workers: int
 ) -> Generator[tuple[tuple[int, int], Sample | DataError], None, None]:
-    """Rows in order, made by worker processes. A worker that dies ends the run with its name and the cure."""
+    """Rows in order, made by worker processes. A worker that dies ends the run with its name and the fix."""
     outer = signal.getsignal(signal.SIGCHLD)
     stream = iter(
         DataLoader(

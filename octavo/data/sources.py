@@ -50,18 +50,18 @@ def recognise(rows: Rows) -> str:
     plain: int | None = None
     for row in range(min(len(rows), LOOKED_AT)):
         try:
-            told = _told_by(rows[row])
+            style = _style_of(rows[row])
         except BadSample:
             continue  # a broken line; it is reported when its turn comes
-        if told == "both":
+        if style == "both":
             raise DataError(
                 f"{rows.path}: the format is ambiguous (row {row} has turns with from/value and turns with "
                 f"role/content); set `format` for this data set"
             )
-        if told == "from/value":
+        if style == "from/value":
             plain = row if plain is None else plain
-        elif told is not None:
-            evidence.setdefault(told, row)
+        elif style is not None:
+            evidence.setdefault(style, row)
     if plain is not None and "messages" in evidence:
         evidence.setdefault("llava", plain)
     if len(evidence) > 1:
@@ -77,7 +77,7 @@ def recognise(rows: Rows) -> str:
     )
 
 
-def _told_by(raw: Any) -> str | None:
+def _style_of(raw: Any) -> str | None:
     """llava, sharegpt or messages where a row proves it; "from/value" where it could be either of the first two,
     "both" where its turns are mixed, None where it is no conversation."""
     if isinstance(raw, list):

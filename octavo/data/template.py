@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation the assistant said.
+"""Which characters of a rendered conversation are the assistant's.
 
 A chat template is a program; nobody marks in its output what is prompt and what is answer. So the conversation is
 rendered in growing prefixes: the messages before an answer with the generation prompt end where the answer begins
@@ -42,22 +42,22 @@ def _message(turn: Turn, parts: bool) -> Message:
     return {"role": turn.role, "content": content}
 
 
-def answer_spans(talk: Sequence[Message], render: Render, ends: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+def answer_spans(messages: Sequence[Message], render: Render, ends: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
     """Render the conversation and find its answers.
 
     `render(messages, add_generation_prompt)` gives text; `ends` are the tokenizer's special tokens. Returns the
     whole text and, for each assistant turn, (start, end) in characters: the answer with its end-of-turn token and
     without the line break that a template glues behind it. Raises `TemplateProblem`.
     """
-    whole = _rendered(render, talk, False)
+    whole = _rendered(render, messages, False)
     spans = []
-    for number, message in enumerate(talk):
+    for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _rendered(render, talk[:number], True)
+        prompt = _rendered(render, messages[:number], True)
         if not whole.startswith(prompt):
             raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, whole))
-        until = whole if number == len(talk) - 1 else _rendered(render, talk[: number + 1], False)
+        until = whole if number == len(messages) - 1 else _rendered(render, messages[: number + 1], False)
         if not until.startswith(prompt):
             raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, until))
         end = _end(whole, until, len(prompt), message)
@@ -77,8 +77,8 @@ def _end(whole: str, until: str, start: int, message: Message) -> int | None:
         return len(until)
     content = message["content"]
     words = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    for said in (words, words.strip()):  # templates write it as it is, or stripped
-        at = until.rfind(said)
+    for answer in (words, words.strip()):  # templates write it as it is, or stripped
+        at = until.rfind(answer)
         if at >= start and whole.startswith(until[at:], start):
             return start + len(until) - at
     return None
@@ -90,12 +90,12 @@ def _without_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:
     return start + len(bare) if any(bare.endswith(token) for token in ends) else end
 
 
-def _rendered(render: Render, talk: Sequence[Message], prompt: bool) -> str:
+def _rendered(render: Render, messages: Sequence[Message], prompt: bool) -> str:
     try:
-        return render(talk, prompt)
+        return render(messages, prompt)
     # Templates are programs of strangers: jinja's TemplateError (raise_exception), and Python errors out of jinja.
     except Exception as cause:
-        roles = ", ".join(message["role"] for message in talk)
+        roles = ", ".join(message["role"] for message in messages)
         raise TemplateProblem(
             f"the chat template refuses the roles {roles} ({type(cause).__name__}: {cause})"
         ) from cause

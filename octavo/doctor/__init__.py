@@ -1,4 +1,4 @@
-"""What this machine can run, what it cannot, and the cure.
+"""What this machine can run, what it cannot, and the fix.
 
 ``examine()`` tries things for real and never stops at the first failure: a broken torch is a line of the report.
 """

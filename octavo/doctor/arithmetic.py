@@ -76,14 +76,14 @@ def _try(backend: str, recipe_name: str, device: str) -> Check:
 
     name = f"{backend} {recipe_name} on {device}"
     means = f"fp8.recipe: {recipe_name} cannot be trusted here"
-    cure = "use another recipe or fp8.backend, and report this with `octavo doctor --json`"
+    fix = "use another recipe or fp8.backend, and report this with `octavo doctor --json`"
     try:
         worst = _run(backend, recipe_name, device)
     except Exception as error:  # whatever a kernel raises is this backend's answer and is shown
-        return Check("fp8", name, FAIL, first_line(error), means, cure)
+        return Check("fp8", name, FAIL, first_line(error), means, fix)
     bad = [f"{what} {diff:.2g}" for what, diff in worst.items() if not diff < SOUND]
     if bad:
-        return Check("fp8", name, FAIL, f"far from high precision: calc_diff of {', '.join(bad)}", means, cure)
+        return Check("fp8", name, FAIL, f"far from high precision: calc_diff of {', '.join(bad)}", means, fix)
     return Check("fp8", name, OK, "calc_diff " + ", ".join(f"{what} {diff:.1e}" for what, diff in worst.items()))
 
 

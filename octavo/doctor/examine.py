@@ -22,7 +22,7 @@ def examine(say: Callable[[str], None] = lambda text: None) -> Report:
         if torch.status == FAIL:
             found.append(
                 Check(
-                    "fp8", "all backends", FAIL, f"not tried: torch does not import ({torch.found})", cure="mend torch"
+                    "fp8", "all backends", FAIL, f"not tried: torch does not import ({torch.found})", fix="mend torch"
                 )
             )
         else:

@@ -23,7 +23,7 @@ def versions() -> list[Check]:
     for package, needed in environment.REQUIRED.items():
         if package in problems:
             means = f"Octavo is written for {package} {needed}"
-            checks.append(Check("versions", package, FAIL, problems[package].found, means, problems[package].cure))
+            checks.append(Check("versions", package, FAIL, problems[package].found, means, problems[package].fix))
         else:
             checks.append(Check("versions", package, OK, f"{environment.version(package)} ({needed})"))
     return checks
@@ -51,14 +51,14 @@ def _no_gpu(record: dict[str, Any]) -> Check:
     torch, driver = record.get("torch") or {}, record.get("driver")
     means = "the reference does the real job on the CPU, slowly"
     if driver and not torch.get("cuda_build"):
-        cure = "install torch with CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        fix = "install torch with CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
         found = f"driver {driver} is there, but torch {torch.get('version')} is built without CUDA"
-        return Check("devices", "gpu", WARN, found, means, cure)
+        return Check("devices", "gpu", WARN, found, means, fix)
     if driver:
         cause = record.get("unread", {}).get("gpus", "torch.cuda.is_available() is False")
-        cure = "compare the driver with torch's CUDA version (nvidia-smi); in a container, start it with --gpus all"
+        fix = "compare the driver with torch's CUDA version (nvidia-smi); in a container, start it with --gpus all"
         found = f"driver {driver} is there, but torch (CUDA {torch.get('cuda_build')}) sees no GPU: {cause}"
-        return Check("devices", "gpu", WARN, found, means, cure)
+        return Check("devices", "gpu", WARN, found, means, fix)
     return Check("devices", "gpu", ABSENT, "none", means, "none needed for the demo; an NVIDIA GPU makes it fast")
 
 
@@ -72,8 +72,8 @@ def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Ch
             checks.append(Check("storage", str(shm), OK, found))
         else:
             means = "data workers hand over batches through it and die with a bus error when it is full"
-            cure = "data.workers: 0, or start the container with --shm-size=8g"
-            checks.append(Check("storage", str(shm), WARN, found, means, cure))
+            fix = "data.workers: 0, or start the container with --shm-size=8g"
+            checks.append(Check("storage", str(shm), WARN, found, means, fix))
     folder = folder or Path.cwd()
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.0f} GiB free"
@@ -126,8 +126,8 @@ def _group_of_one(backend: str, means: str) -> Check:
         finally:
             dist.destroy_process_group()
     except Exception as error:  # whatever it is, it is this machine's answer and is shown
-        cure = "set GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to a network interface that exists; see `ip link`"
-        return Check("distributed", backend, WARN, first_line(error), means, cure)
+        fix = "set GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to a network interface that exists; see `ip link`"
+        return Check("distributed", backend, WARN, first_line(error), means, fix)
     return Check("distributed", backend, OK, "a group of one reduced a tensor")
 
 

@@ -23,12 +23,12 @@ _MEND = "mend what the cause names, or install again: "
 
 @dataclass(frozen=True)
 class Package:
-    """``statement`` is what must work; ``means`` what is lost without it; ``cure`` how to get it."""
+    """``statement`` is what must work; ``means`` what is lost without it; ``fix`` how to get it."""
 
     distribution: str
     statement: str
     means: str
-    cure: str
+    fix: str
     required: bool = False
 
 
@@ -172,18 +172,18 @@ def try_import(package: Package) -> Check:
     broken = FAIL if package.required else WARN
     if version is None:
         status = FAIL if package.required else ABSENT
-        return Check(area, package.distribution, status, "not installed", package.means, package.cure)
+        return Check(area, package.distribution, status, "not installed", package.means, package.fix)
     try:
         done = subprocess.run(
             [sys.executable, "-c", package.statement], capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         found = f"{version}: the import did not end in {SECONDS} s"
-        return Check(area, package.distribution, broken, found, package.means, _MEND + package.cure)
+        return Check(area, package.distribution, broken, found, package.means, _MEND + package.fix)
     if done.returncode == 0:
         return Check(area, package.distribution, OK, version)
     found = f"{version}: {cause(done)}"
-    return Check(area, package.distribution, broken, found, package.means, _MEND + package.cure)
+    return Check(area, package.distribution, broken, found, package.means, _MEND + package.fix)
 
 
 def cause(done: subprocess.CompletedProcess[str]) -> str:

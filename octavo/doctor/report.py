@@ -12,14 +12,14 @@ OK, WARN, ABSENT, FAIL = "ok", "warn", "absent", "fail"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried: what was found, and for anything but ok what it means and the cure."""
+    """One thing that was tried: what was found, and for anything but ok what it means and the fix."""
 
     area: str
     name: str
     status: str
     found: str
     means: str = ""
-    cure: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)

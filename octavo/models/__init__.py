@@ -7,12 +7,13 @@ from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, Family, describe, stays
 from octavo.models.freeze import freeze
 from octavo.models.generate import generate
-from octavo.models.loading import empty, load, load_split, parameter_count, read_config
+from octavo.models.loading import load, load_split, parameter_count
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
 from octavo.models.quantization import Quantization, read_quantization, to_config
 from octavo.models.random import random_model
 from octavo.models.save import save_hf
 from octavo.models.shapes import SHAPES, shape_model
+from octavo.models.skeleton import empty, read_config
 from octavo.models.tiny_configs import tiny_config
 from octavo.models.values import stream
 

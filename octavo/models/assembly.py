@@ -32,16 +32,18 @@ _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
 
 def asked_kinds(load_in_fp8: str | Mapping[str, str | None] | None) -> dict[str, str]:
-    """component -> kind; one word speaks of the language model. Raises ModelError for unknown ones."""
+    """component -> kind (of `fp8.FROZEN`, which the recipes that multiply by it are named after: row of rowwise); one
+    word speaks of the language model. Raises ModelError for unknown ones."""
+    names = ", ".join(f"{kind}wise" for kind in fp8.FROZEN)
     if load_in_fp8 is not None and not isinstance(load_in_fp8, str | Mapping):
-        raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {', '.join(fp8.FROZEN)}, or a kind for each component.")
+        raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {names}, or one of them for each component.")
     given = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
-    asked = {component: kind for component, kind in given.items() if kind is not None}
+    asked = {component: str(kind).removesuffix("wise") for component, kind in given.items() if kind is not None}
     for component, kind in asked.items():
         if component not in COMPONENTS:
             raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(COMPONENTS)}.")
         if kind not in fp8.FROZEN:
-            raise ModelError(f"load_in_fp8 asks for {kind!r} in {component}; the kinds are {', '.join(fp8.FROZEN)}.")
+            raise ModelError(f"load_in_fp8 asks for {given[component]!r} in {component}; there are {names}.")
     return asked
 
 
@@ -264,7 +266,7 @@ def _kinds(
         held = [name for name in mine if name in there]
         if held and quantization is not None and quantization.spec.block != fp8.FROZEN[kind].block:
             raise ModelError(
-                f"load_in_fp8 asks for {kind} in {component}, and {folder} holds FP8 codes of {quantization} "
+                f"load_in_fp8 asks for {kind}wise in {component}, and {folder} holds FP8 codes of {quantization} "
                 f"({held[0]} and {len(held) - 1} more). Leave load_in_fp8 out, which takes the codes as they "
                 "are, or use the BF16 checkpoint."
             )

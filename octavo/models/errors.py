@@ -1,5 +1,5 @@
-"""The one exception this room raises for users."""
+"""The one exception that this package raises for users."""
 
 
 class ModelError(ValueError):
-    """A model folder, family, component or shape that Octavo cannot use; the message names the cure."""
+    """A model folder, family, component or shape that Octavo cannot use; the message names the fix."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.fp8.policy import matches
 from octavo.models.errors import ModelError
+from octavo.models.skeleton import VISION_FAMILIES, empty, is_vision_config
 
 COMPONENTS = ("image_encoder", "image_projector", "foundation", "lm_head")
 
@@ -95,17 +96,13 @@ def _internvl() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
 
 _GRID = ("pixel_values", "image_grid_thw")
 # family -> (components and blocks, the tower's module, what forward wants for images)
-VISION_FAMILIES = {
+_VISION = {
     "qwen3_vl": (_qwen_vl(deepstack=True, pos_embed=True), "model.visual", _GRID),
     "qwen3_vl_moe": (_qwen_vl(deepstack=True, pos_embed=True), "model.visual", _GRID),
     "qwen2_5_vl": (_qwen_vl(deepstack=False, pos_embed=False), "model.visual", _GRID),
     "internvl": (_internvl(), "model.vision_tower", ("pixel_values",)),
 }
-
-
-def is_vision_config(config: PreTrainedConfig) -> bool:
-    """Whether the configuration belongs to a vision-language family described here."""
-    return config.model_type in VISION_FAMILIES
+assert tuple(_VISION) == VISION_FAMILIES
 
 
 def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
@@ -115,8 +112,6 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
     and where the modules are not where the family says (a transformers version with other names).
     """
     if isinstance(model_or_config, PreTrainedConfig):
-        from octavo.models.loading import empty
-
         return describe(empty(model_or_config))
     config = getattr(model_or_config, "config", None)
     if config is None:
@@ -131,7 +126,7 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
 
 def _vision(model: PreTrainedModel) -> Family:
     config = model.config
-    (components, layers), tower, pixel_inputs = VISION_FAMILIES[config.model_type]
+    (components, layers), tower, pixel_inputs = _VISION[config.model_type]
     return Family(
         name=config.model_type,
         components=components,

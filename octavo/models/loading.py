@@ -18,72 +18,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from octavo import fp8
 from octavo.models.assembly import asked_kinds, assemble, refuse_incomplete
 from octavo.models.errors import ModelError
-from octavo.models.families import VISION_FAMILIES, is_vision_config
-from octavo.models.folder import check_generation_config, check_weight_files, first_line, quiet, read_json, summary
-from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
+from octavo.models.folder import check_generation_config, check_weight_files, quiet, summary
+from octavo.models.quantization import read_quantization
 from octavo.models.shards import open_weights
-
-
-def read_config(path: str | Path) -> PreTrainedConfig:
-    """The configuration of a local model folder.
-
-    Raises ModelError when the folder or `config.json` is missing, when the JSON is broken, when the model needs code
-    from the folder (`auto_map`), when its `model_type` is unknown to the installed transformers, or when its weights
-    are quantized in a way that Octavo does not read. Of a folder in FP8 the configuration is that of the stock model
-    (`read_quantization` says how it is stored).
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(
-            f"{folder} is not a folder: a model is loaded from a local Hugging Face folder (config.json, safetensors, "
-            "tokenizer). Download it first, or make a small one with `octavo tiny`."
-        )
-    raw = read_json(folder / "config.json")
-    if "auto_map" in raw:
-        raise ModelError(
-            f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
-            "checkpoint in its transformers form (InternVL: the -HF folders)."
-        )
-    read_quantization(folder)  # refuses what cannot be read
-    config = _auto_config(folder)
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        for key in QUANTIZED_KEYS:  # what the weights on disk are, not the model
-            if hasattr(part, key):
-                delattr(part, key)
-    return config
-
-
-def _auto_config(folder: Path) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
-    except Exception as error:  # transformers' strict dataclasses raise their own kinds; the cause is kept
-        raise ModelError(f"{folder}/config.json has a field that does not fit: {first_line(error)}") from error
-
-
-def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a folder or configuration on the meta device: shapes without memory; reads no weights."""
-    config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
-    auto = auto_class(config)
-    try:
-        with torch.device("meta"):
-            model = auto.from_config(config, dtype=dtype)
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise ModelError(f"no {config.model_type!r} model can be built from its config: {summary(error)}") from error
-    model.tie_weights()
-    return model
+from octavo.models.skeleton import auto_class, empty, read_config, skeleton
 
 
 def load(
@@ -101,10 +44,10 @@ def load(
     dtype                of all parameters; buffers such as rotary tables keep their fp32
     device               where it ends up
     attn_implementation  "sdpa", "eager", ...; None lets transformers choose (sdpa where the family has it)
-    load_in_fp8          "row", "block" or "tensor": linear layers and experts of the language model become frozen FP8
-                         weights while they are read, and nothing is held in two precisions. A mapping says it for each
-                         of foundation, image_encoder, image_projector. Embeddings, the output projection, routers,
-                         norms and the patch embedding stay
+    load_in_fp8          "rowwise", "blockwise" or "tensorwise" ("row", "block", "tensor" mean the same): linear layers
+                         and experts of the language model become frozen FP8 weights while they are read, and nothing is
+                         held in two precisions. A mapping says it for each of foundation, image_encoder,
+                         image_projector. Embeddings, the output projection, routers, norms and the patch embedding stay
     keep_fp8             of a folder that holds FP8: True keeps the codes as they are (frozen weights), False gives
                          their values in `dtype`
     say                  told what a person should know: which of two sets of weights was taken, what was not used
@@ -124,22 +67,12 @@ def load(
     own = shards.passed_by or quantization is not None or any(entry.is_codes for entry in shards.stored.values())
     if kinds or own:
         with shards:
-            build = partial(_skeleton, config, dtype, attn_implementation)
+            build = partial(skeleton, config, dtype, attn_implementation)
             return assemble(
                 folder, build, shards, quantization, kinds, dtype, torch.device(device), keep_fp8, say, progress
             )
     model = _load_stock(folder, config, dtype, attn_implementation)
     return model.to(device)
-
-
-def _skeleton(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
-    """The model on the meta device, as from_pretrained has it before weights are read."""
-    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    try:
-        with quiet(), torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=dtype, **extra)
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise ModelError(f"no {config.model_type!r} model can be built from its config: {summary(error)}") from error
 
 
 def _load_stock(
@@ -181,8 +114,6 @@ def load_split(
     config = read_config(folder)
     if read_quantization(folder) is None and not _finer_than_bf16(check_weight_files(folder)):
         return load(folder, torch.bfloat16, device, attn_implementation), {}
-    from octavo import fp8  # the arithmetic of two halves is the optimizer's
-
     model = load(folder, torch.float32, "cpu", attn_implementation, keep_fp8=False)
     lows: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -208,17 +139,6 @@ def _finer_than_bf16(files: list[Path]) -> bool:
             if any(tensors.get_slice(name).get_dtype() in ("F64", "F32", "F16") for name in tensors.keys()):  # noqa: SIM118
                 return True
     return False
-
-
-def auto_class(config: PreTrainedConfig) -> type:
-    if is_vision_config(config):
-        return AutoModelForImageTextToText
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    raise ModelError(
-        f"model_type {config.model_type!r} is neither a described vision-language family "
-        f"({', '.join(VISION_FAMILIES)}) nor a text-only decoder that transformers knows."
-    )
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -20,8 +20,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from octavo.models.errors import ModelError
-from octavo.models.families import VISION_FAMILIES
-from octavo.models.loading import read_json
+from octavo.models.folder import read_json
+from octavo.models.skeleton import VISION_FAMILIES
 
 
 class Qwen3VLImageTextProcessor(Qwen3VLProcessor):

@@ -30,7 +30,7 @@ METHODS = ("fp8", "compressed-tensors")
 QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
 _STRATEGIES = {"channel": "row", "tensor": "tensor", "block": "block"}
 _FORMATS = ("float-quantized", "naive-quantized")  # the second is the name that older versions gave to the first
-_CURE = (
+_FIX = (
     "Use the checkpoint in BF16 (`load_in_fp8` quantizes it while loading), or one in DeepSeek's block format or "
     "compressed-tensors `float-quantized`."
 )
@@ -138,7 +138,7 @@ def _targets(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern
 def read_quantization(folder: str | Path) -> Quantization | None:
     """What the config.json of a folder says about quantized weights; None for a folder in high precision.
 
-    Raises ModelError for a method, a format or a layout that Octavo does not read, with the cure.
+    Raises ModelError for a method, a format or a layout that Octavo does not read, with the fix.
     """
     file = Path(folder) / "config.json"
     found = quantization_block(read_json(file))
@@ -146,7 +146,7 @@ def read_quantization(folder: str | Path) -> Quantization | None:
         if (other := file.with_name("hf_quant_config.json")).exists():
             raise ModelError(
                 f"{other} tells of weights quantized by NVIDIA's ModelOpt, and {file} of none; Octavo does not read "
-                f"that format. {_CURE}"
+                f"that format. {_FIX}"
             )
         return None
     return parse(found, str(file))
@@ -173,7 +173,7 @@ def parse(block: Any, where: str = "quantization_config") -> Quantization:
         return _parse_compressed(block, where)
     raise ModelError(
         f"{where} holds quantised weights (quant_method {method!r}); of quantized checkpoints Octavo reads "
-        f"{' and '.join(METHODS)} in FP8. {_CURE}"
+        f"{' and '.join(METHODS)} in FP8. {_FIX}"
     )
 
 
@@ -183,22 +183,22 @@ def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
         raise ModelError(
             f"{where}: quant_method 'fp8' without weight_block_size means one scale a tensor, for which loaders "
             "disagree about the name (weight_scale or weight_scale_inv). Per-tensor weights are written by "
-            f"compressed-tensors (strategy tensor). {_CURE}"
+            f"compressed-tensors (strategy tensor). {_FIX}"
         )
     scheme = str(block.get("activation_scheme", "dynamic")).lower()
     if scheme != "dynamic":
         raise ModelError(
             f"{where}: quant_method 'fp8' with activation_scheme {scheme!r} wants fixed scales for activations; Octavo "
-            f"reads it with 'dynamic' alone. {_CURE}"
+            f"reads it with 'dynamic' alone. {_FIX}"
         )
     formats = {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", "ue8m0"), "expert_dtype": ("fp8",)}
     for key, known in formats.items():
         if block.get(key) is not None and block[key] not in known:
-            raise ModelError(f"{where}: {key} is {block[key]!r}; Octavo reads {' and '.join(known)}. {_CURE}")
+            raise ModelError(f"{where}: {key} is {block[key]!r}; Octavo reads {' and '.join(known)}. {_FIX}")
     if block.get("modules_to_convert"):
         raise ModelError(
             f"{where}: modules_to_convert {block['modules_to_convert']} puts more than linear layers into FP8, which "
-            f"Octavo does not read. {_CURE}"
+            f"Octavo does not read. {_FIX}"
         )
     skipped = block.get("modules_to_not_convert")
     if skipped is None:
@@ -215,15 +215,13 @@ def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
 def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
     status = block.get("quantization_status", "compressed")
     if status != "compressed":
-        raise ModelError(f"{where}: quantization_status is {status!r}; only 'compressed' has codes. {_CURE}")
+        raise ModelError(f"{where}: quantization_status is {status!r}; only 'compressed' has codes. {_FIX}")
     sparse = block.get("sparsity_config") or {}
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
-        raise ModelError(f"{where}: sparsity_config has format {sparse['format']!r}; Octavo reads dense ones. {_CURE}")
+        raise ModelError(f"{where}: sparsity_config has format {sparse['format']!r}; Octavo reads dense ones. {_FIX}")
     groups = block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise ModelError(
-            f"{where}: config_groups is missing or empty: what is quantized, and how, is not said. {_CURE}"
-        )
+        raise ModelError(f"{where}: config_groups is missing or empty: what is quantized, and how, is not said. {_FIX}")
     found: dict[tuple[str, tuple[int, int] | None], list[str]] = {}
     activations = set()
     for name, group in groups.items():
@@ -234,7 +232,7 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
             continue  # a group of activations or of the KV cache alone
         form = group.get("format") or block.get("format")
         if form not in _FORMATS:
-            raise ModelError(f"{at} has format {form!r}; of compressed-tensors Octavo reads 'float-quantized'. {_CURE}")
+            raise ModelError(f"{at} has format {form!r}; of compressed-tensors Octavo reads 'float-quantized'. {_FIX}")
         layout = _parse_weights(group["weights"], at)
         found.setdefault(layout, []).extend(_names(group.get("targets"), f"{at}.targets"))
         inputs = group.get("input_activations")
@@ -242,14 +240,14 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
     if len(found) != 1:
         raise ModelError(
             f"{where}: config_groups quantize weights in {len(found)} ways "
-            f"({', '.join(k for k, _ in found) or 'none'}); Octavo reads one a checkpoint. {_CURE}"
+            f"({', '.join(k for k, _ in found) or 'none'}); Octavo reads one a checkpoint. {_FIX}"
         )
     ((kind, size), targets), *_ = found.items()
     skipped = _names(block.get("ignore"), f"{where}: ignore")
     for pattern in (*targets, *skipped):
         _compiles(pattern, where)
-    told = "static" if "static" in activations else "dynamic" if "dynamic" in activations else "none"
-    return Quantization("compressed-tensors", kind, size, skipped, tuple(targets), told)
+    activation = "static" if "static" in activations else "dynamic" if "dynamic" in activations else "none"
+    return Quantization("compressed-tensors", kind, size, skipped, tuple(targets), activation)
 
 
 def _parse_weights(weights: Any, at: str) -> tuple[str, tuple[int, int] | None]:
@@ -261,10 +259,10 @@ def _parse_weights(weights: Any, at: str) -> tuple[str, tuple[int, int] | None]:
     for key, value in wanted.items():
         given = weights.get(key, defaults[key])
         if given != value:
-            raise ModelError(f"{at}.weights.{key} is {given!r}, and Octavo reads {value!r} alone (FP8). {_CURE}")
+            raise ModelError(f"{at}.weights.{key} is {given!r}, and Octavo reads {value!r} alone (FP8). {_FIX}")
     strategy = weights.get("strategy")
     if strategy not in _STRATEGIES:
-        raise ModelError(f"{at}.weights.strategy is {strategy!r}; Octavo reads {', '.join(_STRATEGIES)}. {_CURE}")
+        raise ModelError(f"{at}.weights.strategy is {strategy!r}; Octavo reads {', '.join(_STRATEGIES)}. {_FIX}")
     if strategy != "block":
         return _STRATEGIES[strategy], None
     size = weights.get("block_structure")

@@ -7,8 +7,9 @@ import copy
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo.models.loading import auto_class, quiet
+from octavo.models.folder import quiet
 from octavo.models.shapes import shape_config
+from octavo.models.skeleton import auto_class
 
 
 def random_model(
@@ -33,8 +34,7 @@ def random_model(
     if vision_layers is not None and vision is not None:
         _shorten(vision, vision_layers)
     with quiet(), torch.device(device):
-        model = auto_class(config).from_config(config, dtype=dtype)
-    return model.train()
+        return auto_class(config).from_config(config, dtype=dtype).train()
 
 
 def _shorten(config: PreTrainedConfig, layers: int) -> None:

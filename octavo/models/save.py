@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from octavo import fp8
 from octavo.models.errors import ModelError
 from octavo.models.folder import quiet
-from octavo.models.loading import empty
+from octavo.models.skeleton import empty
 from octavo.models.whole import copy_companions, whole, write_config
 from octavo.models.whole import sync as _sync
 

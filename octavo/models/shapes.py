@@ -27,7 +27,7 @@ from transformers import (
 from octavo.fp8.policy import nearest
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
-from octavo.models.loading import empty
+from octavo.models.skeleton import empty
 
 
 def _qwen3_text(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
@@ -72,18 +72,28 @@ def _qwen3_vl_30b_a3b() -> PreTrainedConfig:
     return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(2048, True), tie_word_embeddings=False)
 
 
-def _qwen2_5_vl_7b() -> PreTrainedConfig:
-    text = {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 128000,
+def _decoder(
+    vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, positions: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
         "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
+        **more,
     }
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
+
+
+def _qwen2_5_vl_7b() -> PreTrainedConfig:
+    rope = {**_ROPE, "mrope_section": [16, 24, 24]}
+    text = _decoder(152064, 3584, 18944, 28, 28, 4, 128000, rope_parameters=rope)
     vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
 
@@ -91,25 +101,14 @@ def _qwen2_5_vl_7b() -> PreTrainedConfig:
 def _internvl3_5_8b() -> PreTrainedConfig:
     text = _qwen3_text(4096, 12288, 36, 32, 8, model_type="qwen3", tie_word_embeddings=False)
     text["max_position_embeddings"] = 40960
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
+    text["rope_parameters"] = dict(_ROPE)
     vision = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096, "attention_bias": True}
     return InternVLConfig(text_config=text, vision_config=vision, image_token_id=151671, tie_word_embeddings=False)
 
 
 def _nvila_8b() -> PreTrainedConfig:
-    text = {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "tie_word_embeddings": False,
-    }
+    more = {"model_type": "qwen2", "rope_parameters": dict(_ROPE), "tie_word_embeddings": False}
+    text = _decoder(152064, 3584, 18944, 28, 28, 4, 32768, **more)
     vision = {
         "hidden_size": 1152,
         "num_hidden_layers": 27,
@@ -123,32 +122,12 @@ def _nvila_8b() -> PreTrainedConfig:
 
 
 def _qwen2_5_0_5b() -> PreTrainedConfig:
-    return Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=True,
-    )
+    more = {"rope_parameters": dict(_ROPE), "tie_word_embeddings": True}
+    return Qwen2Config(**_decoder(151936, 896, 4864, 24, 14, 2, 32768, **more))
 
 
 def _llama2_7b() -> PreTrainedConfig:
-    return LlamaConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-    )
+    return LlamaConfig(**_decoder(32000, 4096, 11008, 32, 32, 32, 4096, rms_norm_eps=1e-5, tie_word_embeddings=False))
 
 
 def _mpt_1b() -> PreTrainedConfig:

@@ -119,7 +119,7 @@ class Stream:
 
     def _quantized(self, origin: Origin, parts: Parts | None) -> nn.Parameter:
         spec = fp8.FROZEN[self.kinds[origin.name]]
-        codes, scale, transposed = self._room(origin, spec)
+        codes, scale, transposed = self._storage(origin, spec)
         for slot, pieces in enumerate(origin.slots):
             into = (codes[slot], scale[slot]) if origin.experts else (codes, scale)
             if parts is not None:
@@ -137,7 +137,7 @@ class Stream:
         parts = [rows for _, rows in self._rows(pieces)]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
-    def _room(self, origin: Origin, spec: fp8.CastSpec) -> tuple[Tensor, Tensor, bool]:
+    def _storage(self, origin: Origin, spec: fp8.CastSpec) -> tuple[Tensor, Tensor, bool]:
         """Memory for codes [E, N, K] and scales of a parameter, and whether the module stores it transposed."""
         shape, transposed = list(self._shape(origin.name)), self._transposed(origin)
         if transposed:
@@ -154,7 +154,7 @@ class Stream:
 
     def _frozen(self, origin: Origin) -> nn.Parameter:
         spec, scales = self.scales_of(origin)
-        codes, scale, transposed = self._room(origin, spec)
+        codes, scale, transposed = self._storage(origin, spec)
         for slot, pieces in enumerate(origin.slots):
             into, grid = (codes[slot], scale[slot]) if origin.experts else (codes, scale)
             self._codes(pieces, into)

@@ -21,8 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
 
 from octavo.models.errors import ModelError
-from octavo.models.families import is_vision_config
-from octavo.models.loading import quiet
+from octavo.models.folder import quiet
+from octavo.models.skeleton import is_vision_config
 from octavo.models.tiny_configs import CONFIGS, INTERNVL_IMAGE, PATCH, SIZES
 from octavo.models.tokens import INTERNVL, LLAMA, MPT, QWEN, QWEN_VL, Special, train_tokenizer
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from octavo import fp8
 from octavo.models.assembly import checked
-from octavo.models.loading import empty
 from octavo.models.quantization import read_quantization
 from octavo.models.shards import open_weights
+from octavo.models.skeleton import empty
 from octavo.models.sources import Origin
 from octavo.models.streaming import Stream
 

@@ -55,7 +55,7 @@ def whole(target: Path) -> Iterator[Path]:
         _clear(scratch, target)
         try:
             made = scratch / "new"
-            with _room(target):
+            with _disk_space(target):
                 made.mkdir()
                 yield made
             if target.exists():
@@ -99,7 +99,7 @@ def _clear(scratch: Path, target: Path) -> None:
 
 
 @contextmanager
-def _room(target: Path) -> Iterator[None]:
+def _disk_space(target: Path) -> Iterator[None]:
     """A disk without room as a ModelError; safetensors has the machine's word in its text alone."""
     try:
         yield

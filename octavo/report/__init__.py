@@ -1,12 +1,12 @@
 """The trial and its report: FP8 beside high precision on the same data, judged, drawn and written as one page.
 
-``compare`` trains the arms and writes ``report.html``, ``report.json`` and PNG plots; ``judge`` alone turns finished
-arms into a ``Verdict``; ``demo.run`` is the whole story on the embedded handwritten digits.
+``compare`` trains the runs and writes ``report.html``, ``report.json`` and PNG plots; ``judge`` alone turns finished
+runs into a ``Verdict``; ``demo.run`` is the whole story on the embedded handwritten digits.
 """
 
 from octavo.report.compare import compare
-from octavo.report.judge import Arm, Verdict, judge
+from octavo.report.judge import Run, Verdict, judge
 from octavo.report.rundir import LayerHealth, ReportError, RunRecord, read
 from octavo.report.verdict import Check
 
-__all__ = ["Arm", "Check", "LayerHealth", "ReportError", "RunRecord", "Verdict", "compare", "judge", "read"]
+__all__ = ["Check", "LayerHealth", "ReportError", "Run", "RunRecord", "Verdict", "compare", "judge", "read"]

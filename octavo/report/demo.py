@@ -3,7 +3,7 @@
 Everything that is said is computed here and now. A second run in the same folder reuses what is complete.
 
     digits/  model/  demo.yaml       the data, the untrained checkpoint, the configuration (yours to change and rerun)
-    arms/    report/                 the trial: one run directory an arm, and the page
+    arms/    report/                 the trial: its run directories, and the page
     answer.png                       a held-out image, the questions, the FP8 model's answers, the truth
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import Config, load_config
-from octavo.report.compare import arms_of, compare
+from octavo.report.compare import compare, runs_of
 from octavo.report.judge import Verdict
 from octavo.report.rundir import ReportError
 from octavo.report.verdict import percent
@@ -57,8 +57,8 @@ class Interview:
 def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, console: Any = None) -> Verdict:
     """Make the set and the model in ``directory``, run the trial of ``steps`` steps, ask, and say what was found.
 
-    ``fresh`` trains the arms again. ``console`` is a rich console (None: silent). Raises ``ReportError`` where the
-    folder holds a demo of other settings, and the errors of the rooms that it calls.
+    ``fresh`` trains the runs again. ``console`` is a rich console (None: silent). Raises ``ReportError`` where the
+    folder holds a demo of other settings, and the errors of what it calls.
     """
     if steps < 1:
         raise ReportError(f"steps={steps}: the demo needs at least one step")
@@ -68,11 +68,11 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
     clock.lap("data and model")
     verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs())
     clock.lap("trial")
-    failure = next(arm["failure"] for arm in verdict.data["arms"] if arm["kind"] == "fp8")
+    failure = next(run["failure"] for run in verdict.data["arms"] if run["kind"] == "fp8")
     if failure:
         raise ReportError(f"FP8 {RECIPE} failed: {failure}. Report: {directory / 'report' / 'report.html'}")
-    arm = next(arm for arm in arms_of(cfg, [RECIPE], directory) if arm.kind == "fp8")
-    interview = ask(Path(arm.cfg.run.dir), directory / "digits" / "test.json", ROW)
+    trained = next(run for run in runs_of(cfg, [RECIPE], directory) if run.kind == "fp8")
+    interview = ask(Path(trained.cfg.run.dir), directory / "digits" / "test.json", ROW)
     draw(interview, directory / "answer.png")
     clock.lap("question")
     if console is not None:
@@ -82,7 +82,7 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
 
 
 def _jobs() -> int:
-    """How many arms train at a time: one a core of the CPU, since the demo gives each one thread; a GPU serves one."""
+    """How many runs train at a time: one a core of the CPU, since the demo gives each one thread; a GPU serves one."""
     import torch
 
     if torch.cuda.is_available():
@@ -136,9 +136,9 @@ def ask(run: Path, file: Path, number: int) -> Interview:
     with Image.open(file.parent / row["image"]) as opened:
         image = opened.convert("RGB")
     model, processor, _ = train.load_run(run)
-    talk, answers, messages = row["conversations"], [], []
+    turns, answers, messages = row["conversations"], [], []
     with fp8.count_gemms() as counts:
-        for asked, told in zip(talk[::2], talk[1::2], strict=True):
+        for asked, answered in zip(turns[::2], turns[1::2], strict=True):
             question = asked["value"].replace("<image>", "").strip()
             parts: list[dict[str, str]] = [{"type": "text", "text": question}]
             if "<image>" in asked["value"]:
@@ -146,7 +146,7 @@ def ask(run: Path, file: Path, number: int) -> Interview:
             messages.append({"role": "user", "content": parts})
             answer = models.generate(model, processor, messages, [image], max_new_tokens=4)
             messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-            answers.append(Answer(question, answer, told["value"]))
+            answers.append(Answer(question, answer, answered["value"]))
     return Interview(image, tuple(answers), sum(counts.values()))
 
 
@@ -208,17 +208,17 @@ def show(console: Any, interview: Interview, directory: Path) -> None:
         mark = "[green]right[/]" if answer.right else "[red]wrong[/]"
         table.add_row(answer.question, answer.answer or "(nothing)", answer.truth, mark)
     console.print(table)
-    told = f"{interview.gemms} FP8 GEMMs gave these answers; saved as {directory / 'answer.png'}"
-    console.print(told, highlight=False)
+    message = f"{interview.gemms} FP8 GEMMs gave these answers; saved as {directory / 'answer.png'}"
+    console.print(message, highlight=False)
 
 
 def summarize(console: Any, verdict: Verdict, directory: Path, clock: Clock, seconds: float) -> None:
     """The verdict, both accuracies, the seconds by stage, and where the report lies."""
     console.print()
-    for arm in verdict.data["arms"]:
-        right = (arm["eval"] or {}).get("exact_match")
+    for run in verdict.data["arms"]:
+        right = (run["eval"] or {}).get("exact_match")
         shown = "not evaluated" if right is None else f"{percent(right, 1)} of held-out questions"
-        console.print(f"  {arm['label']:<24} loss {arm['last_loss']:.4f}  {shown}", highlight=False)
+        console.print(f"  {run['label']:<24} loss {run['last_loss']:.4f}  {shown}", highlight=False)
     laps = ", ".join(f"{name} {spent:.0f} s" for name, spent in clock.laps.items())
     console.print(f"\n{verdict.line}", highlight=False, markup=False)
     for reason in verdict.reasons:

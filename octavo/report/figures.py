@@ -83,7 +83,7 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of one arm. ``kind`` is reference, noise or fp8; ``color`` a name in ``PALETTE``."""
+    """The losses of one run. ``kind`` is reference, noise or fp8; ``color`` a name in ``PALETTE``."""
 
     label: str
     kind: str
@@ -121,7 +121,7 @@ def _color(name: str) -> str:
 
 
 def loss_figure(curves: Sequence[Curve]) -> Figure:
-    """Loss of each arm over the steps: raw, faint; smoothed, strong. A log axis where the loss falls twentyfold."""
+    """Loss of each run over the steps: raw, faint; smoothed, strong. A log axis where the loss falls twentyfold."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     axes = figure.subplots()
     # High precision last, so that it is not hidden below the curves that should follow it.
@@ -291,7 +291,7 @@ def short(name: str) -> str:
 def memory_figure(
     bars: Sequence[tuple[str, Mapping[str, int]]], kinds: Mapping[str, str], unit: tuple[str, float]
 ) -> Figure:
-    """Bytes by kind, one stacked bar for each arm; ``kinds`` gives each its word, ``unit`` is a name and its bytes."""
+    """Bytes by kind, one stacked bar for each run; ``kinds`` gives each its word, ``unit`` is a name and its bytes."""
     name, size = unit
     figure = Figure(figsize=(9, 1.5 + 0.55 * len(bars)), layout="constrained")
     axes = figure.subplots()

@@ -1,6 +1,6 @@
-"""From finished arms to a verdict: collects each arm's figures, asks every row of the trust table, says the result.
+"""From finished runs to a verdict: collects each run's figures, asks every row of the trust table, says the result.
 
-An arm is one run of the trial: high precision (``reference``), high precision with another seed (``noise``), or one
+A run is one run of the trial: high precision (``reference``), high precision with another seed (``noise``), or one
 FP8 recipe (``fp8``). Nothing here trains or draws.
 """
 
@@ -19,12 +19,12 @@ from octavo.report.rundir import LayerHealth, ReportError, RunRecord, common
 from octavo.report.savings import base_of
 from octavo.report.verdict import FAIL, PASS, WARN, Check, percent
 
-#: what two arms must share; the rest of the record (free memory, variables) may differ
+#: what two runs must share; the rest of the record (free memory, variables) may differ
 _SAME_MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
 
 
 @dataclass(frozen=True)
-class Arm:
+class Run:
     """One run of the trial: its folder's name, how the page calls it, its kind and the configuration it trains."""
 
     name: str
@@ -55,12 +55,12 @@ def accuracy(record: RunRecord) -> float | None:
     return None if value is None else float(value)
 
 
-def dtype_of(arm: Arm, record: RunRecord) -> str:
+def dtype_of(run: Run, record: RunRecord) -> str:
     """The dtype that high precision computed in: fp32, or bf16."""
-    asked = arm.cfg.train.precision
+    asked = run.cfg.train.precision
     if asked != "auto":
         return asked
-    if arm.cfg.lora is not None:  # its base is BF16 everywhere
+    if run.cfg.lora is not None:  # its base is BF16 everywhere
         return "bf16"
     return "bf16" if record.environment.get("gpus") else "fp32"
 
@@ -84,7 +84,7 @@ def _operands(health: Sequence[LayerHealth], figure: str, roles: Sequence[str]) 
     return found
 
 
-def _health_checks(arm: Arm, record: RunRecord) -> list[Check]:
+def _health_checks(run: Run, record: RunRecord) -> list[Check]:
     health = record.health
     e5m2 = {row["name"] for row in record.plan.get("rows", ()) if dy_format(row) == "e5m2"}
     by_format: dict[str, dict[str, float]] = {"e4m3": {}}
@@ -96,11 +96,11 @@ def _health_checks(arm: Arm, record: RunRecord) -> list[Check]:
     # Of frozen layers nobody takes a weight gradient: that is as planned, and no figure is missing.
     of_wgrad: Callable[[Check], Check] = rows.no_wgrad if _all_frozen(record.plan) else _as_it_is
     return [
-        rows.check_underflow(arm.label, _operands(health, "underflow", ("x", "w", "dy")), wgrad=False),
-        of_wgrad(rows.check_underflow(arm.label, wgrad, wgrad=True)),
-        *(rows.check_sqnr(arm.label, fmt, values) for fmt, values in by_format.items()),
-        of_wgrad(rows.check_cosine(arm.label, {h.layer: h.cosine for h in health if h.cosine is not None})),
-        rows.check_nan_codes(arm.label, {h.layer: h.nan_codes for h in health}),
+        rows.check_underflow(run.label, _operands(health, "underflow", ("x", "w", "dy")), wgrad=False),
+        of_wgrad(rows.check_underflow(run.label, wgrad, wgrad=True)),
+        *(rows.check_sqnr(run.label, fmt, values) for fmt, values in by_format.items()),
+        of_wgrad(rows.check_cosine(run.label, {h.layer: h.cosine for h in health if h.cosine is not None})),
+        rows.check_nan_codes(run.label, {h.layer: h.nan_codes for h in health}),
     ]
 
 
@@ -114,17 +114,17 @@ def _as_it_is(check: Check) -> Check:
     return check
 
 
-def _same_machine(arm: Arm, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Check:
+def _same_machine(run: Run, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Check:
     differ = [name for key in _SAME_MACHINE for name in _differing(key, ours.get(key), theirs.get(key))]
     threshold = "same device, threads and versions"
     if not ours or not theirs:
         say = "a run recorded no environment"
-        return Check("same_machine", "Same machine", arm.label, None, "not recorded", threshold, WARN, say)
+        return Check("same_machine", "Same machine", run.label, None, "not recorded", threshold, WARN, say)
     if differ:
         shown = ", ".join(differ[:4]) + (", ..." if len(differ) > 4 else "")
-        say = f"this arm and high precision differ in {shown}; --fresh trains all arms on this machine"
-        return Check("same_machine", "Same machine", arm.label, float(len(differ)), "differs", threshold, WARN, say)
-    return Check("same_machine", "Same machine", arm.label, 0.0, "same", threshold, PASS, "same device and versions")
+        say = f"this run and high precision differ in {shown}; --fresh trains all runs on this machine"
+        return Check("same_machine", "Same machine", run.label, float(len(differ)), "differs", threshold, WARN, say)
+    return Check("same_machine", "Same machine", run.label, 0.0, "same", threshold, PASS, "same device and versions")
 
 
 def _differing(key: str, ours: Any, theirs: Any) -> list[str]:
@@ -150,16 +150,16 @@ def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
     return max(found, default=math.nan)
 
 
-def judge(arms: Sequence[tuple[Arm, RunRecord]], jobs: int = 1) -> Verdict:
-    """Hold every FP8 arm against the trust table. ``jobs`` arms trained at a time; the page says so beside speeds.
+def judge(runs: Sequence[tuple[Run, RunRecord]], jobs: int = 1) -> Verdict:
+    """Hold every FP8 run against the trust table. ``jobs`` runs trained at a time; the page says so beside speeds.
 
-    Raises ``ReportError`` where there is no reference, no noise or no FP8 arm.
+    Raises ``ReportError`` where there is no reference, no noise or no FP8 run.
     """
-    by_kind = {kind: [(a, r) for a, r in arms if a.kind == kind] for kind in ("reference", "noise", "fp8")}
+    by_kind = {kind: [(a, r) for a, r in runs if a.kind == kind] for kind in ("reference", "noise", "fp8")}
     missing = [kind for kind, found in by_kind.items() if not found]
     if missing:
-        raise ReportError(f"a verdict needs a reference, a noise and an FP8 arm; missing: {', '.join(missing)}")
-    ref_arm, ref = by_kind["reference"][0]
+        raise ReportError(f"a verdict needs a reference, a noise and an FP8 run; missing: {', '.join(missing)}")
+    ref_run, ref = by_kind["reference"][0]
     noise_records = [r for _, r in by_kind["noise"]]
     noise = noise_of(ref, noise_records)
     ref_accuracy = accuracy(ref)
@@ -167,32 +167,32 @@ def judge(arms: Sequence[tuple[Arm, RunRecord]], jobs: int = 1) -> Verdict:
     known = [abs(a - ref_accuracy) for a in seeds if a is not None and ref_accuracy is not None]
     spread = max(known, default=0.0)
     checks: list[Check] = []
-    for arm, record in by_kind["fp8"]:
+    for run, record in by_kind["fp8"]:
         if record.failure:
             continue
-        checks.append(rows.check_loss_gap(arm.label, gap_of(record, ref), noise))
+        checks.append(rows.check_loss_gap(run.label, gap_of(record, ref), noise))
         mine = accuracy(record)
         if mine is not None and ref_accuracy is not None:
-            checks.append(rows.check_accuracy(arm.label, mine, ref_accuracy, spread))
-        checks.append(rows.check_gemms(arm.label, record.proof))
-        checks += _health_checks(arm, record)
-        checks.append(rows.check_states(arm.label, arm.cfg.optimizer.states, record.zeroed))
+            checks.append(rows.check_accuracy(run.label, mine, ref_accuracy, spread))
+        checks.append(rows.check_gemms(run.label, record.proof))
+        checks += _health_checks(run, record)
+        checks.append(rows.check_states(run.label, run.cfg.optimizer.states, record.zeroed))
         mine_at, ref_at = common(record, ref)
-        checks.append(rows.check_same_data(arm.label, record.tokens[mine_at], ref.tokens[ref_at]))
-        checks.append(_same_machine(arm, record.environment, ref.environment))
-    for arm, record in arms:
-        checks += _complete(arm, record)
+        checks.append(rows.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at]))
+        checks.append(_same_machine(run, record.environment, ref.environment))
+    for run, record in runs:
+        checks += _complete(run, record)
     status = rows.worst([c.status for c in checks])
     ordered = sorted((c for c in checks if c.status != PASS), key=lambda c: c.status != FAIL)
-    reasons = tuple(f"{c.arm}: {c.title}: {c.sentence}" for c in ordered)
-    by_arm = {arm.label: rows.worst([c.status for c in checks if c.arm == arm.label]) for arm, _ in arms}
-    line = _line(status, by_kind["fp8"], (ref_arm, ref), noise, by_arm)
+    reasons = tuple(f"{c.run}: {c.title}: {c.sentence}" for c in ordered)
+    by_run = {run.label: rows.worst([c.status for c in checks if c.run == run.label]) for run, _ in runs}
+    line = _line(status, by_kind["fp8"], (ref_run, ref), noise, by_run)
     data = {
         "noise": noise,
         "accuracy_spread": spread,
         "jobs": jobs,
-        "reference_dtype": dtype_of(ref_arm, ref),
-        "arms": [{"status": by_arm[arm.label], **_arm_data(arm, record, ref)} for arm, record in arms],
+        "reference_dtype": dtype_of(ref_run, ref),
+        "arms": [{"status": by_run[run.label], **_run_data(run, record, ref)} for run, record in runs],
     }
     return Verdict(status, line, reasons, tuple(checks), data)
 
@@ -202,35 +202,35 @@ def last_step(record: RunRecord) -> int:
     return int(record.steps[-1]) if record.steps.size else 0
 
 
-def _complete(arm: Arm, record: RunRecord) -> list[Check]:
-    planned = arm.cfg.train.steps
+def _complete(run: Run, record: RunRecord) -> list[Check]:
+    planned = run.cfg.train.steps
     if record.failure:
         shown = f"after step {last_step(record)} of {planned}"
-        return [Check("training", "Training failed", arm.label, None, shown, "reaches its end", FAIL, record.failure)]
+        return [Check("training", "Training failed", run.label, None, shown, "reaches its end", FAIL, record.failure)]
     return [
-        rows.check_skipped(arm.label, record.skipped, int(record.steps[-1]), planned),
-        rows.check_recorded(arm.label, record.steps, arm.cfg.run.log_every, planned),
+        rows.check_skipped(run.label, record.skipped, int(record.steps[-1]), planned),
+        rows.check_recorded(run.label, record.steps, run.cfg.run.log_every, planned),
     ]
 
 
 def _line(
     status: str,
-    fp8: Sequence[tuple[Arm, RunRecord]],
-    reference: tuple[Arm, RunRecord],
+    fp8: Sequence[tuple[Run, RunRecord]],
+    reference: tuple[Run, RunRecord],
     noise: float,
-    by_arm: Mapping[str, str],
+    by_run: Mapping[str, str],
 ) -> str:
     """The first line of the page: the status, then what each recipe came to beside high precision."""
-    ref_arm, ref = reference
-    dtype, theirs = dtype_of(ref_arm, ref), accuracy(ref)
+    ref_run, ref = reference
+    dtype, theirs = dtype_of(ref_run, ref), accuracy(ref)
     parts = []
-    for arm, record in fp8:
+    for run, record in fp8:
         if record.failure:
-            parts.append(f"{arm.label} (fail): training failed after step {last_step(record)}")
+            parts.append(f"{run.label} (fail): training failed after step {last_step(record)}")
             continue
-        beside = f", LoRA with its {base_of(arm.cfg)}," if arm.cfg.lora is not None else ""
-        other = f" with its {base_of(ref_arm.cfg)}" if ref_arm.cfg.lora is not None else ""
-        text = f"{arm.label}{f' ({by_arm[arm.label]})' if len(fp8) > 1 else ''}{beside} beside {dtype}{other}: "
+        beside = f", LoRA with its {base_of(run.cfg)}," if run.cfg.lora is not None else ""
+        other = f" with its {base_of(ref_run.cfg)}" if ref_run.cfg.lora is not None else ""
+        text = f"{run.label}{f' ({by_run[run.label]})' if len(fp8) > 1 else ''}{beside} beside {dtype}{other}: "
         text += f"mean loss {100 * gap_of(record, ref):+.2f} % (seed noise {percent(noise)})"
         mine, share = accuracy(record), record.proof.get("share")
         if mine is not None and theirs is not None:
@@ -241,20 +241,20 @@ def _line(
     return f"{status.upper()}: {'; '.join(parts)}."
 
 
-def _arm_data(arm: Arm, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
+def _run_data(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
     tail = record.losses[-max(1, len(record.losses) // 20) :]
     return {
-        "name": arm.name,
-        "label": arm.label,
-        "kind": arm.kind,
-        "recipe": arm.cfg.fp8.recipe,
-        "base": base_of(arm.cfg),
-        "seed": arm.cfg.run.seed,
+        "name": run.name,
+        "label": run.label,
+        "kind": run.kind,
+        "recipe": run.cfg.fp8.recipe,
+        "base": base_of(run.cfg),
+        "seed": run.cfg.run.seed,
         "failure": record.failure,
         "steps": last_step(record),
         "mean_loss": record.mean_loss,
         "last_loss": float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan,
-        "gap": 0.0 if arm.kind == "reference" else gap_of(record, reference),
+        "gap": 0.0 if run.kind == "reference" else gap_of(record, reference),
         "eval": dict(record.eval) if record.eval else None,
         "tokens_per_s": record.speed,
         "speed_ratio": record.speed / reference.speed,

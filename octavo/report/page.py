@@ -21,11 +21,11 @@ from markupsafe import Markup
 
 import octavo
 from octavo.report import figures, savings
-from octavo.report.judge import Arm, Verdict, accuracy, last_step
+from octavo.report.judge import Run, Verdict, accuracy, last_step
 from octavo.report.rundir import ReportError, RunRecord
 from octavo.report.verdict import GAP_TOLERATED, percent
 
-Records = Sequence[tuple[Arm, RunRecord]]
+Records = Sequence[tuple[Run, RunRecord]]
 
 #: the order and the words of the memory table; kinds that a run adds come after
 KINDS = {
@@ -38,7 +38,7 @@ KINDS = {
     "logits": "logits",
     "workspace": "workspace",
 }
-#: totals that a run records beside the kinds. The peak of the process is not shown: all arms share one process
+#: totals that a run records beside the kinds. The peak of the process is not shown: all runs share one process
 TOTALS = {"peak_cuda": "peak of the GPU"}
 NOT_KINDS = (*TOTALS, "peak_rss")
 ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad": "dy, wgrad"}
@@ -84,22 +84,22 @@ def _finite(value: Any) -> Any:
 
 
 def curves_of(records: Records) -> list[figures.Curve]:
-    """The loss curves, each with its colour; FP8 arms count through five colours."""
+    """The loss curves, each with its colour; FP8 runs count through five colours."""
     curves, fp8 = [], 0
-    for arm, record in records:
-        if arm.kind == "saving":
+    for run, record in records:
+        if run.kind == "saving":
             continue
-        color = {"reference": "base", "noise": "noise"}.get(arm.kind, f"fp8-{fp8 % 5}")
-        fp8 += arm.kind == "fp8"
+        color = {"reference": "base", "noise": "noise"}.get(run.kind, f"fp8-{fp8 % 5}")
+        fp8 += run.kind == "fp8"
         if record.steps.size:
-            curves.append(figures.Curve(arm.label, arm.kind, color, record.steps, record.losses))
+            curves.append(figures.Curve(run.label, run.kind, color, record.steps, record.losses))
     return curves
 
 
 def draw(records: Records, directory: Path) -> tuple[dict[str, str], list[Path]]:
     """Draw every plot: SVG by name for the page, and the PNG files written beside it."""
     curves = curves_of(records)
-    fp8 = [(arm, record) for arm, record in records if arm.kind == "fp8"]
+    fp8 = [(run, record) for run, record in records if run.kind == "fp8"]
     drawings, images = {}, []
 
     def keep(name: str, figure: Any) -> None:
@@ -109,13 +109,13 @@ def draw(records: Records, directory: Path) -> tuple[dict[str, str], list[Path]]
     with matplotlib.rc_context(figures.STYLE):
         keep("loss", figures.loss_figure(curves))
         keep("gap", figures.gap_figure(curves, GAP_TOLERATED))
-        for arm, record in fp8:
+        for run, record in fp8:
             if record.health:
-                name = "health" if len(fp8) == 1 else f"health-{arm.name}"
+                name = "health" if len(fp8) == 1 else f"health-{run.name}"
                 components = {row["name"]: row.get("component") or "" for row in record.plan.get("rows", ())}
-                keep(name, figures.health_figure(record.health, components, arm.label))
+                keep(name, figures.health_figure(record.health, components, run.label))
         # From the bottom: high precision, each saving more, and FP8 with everything on.
-        bars = [(arm.label, record.memory) for arm, record in records if record.memory and arm.kind != "noise"]
+        bars = [(run.label, record.memory) for run, record in records if record.memory and run.kind != "noise"]
         if bars:
             kinds = memory_kinds(bars)
             most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
@@ -124,7 +124,7 @@ def draw(records: Records, directory: Path) -> tuple[dict[str, str], list[Path]]
 
 
 def memory_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
-    """Kinds of memory that any arm recorded, in the order of ``KINDS``; peaks are no kinds."""
+    """Kinds of memory that any run recorded, in the order of ``KINDS``; peaks are no kinds."""
     seen = dict.fromkeys(kind for _, memory in bars for kind in memory if kind not in NOT_KINDS)
     return [kind for kind in KINDS if kind in seen] + [kind for kind in seen if kind not in KINDS]
 
@@ -184,16 +184,16 @@ def recipe_text(recipe: Any) -> str | None:
     return f"{name} ({', '.join(kept)} in high precision)" if kept else name
 
 
-def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> list[dict[str, str]]:
-    """The figures at the head of the page for one FP8 arm."""
+def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> list[dict[str, str]]:
+    """The figures at the head of the page for one FP8 run."""
     if record.failure:
-        return [{"figure": "failed", "word": f"after step {last_step(record)} of {arm.cfg.train.steps}"}]
-    arms = {arm["label"]: arm for arm in verdict.data["arms"]}
+        return [{"figure": "failed", "word": f"after step {last_step(record)} of {run.cfg.train.steps}"}]
+    runs = {run["label"]: run for run in verdict.data["arms"]}
     _, reference = next((a, r) for a, r in records if a.kind == "reference")
     dtype = verdict.data["reference_dtype"]
     found = [
         {
-            "figure": f"{100 * arms[arm.label]['gap']:+.2f} %",
+            "figure": f"{100 * runs[run.label]['gap']:+.2f} %",
             "word": f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}",
         }
     ]
@@ -203,7 +203,7 @@ def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> li
     if record.proof.get("share") is not None:
         share = percent(float(record.proof["share"]), 1)
         found.append({"figure": share, "word": "of linear FLOPs ran in FP8, counted"})
-    ratio = arms[arm.label]["speed_ratio"]
+    ratio = runs[run.label]["speed_ratio"]
     if math.isfinite(ratio):
         where = "on this GPU" if record.environment.get("gpus") else "with FP8 emulated on this CPU"
         found.append({"figure": f"{ratio:.2f} x", "word": f"the speed of {dtype}, {where}"})
@@ -211,23 +211,23 @@ def tiles(verdict: Verdict, records: Records, arm: Arm, record: RunRecord) -> li
 
 
 def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
-    """The table of what each saving cost; empty where the trial trained no arms for it."""
-    told = {arm["name"]: arm for arm in verdict.data["arms"]}
-    ladder = [told[arm.name] for arm, _ in records if arm.kind == "saving"]
+    """The table of what each saving cost; empty where the trial trained no runs for it."""
+    by_name = {run["name"]: run for run in verdict.data["arms"]}
+    ladder = [by_name[run.name] for run, _ in records if run.kind == "saving"]
     if not ladder:
         return []
-    top = next(arm for arm, _ in records if arm.kind == "fp8")
-    return savings.rungs(ladder, told[top.name], savings.last(top.cfg))
+    top = next(run for run, _ in records if run.kind == "fp8")
+    return savings.costs(ladder, by_name[top.name], savings.last(top.cfg))
 
 
 def speed_sentence(records: Records, jobs: int = 1) -> str:
-    """What the speed figures mean on the device they were read on; ``jobs`` arms trained at a time."""
-    shared = f"Up to {jobs} arms trained at a time and shared the machine. " if jobs > 1 else ""
+    """What the speed figures mean on the device they were read on; ``jobs`` runs trained at a time."""
+    shared = f"Up to {jobs} runs trained at a time and shared the machine. " if jobs > 1 else ""
     environment = next(r.environment for a, r in records if a.kind == "reference")
     if environment.get("gpus"):
         return shared + "Read on the GPU named under Environment, in one trial."
     return shared + (
-        "No GPU here: the FP8 arms ran the reference, which emulates FP8 in plain PyTorch, casts on top of ordinary "
+        "No GPU here: FP8 ran as the reference, which emulates FP8 in plain PyTorch, casts on top of ordinary "
         "matrix products. It shows what FP8 does to the training; these figures say nothing about how fast FP8 is."
     )
 
@@ -264,21 +264,21 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
     shown = [(label, record.memory) for label, record in ((a.label, r) for a, r in records) if record.memory]
     fp8 = [
         {
-            "label": arm.label,
-            "name": arm.name,
+            "label": run.label,
+            "name": run.name,
             "groups": plan_groups(record.plan),
             "notes": record.plan.get("notes") or [],
             "health": record.health,
             "health_steps": record.health_steps,
-            "drawing": drawings.get("health") or drawings.get(f"health-{arm.name}"),
+            "drawing": drawings.get("health") or drawings.get(f"health-{run.name}"),
             "proof": record.proof,
             "counted": counted(record.proof),
         }
-        for arm, record in records
-        if arm.kind == "fp8"
+        for run, record in records
+        if run.kind == "fp8"
     ]
     if not fp8:
-        raise ReportError("a page needs at least one FP8 arm")
+        raise ReportError("a page needs at least one FP8 run")
     reference = next(r for a, r in records if a.kind == "reference")
     return environment.get_template("page.html.jinja").render(
         verdict=verdict,
@@ -289,11 +289,11 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         colors=figures.PALETTE,
         tiles=[(a.label, tiles(verdict, records, a, r)) for a, r in records if a.kind == "fp8"],
         checks=sorted(verdict.checks, key=lambda c: ("fail", "warn", "pass").index(c.status)),
-        arms=verdict.data["arms"],
+        runs=verdict.data["arms"],
         noise=verdict.data["noise"],
         dtype=verdict.data["reference_dtype"],
         spread=verdict.data["accuracy_spread"],
-        evaluated=any(arm["eval"] for arm in verdict.data["arms"]),
+        evaluated=any(run["eval"] for run in verdict.data["arms"]),
         drawings=drawings,
         fp8=fp8,
         savings=savings_of(verdict, records),
@@ -302,7 +302,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         totals=[(k, word) for k, word in TOTALS.items() if any(k in memory for _, memory in shown)],
         speed_sentence=speed_sentence(records, verdict.data.get("jobs", 1)),
         environment=flat(reference.environment),
-        configs=[(arm.label, record.config) for arm, record in records],
+        configs=[(run.label, record.config) for run, record in records],
     )
 
 

@@ -20,7 +20,7 @@ ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
 
 
 class ReportError(ValueError):
-    """A report cannot be made from what was given; the message names the file and the cure."""
+    """A report cannot be made from what was given; the message names the file and the fix."""
 
 
 @dataclass(frozen=True)

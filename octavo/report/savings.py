@@ -1,7 +1,7 @@
-"""What each memory saving costs: the FP8 arm again, first without any of them, then with one more at a time.
+"""What each memory saving costs: the FP8 run again, first without any of them, then with one more at a time.
 
-A saving is a switch of the configuration that stores something in fewer bytes, or not at all. The last arm of the
-ladder is the FP8 arm of the trial itself, with everything on. Each rung is set beside the one before it: bytes, mean
+A saving is a switch of the configuration that stores something in fewer bytes, or not at all. The last run of the
+ladder is the FP8 run of the trial itself, with everything on. Each setting is put beside the one before it: bytes, mean
 loss and tokens per second.
 """
 
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from octavo.config import Config
 from octavo.config.rules_lora import kinds_of
-from octavo.config.schema import COMPONENTS, LoadInFp8Section, OptimizerSection, RecomputeSection
+from octavo.config.sections import COMPONENTS, LoadInFp8Section, OptimizerSection, RecomputeSection, one_word
 
-__all__ = ["Switch", "base_of", "ladder", "last", "rungs", "switches", "without"]
+__all__ = ["Switch", "base_of", "ladder", "last", "costs", "switches", "without"]
 
 
 class Switch(NamedTuple):
@@ -32,7 +32,7 @@ def switches(cfg: Config) -> list[Switch]:
     activations = fp8.activations == "fp8" or any(part.activations == "fp8" for part in parts.values())
     param = fp8.param or any(part.param for part in parts.values())
     recompute = train.recompute
-    told = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
+    word = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
     found = [
         (_has_codes(cfg), base_of(cfg), _high_base),
         (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", _optimizer(states="fp32")),
@@ -40,7 +40,7 @@ def switches(cfg: Config) -> list[Switch]:
         (activations, "activations in FP8", lambda c: _fp8(c, {"activations": "bf16"}, {"activations": None})),
         (param, "FP8 weights between steps", lambda c: _fp8(c, {"param": False}, {"param": None})),
         (fp8.weight_codes == "recast", "weights cast at each use", lambda c: _fp8(c, {"weight_codes": "keep"}, {})),
-        (recompute != RecomputeSection(), f"recompute: {told}", _train(recompute=RecomputeSection())),
+        (recompute != RecomputeSection(), f"recompute: {word}", _train(recompute=RecomputeSection())),
         (optimizer.update == "backward", "update in backward", _optimizer(update="step")),
         (optimizer.offload, "optimizer states in host memory", _optimizer(offload=False)),
         (train.offload_activations, "activations in host memory", _train(offload_activations=False)),
@@ -53,8 +53,12 @@ def base_of(cfg: Config) -> str:
     dtype = "fp32" if cfg.train.precision == "fp32" else "BF16"
     kinds = kinds_of(cfg)
     if kinds:
-        told = set(kinds.values())
-        how = told.pop() if len(told) == 1 else ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+        distinct = set(kinds.values())
+        how = (
+            one_word(distinct.pop())
+            if len(distinct) == 1
+            else ", ".join(f"{name}: {one_word(kind)}" for name, kind in kinds.items())
+        )
         return f"base in FP8 ({how})"
     if cfg.lora is None:
         return ""
@@ -67,12 +71,12 @@ def _has_codes(cfg: Config) -> bool:
 
 def _on_disk(cfg: Config) -> str:
     """How the checkpoint itself is quantized; "" where it is not."""
-    if not (Path(cfg.model.path) / "config.json").is_file():  # its absence is for the first arm to say
+    if not (Path(cfg.model.path) / "config.json").is_file():  # its absence is for the first run to say
         return ""
     from octavo.models.quantization import read_quantization
 
     found = read_quantization(cfg.model.path)
-    return "" if found is None else found.kind
+    return "" if found is None else str(one_word(found.kind))
 
 
 def _high_base(cfg: Config) -> Config:
@@ -92,37 +96,37 @@ def without(cfg: Config) -> Config:
 
 
 def ladder(cfg: Config) -> list[tuple[str, Config]]:
-    """(words, configuration) of the rungs below the configuration itself, which is the last rung: none of its savings
+    """(words, configuration) of the settings before the configuration itself, which is the last: none of its savings
     on, then one more at a time. Empty where it has none."""
     found = switches(cfg)
     out = []
     for on in range(len(found)):
-        rung = cfg
+        setting = cfg
         for switch in found[on:]:
-            rung = switch.off(rung)
-        out.append(("FP8 without savings" if on == 0 else f"+ {found[on - 1].words}", rung))
+            setting = switch.off(setting)
+        out.append(("FP8 without savings" if on == 0 else f"+ {found[on - 1].words}", setting))
     return out
 
 
 def last(cfg: Config) -> str:
-    """What the configuration itself adds to the rung below it."""
+    """What the configuration itself adds to the setting before it."""
     return f"+ {switches(cfg)[-1].words}"
 
 
-def rungs(arms: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str) -> list[dict[str, Any]]:
-    """The table: each rung's bytes by counted kinds, mean loss and speed, and how they changed from the rung before it.
+def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str) -> list[dict[str, Any]]:
+    """The table: each setting's bytes by counted kinds, mean loss and speed, and how they changed from the one before.
 
     Args:
-        arms: what the verdict says of the ladder's arms, in their order.
-        top: the same of the FP8 arm with every saving on.
-        words: what that one adds to the last of ``arms``.
+        runs: what the verdict says of the ladder's runs, in their order.
+        top: the same of the FP8 run with every saving on.
+        words: what that one adds to the last of ``runs``.
     """
     rows: list[dict[str, Any]] = []
-    for label, arm in [*((a["label"], a) for a in arms), (words, top)]:
-        size = sum(n for kind, n in arm["memory"].items() if not kind.startswith("peak"))
+    for label, run in [*((a["label"], a) for a in runs), (words, top)]:
+        size = sum(n for kind, n in run["memory"].items() if not kind.startswith("peak"))
         row = {
-            "label": label, "bytes": size, "gap": arm["gap"], "speed_ratio": arm["speed_ratio"],
-            "right": (arm["eval"] or {}).get("exact_match"), "failure": arm["failure"],
+            "label": label, "bytes": size, "gap": run["gap"], "speed_ratio": run["speed_ratio"],
+            "right": (run["eval"] or {}).get("exact_match"), "failure": run["failure"],
         }  # fmt: skip
         before = next((r for r in reversed(rows) if not r["failure"]), None)
         row["saved"] = None if before is None else before["bytes"] - size
@@ -139,7 +143,7 @@ def _optimizer(**values: Any) -> Callable[[Config], Config]:
 
 
 def _fp32_weights(cfg: Config) -> Config:
-    """fp32 weights that compute in BF16, as the model of BF16 weights does: rungs differ by what is stored alone.
+    """fp32 weights that compute in BF16, as the model of BF16 weights does: settings differ by what is stored alone.
     Adapters are fp32 then; beside them computes what computed before."""
     stored = cfg.optimizer.model_copy(update={"master": "fp32"})
     if cfg.lora is not None:

@@ -1,9 +1,9 @@
-"""Trains several arms of a trial at once, each in a process of its own.
+"""Trains several runs of a trial at once, each in a process of its own.
 
-Small models cannot keep two cores busy: the threads of one process mostly wait for each other. Two arms on a core each
-are done in half the time. Each arm is the command ``octavo train`` on its own configuration, so that it
+Small models cannot keep two cores busy: the threads of one process mostly wait for each other. Two runs on a core each
+are done in half the time. Each run is the command ``octavo train`` on its own configuration, so that it
 stops, fails and resumes like any run; what it prints goes to ``arms/NAME.log``. Speeds measured this way are those of
-arms that share a machine: good as ratios, and the report says so.
+runs that share a machine: good as ratios, and the report says so.
 """
 
 from __future__ import annotations
@@ -21,84 +21,84 @@ from pathlib import Path
 from typing import IO, Any
 
 from octavo.config import to_yaml
-from octavo.report.judge import Arm
+from octavo.report.judge import Run
 from octavo.report.rundir import ReportError
 
-POLL = 0.5  # seconds between looks at the arms
+POLL = 0.5  # seconds between looks at the runs
 LINES = 10.0  # seconds between lines where there is no terminal
-PATIENCE = 60.0  # seconds that an arm may take to save and leave
+PATIENCE = 60.0  # seconds that a run may take to save and leave
 
-#: what an arm's process runs: ``octavo train FILE``, which also leaves when the trial is gone
-ARM = (
-    "import runpy, sys; from octavo.report.leash import follow; follow(int(sys.argv.pop(1))); "
+#: what the process of a run executes: ``octavo train FILE``, which also leaves when the trial is gone
+COMMAND = (
+    "import runpy, sys; from octavo.report.parent_watch import follow; follow(int(sys.argv.pop(1))); "
     "runpy.run_module('octavo', run_name='__main__')"
 )
 
 
 @dataclass
 class _Started:
-    arm: Arm
+    run: Run
     process: subprocess.Popen[bytes]
     log: Path
 
 
-def train_together(arms: Sequence[Arm], jobs: int, console: Any = None) -> dict[str, str]:
-    """Train ``arms`` to their end, at most ``jobs`` at a time.
+def train_together(runs: Sequence[Run], jobs: int, console: Any = None) -> dict[str, str]:
+    """Train ``runs`` to their end, at most ``jobs`` at a time.
 
-    Returns the sentence by name of the FP8 arms whose training began and failed; the others go on. Raises
-    ``ReportError`` with the arm's last lines where any other fails or one is stopped; the others then save and leave,
+    Returns the sentence by name of the FP8 runs whose training began and failed; the others go on. Raises
+    ``ReportError`` with the run's last lines where any other fails or one is stopped; the others then save and leave,
     and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
     ``SystemExit`` (143, 129).
     """
     waiting, running = (
-        sorted(arms, key=lambda arm: arm.kind not in ("fp8", "saving")),
+        sorted(runs, key=lambda run: run.kind not in ("fp8", "saving")),
         list[_Started](),
     )  # the longest first
     failures: dict[str, str] = {}
     with ExitStack() as stack:
-        wishes = stack.enter_context(_wishes())
-        show = stack.enter_context(_Progress(arms, console))
+        requests = stack.enter_context(_stop_requests())
+        show = stack.enter_context(_Progress(runs, console))
         stack.callback(_leave, running)
         while waiting or running:
             while waiting and len(running) < jobs:
                 running.append(_start(waiting.pop(0), stack))
             time.sleep(POLL)
-            if wishes:
-                raise SystemExit(128 + wishes[0])
+            if requests:
+                raise SystemExit(128 + requests[0])
             show.look()
             for started in [s for s in running if s.process.poll() is not None]:
                 running.remove(started)
                 if sentence := _fp8_failure(started):
-                    failures[started.arm.name] = sentence
+                    failures[started.run.name] = sentence
                 elif started.process.returncode:
                     raise ReportError(_failure(started))
     return failures
 
 
-def _start(arm: Arm, stack: ExitStack) -> _Started:
-    directory = Path(arm.cfg.run.dir)
+def _start(run: Run, stack: ExitStack) -> _Started:
+    directory = Path(run.cfg.run.dir)
     directory.parent.mkdir(parents=True, exist_ok=True)
     file, log = (directory.with_name(f"{directory.name}.{end}") for end in ("yaml", "log"))
-    file.write_text(to_yaml(arm.cfg), encoding="utf-8")
+    file.write_text(to_yaml(run.cfg), encoding="utf-8")
     out: IO[bytes] = stack.enter_context(log.open("wb"))
-    command = [sys.executable, "-c", ARM, str(os.getpid()), "train", str(file)]
-    threads = {} if arm.cfg.run.threads is None else {"OMP_NUM_THREADS": str(arm.cfg.run.threads)}
-    # A group of its own: Ctrl-C reaches this process first, which then asks every arm to save and leave.
+    command = [sys.executable, "-c", COMMAND, str(os.getpid()), "train", str(file)]
+    threads = {} if run.cfg.run.threads is None else {"OMP_NUM_THREADS": str(run.cfg.run.threads)}
+    # A group of its own: Ctrl-C reaches this process first, which then asks every run to save and leave.
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **threads},
         start_new_session=True,
     )  # fmt: skip
-    return _Started(arm, process, log)
+    return _Started(run, process, log)
 
 
 def _fp8_failure(started: _Started) -> str | None:
-    """What an FP8 arm's training failed with; None where it did not, or where the fault lies before its first step."""
-    run = Path(started.arm.cfg.run.dir)
-    began = (run / "metrics.jsonl").exists() or (run / "proof.json").exists()
-    if started.process.returncode != 1 or started.arm.kind not in ("fp8", "saving") or not began:
+    """What an FP8 run's training failed with; None where it did not, or where the fault lies before its first step."""
+    directory = Path(started.run.cfg.run.dir)
+    began = (directory / "metrics.jsonl").exists() or (directory / "proof.json").exists()
+    if started.process.returncode != 1 or started.run.kind not in ("fp8", "saving") or not began:
         return None
-    told = started.log.read_text(encoding="utf-8", errors="replace").rpartition("octavo train: ")
-    return told[2].strip() if told[1] else None
+    _, found, message = started.log.read_text(encoding="utf-8", errors="replace").rpartition("octavo train: ")
+    return message.strip() if found else None
 
 
 def _failure(started: _Started) -> str:
@@ -106,23 +106,24 @@ def _failure(started: _Started) -> str:
     code = started.process.returncode
     how = f"was stopped by signal {-code if code < 0 else code - 128}" if code < 0 or code > 128 else f"failed ({code})"
     last = "\n".join(text.split("\n")[-12:])
-    return f"{started.arm.label} {how}; the same command continues the trial. The end of {started.log}:\n{last}"
+    return f"{started.run.label} {how}; the same command continues the trial. The end of {started.log}:\n{last}"
 
 
 @contextmanager
-def _wishes() -> Iterator[list[int]]:
-    """SIGTERM and SIGHUP as wishes that are looked at between two looks at the arms; a second one changes nothing.
+def _stop_requests() -> Iterator[list[int]]:
+    """SIGTERM and SIGHUP as requests to stop, read between two looks at the runs; a second one changes nothing.
 
-    What was ignored stays ignored (nohup). Outside the main thread signals cannot be caught: the arms' leash is left.
+    What was ignored stays ignored (nohup). Outside the main thread signals cannot be caught: what is left is that runs
+    watch their parent.
     """
-    wishes: list[int] = []
+    requests: list[int] = []
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
             if number not in before and signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, lambda received, _frame: wishes.append(received))
+                before[number] = signal.signal(number, lambda received, _frame: requests.append(received))
     try:
-        yield wishes
+        yield requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -142,10 +143,10 @@ def _leave(running: list[_Started]) -> None:
 
 
 class _Progress:
-    """A bar per arm on a terminal, lines elsewhere, nothing without a console. Reads how far the arms' metrics go."""
+    """A bar per run on a terminal, lines elsewhere, nothing without a console. Reads how far the runs' metrics go."""
 
-    def __init__(self, arms: Sequence[Arm], console: Any) -> None:
-        self.arms, self.console = arms, console
+    def __init__(self, runs: Sequence[Run], console: Any) -> None:
+        self.runs, self.console = runs, console
         self._bars: Any = None
         self._last = time.monotonic()
 
@@ -155,7 +156,7 @@ class _Progress:
 
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bars = Progress(*columns, console=self.console, refresh_per_second=4)
-            self._tasks = [self._bars.add_task(arm.label, total=arm.cfg.train.steps) for arm in self.arms]
+            self._tasks = [self._bars.add_task(run.label, total=run.cfg.train.steps) for run in self.runs]
             self._bars.start()
         return self
 
@@ -169,16 +170,16 @@ class _Progress:
         if self.console is None:
             return
         if self._bars is not None:
-            for task, arm in zip(self._tasks, self.arms, strict=True):
-                self._bars.update(task, completed=_steps(arm))
+            for task, run in zip(self._tasks, self.runs, strict=True):
+                self._bars.update(task, completed=_steps(run))
         elif final or time.monotonic() - self._last >= LINES:
             self._last = time.monotonic()
-            done = (f"{arm.label} {_steps(arm)}/{arm.cfg.train.steps}" for arm in self.arms)
+            done = (f"{run.label} {_steps(run)}/{run.cfg.train.steps}" for run in self.runs)
             self.console.print("step: " + ", ".join(done), highlight=False, markup=False, soft_wrap=True)
 
 
-def _steps(arm: Arm) -> int:
+def _steps(run: Run) -> int:
     try:
-        return (Path(arm.cfg.run.dir) / "metrics.jsonl").read_bytes().count(b"\n")
+        return (Path(run.cfg.run.dir) / "metrics.jsonl").read_bytes().count(b"\n")
     except FileNotFoundError:
         return 0

@@ -32,11 +32,11 @@ SKIPPED_WARN = 0.01  # of the steps
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the trust table, answered for one arm."""
+    """One row of the trust table, answered for one run."""
 
     name: str
     title: str
-    arm: str
+    run: str
     figure: float | None
     shown: str
     threshold: str
@@ -44,7 +44,8 @@ class Check:
     sentence: str
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """As ``report.json`` has it, where a run is called an arm."""
+        return {"arm" if key == "run" else key: value for key, value in asdict(self).items()}
 
 
 def worst(statuses: Sequence[str]) -> str:
@@ -96,7 +97,7 @@ def seed_noise(losses: np.ndarray, reference: np.ndarray, steps: int | None = No
     return max(found) / total
 
 
-def check_loss_gap(arm: str, gap: float, noise: float) -> Check:
+def check_loss_gap(run: str, gap: float, noise: float) -> Check:
     """Relative loss gap, mean over the run, against what the seed alone does to high precision (``seed_noise``).
 
     Passes within the noise or within 0.25 %; fails beyond 0.25 % and twice the noise. A *lower* loss than high
@@ -117,7 +118,7 @@ def check_loss_gap(arm: str, gap: float, noise: float) -> Check:
             status = FAIL
             say += ", so FP8 changed this training"
     return Check(
-        "loss_gap", "Loss gap, mean over the run", arm, gap, f"{100 * gap:+.2f} %",
+        "loss_gap", "Loss gap, mean over the run", run, gap, f"{100 * gap:+.2f} %",
         f"within {percent(max(noise, GAP_TOLERATED))}; fails above {percent(max(GAP_TOLERATED, NOISE_FACTOR * noise))}",
         status, say,
     )  # fmt: skip
@@ -129,9 +130,9 @@ def _worst_layer(by_layer: Mapping[str, float], largest: bool) -> tuple[str, flo
     return layer, by_layer[layer]
 
 
-def _unmeasured(name: str, title: str, arm: str, threshold: str) -> Check:
+def _unmeasured(name: str, title: str, run: str, threshold: str) -> Check:
     return Check(
-        name, title, arm, None, "not measured", threshold, WARN,
+        name, title, run, None, "not measured", threshold, WARN,
         "no health figures were recorded; set run.health_every to at most the number of steps",
     )  # fmt: skip
 
@@ -142,85 +143,85 @@ def no_wgrad(check: Check) -> Check:
     return replace(check, figure=None, shown="none", status=PASS, sentence=say)
 
 
-def check_underflow(arm: str, by_operand: Mapping[str, float], wgrad: bool) -> Check:
+def check_underflow(run: str, by_operand: Mapping[str, float], wgrad: bool) -> Check:
     """Share of non-zero values that became zero; ``by_operand`` maps "layer role" to a share (mean over the run)."""
     name, gemms = ("underflow_wgrad", "wgrad") if wgrad else ("underflow", "fwd and dgrad")
     title = f"Underflow, {gemms} operands"
     threshold = "below 20 %" if wgrad else "below 1 %; fails above 5 %"
     if not by_operand:
-        return _unmeasured(name, title, arm, threshold)
+        return _unmeasured(name, title, run, threshold)
     layer, share = _worst_layer(by_operand, largest=True)
     if wgrad:
         status = WARN if share > UNDERFLOW_WARN_WGRAD else PASS
     else:
         status = FAIL if share > UNDERFLOW_FAIL else WARN if share > UNDERFLOW_WARN else PASS
     say = f"at most {percent(share)} of the non-zero values became zero, most in {layer}"
-    return Check(name, title, arm, share, percent(share), threshold, status, say)
+    return Check(name, title, run, share, percent(share), threshold, status, say)
 
 
-def check_sqnr(arm: str, fmt: str, by_operand: Mapping[str, float]) -> Check:
+def check_sqnr(run: str, fmt: str, by_operand: Mapping[str, float]) -> Check:
     """Signal to quantization noise in dB for the operands cast to ``fmt`` (e4m3 or e5m2); the lowest counts."""
     limit, label = SQNR_WARN[fmt], fmt.upper()
     name, title, threshold = f"sqnr_{fmt}", f"SQNR, {label} operands", f"at least {limit:.0f} dB"
     if not by_operand:
-        return _unmeasured(name, title, arm, threshold)
+        return _unmeasured(name, title, run, threshold)
     layer, level = _worst_layer(by_operand, largest=False)
     middle = float(np.median(list(by_operand.values())))
     status = WARN if level < limit else PASS
     say = f"median {middle:.1f} dB over {len(by_operand)} operands; the lowest, {level:.1f} dB, is {layer}"
-    return Check(name, title, arm, level, f"{level:.1f} dB", threshold, status, say)
+    return Check(name, title, run, level, f"{level:.1f} dB", threshold, status, say)
 
 
-def check_cosine(arm: str, by_layer: Mapping[str, float]) -> Check:
+def check_cosine(run: str, by_layer: Mapping[str, float]) -> Check:
     """Cosine between each layer's FP8 weight gradient and the high-precision one: median and minimum over layers."""
     name, title = "dw_cosine", "Cosine of weight gradients"
     threshold = f"median at least {COSINE_MEDIAN}, none below {COSINE_MIN}"
     if not by_layer:
-        return _unmeasured(name, title, arm, threshold)
+        return _unmeasured(name, title, run, threshold)
     layer, low = _worst_layer(by_layer, largest=False)
     middle = float(np.median(list(by_layer.values())))
     status = WARN if low < COSINE_MIN or middle < COSINE_MEDIAN else PASS
     say = f"median {middle:.4f} over {len(by_layer)} layers; the lowest, {low:.4f}, is {layer}"
-    return Check(name, title, arm, low, f"{low:.4f}", threshold, status, say)
+    return Check(name, title, run, low, f"{low:.4f}", threshold, status, say)
 
 
-def check_nan_codes(arm: str, by_layer: Mapping[str, int]) -> Check:
+def check_nan_codes(run: str, by_layer: Mapping[str, int]) -> Check:
     """NaN codes in measured steps that were applied: any is a failure."""
     name, title, threshold = "nan_codes", "NaN codes in an applied step", "none"
     if not by_layer:
-        return _unmeasured(name, title, arm, threshold)
+        return _unmeasured(name, title, run, threshold)
     count = sum(by_layer.values())
     if count:
         layer, most = _worst_layer({k: float(v) for k, v in by_layer.items()}, largest=True)
         say = f"{count} NaN codes entered GEMMs of steps that were applied, {int(most)} of them in {layer}"
     else:
         say = "no NaN code in any measured step"
-    return Check(name, title, arm, float(count), str(count), threshold, FAIL if count else PASS, say)
+    return Check(name, title, run, float(count), str(count), threshold, FAIL if count else PASS, say)
 
 
-def check_gemms(arm: str, proof: Mapping[str, Any]) -> Check:
+def check_gemms(run: str, proof: Mapping[str, Any]) -> Check:
     """FP8 GEMMs that did not run where planned: what the run's own count, ``proof.json``, says."""
     name, title, threshold = "fp8_gemms", "FP8 GEMMs ran where planned", "every planned GEMM counted"
     if not proof:
         return Check(
-            name, title, arm, None, "no proof", threshold, FAIL,
-            "the run left no proof.json, so nothing shows that FP8 ran; run the arm again",
+            name, title, run, None, "no proof", threshold, FAIL,
+            "the run left no proof.json, so nothing shows that FP8 ran; train it again",
         )  # fmt: skip
     share, counted = proof.get("share"), int(proof.get("fp8_gemms") or 0)
-    told = "" if share is None else f": {percent(float(share), 1)} of the linear FLOPs"
+    of_all = "" if share is None else f": {percent(float(share), 1)} of the linear FLOPs"
     pending, missing = list(proof.get("pending") or ()), list(proof.get("missing") or ())
     shown = f"{counted} counted"
     if missing or not counted:
         what = ", ".join(map(str, missing[:3])) or "none of them"
         say = f"planned FP8 GEMMs did not run: {what}" if missing else "no FP8 GEMM was counted"
-        return Check(name, title, arm, float(len(missing)), shown, threshold, FAIL, say)
+        return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, say)
     if pending:
         say = f"{', '.join(map(str, pending))} was never reached by the data, so its FP8 GEMMs are not proven"
-        return Check(name, title, arm, 0.0, shown, threshold, WARN, say)
-    return Check(name, title, arm, 0.0, shown, threshold, PASS, f"every FP8 GEMM of the plan was counted{told}")
+        return Check(name, title, run, 0.0, shown, threshold, WARN, say)
+    return Check(name, title, run, 0.0, shown, threshold, PASS, f"every FP8 GEMM of the plan was counted{of_all}")
 
 
-def check_skipped(arm: str, skipped: Sequence[int], steps: int, planned: int) -> Check:
+def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int) -> Check:
     """Steps whose loss or gradient was not finite, and whether the run reached its last step.
 
     Up to 1 % of the steps warn, more fail: a run that did not apply its steps is not the training that was compared.
@@ -230,16 +231,16 @@ def check_skipped(arm: str, skipped: Sequence[int], steps: int, planned: int) ->
     shown = f"{len(skipped)} of {steps}"
     if steps < planned:
         say = f"the run ended at step {steps} of {planned}"
-        return Check(name, title, arm, float(len(skipped)), shown, threshold, FAIL, say)
+        return Check(name, title, run, float(len(skipped)), shown, threshold, FAIL, say)
     if skipped:
         first = ", ".join(map(str, skipped[:5])) + (" ..." if len(skipped) > 5 else "")
         say = f"loss or gradient was not finite in {len(skipped)} steps, which were skipped: {first}"
         status = WARN if len(skipped) <= SKIPPED_WARN * steps else FAIL
-        return Check(name, title, arm, float(len(skipped)), shown, threshold, status, say)
-    return Check(name, title, arm, 0.0, shown, threshold, PASS, f"all {steps} steps were finite and applied")
+        return Check(name, title, run, float(len(skipped)), shown, threshold, status, say)
+    return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {steps} steps were finite and applied")
 
 
-def check_recorded(arm: str, steps: np.ndarray, every: int, planned: int) -> Check:
+def check_recorded(run: str, steps: np.ndarray, every: int, planned: int) -> Check:
     """Whether metrics.jsonl holds every step that it must: each multiple of ``every`` up to ``planned``.
 
     A step without a line has no loss, so the means would be taken over what somebody left.
@@ -250,26 +251,26 @@ def check_recorded(arm: str, steps: np.ndarray, every: int, planned: int) -> Che
     shown = f"{len(due) - len(missing)} of {len(due)}"
     if missing.size:
         first = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
-        say = f"metrics.jsonl lacks {len(missing)} steps ({first}): the file was cut; run the arm again with --fresh"
-        return Check(name, title, arm, float(len(missing)), shown, threshold, FAIL, say)
-    return Check(name, title, arm, 0.0, shown, threshold, PASS, f"all {len(due)} lines that were due are there")
+        say = f"metrics.jsonl lacks {len(missing)} steps ({first}): the file was cut; train it again with --fresh"
+        return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, say)
+    return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {len(due)} lines that were due are there")
 
 
-def check_states(arm: str, states: str, zeroed: int | None) -> Check:
+def check_states(run: str, states: str, zeroed: int | None) -> Check:
     """Second moments that became zero in quantized optimizer states; fp32 and bf16 states cannot lose one that way."""
     name, title, threshold = "v_zero", "Second moments that became zero", "none"
     if states in ("fp32", "bf16"):
         say = f"optimizer states are {states}: none is rounded to zero by a quantizer"
-        return Check(name, title, arm, 0.0, "0", threshold, PASS, say)
+        return Check(name, title, run, 0.0, "0", threshold, PASS, say)
     if zeroed is None:
         return Check(
-            name, title, arm, None, "not counted", threshold, WARN, f"states are {states} and were not counted"
+            name, title, run, None, "not counted", threshold, WARN, f"states are {states} and were not counted"
         )
     say = f"{zeroed} non-zero second moments became zero" if zeroed else "no second moment became zero"
-    return Check(name, title, arm, float(zeroed), str(zeroed), threshold, FAIL if zeroed else PASS, say)
+    return Check(name, title, run, float(zeroed), str(zeroed), threshold, FAIL if zeroed else PASS, say)
 
 
-def check_accuracy(arm: str, value: float, reference: float, spread: float) -> Check:
+def check_accuracy(run: str, value: float, reference: float, spread: float) -> Check:
     """Held-out accuracy (0..1) beside high precision's: apart by at most max(1 point, 2x the spread of two seeds).
 
     Below that fails; above it only warns, since better answers are no harm but still a difference.
@@ -281,19 +282,19 @@ def check_accuracy(arm: str, value: float, reference: float, spread: float) -> C
         f"{100 * abs(apart):.1f} points {'apart' if apart == 0 else 'more' if apart > 0 else 'fewer'}"
     )
     return Check(
-        "accuracy", "Held-out accuracy", arm, value, percent(value, 1), f"within {100 * limit:.1f} points", status, say
+        "accuracy", "Held-out accuracy", run, value, percent(value, 1), f"within {100 * limit:.1f} points", status, say
     )
 
 
-def check_same_data(arm: str, tokens: np.ndarray, reference: np.ndarray) -> Check:
-    """Both arms must have read the same data: the tokens of every step are equal."""
+def check_same_data(run: str, tokens: np.ndarray, reference: np.ndarray) -> Check:
+    """Both runs must have read the same data: the tokens of every step are equal."""
     name, title, threshold = "same_data", "Same data", "equal tokens at every step"
     known = np.isfinite(tokens) & np.isfinite(reference)
     differ = np.flatnonzero(known & (tokens != reference))
     if not known.any():
-        return Check(name, title, arm, None, "not recorded", threshold, WARN, "the arms recorded no token counts")
+        return Check(name, title, run, None, "not recorded", threshold, WARN, "the runs recorded no token counts")
     if differ.size:
-        say = f"{differ.size} steps read another number of tokens than high precision; the arms cannot be compared"
-        return Check(name, title, arm, float(differ.size), f"{differ.size} differ", threshold, FAIL, say)
+        say = f"{differ.size} steps read another number of tokens than high precision; the runs cannot be compared"
+        return Check(name, title, run, float(differ.size), f"{differ.size} differ", threshold, FAIL, say)
     say = f"all {int(known.sum())} steps read the same number of tokens as high precision"
-    return Check(name, title, arm, 0.0, "0 differ", threshold, PASS, say)
+    return Check(name, title, run, 0.0, "0 differ", threshold, PASS, say)

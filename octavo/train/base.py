@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.config.rules_lora import kinds_of
-from octavo.config.schema import FITTING
+from octavo.config.sections import FITTING
 from octavo.fp8.weights import plain
 from octavo.models.quantization import read_quantization
 from octavo.parallel import World

@@ -27,7 +27,7 @@ from torch import nn
 
 from octavo import fp8, models
 from octavo.config import Config
-from octavo.config.schema import RecomputeSection
+from octavo.config.sections import RecomputeSection
 from octavo.fp8.planning import blocks_of, saving_of
 from octavo.train import base, planning, static
 from octavo.train.errors import TrainError

@@ -10,7 +10,7 @@ folder's high-precision weights by what FP8 rounds. Both can be had:
     DIR    another folder of the same model, in the precision that it has
 
 Which one was used is said, with the gap between the two beside the adapter's own change. A merge into FP8 is measured
-on the very codes that are written (:mod:`octavo.adapters.survival`) and refused, with nothing written, if they round
+on the very codes that are written (:mod:`octavo.adapters.merge_error`) and refused, with nothing written, if they round
 the adapter away.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from octavo import adapters, fp8, models
 from octavo.adapters.merge import folds
-from octavo.adapters.survival import KEPT, Survival
+from octavo.adapters.merge_error import KEPT, MergeErrors
 from octavo.checkpoint.export import Exported, Progress, check_target, export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
 from octavo.train import target
@@ -49,8 +49,8 @@ class Merged:
     exported: Exported
     base: str
     folder: Path
-    survival: Survival
-    gap: adapters.Gap | None
+    survival: MergeErrors
+    gap: adapters.BaseErrors | None
     notes: tuple[str, ...]
 
     def sentences(self) -> list[str]:
@@ -123,8 +123,10 @@ def merge(
     say(_chosen(found, kind, trained))
     model, _, notes = _open(found, kind, trained, step=step, device=device, say=say)
     # What was quantized at load differs from its folder.
-    gap = adapters.gap(model, models.load(found.base, dtype=_dtype(found.base))) if trained and kind == "fp8" else None
-    survival = Survival(folds(model))
+    gap = None
+    if trained and kind == "fp8":
+        gap = adapters.base_errors(model, models.load(found.base, dtype=_dtype(found.base)))
+    survival = MergeErrors(folds(model))
     done = export(
         _judged(model, survival, format, kind, anyway, say),
         found.base,
@@ -140,7 +142,7 @@ def merge(
 
 
 def _judged(
-    model: nn.Module, survival: Survival, format: str, kind: str, anyway: bool, say: Callable[[str], None]
+    model: nn.Module, survival: MergeErrors, format: str, kind: str, anyway: bool, say: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
     """The merged values; when all are written, and the folder is not yet in its place, what survived is judged."""
     yield from adapters.merged(model, torch.bfloat16 if FORMATS[format] is None else torch.float32)
@@ -151,7 +153,7 @@ def _judged(
         say(f"warning: {sentence}; written anyway")
 
 
-def _refusal(survival: Survival, format: str, kind: str) -> str:
+def _refusal(survival: MergeErrors, format: str, kind: str) -> str:
     worst = survival.worst()
     if survival.kept < KEPT:
         why = (
@@ -175,7 +177,7 @@ def _cures(format: str, kind: str) -> str:
     return f"Serve the adapter beside its base, or write --format bf16;{other} --anyway writes {format} nevertheless"
 
 
-def _survived(survival: Survival) -> list[str]:
+def _survived(survival: MergeErrors) -> list[str]:
     """For people, after the folder is there."""
     said = []
     if not any(w.delta for w in survival.weights.values()):

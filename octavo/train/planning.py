@@ -14,7 +14,7 @@ from torch import nn
 
 from octavo import fp8, models, parallel
 from octavo.config import Config
-from octavo.config.schema import COMPONENTS
+from octavo.config.sections import COMPONENTS
 from octavo.train import base, routing
 from octavo.train.forward import model_dtype
 from octavo.train.tokens import Tokens, attention_flops

@@ -26,9 +26,9 @@ from torch import nn
 
 from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint.files import read_state
-from octavo.config import Config, load_config
+from octavo.config import Config, load_config, override
 from octavo.config.rules_lora import kinds_of
-from octavo.config.schema import FITTING
+from octavo.config.sections import FITTING
 from octavo.models.folder import read_json
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.train import base as bases
@@ -204,7 +204,7 @@ class Target:
             )
         changes = [] if recipe is None else [f"fp8.recipe={recipe}", "fp8.plan=null"]
         changes += [] if backend == "auto" else [f"fp8.backend={backend}"]
-        return cfg.with_overrides(changes) if changes else cfg
+        return override(cfg, changes) if changes else cfg
 
 
 def look(path: str | Path, base: str | Path | None = None) -> Target:
@@ -341,7 +341,7 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     inside = configuration(run) if (run / rundir.CONFIG).is_file() else None
     notes, trained_kinds = [], {} if inside is None else kinds_of(inside)
     if trained_kinds:
-        kinds = sorted(set(trained_kinds.values()))
+        kinds = sorted({f"{kind}wise" for kind in trained_kinds.values()})
         cure = f"--load-in-fp8 {kinds[0]}" if list(trained_kinds) == ["foundation"] else f"naming the run {run}"
         notes.append(f"this adapter was trained over {' and '.join(kinds)} codes of its base: {cure} computes so again")
     if base is not None:

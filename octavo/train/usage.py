@@ -111,7 +111,7 @@ def compare_bases(
     if not kinds or kinds == HIGH:
         raise TrainError(
             f"{found.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
-            "--load-in-fp8 row, block or tensor"
+            "--load-in-fp8 rowwise, blockwise or tensorwise"
         )
     from octavo import adapters
 
@@ -129,7 +129,7 @@ def compare_bases(
         rows.append({"base": name, **_judge(found, cfg, opened.model, progress)})
         if weights is None:
             dtype = next(p.dtype for p in opened.model.parameters() if p.is_floating_point())
-            weights = adapters.gap(opened.model, models.load(found.base, dtype=dtype))
+            weights = adapters.base_errors(opened.model, models.load(found.base, dtype=dtype))
         del opened
     assert weights is not None
     finite = [row.sqnr for row in weights.rows if row.sqnr != float("inf")]

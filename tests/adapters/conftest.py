@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.config.schema import LoraSection
+from octavo.config.sections import LoraSection
 from octavo.fp8.kernels import registry
 from octavo.models import tiny
 

@@ -153,15 +153,15 @@ def test_training_goes_on_from_an_adapter(folder, tmp_path: Path) -> None:
 def test_the_gap_wants_the_right_stock_model(folder) -> None:
     model, _ = load(folder)
     with pytest.raises(AdapterError, match="no FP8 weights"):
-        adapters.gap(model, model)
+        adapters.base_errors(model, model)
     quantized(model)
     with pytest.raises(AdapterError, match="not among the stock ones"):
-        adapters.gap(model, [])
+        adapters.base_errors(model, [])
     stock = dict(load(folder)[0].named_parameters())
     name = next(n for n, _ in fp8.frozen_weights(model))
     with pytest.raises(AdapterError, match="in the stock model"):
-        adapters.gap(model, {**stock, name: stock[name][:, :8]}.items())
-    exact = adapters.gap(model, fp8.thaw(quantized(load(folder)[0])))
+        adapters.base_errors(model, {**stock, name: stock[name][:, :8]}.items())
+    exact = adapters.base_errors(model, fp8.thaw(quantized(load(folder)[0])))
     assert exact.relative == 0 and exact.sqnr == float("inf") and exact.worst.relative == 0
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo import adapters, fp8, models
 from octavo.adapters.merge import Fold, folds, merged
-from octavo.adapters.survival import KEPT, Survival
+from octavo.adapters.merge_error import KEPT, MergeErrors
 from tests.adapters.conftest import components, inputs, logits, lora, quantized
 
 USUAL = [("qwen3_vl", "block"), ("qwen3", None), ("qwen3_moe", "row"), ("qwen3_vl_moe", "block")]
@@ -161,8 +161,8 @@ def fold(w: Tensor, scale: float, kind: str | None, rank: int = 4) -> tuple[Fold
     return made, made.base()
 
 
-def survived(made: Fold, kind: str) -> Survival:
-    found = Survival({made.name: made})
+def survived(made: Fold, kind: str) -> MergeErrors:
+    found = MergeErrors({made.name: made})
     found.written(made.name, None, (0, made.shape[0]), fp8.quantize(made.folded(), fp8.FROZEN[kind]))
     return found
 
@@ -203,7 +203,7 @@ def test_figures_are_those_of_their_definitions() -> None:
     w = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
     made, base = fold(w, 0.2, "row")
     q = fp8.quantize(made.folded(), fp8.FROZEN["row"])
-    found = Survival({made.name: made})
+    found = MergeErrors({made.name: made})
     for rows in ((0, 16), (16, 64)):  # in pieces
         found.written(made.name, None, rows, fp8.Quantized(q.data[slice(*rows)], q.scale[slice(*rows)], q.spec))
     found.written("another.weight", None, None, torch.zeros(1))

@@ -63,7 +63,7 @@ def test_over_fp8_without_a_recipe_it_is_the_dequantized_base_plus_adapter(name:
     adapters.load(again, tmp_path / "adapter")
     assert torch.equal(logits(again, batch), logits(model, batch))
     stock = models.load(path, dtype=torch.float32)
-    found = adapters.gap(model, stock)
+    found = adapters.base_errors(model, stock)
     assert len(found.rows) == len(list(fp8.frozen_weights(model))) and 0.01 < found.relative < 0.04
     assert 28 < found.sqnr < 40 and found.worst.name in str(found)
 

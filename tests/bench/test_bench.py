@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo import bench
-from octavo.bench import peers, record, suite_memory, suite_moe
+from octavo.bench import peers, record, suite_memory, suite_moe, turns
 from octavo.bench.bench import Bench, Refusal, Rotation, Work
 from octavo.bench.record import Result, Row
 from octavo.cli import bench as command
@@ -60,7 +60,7 @@ def test_the_memory_suite_trains_in_every_way(monkeypatch) -> None:
     monkeypatch.setattr(suite_memory._Held, "most", lambda self: 7 * 2**30)
     monkeypatch.setattr(suite_memory._Held, "reset", lambda self: None)
     monkeypatch.setattr(suite_memory._Held, "_allocated", lambda self: 0)
-    monkeypatch.setattr(suite_memory._Held, "tells", True)
+    monkeypatch.setattr(suite_memory._Held, "measures", True)
     result = bench.run(["memory"], session())
     assert {a.candidate for a in result.absent} == {name for name in suite_memory.WAYS if "offloaded" in name}
     assert all("host memory" in a.why or "needs a GPU" in a.why for a in result.absent)
@@ -265,3 +265,20 @@ def test_experts_are_timed_grouped_on_both_sides(monkeypatch) -> None:
         seen.append("|")
         suite_moe._call(session(), config, 24, how, octavo)()
     assert seen == ["|", "theirs", "theirs", "|", "|", "ours", "ours"]
+
+
+def test_turns_go_round_and_forget_the_first() -> None:
+    """What benchmarks/ time: everybody once a round, with what belongs around a turn, and the warm-up left out."""
+    order: list[str] = []
+    ways = {name: lambda name=name: order.append(name) for name in ("a", "b")}
+    taken = turns.take(ways, 3, before=lambda: order.append("("), after=lambda: order.append(")"), warmup=1)
+    assert order == ["(", "a", ")", "(", "b", ")"] * 4
+    assert all(len(each.seconds) == len(each.cpu_seconds) == 3 and each.spread >= 0 for each in taken.values())
+
+
+def test_a_record_names_its_machine_and_is_written_whole(tmp_path: Path) -> None:
+    described = {"torch": "2.13", "unread": {}, "gpus": []}
+    path = record.save({"machine": record.machine(described), "path": tmp_path}, tmp_path / "new" / "kept.json")
+    assert record.load(path) == {"machine": {"torch": "2.13", "gpus": []}, "path": str(tmp_path)}
+    assert [file.name for file in path.parent.iterdir()] == ["kept.json"]
+    assert {"octavo", "python", "cpu", "torch", "packages"} <= record.machine().keys()

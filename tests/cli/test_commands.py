@@ -320,10 +320,10 @@ def test_doctor_shows_and_judges(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda say: Report(good + low, {}))
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "warn: /dev/shm: 0.1 GiB free\n  means: workers may die\n  cure:  data.workers: 0\n" in out
+    assert "warn: /dev/shm: 0.1 GiB free\n  means: workers may die\n  fix:   data.workers: 0\n" in out
     assert "get it" not in out and out.endswith("Everything that is required works.\n")
     assert main(["doctor", "--all"]) == 0
-    assert "cure:  get it" in capsys.readouterr().out
+    assert "fix:   get it" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "examine", lambda say: Report(good + bad, {"python": "3"}))
     assert main(["doctor"]) == 1
     assert "1 required thing does not work: reference rowwise." in capsys.readouterr().out

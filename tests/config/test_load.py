@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.config import Config, ConfigError, load_config, load_config_text, to_yaml
+from octavo.config import Config, ConfigError, load_config, load_config_text, override, to_yaml
 from octavo.config.document import scalar
 
 BASE = """
@@ -182,25 +182,25 @@ train: {steps: 3}
     assert (cfg.fp8.foundation.recipe, cfg.fp8.foundation.fwd) == ("rowwise", "fp8")
 
 
-def test_with_overrides_leaves_the_original():
+def test_override_leaves_the_original():
     cfg = text()
-    other = cfg.with_overrides(["fp8.recipe=off", "run.seed=4"])
+    other = override(cfg, ["fp8.recipe=off", "run.seed=4"])
     assert (other.fp8.recipe, other.run.seed) == ("off", 4)
     assert (cfg.fp8.recipe, cfg.run.seed) == ("blockwise", 0)
     with pytest.raises(
         ConfigError, match=r"override `train.stpes=1`: train.stpes: unknown key; did you mean `steps`\?"
     ):
-        cfg.with_overrides(["train.stpes=1"])
+        override(cfg, ["train.stpes=1"])
 
 
 def test_recompute_takes_a_word_for_all_components_or_one_for_each():
     assert text().train.recompute.foundation == "none"
-    both = text().with_overrides(["train.recompute=full"]).train.recompute
+    both = override(text(), ["train.recompute=full"]).train.recompute
     assert (both.image_encoder, both.foundation) == ("full", "full")
-    one = text().with_overrides(["train.recompute={foundation: selective}"]).train.recompute
+    one = override(text(), ["train.recompute={foundation: selective}"]).train.recompute
     assert (one.image_encoder, one.foundation) == ("none", "selective")
     with pytest.raises(ConfigError, match="found 'ful'; did you mean full. use none, selective or full, or a mapping"):
-        text().with_overrides(["train.recompute=ful"])
+        override(text(), ["train.recompute=ful"])
 
 
 def test_a_config_built_in_python_obeys_the_rules_too():
@@ -247,9 +247,9 @@ def test_a_plan_takes_the_place_of_an_earlier_recipe_and_loads_again():
     cfg = load_config_text(text, ["fp8.plan=p.json"])
     assert cfg.fp8.plan.endswith("p.json") and cfg.fp8.recipe == "blockwise"
     assert "recipe" not in to_yaml(cfg) and load_config_text(to_yaml(cfg)) == cfg
-    assert cfg.with_overrides(["train.lr=0.1"]).fp8.plan == cfg.fp8.plan
-    assert cfg.with_overrides(["fp8.recipe=rowwise", "fp8.plan=null"]).fp8.recipe == "rowwise"
-    assert load_config_text(text, []).with_overrides(["fp8.plan=p.json"]).fp8.plan == cfg.fp8.plan
+    assert override(cfg, ["train.lr=0.1"]).fp8.plan == cfg.fp8.plan
+    assert override(cfg, ["fp8.recipe=rowwise", "fp8.plan=null"]).fp8.recipe == "rowwise"
+    assert override(load_config_text(text, []), ["fp8.plan=p.json"]).fp8.plan == cfg.fp8.plan
     for source, over in ((text, ["fp8.recipe=blockwise", "fp8.plan=p.json"]), (to_yaml(cfg), ["fp8.recipe=blockwise"])):
         with pytest.raises(ConfigError, match="override `fp8.recipe=blockwise`: fp8.recipe: has no effect beside"):
             load_config_text(source, over)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from octavo.config import Config, ConfigError, Fp8Section, ModelSection, load_config_text, to_yaml
-from octavo.config.schema import DataSection, LoadInFp8Section, LoraSection, TrainSection
+from octavo.config import (
+    Config,
+    ConfigError,
+    Fp8Section,
+    ModelSection,
+    json_schema,
+    load_config_text,
+    override,
+    to_yaml,
+)
+from octavo.config.rules_lora import kinds_of
+from octavo.config.sections import DataSection, LoadInFp8Section, LoraSection, TrainSection
 
 BASE = "model: {{path: ./m{model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 10}}\n"
 
@@ -41,6 +53,26 @@ def test_the_recipe_follows_the_kind_unless_it_is_named(kinds, more, recipes):
     assert load_config_text(to_yaml(cfg)) == cfg  # a saved configuration runs again unchanged
 
 
+@pytest.mark.parametrize("short", ["row", "block", "tensor"])
+def test_codes_and_the_recipe_that_multiplies_by_them_have_one_name(short):
+    """Either word is read in either place; one is kept and shown."""
+    name = f"{short}wise"
+
+    def words(codes: str, recipe: str) -> Config:
+        rest = (
+            f"image_encoder: {{recipe: {recipe}}}, rules: [{{match: '**.a', recipe: {recipe}}}], candidates: [{recipe}]"
+        )
+        return read(f"load_in_fp8: {{foundation: {codes}}}", f"lora: {{}}\nfp8: {{recipe: {recipe}, {rest}}}\n")
+
+    cfg = words(name, name)
+    assert words(short, name) == words(name, short) == words(short, short) == cfg
+    assert kinds_of(cfg) == {"foundation": short} and cfg.fp8.recipe == cfg.model.load_in_fp8.foundation == name
+    assert f" {short}\n" not in to_yaml(cfg) and to_yaml(cfg).count(f" {name}\n") == 5
+    assert override(cfg, [f"model.load_in_fp8={short}", f"fp8.recipe={short}"]) == cfg
+    schema = json.dumps(json_schema()["$defs"]["Rule"]["properties"]["recipe"])
+    assert f'"{short}"' in schema and f'"{name}"' in schema  # editors accept both
+
+
 def test_it_follows_in_python_as_well():
     more = {"data": DataSection(train=({"path": "a.json"},)), "train": TrainSection(steps=3), "lora": LoraSection()}
     cfg = Config(model=ModelSection(path="m", load_in_fp8=LoadInFp8Section(foundation="row")), **more)
@@ -52,12 +84,12 @@ def test_it_follows_in_python_as_well():
 @pytest.mark.parametrize(
     "model, more, message",
     [
-        ("load_in_fp8: blok", "", "load_in_fp8: expected a word or a mapping, found 'blok'; did you mean block? use"),
-        ("load_in_fp8: {foundation: rows}", "", "found 'rows'; did you mean row? one of row, block, tensor"),
+        ("load_in_fp8: blok", "", "expected a word or a mapping, found 'blok'; did you mean blockwise? use"),
+        ("load_in_fp8: {foundation: rows}", "", "'rows'; did you mean rowwise? one of rowwise, blockwise, tensorwise"),
         ("load_in_fp8: {tower: row}", "", "x.yaml:1: model.load_in_fp8.tower: unknown key; valid here: foundation"),
         ("load_in_fp8: row", "fp8: {recipe: blockwise}", "x.yaml:5: fp8.recipe: blockwise multiplies by other codes "
-         "than those of load_in_fp8: row (foundation); use rowwise, off (high precision, from the codes' values), or "
-         "load_in_fp8: block"),
+         "than those of load_in_fp8: rowwise (foundation); use rowwise, off (high precision, from the codes' values), "
+         "or load_in_fp8: blockwise"),
         ("load_in_fp8: row", "fp8: {foundation: {recipe: mxfp8}}", "x.yaml:5: fp8.foundation.recipe: mxfp8 multiplies"),
         ("load_in_fp8: row", "fp8: {recipe: auto}", "auto chooses a recipe, and codes are made for one (foundation)"),
         ("load_in_fp8: block, keep_fp8: false", "", "x.yaml:1: model.keep_fp8: false dequantizes the weights"),
@@ -114,10 +146,10 @@ def test_adapters_in_bf16_take_every_master():
 def test_the_base_changes_by_override_with_its_recipe():
     cfg = read("load_in_fp8: block")
     assert "blockwise multiplies by other codes" in str(_fails(cfg, ["model.load_in_fp8=row"]))
-    assert cfg.with_overrides(["model.load_in_fp8=row", "fp8.recipe=rowwise"]).fp8.recipe == "rowwise"
+    assert override(cfg, ["model.load_in_fp8=row", "fp8.recipe=rowwise"]).fp8.recipe == "rowwise"
 
 
 def _fails(cfg: Config, overrides: list[str]) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        cfg.with_overrides(overrides)
+        override(cfg, overrides)
     return caught.value

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.config import load_config_text
+from octavo.config import load_config_text, override
 from octavo.data import collate, digits, eval_set, train_loader
 
 YAML = """
@@ -38,7 +38,7 @@ def test_a_configuration_becomes_batches_that_a_model_takes(folder, models, tmp_
     assert mixed  # rows with and without images in one batch
     held_out = eval_set(cfg, models(family))
     assert [batch["meta"].rows for batch in held_out] == [(0, 1, 2)]
-    assert eval_set(cfg.with_overrides(["data.eval=[]"]), models(family)) is None
+    assert eval_set(override(cfg, ["data.eval=[]"]), models(family)) is None
 
 
 def test_padding_does_not_move_a_row(folder, models, tmp_path):

@@ -1,4 +1,4 @@
-"""The doctor: a healthy machine passes for real, and each illness is named with its cause and cure."""
+"""The doctor: a healthy machine passes for real, and each illness is named with its cause and fix."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_every_backend_is_listed_and_those_that_do_not_volunteer_are_not_run(mon
     assert set(tried) == {"reference"} and len(tried) == len(fp8.RECIPES)
     assert {name.split()[0] for name in checks} == set(registry.names())
     torch_check = checks["torch on cpu"]
-    assert torch_check.status == ABSENT and torch_check.cure == "none needed"
+    assert torch_check.status == ABSENT and torch_check.fix == "none needed"
     assert torch_check.found.startswith(
         "not tried: on the CPU it is slower than the reference; ask for it by name (torch"
     )
@@ -87,7 +87,7 @@ def test_a_backend_that_computes_nonsense_fails(fake):
     wrong = lambda dy, x, dtype: reference.gemm_wgrad(dy, x, dtype) * 2  # noqa: E731
     check = fake(gemm_wgrad=wrong)
     assert check.status == FAIL and "far from high precision: calc_diff of dw 0.2" in check.found
-    assert check.means == "fp8.recipe: blockwise cannot be trusted here" and check.cure
+    assert check.means == "fp8.recipe: blockwise cannot be trusted here" and check.fix
 
 
 def test_what_is_sound_is_said_in_one_place(monkeypatch):
@@ -132,7 +132,7 @@ def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):
     broken = packages.Package("pytest", "raise ImportError('libfoo.so: cannot open')", "no tests", "apt install libfoo")
     check = packages.try_import(broken)
     assert check.status == WARN and check.found.endswith("ImportError: libfoo.so: cannot open")
-    assert (check.means, check.cure) == (
+    assert (check.means, check.fix) == (
         "no tests",
         "mend what the cause names, or install again: apt install libfoo",
     )
@@ -179,7 +179,7 @@ def test_versions_out_of_range_fail(monkeypatch):
     real = environment.version
     monkeypatch.setattr(environment, "version", lambda name: "9.9" if name == "torch" else real(name))
     check = one([c for c in machine.versions() if c.status == FAIL])
-    assert (check.name, check.found, check.cure) == ("torch", "9.9", "pip install 'torch>=2.11,<2.14'")
+    assert (check.name, check.found, check.fix) == ("torch", "9.9", "pip install 'torch>=2.11,<2.14'")
     assert "torch >=2.11,<2.14" in check.means
 
 
@@ -194,7 +194,7 @@ def test_devices():
     _, gpu = machine.devices(record(driver="580.1", torch={"version": "2.13+cpu", "cuda_build": None}))
     assert gpu.status == WARN and "torch 2.13+cpu is built without CUDA" in gpu.found
     _, gpu = machine.devices(record(driver="580.1", torch={"cuda_build": "13.0"}, unread={"gpus": "RuntimeError: no"}))
-    assert gpu.status == WARN and "sees no GPU: RuntimeError: no" in gpu.found and "--gpus all" in gpu.cure
+    assert gpu.status == WARN and "sees no GPU: RuntimeError: no" in gpu.found and "--gpus all" in gpu.fix
     old = {"name": "A100", "capability": "8.0", "memory_bytes": 80 * GIB}
     new = {"name": "H200", "capability": "9.0", "memory_bytes": 141 * GIB}
     _, first, second = machine.devices(record(gpus=[old, new]))
@@ -208,7 +208,7 @@ def test_storage(tmp_path, monkeypatch):
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(0, 0, free[path]))
     shm, disk = machine.storage(tmp_path, tmp_path / "shm")
-    assert (shm.status, shm.found) == (WARN, "0.1 GiB free") and "--shm-size" in shm.cure
+    assert (shm.status, shm.found) == (WARN, "0.1 GiB free") and "--shm-size" in shm.fix
     assert (disk.status, disk.found) == (WARN, "1 GiB free")
     free.update({tmp_path / "shm": 8 * GIB, tmp_path: 80 * GIB})
     monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
@@ -226,7 +226,7 @@ def test_process_groups(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "init_process_group", broken)
     gloo = one(machine.process_groups())
-    assert (gloo.status, gloo.found) == (WARN, "RuntimeError: no route to host") and "GLOO_SOCKET_IFNAME" in gloo.cure
+    assert (gloo.status, gloo.found) == (WARN, "RuntimeError: no route to host") and "GLOO_SOCKET_IFNAME" in gloo.fix
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     assert one(machine.process_groups()).found == "not built in"
 
@@ -280,7 +280,7 @@ def test_the_required_packages_import_here():
 
 def test_every_required_import_is_a_dependency():
     assert {package.distribution for package in packages.REQUIRED} <= set(environment.REQUIRED)
-    assert all(package.means and package.cure for package in packages.REQUIRED + packages.OPTIONAL)
+    assert all(package.means and package.fix for package in packages.REQUIRED + packages.OPTIONAL)
 
 
 def test_report_sorts_by_status():

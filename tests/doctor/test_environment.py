@@ -76,7 +76,7 @@ def test_package_problems(monkeypatch):
     real = environment.version
     monkeypatch.setattr(environment, "version", lambda name: wrong[name] if name in wrong else real(name))
     torch, transformers = environment.package_problems()
-    assert (torch.package, torch.found, torch.cure) == ("torch", "2.20.0", "pip install 'torch>=2.11,<2.14'")
+    assert (torch.package, torch.found, torch.fix) == ("torch", "2.20.0", "pip install 'torch>=2.11,<2.14'")
     assert (transformers.found, transformers.needed) == ("not installed", ">=5.17")
 
 

@@ -17,8 +17,8 @@ import octavo
 from octavo import fp8, models
 from octavo.models import streaming, tiny
 from octavo.models.assembly import assemble
-from octavo.models.loading import _skeleton, read_config
 from octavo.models.shards import open_weights
+from octavo.models.skeleton import read_config, skeleton
 from tests.models.conftest import batch
 from tests.models.fp8_folders import CHANNEL, CONFIGS, alone, edit_config, edit_weights, quantized
 
@@ -34,7 +34,7 @@ def same(one, other) -> bool:
 def streamed(folder: Path, dtype=torch.float32):
     """A folder in high precision by Octavo's own way, which `load` takes for FP8 alone."""
     shards, _ = open_weights(folder, False)
-    build = partial(_skeleton, read_config(folder), dtype, None)
+    build = partial(skeleton, read_config(folder), dtype, None)
     with shards:
         return assemble(folder, build, shards, None, {}, dtype, torch.device("cpu"), True, print, None)
 
@@ -136,8 +136,8 @@ def test_a_quantized_model_computes_and_trains_around_its_weights(checkpoint):
 @pytest.mark.parametrize(
     ("family", "asked", "message"),
     [
-        ("llama", "rows", "asks for 'rows' in foundation; the kinds are row, block, tensor"),
-        ("llama", 7, "load_in_fp8=7: give row, block, tensor, or a kind for each component"),
+        ("llama", "rows", "asks for 'rows' in foundation; there are rowwise, blockwise, tensorwise"),
+        ("llama", 7, "load_in_fp8=7: give rowwise, blockwise, tensorwise, or one of them for each component"),
         ("llama", {"lm_head": "row"}, "names 'lm_head'; the components are foundation, image_encoder, image_projector"),
         ("llama", {"image_encoder": "row"}, "asks for image_encoder, in which .* has no linear layer.*foundation"),
     ],
@@ -326,7 +326,7 @@ def test_an_fp8_folder_asked_for_again(checkpoint, tmp_path):
     assert plain.items() < more.items() and any("visual.blocks" in name for name in more)
     refused(
         tmp_path / "q",
-        "asks for block in foundation, and .* holds FP8 codes of compressed-tensors row",
+        "asks for blockwise in foundation, and .* holds FP8 codes of compressed-tensors row",
         load_in_fp8="block",
     )
     said: list[str] = []

@@ -9,33 +9,33 @@ from typing import Any
 import pytest
 from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
-from octavo.config import load_config_text, to_yaml
+from octavo.config import load_config_text, override, to_yaml
 
 
 @pytest.fixture
 def cfg(tmp_path: Path) -> Any:
-    return load_config_text(CONFIG).with_overrides([f"run.dir={tmp_path / 'unused'}"])
+    return override(load_config_text(CONFIG), [f"run.dir={tmp_path / 'unused'}"])
 
 
 @pytest.fixture
 def trial(cfg: Any, tmp_path: Path) -> Any:
-    """A function that writes the three arms of a trial as finished runs; keywords change the FP8 arm."""
-    from octavo.report.compare import arms_of
+    """A function that writes the three runs of a trial as finished runs; keywords change the FP8 run."""
+    from octavo.report.compare import runs_of
 
     def make(
         directory: Path | None = None, *, shift: float = 0.001, recipes: tuple = ("blockwise",), **fp8: Any
     ) -> Any:
         directory = directory or tmp_path / "trial"
-        arms = arms_of(cfg, recipes, directory)
-        for arm in arms:
-            home = Path(arm.cfg.run.dir)
-            if arm.kind == "fp8":
+        runs = runs_of(cfg, recipes, directory)
+        for run in runs:
+            home = Path(run.cfg.run.dir)
+            if run.kind == "fp8":
                 options = {"tables": {1: health(), 50: health()}, "plan_json": plan(), "proof": GOOD_PROOF} | fp8
-                write_run(home, losses(100, shift), config=to_yaml(arm.cfg), **options)
+                write_run(home, losses(100, shift), config=to_yaml(run.cfg), **options)
             else:
-                seed = int(arm.kind == "noise")
+                seed = int(run.kind == "noise")
                 value = {"exact_match": 0.985} if seed else {}
-                write_run(home, losses(100, 0.012 * seed, seed), config=to_yaml(arm.cfg), **value)
-        return SimpleNamespace(directory=directory, arms=arms, recipes=recipes)
+                write_run(home, losses(100, 0.012 * seed, seed), config=to_yaml(run.cfg), **value)
+        return SimpleNamespace(directory=directory, runs=runs, recipes=recipes)
 
     return make

@@ -1,4 +1,4 @@
-"""Which arms a trial runs, what it reuses, continues and refuses; training itself is played by a stub."""
+"""Which runs a trial runs, what it reuses, continues and refuses; training itself is played by a stub."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
-from octavo.config import load_config_text, to_yaml
+from octavo.config import load_config_text, override, to_yaml
 from octavo.report import ReportError, compare
-from octavo.report.compare import arms_of, own_recipe
+from octavo.report.compare import own_recipe, runs_of
 
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Stands in for ``octavo.train.run``: writes a finished run and remembers which arm was asked for."""
+    """Stands in for ``octavo.train.run``: writes a finished run and remembers which run was asked for."""
     asked: list[str] = []
 
     def run(cfg, *, console=None, label=None, hooks=()):
@@ -39,24 +39,24 @@ def undrawn(monkeypatch):
     monkeypatch.setattr("octavo.report.page.draw", lambda records, directory: ({"loss": "", "gap": ""}, []))
 
 
-def test_arms(cfg, tmp_path: Path) -> None:
-    arms = arms_of(cfg.with_overrides(["run.seed=3"]), ["rowwise", "mxfp8", "rowwise"], tmp_path)
-    assert [(a.name, a.kind, a.cfg.fp8.recipe, a.cfg.run.seed) for a in arms] == [
+def test_runs(cfg, tmp_path: Path) -> None:
+    runs = runs_of(override(cfg, ["run.seed=3"]), ["rowwise", "mxfp8", "rowwise"], tmp_path)
+    assert [(a.name, a.kind, a.cfg.fp8.recipe, a.cfg.run.seed) for a in runs] == [
         ("high-precision", "reference", "off", 3),
         ("high-precision-seed-4", "noise", "off", 4),
         ("fp8-rowwise", "fp8", "rowwise", 3),
         ("fp8-mxfp8", "fp8", "mxfp8", 3),
     ]
-    fused = arms_of(cfg.with_overrides(["fp8.fuse=on"]), ["mxfp8"], tmp_path)
+    fused = runs_of(override(cfg, ["fp8.fuse=on"]), ["mxfp8"], tmp_path)
     assert [a.cfg.fp8.fuse for a in fused] == ["off", "off", "on"]
-    assert all(a.cfg.run.resume == "auto" and a.cfg.run.dir == str(tmp_path / "arms" / a.name) for a in arms)
+    assert all(a.cfg.run.resume == "auto" and a.cfg.run.dir == str(tmp_path / "arms" / a.name) for a in runs)
 
 
 def test_high_precision_takes_no_fp8_from_components_and_rules(tmp_path: Path) -> None:
     text = CONFIG + "fp8: {recipe: off, image_encoder: {recipe: rowwise}, rules: [{match: '**.a', recipe: mxfp8}]}\n"
     cfg = load_config_text(text)
     assert own_recipe(cfg) == "by-component"
-    reference, _, fp8 = arms_of(cfg, None, tmp_path)
+    reference, _, fp8 = runs_of(cfg, None, tmp_path)
     assert reference.cfg.fp8.image_encoder is None and reference.cfg.fp8.rules == ()
     assert fp8.cfg.fp8 == cfg.fp8 and fp8.name == "fp8-by-component"
 
@@ -72,7 +72,7 @@ def test_high_precision_takes_no_fp8_from_components_and_rules(tmp_path: Path) -
 )
 def test_nothing_to_compare(cfg, tmp_path: Path, overrides, recipes, message: str) -> None:
     with pytest.raises(ReportError, match=message):
-        compare(cfg.with_overrides(overrides), recipes, tmp_path)
+        compare(override(cfg, overrides), recipes, tmp_path)
     assert not list(tmp_path.iterdir()), "a refused trial leaves nothing behind"
 
 
@@ -84,19 +84,19 @@ def test_trial_runs_reuses_and_continues(cfg, tmp_path: Path, trained, undrawn) 
     trained.clear()
 
     compare(cfg, ["blockwise", "rowwise"], tmp_path)
-    assert trained == ["fp8-rowwise"], "finished arms are read, a new recipe is trained"
+    assert trained == ["fp8-rowwise"], "finished runs are read, a new recipe is trained"
     trained.clear()
 
     (tmp_path / "arms" / "fp8-rowwise" / "result.json").unlink()
     compare(cfg, ["blockwise", "rowwise"], tmp_path)
-    assert trained == ["fp8-rowwise"], "an arm that stopped half-way is handed to train, which continues it"
+    assert trained == ["fp8-rowwise"], "a run that stopped half-way is handed to train, which continues it"
 
 
 def test_another_configuration_is_refused_or_made_again(cfg, tmp_path: Path, trained, undrawn) -> None:
     compare(cfg, None, tmp_path)
     (tmp_path / "mine.txt").write_text("not the trial's")
     trained.clear()
-    changed = cfg.with_overrides(["train.lr=1e-3", "run.keep=5"])
+    changed = override(cfg, ["train.lr=1e-3", "run.keep=5"])
     with pytest.raises(ReportError, match=r"trained with another configuration: train\.lr was 2e-05, is now 0\.001"):
         compare(changed, None, tmp_path)
     assert trained == []
@@ -107,7 +107,7 @@ def test_another_configuration_is_refused_or_made_again(cfg, tmp_path: Path, tra
 def test_watching_differently_is_the_same_trial(cfg, tmp_path: Path, trained, undrawn) -> None:
     compare(cfg, None, tmp_path)
     trained.clear()
-    compare(cfg.with_overrides(["run.keep=5", "run.tensorboard=false", "run.save_every=50"]), None, tmp_path)
+    compare(override(cfg, ["run.keep=5", "run.tensorboard=false", "run.save_every=50"]), None, tmp_path)
     assert trained == []
 
 
@@ -142,7 +142,7 @@ def test_a_recipe_that_diverges_is_judged_and_the_others_go_on(cfg, tmp_path: Pa
 
     monkeypatch.setattr(octavo.train, "run", run)
     verdict = compare(cfg, ["tensorwise"], tmp_path)
-    assert verdict.exit_code == 1, "a report is written though no FP8 arm finished"
+    assert verdict.exit_code == 1, "a report is written though no FP8 run finished"
     assert verdict.reasons == ("FP8 tensorwise: Training failed: 10 steps in a row were not finite: layers.0",)
     assert verdict.line == f"FAIL: FP8 tensorwise (fail): training failed after step {kept}."
     assert "10 steps in a row were not finite" in (tmp_path / "report" / "report.html").read_text()

@@ -100,7 +100,7 @@ def test_answer_is_saved_and_shown_as_it_is(interview: Interview, tmp_path: Path
 
 @pytest.mark.long
 def test_the_whole_demo_in_small(tmp_path: Path, monkeypatch) -> None:
-    """Real digits, a real model, real arms of a few steps; the second run reads everything and trains nothing."""
+    """Real digits, a real model, real runs of a few steps; the second run reads everything and trains nothing."""
     from octavo import train
     from octavo.data import digits
 

@@ -1,4 +1,4 @@
-"""The trial of LoRA: what base each arm trains beside, and what the verdict and the ladder say of it."""
+"""The trial of LoRA: what base each run trains beside, and what the verdict and the ladder say of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from synthetic_runs import GOOD_PROOF, losses, write_run
 
 from octavo.config import Config, load_config_text
-from octavo.report.compare import arms_of
-from octavo.report.judge import Arm, _health_checks, dtype_of
+from octavo.report.compare import runs_of
+from octavo.report.judge import Run, _health_checks, dtype_of
 from octavo.report.rundir import read
 from octavo.report.savings import base_of, ladder, without
 
@@ -28,17 +28,17 @@ def config(more: str = ", load_in_fp8: block", lora: str = "{}", path: str | Pat
 
 def test_high_precision_trains_the_same_adapters_beside_a_bf16_base(tmp_path: Path) -> None:
     cfg = config(lora="{rank: 4, dtype: bf16}", rest="optimizer: {master: bf16+sr}\n")
-    trial = arms_of(cfg, None, tmp_path)
-    run = read(write_run(tmp_path / "run", losses(50)))
-    assert {dtype_of(arm, run) for arm in trial} == {"bf16"}  # also on a CPU
-    arms = {arm.name: arm.cfg for arm in trial}
-    reference, fp8 = arms["high-precision"], arms["fp8-blockwise"]
+    trial = runs_of(cfg, None, tmp_path)
+    record = read(write_run(tmp_path / "run", losses(50)))
+    assert {dtype_of(run, record) for run in trial} == {"bf16"}  # also on a CPU
+    runs = {run.name: run.cfg for run in trial}
+    reference, fp8 = runs["high-precision"], runs["fp8-blockwise"]
     assert reference.lora is not None and reference.lora.rank == 4
     assert (reference.lora.dtype, reference.optimizer.master) == ("fp32", "fp32")
     assert reference.model.load_in_fp8.foundation is None and reference.fp8.recipe == "off"
-    assert (fp8.model.load_in_fp8.foundation, fp8.fp8.recipe) == ("block", "blockwise")
-    assert [base_of(c) for c in (reference, fp8)] == ["base in BF16", "base in FP8 (block)"]
-    assert arms["high-precision-seed-1"].run.seed == 1
+    assert (fp8.model.load_in_fp8.foundation, fp8.fp8.recipe) == ("blockwise", "blockwise")
+    assert [base_of(c) for c in (reference, fp8)] == ["base in BF16", "base in FP8 (blockwise)"]
+    assert runs["high-precision-seed-1"].run.seed == 1
 
 
 def test_the_base_in_fp8_is_a_rung_of_the_ladder() -> None:
@@ -46,26 +46,26 @@ def test_the_base_in_fp8_is_a_rung_of_the_ladder() -> None:
     found = ladder(cfg)
     assert [words for words, _ in found] == [
         "FP8 without savings",
-        "+ base in FP8 (block)",
+        "+ base in FP8 (blockwise)",
         "+ optimizer states in fp8",
     ]
     assert found[0][1].model.load_in_fp8.foundation is None and found[0][1].fp8.recipe == "blockwise"
-    assert found[1][1].model.load_in_fp8.foundation == "block" and found[1][1].optimizer.states == "fp32"
+    assert found[1][1].model.load_in_fp8.foundation == "blockwise" and found[1][1].optimizer.states == "fp32"
     assert found[2][1].optimizer.states == "fp8" and found[2][1].lora.dtype == "fp32"
     assert ladder(config(more="")) == []
 
 
 def test_other_recipes_get_the_codes_that_they_multiply_by(tmp_path: Path) -> None:
-    arms = {arm.name: arm.cfg for arm in arms_of(config(), ["rowwise", "delayed", "mxfp8"], tmp_path)}
-    kinds = {name: cfg.model.load_in_fp8.foundation for name, cfg in arms.items() if name.startswith("fp8-")}
-    assert kinds == {"fp8-rowwise": "row", "fp8-delayed": "tensor", "fp8-mxfp8": None}
+    runs = {run.name: run.cfg for run in runs_of(config(), ["rowwise", "delayed", "mxfp8"], tmp_path)}
+    kinds = {name: cfg.model.load_in_fp8.foundation for name, cfg in runs.items() if name.startswith("fp8-")}
+    assert kinds == {"fp8-rowwise": "rowwise", "fp8-delayed": "tensorwise", "fp8-mxfp8": None}
 
 
 def test_a_checkpoint_in_fp8_is_dequantized_for_high_precision(tmp_path: Path) -> None:
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "quantization_config": block}))
     cfg = config(more="", path=tmp_path)
-    assert base_of(cfg) == "base in FP8 (block, as its checkpoint is)"
+    assert base_of(cfg) == "base in FP8 (blockwise, as its checkpoint is)"
     plain = without(cfg)
     assert not plain.model.keep_fp8 and base_of(plain) == "base in BF16"
 
@@ -86,8 +86,8 @@ def test_layers_that_are_all_frozen_have_no_weight_gradients_to_judge(tmp_path: 
     seen = {"layers.0.q_proj": {"x": operand, "w": operand, "dy": operand, "nan_codes": 0}}
     planned = {"rows": [{**row, "frozen": frozen}, high]}
     record = read(write_run(tmp_path / "run", losses(50), tables={25: seen}, plan_json=planned, proof=GOOD_PROOF))
-    arm = Arm("fp8", "FP8 blockwise", "fp8", config())
-    checks = {check.name: check for check in _health_checks(arm, record)}
+    run = Run("fp8", "FP8 blockwise", "fp8", config())
+    checks = {check.name: check for check in _health_checks(run, record)}
     for name in ("dw_cosine", "underflow_wgrad") if frozen else ():
         assert checks[name].status == "pass" and checks[name].shown == "none"
         assert checks[name].sentence == "no weight gradients: every FP8 layer is frozen"

@@ -1,4 +1,4 @@
-"""The verdict over whole arms, and the page: complete, offline, and honest about what is missing."""
+"""The verdict over whole runs, and the page: complete, offline, and honest about what is missing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from synthetic_runs import LAYERS, health, losses, plan
 
+from octavo.config import override
 from octavo.report import ReportError, judge
 from octavo.report.compare import finished
 from octavo.report.figures import running_gap, running_noise, smooth
@@ -21,7 +22,7 @@ from octavo.report.verdict import loss_gap, seed_noise
 
 
 def records_of(made):
-    return [(arm, finished(arm)) for arm in made.arms]
+    return [(run, finished(run)) for run in made.runs]
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +99,11 @@ def test_follows_dark_mode(page) -> None:
 def test_json_holds_everything(page) -> None:
     data = page["json"]
     assert data["verdict"] == {"status": "pass", "line": page["verdict"].line, "reasons": [], "exit_code": 0}
-    assert [arm["kind"] for arm in data["arms"]] == ["reference", "noise", "fp8", "fp8"]
-    arm = data["arms"][2]
-    assert arm["gap"] == pytest.approx(0.001)
-    assert len(arm["curve"]["loss"]) == 100 and len(arm["health"]) == len(LAYERS)
-    assert arm["plan"]["rows"] and arm["proof"]["fp8_gemms"] == 30 and arm["environment"]["torch"] == "2.13"
+    assert [run["kind"] for run in data["arms"]] == ["reference", "noise", "fp8", "fp8"]
+    run = data["arms"][2]
+    assert run["gap"] == pytest.approx(0.001)
+    assert len(run["curve"]["loss"]) == 100 and len(run["health"]) == len(LAYERS)
+    assert run["plan"]["rows"] and run["proof"]["fp8_gemms"] == 30 and run["environment"]["torch"] == "2.13"
     assert {check["status"] for check in data["checks"]} == {"pass"}
 
 
@@ -116,8 +117,8 @@ def test_page_survives_what_is_missing(trial, tmp_path: Path) -> None:
     """No health, no proof, no evaluation, no memory, no environment, a NaN: said, and never a pass."""
     made = trial(tables=None, proof=None, plan_json=None, environment={})
     records = [
-        (arm, dataclasses.replace(record, eval=None, memory={}, losses=np.append(record.losses[:-1], np.nan)))
-        for arm, record in ((arm, finished(arm) or _read(arm)) for arm in made.arms)
+        (run, dataclasses.replace(record, eval=None, memory={}, losses=np.append(record.losses[:-1], np.nan)))
+        for run, record in ((run, finished(run) or _read(run)) for run in made.runs)
     ]
     verdict = judge(records)
     assert verdict.status == "fail" and verdict.exit_code == 1
@@ -129,10 +130,10 @@ def test_page_survives_what_is_missing(trial, tmp_path: Path) -> None:
     json.loads((tmp_path / "report" / "report.json").read_text())
 
 
-def _read(arm):
+def _read(run):
     from octavo.report import read
 
-    return read(arm.cfg.run.dir)
+    return read(run.cfg.run.dir)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +176,10 @@ def test_arms_that_wrote_lines_at_different_steps_are_matched_by_step(trial) -> 
     """A run with log_every=10 also writes its health steps: the gap must not shift by them."""
     records = records_of(trial())
     thinned = []
-    for arm, record in records:
-        keep = np.isin(record.steps, [*range(10, 101, 10), *([25, 75] if arm.kind == "fp8" else [])])
-        arm = dataclasses.replace(arm, cfg=arm.cfg.with_overrides(["run.log_every=10"]))
-        thinned.append((arm, dataclasses.replace(record, steps=record.steps[keep], losses=record.losses[keep],
+    for run, record in records:
+        keep = np.isin(record.steps, [*range(10, 101, 10), *([25, 75] if run.kind == "fp8" else [])])
+        run = dataclasses.replace(run, cfg=override(run.cfg, ["run.log_every=10"]))
+        thinned.append((run, dataclasses.replace(record, steps=record.steps[keep], losses=record.losses[keep],
                                                  tokens=record.steps[keep] * 1.0)))  # fmt: skip
     verdict = judge(thinned)
     assert verdict.status == "pass"
@@ -186,9 +187,9 @@ def test_arms_that_wrote_lines_at_different_steps_are_matched_by_step(trial) -> 
 
 
 def test_cut_metrics_fail(trial) -> None:
-    """Lines taken out of an arm's metrics shift its mean without a trace in the steps that both arms have."""
+    """Lines taken out of a run's metrics shift its mean without a trace in the steps that both runs have."""
     made = trial()
-    file = Path(made.arms[2].cfg.run.dir) / "metrics.jsonl"
+    file = Path(made.runs[2].cfg.run.dir) / "metrics.jsonl"
     lines = file.read_text().splitlines()
     file.write_text("\n".join(lines[:9] + lines[59:]) + "\n")
     verdict = judge(records_of(made))

@@ -1,4 +1,4 @@
-"""What each memory saving cost: which arms are trained for it, and what the page says of them."""
+"""What each memory saving cost: which runs are trained for it, and what the page says of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
 from octavo.config import load_config_text, to_yaml
 from octavo.report import compare
-from octavo.report.compare import arms_of
-from octavo.report.savings import ladder, rungs, without
+from octavo.report.compare import runs_of
+from octavo.report.savings import costs, ladder, without
 
 SAVING = CONFIG + (
     "fp8: {activations: fp8, foundation: {param: true}}\n"
@@ -37,7 +37,7 @@ def test_rungs_add_one_saving_at_a_time(saving) -> None:
     assert (plain.optimizer.states, plain.optimizer.master, plain.optimizer.update) == ("fp32", "fp32", "step")
     assert plain.fp8.activations == "bf16" and plain.fp8.foundation.param is None
     by_words = dict(found)
-    assert [rung.train.precision for _, rung in found] == ["bf16", "bf16", "auto", "auto", "auto"]  # all BF16
+    assert [setting.train.precision for _, setting in found] == ["bf16", "bf16", "auto", "auto", "auto"]  # all BF16
     assert by_words["+ optimizer states in fp8"].optimizer.states == "fp8"
     assert by_words["+ optimizer states in fp8"].optimizer.master == "fp32"
     assert by_words["+ activations in FP8"].fp8.foundation.param is None
@@ -50,27 +50,27 @@ def test_a_configuration_without_savings_has_no_ladder() -> None:
 
 
 def test_high_precision_has_no_saving_and_computes_as_the_model_does(saving, tmp_path: Path) -> None:
-    arms = {a.name: a for a in arms_of(saving, None, tmp_path)}
-    reference = arms["high-precision"].cfg
+    runs = {a.name: a for a in runs_of(saving, None, tmp_path)}
+    reference = runs["high-precision"].cfg
     assert reference.fp8.recipe == "off" and reference.fp8.activations == "bf16"
     assert (reference.optimizer.states, reference.optimizer.master) == ("fp32", "fp32")
     assert reference.train.precision == "bf16"
-    assert [a.kind for a in arms.values()] == ["reference", "noise", *["saving"] * 5, "fp8"]
-    assert not [a for a in arms_of(saving, None, tmp_path, savings=False) if a.kind == "saving"]
-    assert not [a for a in arms_of(saving, ["rowwise", "mxfp8"], tmp_path) if a.kind == "saving"]
+    assert [a.kind for a in runs.values()] == ["reference", "noise", *["saving"] * 5, "fp8"]
+    assert not [a for a in runs_of(saving, None, tmp_path, savings=False) if a.kind == "saving"]
+    assert not [a for a in runs_of(saving, ["rowwise", "mxfp8"], tmp_path) if a.kind == "saving"]
     high = load_config_text(CONFIG + "optimizer: {states: fp8}\n")
-    assert arms_of(high, None, tmp_path)[0].cfg.train.precision == "auto"
+    assert runs_of(high, None, tmp_path)[0].cfg.train.precision == "auto"
 
 
-def _arm(label: str, size: int, gap: float, speed: float, failure: str | None = None) -> dict:
+def _run(label: str, size: int, gap: float, speed: float, failure: str | None = None) -> dict:
     memory = {"weights": size, "peak_rss": 10**9}
     return {"label": label, "memory": memory, "gap": gap, "speed_ratio": speed, "eval": None, "failure": failure}
 
 
 def test_each_rung_is_held_against_the_last_that_was_trained() -> None:
-    first, second, third = rungs(
-        [_arm("plain", 100, 0.01, 0.5), _arm("+ a", 60, math.nan, math.nan, "diverged")],
-        _arm("FP8 blockwise", 40, -0.01, 0.25),
+    first, second, third = costs(
+        [_run("plain", 100, 0.01, 0.5), _run("+ a", 60, math.nan, math.nan, "diverged")],
+        _run("FP8 blockwise", 40, -0.01, 0.25),
         "+ b",
     )
     assert first["saved"] is None and second["failure"] == "diverged"
@@ -84,11 +84,11 @@ def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch
 
     def run(cfg, *, console=None, label=None, hooks=()):
         home, fp8 = Path(cfg.run.dir), not Path(cfg.run.dir).name.startswith("high")
-        rung = {f"saving-{n}": n for n in range(len(order))}.get(home.name, len(order))
-        memory = {"weights": 10_000_000 >> rung, "optimizer": 1 << 20, "peak_rss": 9}
+        setting = {f"saving-{n}": n for n in range(len(order))}.get(home.name, len(order))
+        memory = {"weights": 10_000_000 >> setting, "optimizer": 1 << 20, "peak_rss": 9}
         extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF, "zeroed": 0} if fp8 else {}
-        loss = losses(cfg.train.steps, 0.001 * rung * fp8, cfg.run.seed)
-        write_run(home, loss, config=to_yaml(cfg), speed=5000.0 / (1 + rung), memory=memory, **extra)
+        loss = losses(cfg.train.steps, 0.001 * setting * fp8, cfg.run.seed)
+        write_run(home, loss, config=to_yaml(cfg), speed=5000.0 / (1 + setting), memory=memory, **extra)
         return SimpleNamespace(dir=home, status="finished", steps=cfg.train.steps)
 
     import octavo.train

@@ -1,4 +1,4 @@
-"""Arms in processes of their own: what a failing one says, that the others are asked to leave, and what is shown."""
+"""Runs in processes of their own: what a failing one says, that the others are asked to leave, and what is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 
 import octavo
 from octavo.report import ReportError, compare, side_by_side
-from octavo.report.compare import arms_of
+from octavo.report.compare import runs_of
 
 
 def sleeping(marker: Path) -> list[str]:
@@ -31,13 +31,13 @@ def sleeping(marker: Path) -> list[str]:
 def test_an_arm_that_fails_is_named_with_its_last_words(cfg, tmp_path: Path) -> None:
     """The model folder of the synthetic configuration does not exist, so the real command fails."""
     with pytest.raises(ReportError, match=r"(?s)FP8 blockwise failed .*fp8-blockwise\.log:.*config\.json is missing"):
-        side_by_side.train_together(arms_of(cfg, ["blockwise"], tmp_path / "trial")[2:], 2)
+        side_by_side.train_together(runs_of(cfg, ["blockwise"], tmp_path / "trial")[2:], 2)
     log = (tmp_path / "trial" / "arms" / "fp8-blockwise.log").read_text()
     assert log.strip()
 
 
 def test_a_stopped_arm_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> None:
-    arms = arms_of(cfg, ["blockwise"], tmp_path)[1:]
+    runs = runs_of(cfg, ["blockwise"], tmp_path)[1:]
     real, started = subprocess.Popen, []
 
     def popen(command, **options):
@@ -58,18 +58,18 @@ def test_a_stopped_arm_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> Non
     monkeypatch.setattr(side_by_side._Progress, "look", look)
     before = time.monotonic()
     with pytest.raises(ReportError, match="was stopped by signal 9; the same command continues the trial"):
-        side_by_side.train_together(arms, 2)
+        side_by_side.train_together(runs, 2)
     assert time.monotonic() - before < 50
     assert started[1][1].read_text() == "asked" and started[1][0].poll() == 143
 
 
 def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None:
-    arms = arms_of(cfg, ["blockwise"], tmp_path)
-    run = Path(arms[0].cfg.run.dir)
+    runs = runs_of(cfg, ["blockwise"], tmp_path)
+    run = Path(runs[0].cfg.run.dir)
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     out = io.StringIO()
-    with side_by_side._Progress(arms, Console(file=out, width=200)):
+    with side_by_side._Progress(runs, Console(file=out, width=200)):
         pass
     steps = cfg.train.steps
     assert (
@@ -79,12 +79,12 @@ def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("jobs", [0, -1])
 def test_no_jobs(cfg, tmp_path: Path, jobs: int) -> None:
-    with pytest.raises(ReportError, match=f"jobs={jobs}: at least one arm"):
+    with pytest.raises(ReportError, match=f"jobs={jobs}: at least one run"):
         compare(cfg, ["blockwise"], tmp_path, jobs=jobs)
 
 
 def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:
-    """A trial in a process of its own, whose arms write their process ids and the signal that they got."""
+    """A trial in a process of its own, whose runs write their process ids and the signal that they got."""
     (tmp_path / "octavo_arms.py").write_text(
         "import pathlib, signal, sys, time\n"
         "me = pathlib.Path(sys.argv[2]).with_suffix('.up')\n"
@@ -97,12 +97,12 @@ def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the trial leaves ignored where nohup had it so
         "from octavo.config import load_config_text\n"
         "from octavo.report import side_by_side\n"
-        "from octavo.report.compare import arms_of\n"
+        "from octavo.report.compare import runs_of\n"
         "from synthetic_runs import CONFIG\n"
         "side_by_side.POLL = 0.05\n"
-        "side_by_side.ARM = side_by_side.ARM.replace(\"'octavo'\", \"'octavo_arms'\")\n"
-        f"arms = arms_of(load_config_text(CONFIG), ['blockwise'], Path({str(tmp_path)!r}))\n"
-        "side_by_side.train_together(arms[1:], 2)\n"
+        "side_by_side.COMMAND = side_by_side.COMMAND.replace(\"'octavo'\", \"'octavo_arms'\")\n"
+        f"runs = runs_of(load_config_text(CONFIG), ['blockwise'], Path({str(tmp_path)!r}))\n"
+        "side_by_side.train_together(runs[1:], 2)\n"
     )
     paths = [str(tmp_path), str(Path(__file__).parent), str(Path(octavo.__file__).parents[1])]
     return subprocess.Popen(
@@ -119,7 +119,7 @@ def wait_for(folder: Path, pattern: str, count: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_arms_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> None:
-    """Asked to leave, the trial asks its arms and tells by its exit code; killed outright, its arms see that."""
+    """Asked to leave, the trial asks its runs and tells by its exit code; killed outright, its runs see that."""
     trial = trial_of_sleepers(tmp_path)
     try:
         wait_for(tmp_path / "arms", "*.up", 2)
@@ -132,7 +132,7 @@ def test_arms_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> 
 
 
 def test_an_fp8_arm_that_failed_in_training_leaves_the_others_alone(cfg, tmp_path: Path, monkeypatch) -> None:
-    arms = arms_of(cfg, ["blockwise"], tmp_path)[1:]
+    runs = runs_of(cfg, ["blockwise"], tmp_path)[1:]
     real = subprocess.Popen
 
     def popen(command, **options):
@@ -141,10 +141,10 @@ def test_an_fp8_arm_that_failed_in_training_leaves_the_others_alone(cfg, tmp_pat
         return real([sys.executable, "-c", code], **options)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    home = Path(arms[-1].cfg.run.dir)
+    home = Path(runs[-1].cfg.run.dir)
     home.mkdir(parents=True)
     (home / "metrics.jsonl").touch()
-    assert side_by_side.train_together(arms, 2) == {"fp8-blockwise": "10 steps in a row"}
+    assert side_by_side.train_together(runs, 2) == {"fp8-blockwise": "10 steps in a row"}
     (home / "metrics.jsonl").unlink()
     with pytest.raises(ReportError, match="failed"):
-        side_by_side.train_together(arms, 2)
+        side_by_side.train_together(runs, 2)

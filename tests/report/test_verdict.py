@@ -33,7 +33,7 @@ NAN = math.nan
 def test_loss_gap(gap: float, noise: float, status: str) -> None:
     check = rows.check_loss_gap("FP8", gap, noise)
     assert check.status == status
-    assert check.arm == "FP8" and check.sentence
+    assert check.run == "FP8" and check.sentence
 
 
 def test_loss_gap_is_of_the_means() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.config import load_config_text
+from octavo.config import load_config_text, override
 from octavo.train import planning
 from octavo.train.fit import TIE, _fastest, fit, settings_of
 from octavo.train.footprint import CONTEXT, FRAGMENTS, Card, Footprints
@@ -61,7 +61,7 @@ data: {{train: [{{path: x.json}}]}}
     made = load_config_text("\n".join([text, *lines, "train:", "  steps: 1", "  global_batch: 2", *more]))
     assert made.optimizer.states == best.settings["optimizer.states"]
     assert {key: value for key, value in settings_of(made).items() if key in best.settings} == best.settings
-    again = all_of.cfg.with_overrides(best.words(settings_of(all_of.cfg)).split())
+    again = override(all_of.cfg, best.words(settings_of(all_of.cfg)).split())
     assert settings_of(again) == settings_of(made)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo import fp8, train
-from octavo.config import load_config_text
+from octavo.config import load_config_text, override
 from octavo.fp8.blocks.gated_mlp import GatedMlp
 from octavo.models import tiny
 from octavo.train import planning, rundir
@@ -63,7 +63,7 @@ def test_a_run_goes_on_fused_and_is_evaluated_fused(make, calls):
     assert fused(model) == FUSED
     (whole.dir / "result.json").unlink()
     calls.clear()
-    again = train.run(cfg.with_overrides([f"run.resume={whole.dir}/checkpoints/step_2"]))
+    again = train.run(override(cfg, [f"run.resume={whole.dir}/checkpoints/step_2"]))
     assert again.losses() == whole.losses() and calls
     high, _, _ = train.load_run(whole.dir, recipe="off")
     assert fused(high) == []

@@ -16,6 +16,7 @@ from rich.console import Console
 from octavo import fp8, train
 from octavo.checkpoint.files import read_state
 from octavo.cli.train import conclude
+from octavo.config import override
 from octavo.train import gain
 from octavo.train.rundir import read_rows
 from octavo.train.step import Stepper
@@ -38,7 +39,7 @@ def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recip
     cfg = make(*over, "run.gain_steps=2")
     first = train.run(cfg, hooks=[at(4, signal.SIGTERM)])
     assert first.steps == 5 and first.gain["step"] == 3
-    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    second = train.run(override(cfg, ["run.resume=auto"]))
     assert second.losses() == plain.losses() and second.gain == first.gain
     rows, theirs = (read_rows(r.dir / "metrics.jsonl") for r in (second, plain))
     assert [row["step"] for row in rows if "gain" in row] == [3]
@@ -52,7 +53,7 @@ def test_the_random_generators_are_put_back(make, monkeypatch):
     monkeypatch.setattr(gain, "_run", lambda *args: (torch.rand(3), random.random(), numpy.random.rand(), real(*args)))
     cfg = make("run.gain_steps=1", "train.steps=1", "train.warmup=0", "data.eval=[]")
     drawn = []
-    for asked in (cfg, cfg.with_overrides(["run.gain_steps=0", f"run.dir={cfg.run.dir}-plain"])):
+    for asked in (cfg, override(cfg, ["run.gain_steps=0", f"run.dir={cfg.run.dir}-plain"])):
         train.run(asked)
         drawn.append((torch.rand(1).item(), random.random(), numpy.random.rand()))
     assert drawn[0] == drawn[1]
@@ -88,7 +89,7 @@ def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypat
     first = train.run(cfg, console=console)
     assert passes == [True] * 3 and first.status == "stopped" and first.steps == 3 and first.gain is None
     assert "gain window: the micro-batches of step 3 again, 4 times in FP8" in console.export_text()
-    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    second = train.run(override(cfg, ["run.resume=auto"]))
     assert second.gain["step"] == 4 and second.final["loss"] == plain.final["loss"]
     assert [row["step"] for row in read_rows(second.dir / "metrics.jsonl") if "gain" in row] == [4]
 
@@ -98,7 +99,7 @@ def test_a_window_of_steps_that_are_run_again_is_taken_again(make):
     cfg = make("run.gain_steps=1", "run.save_every=2", "run.keep=9", "train.steps=5", "data.eval=[]")
     first = train.run(cfg, hooks=[at(4, signal.SIGTERM)])
     assert first.gain["step"] == 3
-    again = train.run(cfg.with_overrides([f"run.resume={first.dir}/checkpoints/step_2"]))
+    again = train.run(override(cfg, [f"run.resume={first.dir}/checkpoints/step_2"]))
     assert again.gain["step"] == 5
     assert [row["step"] for row in read_rows(again.dir / "metrics.jsonl") if "gain" in row] == [5]
 
@@ -136,7 +137,7 @@ def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypa
     console = Console(record=True, width=300, force_terminal=False)
     cfg = make(*over, "run.gain_steps=2", "run.tensorboard=true")
     result = train.run(cfg, console=console, hooks=[at(4, signal.SIGTERM)])
-    result = train.run(cfg.with_overrides(["run.resume=auto"]), console=console)
+    result = train.run(override(cfg, ["run.resume=auto"]), console=console)
     assert result.losses() == plain.losses() and len(passes) == 2
     why = "the gain window ran out of memory in high precision (CUDA out of memory. Tried to allocate 2 GiB)"
     assert json.loads((result.dir / "gain.json").read_text()) == {"failed": why, "step": 3} == dict(result.gain)

@@ -20,7 +20,7 @@ from octavo import fp8, models, train
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.dcp_safe import SafeReader
 from octavo.checkpoint.export import export
-from octavo.config import Config, load_config, to_yaml
+from octavo.config import Config, load_config, override, to_yaml
 from octavo.train import base, planning
 from octavo.train.rundir import read_rows
 from tests.train.test_predicted import agree, counted, predicted
@@ -80,7 +80,7 @@ def test_it_goes_on_bit_for_bit(make, overrides):
     cfg = make(*over, dir="stopped")
     first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
     assert first.status == "stopped" and not (first.dir / "adapter").exists()
-    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    second = train.run(override(cfg, ["run.resume=auto"]))
     assert second.losses() == whole.losses() and second.eval == whole.eval
     ours, theirs = adapter(whole.dir), adapter(second.dir)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
@@ -100,7 +100,7 @@ def test_another_base_is_refused(make, place: Path, tmp_path: Path):
     weights[name][3, 5] += 1.0
     save_file(weights, file, metadata)
     with pytest.raises(train.TrainError) as caught:
-        train.run(cfg.with_overrides(["run.resume=auto"]))
+        train.run(override(cfg, ["run.resume=auto"]))
     assert f"{name} has other values (1 of 63 weights differ)" in str(caught.value)
     assert str(folder) in str(caught.value) and "step_3" in str(caught.value)
 
@@ -226,7 +226,7 @@ def test_kill_9_and_going_on(make, tmp_path: Path):
     process.kill()
     process.wait()
     assert not (Path(cfg.run.dir) / "result.json").exists()
-    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    second = train.run(override(cfg, ["run.resume=auto"]))
     assert second.losses() == whole.losses()
     ours, theirs = adapter(whole.dir), adapter(second.dir)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -313,7 +313,7 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
             name
         )
     with pytest.raises(fp8.PlanError, match="blockwise"):  # named, and not the codes'
-        train.run(named.with_overrides([f"run.dir={result.dir.parent / 'other'}"]))
+        train.run(override(named, [f"run.dir={result.dir.parent / 'other'}"]))
 
     console = Console(record=True, width=400)
     full = train.run(make(*over, dir="full"), console=console)

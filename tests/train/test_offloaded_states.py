@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from octavo import train
+from octavo.config import override
 from octavo.fp8.optim import offload as offload_file
 from octavo.fp8.optim.offload import Offload, OffloadedAdamW
 from octavo.train import build
@@ -60,7 +61,7 @@ def test_the_run_is_the_one_without_and_resumes(make, transfers, master: str, ov
     train.run(cfg, hooks=[at(2, signal.SIGTERM)])
     fetched = len(transfers.log)
     assert fetched > 20 and transfers.made
-    away = train.run(cfg.with_overrides(["run.resume=auto"]))
+    away = train.run(override(cfg, ["run.resume=auto"]))
     assert away.losses() == whole.losses() and len(transfers.log) > fetched
     zeroed = [[row.get("zeroed_v") for row in read_rows(run.dir / "metrics.jsonl")] for run in (whole, away)]
     assert zeroed[0] == zeroed[1]

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from octavo import data, fp8, models, parallel, train
+from octavo.config import override
 from octavo.fp8.measuring.timing import Timed
 from octavo.train import planning, tokens
 from octavo.train.planning import plan_for, policy_from
@@ -205,7 +206,7 @@ def test_a_plan_file_decides_and_its_run_resumes(make, tmp_path):
     assert {r["recipe"]["name"] for r in rows if r["recipe"]} == {"rowwise", "tensorwise"}
     file.unlink()  # the run has its own
     (first.dir / "result.json").unlink()
-    again = train.run(cfg.with_overrides([f"run.resume={first.dir}/checkpoints/step_1"]))
+    again = train.run(override(cfg, [f"run.resume={first.dir}/checkpoints/step_1"]))
     assert again.losses() == first.losses()
 
 
@@ -215,11 +216,11 @@ def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monke
     shutil.copytree(first.dir / "checkpoints" / "step_1", tmp_path / "away" / "step_1")
     over = [f"run.resume={tmp_path / 'away' / 'step_1'}", f"run.dir={tmp_path / 'second'}"]
     console = Console(record=True, width=400, force_terminal=False)
-    second = train.run(cfg.with_overrides(over), console=console)
+    second = train.run(override(cfg, over), console=console)
     assert "a run that continues takes the plan that it began with" in console.export_text()
     assert second.losses()[2] == first.losses()[2]
     ours, theirs = (json.loads((r.dir / "plan.json").read_text()) for r in (second, first))
     assert ours["layers"][0].keys() == theirs["layers"][0].keys() and len(ours["rows"]) == len(theirs["rows"])
     monkeypatch.setattr("octavo.train.build.read_state", lambda path: {"counters": {}})  # as an older run wrote it
     with pytest.raises(train.TrainError, match=r"plan is in neither its checkpoint nor .*Copy the run's plan.json"):
-        train.run(cfg.with_overrides([*over[:1], f"run.dir={tmp_path / 'third'}"]))
+        train.run(override(cfg, [*over[:1], f"run.dir={tmp_path / 'third'}"]))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo import train
-from octavo.config import Config, to_yaml
+from octavo.config import Config, override, to_yaml
 from octavo.train.rundir import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,5 +117,5 @@ def test_sigterm_to_torchrun_saves_and_two_ranks_go_on_bit_for_bit(make):
     started.send_signal(signal.SIGTERM)
     started.wait(timeout=60)
     assert 3 <= len(losses(stopped)) < 40
-    assert torchrun(stopped.with_overrides(["run.resume=auto"])).returncode == 0
+    assert torchrun(override(stopped, ["run.resume=auto"])).returncode == 0
     assert losses(stopped) == losses(whole)

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from octavo import train
-from octavo.config import to_yaml
+from octavo.config import override, to_yaml
 from octavo.train.rundir import read_rows, settings
 
 from .conftest import STEPS
@@ -43,7 +43,7 @@ def test_sigterm_saves_and_leaves_and_auto_goes_on_bit_for_bit(make, recipe: str
     first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
     assert (first.status, first.steps, first.exit_code) == ("stopped", 3, 143)
     assert not (first.dir / "result.json").exists()
-    second = train.run(cfg.with_overrides(["run.resume=auto"]))
+    second = train.run(override(cfg, ["run.resume=auto"]))
     assert second.status == "finished"
     assert second.losses() == whole.losses()
     assert second.eval == whole.eval
@@ -56,12 +56,12 @@ def test_a_signal_in_the_last_step_leaves_no_run_finished_without_its_evaluation
     whole = train.run(make(*over, dir="whole"))
     cfg = make(*over, "run.log_every=5")
     first = train.run(cfg, hooks=[at(1, signal.SIGTERM)])
-    first = train.run(cfg.with_overrides(["run.resume=auto"]), hooks=[at(3, signal.SIGTERM)])
+    first = train.run(override(cfg, ["run.resume=auto"]), hooks=[at(3, signal.SIGTERM)])
     assert first.status == "finished", "a signal after the last evaluation is too late"
     stopped = make(*over, "run.log_every=1", dir="last")
     first = train.run(stopped, hooks=[at(2, signal.SIGTERM)])
     assert first.status == ("stopped" if evals else "finished")
-    second = train.run(stopped.with_overrides(["run.resume=auto"]))
+    second = train.run(override(stopped, ["run.resume=auto"]))
     assert (second.status, second.steps) == ("finished", 3)
     assert second.eval == whole.eval
     assert second.losses() == whole.losses()
@@ -73,7 +73,7 @@ def test_what_a_stop_must_not_lose_is_written_whatever_log_every_says(make):
     cfg = make(*over)
     first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
     assert first.steps == 3 and first.health
-    second = train.run(cfg.with_overrides(["run.resume=auto"]), hooks=[at(4, signal.SIGTERM)])
+    second = train.run(override(cfg, ["run.resume=auto"]), hooks=[at(4, signal.SIGTERM)])
     row = next(row for row in read_rows(first.dir / "metrics.jsonl") if row["step"] == 3)
     assert {"loss", "lr", "tokens", "eval"} <= row.keys()
     assert second.status == "stopped" and second.health
@@ -87,7 +87,7 @@ def test_health_figures_outlive_a_resume(make):
 
     kept = read_state(first.dir / "checkpoints" / "step_3")["counters"]["health"]
     assert kept == first.health and kept["x_sqnr_min"] > 0
-    again = train.run(cfg.with_overrides(["run.resume=auto", "run.health_every=0"]))
+    again = train.run(override(cfg, ["run.resume=auto", "run.health_every=0"]))
     assert again.health == first.health
 
 
@@ -133,7 +133,7 @@ def test_kill_9_in_the_midst_of_a_save(make, tmp_path: Path):
     directory = Path(cfg.run.dir)
     assert [p.name for p in (directory / "checkpoints").iterdir() if not p.name.startswith(".")] == ["step_2"]
     assert steps_of(directory) == [1, 2, 3, 4]
-    resumed = train.run(cfg.with_overrides(["run.resume=auto"]))
+    resumed = train.run(override(cfg, ["run.resume=auto"]))
     assert resumed.losses() == whole.losses()
     assert steps_of(directory) == list(range(1, STEPS + 1))
     assert resumed.eval == whole.eval
@@ -145,7 +145,7 @@ def test_kill_9_after_any_step(make, tmp_path: Path, moment: str):
     whole = train.run(make("run.save_every=2", dir="whole"))
     cfg = make("run.save_every=2", dir="killed")
     killed(cfg, tmp_path, moment)
-    resumed = train.run(cfg.with_overrides(["run.resume=auto"]))
+    resumed = train.run(override(cfg, ["run.resume=auto"]))
     assert resumed.losses() == whole.losses()
     assert resumed.eval == whole.eval
 
@@ -280,10 +280,10 @@ def test_changed_data_is_noticed_by_a_resume(make, place: Path, tmp_path: Path):
     train.run(cfg, hooks=[at(1, signal.SIGTERM)])
     file.write_text(text.replace("0", "1", 1))
     with pytest.raises(train.TrainError, match=r"step_2 was made with other data: .*rows\.json had \d+ bytes"):
-        train.run(cfg.with_overrides(["run.resume=auto"]))
+        train.run(override(cfg, ["run.resume=auto"]))
     file.write_text(text)
     os.utime(file, (0, 0))
-    assert train.run(cfg.with_overrides(["run.resume=auto"])).status == "finished"
+    assert train.run(override(cfg, ["run.resume=auto"])).status == "finished"
 
 
 @pytest.mark.parametrize(("name", "says"), [
@@ -305,7 +305,7 @@ def test_a_damaged_checkpoint_is_passed_over(make):
     victim.write_bytes(victim.read_bytes()[:-100])
     console = Console(record=True, width=300)
     before = whole.losses()
-    again = train.run(cfg.with_overrides(["run.resume=auto"]), console=console)
+    again = train.run(override(cfg, ["run.resume=auto"]), console=console)
     assert "step_5 is passed over" in console.export_text()
     assert again.steps == 5
     assert again.losses() == before
@@ -337,4 +337,4 @@ def test_files_of_a_run_that_somebody_changed_are_named(make, name: str, text: s
     (result.dir / "result.json").unlink()
     (result.dir / name).write_text(text)
     with pytest.raises(train.TrainError, match=message):
-        train.run(cfg.with_overrides(["run.resume=auto"]))
+        train.run(override(cfg, ["run.resume=auto"]))

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from octavo import train
+from octavo.config import override
 from octavo.train.rundir import read_rows
 
 from .conftest import STEPS
@@ -60,7 +61,7 @@ def test_it_trains_near_the_run_without_and_goes_on_bit_for_bit(make, over):
     assert list(whole.losses().values()) == pytest.approx(list(plain.values()), rel=5e-2)
     cfg = make(SHORT, *over, dir="stopped")
     assert train.run(cfg, hooks=[at(2, signal.SIGTERM)]).steps == 3
-    assert train.run(cfg.with_overrides(["run.resume=auto"])).losses() == whole.losses()
+    assert train.run(override(cfg, ["run.resume=auto"])).losses() == whole.losses()
 
 
 @pytest.mark.parametrize("over", [ROUNDED, EXACT], ids=["rounded", "exact"])
@@ -113,7 +114,7 @@ def test_states_of_another_kind_are_not_resumed(make):
     cfg = make(SHORT, "optimizer.states=fp8")
     train.run(cfg, hooks=[at(2, signal.SIGTERM)])
     with pytest.raises(Exception, match="optimizer.states"):
-        train.run(cfg.with_overrides(["run.resume=auto", "optimizer.states=bf16"]))
+        train.run(override(cfg, ["run.resume=auto", "optimizer.states=bf16"]))
 
 
 @pytest.mark.long
@@ -124,7 +125,7 @@ def test_a_kill_loses_nothing(make, over, moment: str, tmp_path: Path):
     whole = train.run(make(*common, dir="whole"))
     cfg = make(*common, dir="killed")
     killed(cfg, tmp_path, moment)
-    assert train.run(cfg.with_overrides(["run.resume=auto"])).losses() == whole.losses()
+    assert train.run(override(cfg, ["run.resume=auto"])).losses() == whole.losses()
 
 
 @pytest.mark.long

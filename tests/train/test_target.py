@@ -52,7 +52,7 @@ def test_each_is_told_apart(runs, place):
     assert (coded.kind, str(coded.quantization)) == ("folder", "fp8 block 128x128")
     worn = target.look(runs / "lora" / "adapter")
     assert (worn.kind, worn.lora, worn.base.resolve()) == ("adapter", True, (place / "tiny").resolve())
-    assert "trained over row codes of its base: --load-in-fp8 row computes so again" in worn.notes[0]
+    assert "trained over rowwise codes of its base: --load-in-fp8 rowwise computes so again" in worn.notes[0]
     assert target.look(runs / "lora" / "adapter", runs / "fp8").base == runs / "fp8"
     assert target.look(runs / "lora", runs / "fp8").moved
 

@@ -17,7 +17,7 @@ from octavo.models.tiny_configs import tiny_config
 def made(family):
     """(model, family, inputs): text, and an image where the family takes one."""
     config = tiny_config(family)
-    vision = models.families.is_vision_config(config)
+    vision = models.skeleton.is_vision_config(config)
     torch.manual_seed(0)
     model = (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config, dtype=torch.float32)
     described = models.describe(model)

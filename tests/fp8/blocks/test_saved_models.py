@@ -20,7 +20,7 @@ from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 def made(family, dtype=torch.float32):
     """(model, family, inputs): text, and an image where the family takes one."""
     config = tiny_config(family)
-    vision = models.families.is_vision_config(config)
+    vision = models.skeleton.is_vision_config(config)
     torch.manual_seed(0)
     model = (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config, dtype=dtype)
     described = models.describe(model)

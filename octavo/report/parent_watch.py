@@ -1,7 +1,7 @@
-"""Ties the life of an arm's process to the trial's: an arm that trains on without its trial is nobody's.
+"""Ties the life of a run's process to the trial's: a run that trains on without its trial is nobody's.
 
-A trial that is killed outright (SIGKILL, out of memory) cannot ask its arms to leave, and they are in sessions of their
-own, where no terminal's hang-up reaches them. So each arm watches who its parent is.
+A trial that is killed outright (SIGKILL, out of memory) cannot ask its runs to leave, and they are in sessions of their
+own, where no terminal's hang-up reaches them. So each run watches who its parent is.
 """
 
 from __future__ import annotations
@@ -26,4 +26,4 @@ def follow(parent: int) -> None:
             time.sleep(LOOK)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=watch, name="leash", daemon=True).start()
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

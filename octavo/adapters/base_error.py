@@ -1,7 +1,7 @@
 """How far an FP8 base is from the stock model that its adapters will be loaded over.
 
 An adapter learns beside the values of codes, and PEFT loads it over the BF16 model: what it makes up for in one base it
-does not meet in the other. The adapter is the same in both, so that the gap is that of the weights. For each weight W
+does not meet in the other. The adapter is the same in both, so that the error is that of the weights. For each weight W
 and its dequantized codes W'::
 
     relative   |W - W'| / |W|, norms over the whole weight          E4M3 leaves about 2.5 %
@@ -23,7 +23,7 @@ from octavo.adapters.experts import stock_name
 from octavo.fp8.policy import template
 from octavo.fp8.weights import Fp8Weight
 
-__all__ = ["Gap", "Row", "gap"]
+__all__ = ["BaseErrors", "Row", "base_errors"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """The gap of each frozen weight of a model to its stock value."""
+class BaseErrors:
+    """The error of each frozen weight of a model to its stock value."""
 
     rows: tuple[Row, ...]
 
@@ -69,14 +69,14 @@ class Gap:
         for row in self.rows:
             kinds.setdefault(template(row.name), []).append(row)
         width = max(len(kind) for kind in kinds)
-        lines = [
-            f"{kind:{width}}  {len(rows):4}  {Gap(tuple(rows)).relative:7.2%}  {Gap(tuple(rows)).sqnr:5.1f} dB"
-            for kind, rows in kinds.items()
-        ]
+        lines = []
+        for kind, rows in kinds.items():
+            own = BaseErrors(tuple(rows))
+            lines.append(f"{kind:{width}}  {len(rows):4}  {own.relative:7.2%}  {own.sqnr:5.1f} dB")
         return "\n".join([self.summary(), *lines])
 
 
-def gap(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]]) -> Gap:
+def base_errors(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]]) -> BaseErrors:
     """Hold each frozen FP8 weight of a model, adapted or not, against the stock model's.
 
     stock: the stock model, or its parameters by name, which may be produced one at a time; others are passed by.
@@ -85,7 +85,7 @@ def gap(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]]) -> Ga
     """
     mine = {stock_name(name): weight for name, weight in fp8.frozen_weights(model)}
     if not mine:
-        raise AdapterError("the model has no FP8 weights: its base is the stock one, and there is no gap.")
+        raise AdapterError("the model has no FP8 weights: its base is the stock one, so nothing differs.")
     rows: dict[str, Row] = {}
     for name, value in stock.named_parameters() if isinstance(stock, nn.Module) else stock:
         if name in mine and name not in rows:
@@ -96,7 +96,7 @@ def gap(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]]) -> Ga
             f"{len(missing)} weights of the model are not among the stock ones, first {missing[0]}. It belongs to "
             "another model."
         )
-    return Gap(tuple(rows[name] for name in mine))
+    return BaseErrors(tuple(rows[name] for name in mine))
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from torch import Tensor
 from octavo import fp8
 from octavo.adapters.merge import Fold
 
-__all__ = ["DROWNED", "KEPT", "Survival", "Weight"]
+__all__ = ["DROWNED", "KEPT", "MergeErrors", "Weight"]
 
 KEPT = 0.9
 DROWNED = 1.0
@@ -58,7 +58,7 @@ class Weight:
     delta: float = 0.0  # |D|^2
     applied: float = 0.0  # |D'|^2
     inner: float = 0.0  # <D', D>
-    gap: float = 0.0  # |D' - D|^2
+    difference: float = 0.0  # |D' - D|^2
     moved: int = 0
     elements: int = 0
 
@@ -73,7 +73,7 @@ class Weight:
 
     @property
     def error(self) -> float:
-        return math.sqrt(self.gap / self.delta) if self.delta else 0.0
+        return math.sqrt(self.difference / self.delta) if self.delta else 0.0
 
     @property
     def cosine(self) -> float:
@@ -92,7 +92,7 @@ class Weight:
         return {"name": self.name, "fp8": self.fp8, **{figure: getattr(self, figure) for figure in figures}}
 
 
-class Survival:
+class MergeErrors:
     """Takes what is written for each adapted weight, piece by piece, and sums up what survived."""
 
     def __init__(self, folds: Mapping[str, Fold]) -> None:
@@ -138,7 +138,7 @@ class Survival:
         found.delta += _square(d)
         found.applied += _square(applied)
         found.inner += float((applied.double() * d).sum())
-        found.gap += _square(applied - d)
+        found.difference += _square(applied - d)
         found.moved += int((v != alone).sum())
         found.elements += v.numel()
 

@@ -1,0 +1,52 @@
+"""Long work on a CPU, by turns: seconds of the wall clock and of the processor, of which the least counts.
+
+What else the machine does only adds to a time, so of several turns the fastest is nearest to the work itself. Short
+calls, and those of a GPU, are timed by :mod:`octavo.fp8.timing`, whose medians need many rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Turns", "take"]
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Turns:
+    """Seconds of each turn of one contender."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles over the median."""
+        low, middle, high = statistics.quantiles(self.seconds, n=4)
+        return (high - low) / middle
+
+
+def take(
+    ways: Mapping[str, Call],
+    rounds: int,
+    *,
+    before: Call = lambda: None,
+    after: Call = lambda: None,
+    warmup: int = 0,
+) -> dict[str, Turns]:
+    """Everybody once a round, in order; ``before`` and ``after`` each turn run untimed, the first rounds not kept."""
+    taken = {name: Turns() for name in ways}
+    for number in range(warmup + rounds):
+        for name, way in ways.items():
+            before()
+            began, worked = time.perf_counter(), time.process_time()
+            way()
+            if number >= warmup:
+                taken[name].seconds.append(time.perf_counter() - began)
+                taken[name].cpu_seconds.append(time.process_time() - worked)
+            after()
+    return taken

@@ -1,0 +1,95 @@
+"""A model before its weights: the configuration of a folder, the class that transformers builds from it, and that
+model on the meta device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from octavo.models.errors import ModelError
+from octavo.models.folder import first_line, quiet, read_json, summary
+from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
+
+#: the vision-language families that :mod:`octavo.models.families` describes, by `config.model_type`
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """The configuration of a local model folder.
+
+    Raises ModelError when the folder or `config.json` is missing, when the JSON is broken, when the model needs code
+    from the folder (`auto_map`), when its `model_type` is unknown to the installed transformers, or when its weights
+    are quantized in a way that Octavo does not read. Of a folder in FP8 the configuration is that of the stock model
+    (`read_quantization` says how it is stored).
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(
+            f"{folder} is not a folder: a model is loaded from a local Hugging Face folder (config.json, safetensors, "
+            "tokenizer). Download it first, or make a small one with `octavo tiny`."
+        )
+    raw = read_json(folder / "config.json")
+    if "auto_map" in raw:
+        raise ModelError(
+            f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
+            "checkpoint in its transformers form (InternVL: the -HF folders)."
+        )
+    read_quantization(folder)  # refuses what cannot be read
+    config = _auto_config(folder)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for key in QUANTIZED_KEYS:  # what the weights on disk are, not the model
+            if hasattr(part, key):
+                delattr(part, key)
+    return config
+
+
+def _auto_config(folder: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
+    except Exception as error:  # transformers' strict dataclasses raise their own kinds; the cause is kept
+        raise ModelError(f"{folder}/config.json has a field that does not fit: {first_line(error)}") from error
+
+
+def is_vision_config(config: PreTrainedConfig) -> bool:
+    """Whether the configuration belongs to a described vision-language family."""
+    return config.model_type in VISION_FAMILIES
+
+
+def auto_class(config: PreTrainedConfig) -> type:
+    if is_vision_config(config):
+        return AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    raise ModelError(
+        f"model_type {config.model_type!r} is neither a described vision-language family "
+        f"({', '.join(VISION_FAMILIES)}) nor a text-only decoder that transformers knows."
+    )
+
+
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None) -> PreTrainedModel:
+    """The model on the meta device, as from_pretrained has it before weights are read."""
+    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        with quiet(), torch.device("meta"):
+            return auto_class(config).from_config(config, dtype=dtype, **extra)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise ModelError(f"no {config.model_type!r} model can be built from its config: {summary(error)}") from error
+
+
+def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of a folder or configuration on the meta device: shapes without memory; reads no weights."""
+    config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
+    model = skeleton(config, dtype)
+    model.tie_weights()
+    return model
