@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer
 
 Short = Literal["row", "block", "tensor"]
 
@@ -181,10 +181,9 @@ class Fp8Section(Section):
         description="The recipes that auto chooses among.",
     )
     fuse: Literal["off", "on", "auto"] = Field(
-        default="auto",
-        description="Whether q, k and v, and gate and up, run as one GEMM where their recipe allows it (names and "
-        "checkpoints stay): off; on, which fuses gated MLPs and the norms before FP8 layers as well; or auto: where it "
-        "was measured to pay, so nowhere unless the plan is measured.",
+        default="off",
+        description="Whether gated MLPs, and the norms before FP8 layers, are fused with those layers where they can "
+        "be (names and checkpoints stay): on or off. auto, the default of version 0.4.0, is off.",
     )
     plan: str | None = Field(
         default=None,
@@ -192,6 +191,11 @@ class Fp8Section(Section):
         description="A plan file (octavo plan FILE --save, or the plan.json of a run), relative to the file that names "
         "it; it decides in place of recipe, components and rules.",
     )
+
+    @field_serializer("fuse")
+    def _auto_is_off(self, value: str) -> str:
+        """So that a run of version 0.4.0 goes on: its settings are compared as they are written."""
+        return "off" if value == "auto" else value
 
 
 class LoraSection(Section):
