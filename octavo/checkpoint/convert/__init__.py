@@ -33,11 +33,13 @@ import torch
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.back import foreign, holds, nowhere, own, write_shard
-from octavo.checkpoint.convert.folder import Folder, Shard
+from octavo.checkpoint.convert.folder import Folder
 from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_manifest
 from octavo.checkpoint.convert.work import SUFFIX, Tell, all_parts, begin
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
+from octavo.models.folder import INDEX
+from octavo.models.headers import Header, index_of
 from octavo.models.quantization import read_quantization
 from octavo.models.whole import write_config
 
@@ -164,8 +166,8 @@ def dcp_to_hf(
         _carry(beside, work.made, back.sums)
         if to_bf16 and (work.made / CONFIG).is_file():
             write_config(beside.path, work.made, torch.bfloat16)
-        if to_bf16 and folders.INDEX in beside.carried:
-            (work.made / folders.INDEX).write_text(values.index_of(shards), encoding="utf-8")
+        if to_bf16 and INDEX in beside.carried:
+            (work.made / INDEX).write_text(index_of(shards), encoding="utf-8")
         work.publish()
     return _result(destination, shards, kept)
 
@@ -176,7 +178,7 @@ def dcp_to_hf(
 def _to_dcp(
     command: str,
     folder: Folder,
-    shards: tuple[Shard, ...],
+    shards: tuple[Header, ...],
     opens: values.Opens,
     keys: Keys,
     destination: Path,
@@ -206,8 +208,8 @@ def _to_dcp(
         _carry(folder, work.made / CARRIED)
         if options["to_bf16"] and command == "hf_to_dcp":
             write_config(folder.path, work.made / CARRIED, torch.bfloat16)
-            if folders.INDEX in folder.carried:
-                (work.made / CARRIED / folders.INDEX).write_text(values.index_of(shards), encoding="utf-8")
+            if INDEX in folder.carried:
+                (work.made / CARRIED / INDEX).write_text(index_of(shards), encoding="utf-8")
         write_manifest(work.made, command, options, shards, written)
         work.publish()
     return _result(destination, shards, kept)
@@ -255,6 +257,6 @@ def _carry(folder: Folder, target: Path, sums: Mapping[str, Any] | None = None) 
             )
 
 
-def _result(destination: Path, shards: tuple[Shard, ...], kept: int) -> Converted:
+def _result(destination: Path, shards: tuple[Header, ...], kept: int) -> Converted:
     tensors = sum(len(shard.entries) for shard in shards)
     return Converted(destination, tensors, sum(shard.size for shard in shards), len(shards), kept)

@@ -34,9 +34,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from octavo.checkpoint.convert.folder import DTYPES, WORDS, Entry, Place, Shard, mapped
+from octavo.checkpoint.convert.folder import Place, mapped
 from octavo.checkpoint.dcp_safe import SafeReader, read_item
 from octavo.checkpoint.errors import CheckpointError
+from octavo.models.headers import DTYPES, WORDS, Entry, Header
 
 RELEASE, LATEST, METADATA = "release", "latest_checkpointed_iteration.txt", ".metadata"
 MODEL = "model"  # the weights lie under state_dict["model"], and DCP writes the path with dots
@@ -104,7 +105,7 @@ def adapter_key(name: str) -> str:
 
 def write_file(
     file: Path,
-    shard: Shard,
+    shard: Header,
     keys: Mapping[str, tuple[tuple[str, str], ...]],
     opens: Opens,
     stop: Stop,

@@ -10,16 +10,16 @@ from typing import Any
 
 from octavo.checkpoint.convert import dcp
 from octavo.checkpoint.convert import folder as folders
-from octavo.checkpoint.convert.folder import Shard
 from octavo.checkpoint.convert.work import write_json
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
+from octavo.models.headers import Header
 
 MANIFEST, CARRIED, FORMAT = "conversion.json", "hf", "octavo-conversion-1"
 
 
 def write_manifest(
-    made: Path, command: str, options: Mapping[str, Any], shards: Iterable[Shard], written: list[list[dcp.Written]]
+    made: Path, command: str, options: Mapping[str, Any], shards: Iterable[Header], written: list[list[dcp.Written]]
 ) -> None:
     said = {
         "format": FORMAT,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from octavo import fp8
-from octavo.checkpoint.convert.folder import DTYPES, Entry, Folder, Shard, make_shard, mapped
+from octavo.checkpoint.convert.folder import Folder, mapped
 from octavo.checkpoint.errors import CheckpointError
+from octavo.models.headers import DTYPES, Entry, Header, compose
 from octavo.models.quantization import Quantization
 
 Opens = Callable[[Entry], AbstractContextManager[Tensor]]
@@ -31,8 +31,8 @@ def of_folder(folder: Folder) -> Opens:
 
 
 def in_bf16(
-    shards: Iterable[Shard], opens: Opens, quantization: Quantization | None, where: Path
-) -> tuple[tuple[Shard, ...], Opens]:
+    shards: Iterable[Header], opens: Opens, quantization: Quantization | None, where: Path
+) -> tuple[tuple[Header, ...], Opens]:
     """The same shards with every floating-point tensor in BF16: FP8 codes times their scales, which then go.
 
     Raises CheckpointError for codes whose scales are missing or do not fit, naming tensor and file: to cast codes
@@ -49,8 +49,7 @@ def in_bf16(
         return entry.name, "BF16" if entry.dtype in (*_FLOATS, *_CODES) else entry.dtype, entry.shape
 
     made = tuple(
-        make_shard(shard.file, [written(entry) for entry in shard.entries if entry.name not in gone])
-        for shard in shards
+        compose(shard.file, [written(entry) for entry in shard.entries if entry.name not in gone]) for shard in shards
     )
 
     @contextmanager
@@ -72,7 +71,7 @@ def in_bf16(
     return tuple(shard for shard in made if shard.entries), opens_bf16
 
 
-def scales_of(shards: Iterable[Shard], quantization: Quantization | None, where: Path) -> dict[str, Entry]:
+def scales_of(shards: Iterable[Header], quantization: Quantization | None, where: Path) -> dict[str, Entry]:
     """The scale of every tensor of codes, by the codes' name; from headers alone.
 
     Raises CheckpointError, naming tensor and file, where codes have no scales or scales that do not fit, where the skip
@@ -157,13 +156,3 @@ def _values(codes: Tensor, scale: Tensor, quantization: Quantization) -> Tensor:
     for one, (matrix, factor) in enumerate(zip(matrices, scales, strict=True)):
         out[one] = fp8.dequantize(fp8.Quantized(matrix, factor.contiguous(), quantization.spec), torch.bfloat16)
     return out.reshape(codes.shape)
-
-
-def index_of(shards: Iterable[Shard]) -> str:
-    """model.safetensors.index.json for these shards."""
-    shards = tuple(shards)
-    said = {
-        "metadata": {"total_size": sum(shard.size for shard in shards)},
-        "weight_map": dict(sorted((e.name, shard.file) for shard in shards for e in shard.entries)),
-    }
-    return json.dumps(said, indent=2) + "\n"
