@@ -21,7 +21,7 @@ FLOORS = [
     {"parallel", "checkpoint", "adapters"},
     {"models", "data"},
     {"fp8"},
-    {"config", "environment", "ground"},
+    {"config", "environment", "atomic", "ground"},
 ]
 FLOOR_OF = {room: i for i, floor in enumerate(FLOORS) for room in floor}
 GROUND_FP8 = {"formats", "cast", "recipe", "metrics"}

@@ -8,14 +8,12 @@ read and write, and 2 M N K operations a GEMM; what a kernel does beyond that is
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo import environment
+from octavo import atomic, environment
 
 __all__ = ["Absent", "Result", "Row", "load", "noisy", "part", "suites_of", "table", "write"]
 
@@ -164,12 +162,7 @@ def _time(seconds: float) -> str:
 def write(result: Result, path: Path) -> Path:
     """The result as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(result.to_json(), file, indent=1, default=str)
-        file.write("\n")
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    atomic.write_text(path, json.dumps(result.to_json(), indent=1, default=str) + "\n", shared=True)
     return path
 
 

@@ -10,7 +10,6 @@ Only names are decided here; what is inside is `state.py`'s matter, except state
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from octavo import atomic
 from octavo.checkpoint.errors import CheckpointError
 
 STATE = "state.json"
@@ -48,8 +48,7 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 def recover(directory: Path) -> None:
     """Undo a replacement that was interrupted between its two renames: the former checkpoint returns."""
     for step in _left(directory, "old"):
-        if not place(directory, step).exists():
-            os.rename(aside(directory, step, "old"), place(directory, step))
+        atomic.restore(aside(directory, step, "old"), place(directory, step))
 
 
 def sweep(directory: str | os.PathLike[str]) -> None:
@@ -70,12 +69,9 @@ def _left(directory: Path, why: str) -> list[int]:
 
 def publish(directory: Path, step: int) -> Path:
     """Make `.step_N.tmp` the checkpoint step_N. A kill at any point leaves the new one or the former one whole."""
-    final, former = place(directory, step), aside(directory, step, "old")
-    sync(aside(directory, step, "tmp"))
-    if final.exists():
-        os.rename(final, former)
-    os.rename(aside(directory, step, "tmp"), final)
-    sync(directory)
+    made, final, former = aside(directory, step, "tmp"), place(directory, step), aside(directory, step, "old")
+    atomic.sync(made)
+    atomic.swap(made, final, former)
     if former.exists():
         shutil.rmtree(former)
     return final
@@ -97,15 +93,6 @@ def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[int
     return gone
 
 
-def sync(path: Path) -> None:
-    """Force a file, or a directory's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def fingerprint(path: Path) -> dict[str, int]:
     """{"size": bytes, "crc32": ...} of a file, read in pieces."""
     checksum, size = 0, 0
@@ -117,11 +104,7 @@ def fingerprint(path: Path) -> dict[str, int]:
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
     """Write state.json with a checksum over its own contents, and force it to the disk."""
-    text = json.dumps({"crc32": _checksum(state), **state}, indent=1)
-    with open(path / STATE, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    atomic.write_text(path / STATE, json.dumps({"crc32": _checksum(state), **state}, indent=1) + "\n")
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -215,33 +198,3 @@ def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
 
 def _checksum(state: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
-
-
-_NO_ROOM = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "your quota of this disk is used up",
-    errno.EFBIG: "a file would be larger than this disk, or the limit of this shell (ulimit -f), allows",
-}
-
-
-def full(path: Path, error: BaseException) -> str | None:
-    """How a write to `path` failed for want of room, or None where it failed otherwise.
-
-    Torch's archive writer reports a short write as an inconsistency of its own; the machine's word is at most in the
-    exception that came before it, and lost where that crossed ranks. Then the disk itself is asked.
-    """
-    before: BaseException | None = error
-    while before is not None:
-        if isinstance(before, OSError):
-            return f"{_NO_ROOM[before.errno]} ({before.strerror})" if before.errno in _NO_ROOM else None
-        before = before.__cause__ or before.__context__
-    if isinstance(error, RuntimeError) and "inline_container" in str(error):
-        there = next((folder for folder in (path, *path.parents) if folder.exists()), None)
-        free = shutil.disk_usage(there).free if there is not None else _LITTLE
-        if free < _LITTLE:
-            return f"{_NO_ROOM[errno.ENOSPC]} ({free >> 10} KiB are free)"
-    return None
-
-
-# Bytes free below which a failed write is put down to a full disk; a block may be left that no file could use.
-_LITTLE = 1 << 20

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from octavo import fp8
+from octavo.atomic import no_room
 from octavo.checkpoint import files
 from octavo.checkpoint import optimizer as states
 from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly
@@ -311,10 +312,10 @@ def _dcp(verb: str, path: Path):
 def _words(verb: str, path: Path, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    if verb != "read" and (full := files.full(path, error)):
+    if verb != "read" and (reason := no_room(path, error)):
         return (
-            f"could not {verb} the checkpoint {path}: {full}. Checkpoints already there are untouched; free some space "
-            "(run.keep says how many checkpoints stay), then continue with run.resume=auto"
+            f"could not {verb} the checkpoint {path}: {reason}. Checkpoints already there are untouched; free some "
+            "space (run.keep says how many checkpoints stay), then continue with run.resume=auto"
         )
     if isinstance(error, OSError):
         return (

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo import atomic
 from octavo.fp8.choose import FINEST
 from octavo.fp8.machine import Machine
 from octavo.fp8.measure import (
@@ -66,12 +67,7 @@ class Cache:
         here.cases[case] = measured
         text = json.dumps({"octavo_measurements": _FORMAT, "machines": [m.to_json() for m in everything]}, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        with aside.open("w", encoding="utf-8") as out:
-            out.write(text + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        aside.replace(self.path)
+        atomic.write_text(self.path, text + "\n", shared=True)
 
     def _read(self) -> list[Measurements]:
         try:

@@ -6,10 +6,13 @@ Only data is read; pickled weights are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers.utils import logging as transformers_logging
 
 from octavo.models import headers
@@ -17,6 +20,20 @@ from octavo.models.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
+#: what belongs to a model besides config.json and weights: tokenizer, processor, chat template, generation settings
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 
 
 @contextmanager
@@ -121,6 +138,33 @@ def no_weights(file: Path, indexed: bool) -> str:
             "so Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format) first."
         )
     return f"{folder} holds no {file.name} and no {INDEX}: there are no weights to load."
+
+
+def copy_companions(source: Path, made: Path) -> None:
+    """Copy tokenizer, processor, chat template and generation settings from one model folder into another."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copy(file, made / file.name)
+
+
+def write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None) -> None:
+    """The source's config.json with the dtype of what was written, and what it says of quantization replaced."""
+    config = read_json(source / "config.json")
+    name = str(dtype).removeprefix("torch.")
+
+    def rewrite(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        kept = {key: value for key, value in node.items() if key not in QUANTIZED_KEYS}
+        return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in kept.items()}
+
+    config = rewrite(config)
+    if "torch_dtype" not in config:
+        config["dtype"] = name
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
+    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def first_line(error: BaseException) -> str:

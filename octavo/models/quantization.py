@@ -24,10 +24,9 @@ from typing import Any
 
 from octavo import fp8
 from octavo.models.errors import ModelError
-from octavo.models.folder import read_json
+from octavo.models.folder import QUANTIZED_KEYS, read_json
 
 METHODS = ("fp8", "compressed-tensors")
-QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
 _STRATEGIES = {"channel": "row", "tensor": "tensor", "block": "block"}
 _FORMATS = ("float-quantized", "naive-quantized")  # the second is the name that older versions gave to the first
 _CURE = (

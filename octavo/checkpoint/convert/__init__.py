@@ -38,10 +38,9 @@ from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_man
 from octavo.checkpoint.convert.work import SUFFIX, Tell, all_parts, begin
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
-from octavo.models.folder import INDEX
+from octavo.models.folder import INDEX, write_config
 from octavo.models.headers import Header, index_of
 from octavo.models.quantization import read_quantization
-from octavo.models.whole import write_config
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo import atomic
 from octavo.checkpoint.convert import dcp
 from octavo.checkpoint.convert import folder as folders
-from octavo.checkpoint.convert.work import write_json
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
 from octavo.models.headers import Header
@@ -29,7 +29,7 @@ def write_manifest(
         "tensors": [[one.to_json() for one in part] for part in written],
         "carried": {file.name: fingerprint(file) for file in sorted((made / CARRIED).iterdir())},
     }
-    write_json(made / MANIFEST, {"crc32": _checksum(said), **said})
+    atomic.write_text(made / MANIFEST, json.dumps({"crc32": _checksum(said), **said}))
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import fp8, models
+from octavo import atomic, fp8, models
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
@@ -38,7 +38,7 @@ from octavo.checkpoint.export.names import Matrix, to_disk
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid, shared_cast
 from octavo.fp8.cast import quantize, scale_from_amax
 from octavo.fp8.topology import template
-from octavo.models.whole import copy_companions, sync, whole, write_config
+from octavo.models.folder import copy_companions, write_config
 
 #: what an export leaves in its folder: what was written, and the permission to replace it by another export
 MARKER = "octavo_export.json"
@@ -184,7 +184,7 @@ def export(
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
     plan = layouts.layout(source, format, include)
-    with whole(target) as made, Shards(made, plan.tensors(), largest) as shards:
+    with atomic.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
         _enough_room(target, shards.total)
         writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
         for name, value in values:
@@ -199,7 +199,7 @@ def export(
         copy_companions(source, made)
         document = {"octavo_export": 1, **done.to_json(), "directory": target.name}
         (made / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        sync(made)
+        atomic.sync_tree(made)
     for sentence in done.sentences():
         say(sentence)
     return done
