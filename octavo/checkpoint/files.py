@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,32 +102,32 @@ def fingerprint(path: Path) -> dict[str, int]:
     return {"size": size, "crc32": checksum}
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write state.json with a checksum over its own contents, and force it to the disk."""
-    atomic.write_text(path / STATE, json.dumps({"crc32": _checksum(state), **state}, indent=1) + "\n")
+def write_sealed(file: Path, document: Mapping[str, Any]) -> None:
+    """JSON with a checksum over its own contents, there whole or not at all, and forced to the disk."""
+    atomic.write_text(file, json.dumps({"crc32": _checksum(document), **document}, indent=1) + "\n")
 
 
-def _parsed(path: Path) -> dict[str, Any]:
-    file = path / STATE
-    if not path.is_dir():
-        there = steps(path.parent)
-        raise CheckpointError(
-            f"there is no checkpoint {path}; {path.parent} holds " + (", ".join(f"step_{s}" for s in there) or "none")
-        )
+def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
+    """What `write_sealed` wrote. Raises CheckpointError for anything else, naming the file and the fix."""
     try:
-        state = dict(json.loads(file.read_text(encoding="utf-8")))
-        claimed = state.pop("crc32")
+        document = dict(json.loads(file.read_text(encoding="utf-8")))
+        claimed = document.pop("crc32")
     except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing: {path} is not a checkpoint that Octavo finished") from None
+        raise CheckpointError(f"{file} is missing: {file.parent} is not a checkpoint that Octavo finished") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is damaged ({type(error).__name__}: {error}); use an earlier checkpoint"
-        ) from error
-    if claimed != _checksum(state):
-        raise CheckpointError(f"{file} was changed after it was written; use an earlier checkpoint")
-    return state
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}); {fix}") from error
+    if claimed != _checksum(document):
+        raise CheckpointError(f"{file} was changed after it was written; {fix}")
+    if document.get("format") != format:
+        raise CheckpointError(f"{file} is of format {document.get('format')!r}, this version reads {format!r}")
+    return document
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write state.json."""
+    write_sealed(path / STATE, state)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -135,9 +135,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError, naming the file, where there is none, it is not what was written, or not of Octavo's making.
     """
-    state, file = _parsed(path), path / STATE
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is of format {state.get('format')!r}, this version reads {FORMAT!r}")
+    file = path / STATE
+    if not path.is_dir():
+        there = ", ".join(f"step_{step}" for step in steps(path.parent)) or "none"
+        raise CheckpointError(f"there is no checkpoint {path}; {path.parent} holds {there}")
+    state = read_sealed(file, FORMAT, "use an earlier checkpoint")
     for key, (fits, wanted) in _CONTENTS.items():
         if key not in state:
             raise CheckpointError(f"{file} lacks {key!r}; Octavo did not write it")
@@ -196,5 +198,5 @@ def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
     return None if found == wanted else f"{file} is corrupt: its checksum is not the one noted when it was written"
 
 
-def _checksum(state: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+def _checksum(document: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())

@@ -136,7 +136,7 @@ def save(
 def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str], None] | None = None) -> Path | None:
     """The newest whole checkpoint, every file read and compared to its checksum; None where there is none at all.
 
-    A damaged one is passed over, and `say` is told (on rank 0). A collective: rank 0 looks, all get its answer.
+    A damaged one is passed over, and `say` is called (on rank 0). A collective: rank 0 looks, all get its answer.
     Raises CheckpointError if there are checkpoints but none is whole: starting over in silence would be wrong.
     """
     directory = Path(directory)
@@ -204,9 +204,9 @@ def load(
         trained_only = document.get("holds") == TRAINED
         state = _tensors(model, None, trained_only)
         _same_names(state, metadata, path, trained_only, model)
-        room: states.Slots = {}
+        loaded: states.Slots = {}
         if optimizer is not None:
-            room, slots = states.slots(model, optimizer, metadata, document, path)
+            loaded, slots = states.slots(model, optimizer, metadata, document, path)
             state.update(slots)
         extra = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -219,7 +219,7 @@ def load(
         dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
     fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
     if optimizer is not None:
-        states.fill(model, optimizer, room, document)
+        states.fill(model, optimizer, loaded, document)
     return Restored(
         step=document["step"],
         counters=document["counters"],

@@ -100,7 +100,9 @@ def exact(name: str, names: Iterable[str]) -> bool:
 def by_parts(name: str, names: Iterable[str]) -> bool:
     """SGLang's rule for `fp8` (since 2026-04): an entry is a run of whole parts of the name, `mlp.gate` of
     `layers.0.mlp.gate` and not of `layers.0.mlp.gate_up_proj`; with or without `model.` in front."""
-    return any(f".{form}." in f".{name}." for other in names for form in (other, other.removeprefix("model.")))
+    return any(
+        f".{form}." in f".{name}." for other in names for form in (other.strip("."), other.removeprefix("model."))
+    )
 
 
 def by_pattern(name: str, patterns: Iterable[str]) -> bool:

@@ -16,8 +16,8 @@ from octavo.checkpoint.verify import against as verify_against
 from octavo.checkpoint.verify import headers as verify_headers
 from octavo.checkpoint.verify import loaders as verify_loaders
 from octavo.checkpoint.verify.findings import VERDICTS
-from octavo.checkpoint.verify.skips import by_parts
 from octavo.cli.main import main
+from octavo.models.quantization import by_parts
 from tests.checkpoint import planted
 
 Good = Callable[..., Path]

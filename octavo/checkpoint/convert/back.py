@@ -15,11 +15,11 @@ import torch
 
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
-from octavo.checkpoint.convert.folder import Folder, Place
+from octavo.checkpoint.convert.folder import Folder, Place, bytes_of, mapped
 from octavo.checkpoint.convert.manifest import CARRIED, MANIFEST
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder import SINGLE
-from octavo.models.headers import Entry, Header, compose
+from octavo.models.headers import DTYPES, Entry, Header, compose
 
 Say = Callable[[str], None]
 
@@ -44,7 +44,7 @@ def nowhere(entry: Entry) -> Place | None:
 def own(directory: Path, manifest: Mapping[str, Any]) -> Back:
     """What a conversion wrote, laid out as the folder that it was."""
     written = {one.name: one for part in manifest["tensors"] for one in map(dcp.Written.from_json, part) if one.name}
-    shards = tuple(folders.from_json(said) for said in manifest["shards"])
+    shards = tuple(folders.from_json(shard) for shard in manifest["shards"])
     for shard in shards:
         for entry in shard.entries:
             one = written.get(entry.name)
@@ -55,7 +55,7 @@ def own(directory: Path, manifest: Mapping[str, Any]) -> Back:
     carried = directory.parent / CARRIED
     return Back(
         shards,
-        lambda entry: dcp.open_written(written[entry.name], directory),
+        lambda entry: mapped(written[entry.name].place(directory), DTYPES[entry.dtype], entry.shape),
         lambda entry: written[entry.name].place(directory),
         Folder(carried, shards, tuple(sorted(manifest["carried"])), ()),
         manifest["carried"],
@@ -153,11 +153,6 @@ def write_shard(
             tell(entry.size)
         os.fsync(out.fileno())
     return sums
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
 
 
 def holds(file: Path, shard: Header, sums: Any) -> bool:

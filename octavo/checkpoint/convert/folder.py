@@ -30,7 +30,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of one tensor lie. `crc` (CRC-32) is what they must sum to; None: nobody has said."""
+    """Where the bytes of one tensor lie. `crc` (CRC-32) is what they must sum to; None: not known."""
 
     file: Path
     offset: int
@@ -177,6 +177,12 @@ def corrupt(place: Place) -> str:
         f"{place.file} is corrupt between bytes {place.offset} and {place.offset + place.size}: the checksum is not "
         "the one that was noted when it was written"
     )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, row by row."""
+    flat = tensor.detach().contiguous().flatten()
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
 
 
 def write_all(opened: int, data: bytes | memoryview) -> None:

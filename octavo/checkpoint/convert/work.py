@@ -131,9 +131,9 @@ def all_parts(
     """Write every part that is not finished and whole, several at a time; how many were.
 
     sizes     bytes of each part
-    write     (part, whether to stop, what is told of bytes written) -> its note; its files are on the disk then
+    write     (part, whether to stop, what to call with bytes written) -> its note; its files are on the disk then
     whole     (part, note) -> whether they are there still, and as they were written
-    progress  is told bytes done and bytes in all
+    progress  called with bytes done and bytes in all
     """
     total, lock, stop = sum(sizes), threading.Lock(), threading.Event()
     done = 0

@@ -57,14 +57,14 @@ class Shards:
         self._headers: list[Header] = []
         self._places: dict[str, _Place] = {}
         self.shards: list[list[Planned]] = []
-        room = 0
+        left = 0
         for planned in tensors:
             size = nbytes(planned[1], planned[2])
-            if not self.shards or size > room:
+            if not self.shards or size > left:
                 self.shards.append([])
-                room = largest
+                left = largest
             self.shards[-1].append(planned)
-            room = max(room - size, 0)
+            left = max(left - size, 0)
         self.total = sum(nbytes(dtype, shape) for shard in self.shards for _, dtype, shape in shard)
 
     @property

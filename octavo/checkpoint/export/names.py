@@ -52,14 +52,6 @@ class Matrix:
     group: str
     shares: str
 
-    def scale_shape(self, kind: str) -> tuple[int, ...]:
-        """Of its scales on disk: [n, k] blocks, [N, 1] rows, [1]."""
-        if kind == "tensor":
-            return (1,)
-        if kind == "row":
-            return (self.shape[0], 1)
-        return (-(-self.shape[0] // BLOCK), -(-self.shape[1] // BLOCK))
-
 
 class Names:
     """Names on disk of a stock model on the meta device, by transformers' own way back."""

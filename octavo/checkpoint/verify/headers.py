@@ -207,8 +207,7 @@ def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers,
                 "index-entry",
                 f"{index.name} has no entry for {tensor!r}, which {held.file} holds: who reads by the index "
                 "misses it; write the index again.",
-                held.file,
-                tensor,
+                held,
             )
     for first, second in headers.doubles:
         found.fail(

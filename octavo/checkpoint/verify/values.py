@@ -110,8 +110,7 @@ def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
             "nan-codes",
             f"{held.name!r} in {held.file} holds {nans} NaN codes (0x7F or 0xFF): its layer answers NaN; export it "
             "again from weights that are finite.",
-            held.file,
-            held.name,
+            held,
         )
     if pair is None or not peaks:
         return None
@@ -129,8 +128,7 @@ def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
             "zero-block",
             f"{held.name!r} in {held.file} has {zero} of {codes.numel()} blocks of zeros only, the first at {where}; "
             "right where the weight is zero there, else it was lost: export again.",
-            held.file,
-            held.name,
+            held,
         )
     if not bool(alive.any()):
         return None
@@ -172,8 +170,7 @@ def _bad_scales(pair: Pair, scale: Tensor, codes: Tensor, found: Findings) -> bo
                 kind,
                 f"{name!r} in {file} holds {count} scales that are {what}, the first at {where}{note}; a scale is "
                 "positive, 1 for a block of zeros: export again.",
-                file,
-                name,
+                pair.scale,
             )
     return wrong
 
@@ -197,8 +194,7 @@ def _values(held: Held, linear: bool, found: Findings) -> None:
             "nan-values",
             f"{held.name!r} in {held.file} holds {bad} values that are NaN or infinite; write it again from weights "
             "that are finite.",
-            held.file,
-            held.name,
+            held,
         )
     if not linear or not held.size:
         return
@@ -207,24 +203,21 @@ def _values(held: Held, linear: bool, found: Findings) -> None:
             "zero-weight",
             f"{held.name!r} in {held.file} is zero everywhere; right for a layer that starts at zero, else it was "
             "lost: write it again.",
-            held.file,
-            held.name,
+            held,
         )
     elif on_grid and peak >= _CODES and peak <= E4M3.max:
         found.fail(
             "codes-as-values",
             f"{held.name!r} in {held.file} is {held.dtype}, but each of its values is an E4M3 value, up to {peak:g}: "
             "FP8 codes were cast without their scales (as `.to(torch.bfloat16)` does); export again, dequantized.",
-            held.file,
-            held.name,
+            held,
         )
     elif on_grid and distinct >= _MANY:
         found.warn(
             "cast-through-fp8",
             f"{held.name!r} in {held.file} is {held.dtype}, but each of its values is an E4M3 value, up to {peak:g}: "
             "it was cast to FP8 without a scale and back, and small values are lost; write it again from the original.",
-            held.file,
-            held.name,
+            held,
         )
 
 
@@ -241,8 +234,7 @@ def _judge(scanned: Sequence[_Scanned], found: Findings) -> None:
                 "unscaled",
                 f"{where}: all its scales are 1 and its codes (largest {seen.code:g}) look like {how}: the scales were "
                 "lost or never made; export it again.",
-                weight.file,
-                weight.name,
+                weight,
             )
         elif seen.peak > _TALL and seen.inverse < _PLAIN:
             found.fail(
@@ -250,16 +242,14 @@ def _judge(scanned: Sequence[_Scanned], found: Findings) -> None:
                 f"{scale.name!r} in {scale.file} looks like reciprocals, a suspicion: {weight.name!r} reaches "
                 f"{seen.peak:.3g} with code * scale and {seen.inverse:.3g} with code / scale; scales are multipliers, "
                 "also where they are called inv: store 1 / scale, or make it sure with --against.",
-                scale.file,
-                scale.name,
+                scale,
             )
         elif seen.peak > _TALL:
             found.warn(
                 "magnitude",
                 f"{where} reaches {seen.peak:.3g} with its scales, beyond any trained weight, a suspicion; compare it "
                 "with the original: --against.",
-                weight.file,
-                weight.name,
+                weight,
             )
         elif seen.peak < _SMALL and _SMALL < seen.root < _PLAIN:
             add = found.fail if seen.peak < peers / _BELOW else found.warn
@@ -268,16 +258,14 @@ def _judge(scanned: Sequence[_Scanned], found: Findings) -> None:
                 f"{where} reaches only {seen.peak:.3g} with its scales (other layers {peers:.3g}), a suspicion that "
                 f"they were squared or applied twice (their roots give {seen.root:.3g}); export again, or make it sure "
                 "with --against.",
-                weight.file,
-                weight.name,
+                weight,
             )
         elif seen.code < _FILLED and seen.pair.block != (-1, -1):
             found.warn(
                 "unfilled",
                 f"{where}: its largest codes are {seen.code:g} where a scale from amax makes them 224 to 448, a "
                 "suspicion that codes and scales are of different casts; compare it with the original: --against.",
-                weight.file,
-                weight.name,
+                weight,
             )
 
 
@@ -299,8 +287,7 @@ def _shared(pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, 
                 f"{first.name!r} in {first.file} differs from its neighbours' ({names}): vLLM and SGLang fuse these "
                 "layers and quantize them again under the largest, so that what they serve is not what is on disk; "
                 "export with one scale for all of them (fp8-tensor does).",
-                first.file,
-                first.name,
+                first,
             )
 
 
