@@ -161,8 +161,8 @@ def _separate_experts(looked: _Looked, found: Findings) -> None:
         if name not in looked.known and first is not None:
             found.warn(
                 "experts-apart",
-                f"{first.name!r} in {first.file} is an expert by itself, as vLLM and SGLang read FP8; transformers "
-                f"reads this family's experts stacked alone ({name!r}): for it, export in bf16, or load with octavo.",
+                "is an expert by itself, as vLLM and SGLang read FP8; transformers reads this family's experts "
+                f"stacked alone ({name!r}): for it, export in bf16, or load with octavo.",
                 first,
             )
             return

@@ -75,15 +75,16 @@ class Findings:
     items: list[Finding] = field(default_factory=list)
 
     def fail(self, kind: str, text: str, at: Any = "", tensor: str = "") -> None:
-        """`at`: the tensor (a `Held`), or the file's name."""
+        """`at`: the tensor (a `Held`), which with its file becomes the subject of the sentence; or the file's name."""
         self._add(FAIL, kind, text, at, tensor)
 
     def warn(self, kind: str, text: str, at: Any = "", tensor: str = "") -> None:
         self._add(WARN, kind, text, at, tensor)
 
     def _add(self, status: str, kind: str, text: str, at: Any, tensor: str) -> None:
-        file, tensor = (at, tensor) if isinstance(at, str) else (at.file, at.name)
-        self.items.append(Finding(status, kind, file, tensor, text))
+        if not isinstance(at, str):
+            at, tensor, text = at.file, at.name, f"{at.name!r} in {at.file} {text}"
+        self.items.append(Finding(status, kind, at, tensor, text))
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.items)

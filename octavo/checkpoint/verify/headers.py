@@ -182,10 +182,10 @@ def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers,
                 lost[0],
             )
             missing.add(name)
-    read = {path.name for path in headers.files}
+    there = {path.name for path in headers.files}
     for tensor, shard in placed.items():
         held = headers.tensors.get(tensor)
-        if shard in missing or (shard not in read and held is None):
+        if shard in missing or (shard not in there and held is None):
             continue
         if held is None:
             found.fail(
@@ -205,17 +205,15 @@ def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers,
         if tensor not in placed:
             found.fail(
                 "index-entry",
-                f"{index.name} has no entry for {tensor!r}, which {held.file} holds: who reads by the index "
-                "misses it; write the index again.",
+                f"has no entry in {index.name}: who reads by the index misses it; write the index again.",
                 held,
             )
     for first, second in headers.doubles:
         found.fail(
             "duplicate",
-            f"{first.name!r} is in {first.file} and in {second.file}: which one is loaded depends on the loader; keep "
-            "the one that belongs and write the index again.",
-            second.file,
-            first.name,
+            f"is in {first.file} too: which one is loaded depends on the loader; keep the one that belongs and write "
+            "the index again.",
+            second,
         )
 
 

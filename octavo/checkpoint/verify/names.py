@@ -42,8 +42,8 @@ def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, He
             if not stock.is_ignored(name):
                 found.fail(
                     "extra",
-                    f"{held.file} holds {name!r} {list(held.shape)}, which the model of config.json does not have; "
-                    "take the config.json that belongs to these weights, or write them without it.",
+                    f"is {list(held.shape)}, and the model of config.json does not have it; take the config.json that "
+                    "belongs to these weights, or write them without it.",
                     held,
                 )
             continue
@@ -94,8 +94,8 @@ def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
         hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
         found.fail(
             "shape",
-            f"{held.name!r} in {held.file} has shape {list(held.shape)} where the model of config.json has "
-            f"{list(wanted)}{hint}; write it again, or take the config.json that belongs to these weights.",
+            f"has shape {list(held.shape)} where the model of config.json has {list(wanted)}{hint}; write it again, "
+            "or take the config.json that belongs to these weights.",
             held,
         )
 
@@ -104,16 +104,11 @@ def _dtype(held: Held, name: str, found: Findings) -> None:
     if held.dtype not in _FLOATS:
         found.fail(
             "dtype",
-            f"{held.name!r} in {held.file} is {held.dtype}; weights are BF16, F16, F32 or FP8 codes (F8_E4M3): write "
-            "it again in one of them.",
+            f"is {held.dtype}; weights are BF16, F16, F32 or FP8 codes (F8_E4M3): write it again in one of them.",
             held,
         )
     elif held.dtype == "F8_E5M2":
-        found.fail(
-            "e5m2",
-            f"{held.name!r} in {held.file} is F8_E5M2, and loaders take weights in F8_E4M3 alone; quantize it again.",
-            held,
-        )
+        found.fail("e5m2", "is F8_E5M2, and loaders take weights in F8_E4M3 alone; quantize it again.", held)
 
 
 def check_config(
@@ -220,15 +215,14 @@ def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick:
         if not same:
             found.fail(
                 "tied",
-                f"{two.name!r} in {two.file} differs from {one.name!r}, though config.json ties them "
-                "(tie_word_embeddings): loaders keep one of the two; set tie_word_embeddings to false, or write the "
-                "folder without it.",
+                f"differs from {one.name!r}, though config.json ties them (tie_word_embeddings): loaders keep one of "
+                "the two; set tie_word_embeddings to false, or write the folder without it.",
                 two,
             )
         else:
             found.warn(
                 "tied-twice",
-                f"{two.name!r} in {two.file} repeats {one.name!r}, which config.json ties it to: it costs "
-                f"{two.size} bytes for nothing; write the folder without it.",
+                f"repeats {one.name!r}, which config.json ties it to: it costs {two.size} bytes for nothing; write "
+                "the folder without it.",
                 two,
             )

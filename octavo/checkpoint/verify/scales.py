@@ -1,11 +1,6 @@
-"""The layout of FP8 weights: each with its scales, under the right name, of the right grid and dtype; from headers.
+"""The layout of FP8 weights, from headers: each with its scales, under the right name, of the right grid and dtype.
 
-method              weight X.weight F8_E4M3 [N, K]; scales          grid
-------------------  ---------------------------------------------  ----------------------------------
-fp8                 X.weight_scale_inv                              [ceil(N / r), ceil(K / c)]
-compressed-tensors  X.weight_scale, kind row (strategy channel)     [N, 1]
-                    kind tensor                                     [1], or a scalar
-                    kind block                                      [ceil(N / r), ceil(K / c)]
+`octavo.models.quantization` has the table of methods, names and grids.
 """
 
 from __future__ import annotations
@@ -68,25 +63,24 @@ def _scales_of(held: Held, headers: Headers, q: Quantization | None, found: Find
     if scale is None and stray is not None:
         found.fail(
             "scale-name",
-            f"the scales of {held.name!r} are named {stray.name!r} in {stray.file}; quant_method {q.method!r} reads "
-            f"{held.name + right!r} ({wrong} belongs to {_METHOD[wrong]!r}): rename them, or write the config of the "
-            "other method.",
+            f"holds the scales of {held.name!r}; quant_method {q.method!r} reads {held.name + right!r} ({wrong} is "
+            f"{_METHOD[wrong]!r}'s name): rename them, or write the config of the other method.",
             stray,
         )
         return stray
     if scale is None:
         found.fail(
             "scale-missing",
-            f"{held.name!r} in {held.file} is FP8 and has no scales {held.name + right!r}: loaders would take codes "
-            "for values; export it again, or copy the scales from the checkpoint that it came from.",
+            f"is FP8 and has no scales {held.name + right!r}: loaders would take codes for values; export it again, "
+            "or copy the scales from the checkpoint that it came from.",
             held,
         )
         return None
     if stray is not None:
         found.fail(
             "scale-both",
-            f"{held.name!r} has scales under two names, {scale.name!r} and {stray.name!r} in {stray.file}; remove "
-            f"{stray.name!r}, which quant_method {q.method!r} does not read.",
+            f"holds scales of {held.name!r}, and so does {scale.name!r}; remove the former, which quant_method "
+            f"{q.method!r} does not read.",
             stray,
         )
     return scale
@@ -98,8 +92,7 @@ def _block(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
     if len(held.shape) < 2:
         found.fail(
             "fp8-elsewhere",
-            f"{held.name!r} in {held.file} is FP8 with {len(held.shape)} dimensions; only matrices are: write it in "
-            "BF16.",
+            f"is FP8 with {len(held.shape)} dimensions; only matrices are: write it in BF16.",
             held,
         )
         return None
@@ -118,15 +111,15 @@ def _block(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
     if shape == (*lead, *q.grid(n, k)[::-1]):
         found.fail(
             "scale-transposed",
-            f"{scale.name!r} in {scale.file} has shape {list(shape)}, the transpose of the grid {list(wanted)} of "
-            f"{held.name!r} {list(held.shape)} in blocks of {what}; transpose it, or export again.",
+            f"has shape {list(shape)}, the transpose of the grid {list(wanted)} of {held.name!r} {list(held.shape)} "
+            f"in blocks of {what}; transpose it, or export again.",
             scale,
         )
         return None
     found.fail(
         "scale-grid",
-        f"{scale.name!r} in {scale.file} has shape {list(shape)}, and {held.name!r} {list(held.shape)} in blocks of "
-        f"{what} needs {list(wanted)}{_as_if(guessed)}; export it again, or correct the block in quantization_config.",
+        f"has shape {list(shape)}, and {held.name!r} {list(held.shape)} in blocks of {what} needs "
+        f"{list(wanted)}{_as_if(guessed)}; export it again, or correct the block in quantization_config.",
         scale,
     )
     return guessed
@@ -165,7 +158,7 @@ def _dtype(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
         why = "is F16, whose smallest values round scales of ordinary weights; write F32"
     else:
         why = f"is {scale.dtype}; scales are F32, BF16 or, with scale_fmt ue8m0, F8_E8M0: export again"
-    found.fail("scale-dtype", f"{scale.name!r} in {scale.file} {why}.", scale.file, scale.name)
+    found.fail("scale-dtype", f"{why}.", scale)
 
 
 def _dangling(headers: Headers, q: Quantization | None, found: Findings) -> None:
@@ -177,23 +170,23 @@ def _dangling(headers: Headers, q: Quantization | None, found: Findings) -> None
             if static and held.fp8 and wanted not in headers.tensors:
                 found.fail(
                     "scale-missing",
-                    f"{name!r} in {held.file} has no {wanted!r}, though quantization_config says that activations have "
-                    "fixed scales; export it with dynamic activations.",
+                    f"has no {wanted!r}, though quantization_config says that activations have fixed scales; export "
+                    "it with dynamic activations.",
                     held,
                 )
         elif name.endswith(".input_scale"):
             if q is not None and not static:
                 found.fail(
                     "scale-dangling",
-                    f"{held.file} holds {name!r}, but quantization_config says activations are {q.activations}; remove "
-                    "it, or say activation_scheme static.",
+                    f"is there, and quantization_config has {q.activations} activations; remove it, or write "
+                    "activation_scheme static.",
                     held,
                 )
         elif (scaled := headers.tensors.get(weight)) is None or not scaled.fp8:
             why = "has no weight beside it: the weight was left out"
             if scaled is not None:
                 why = f"scales {weight!r}, which is {scaled.dtype} and no code: codes may have been cast without it"
-            found.fail("scale-dangling", f"{name!r} in {held.file} {why}; export again.", held)
+            found.fail("scale-dangling", f"{why}; export again.", held)
 
 
 def check_places(known: Mapping[str, Held], stock: Stock, q: Quantization | None, found: Findings) -> None:
@@ -226,7 +219,7 @@ def check_places(known: Mapping[str, Held], stock: Stock, q: Quantization | None
             )
         else:
             continue
-        found.fail(kind, f"{name!r} in {held.file} {why}.", held)
+        found.fail(kind, f"{why}.", held)
 
 
 def _head(stock: Stock) -> str | None:
@@ -260,22 +253,22 @@ def check_blocks(known: Mapping[str, Held], stock: Stock, q: Quantization | None
         if k % c:
             found.fail(
                 "block-k",
-                f"{name!r} in {held.file} has K = {k}, which is no multiple of {c}: vLLM's and SGLang's kernels "
-                f"quantize activations in groups of {c}; keep this layer in BF16 and list it.",
+                f"has K = {k}, which is no multiple of {c}: vLLM's and SGLang's kernels quantize activations in "
+                f"groups of {c}; keep this layer in BF16 and list it.",
                 held,
             )
         if n % r and layer.disk in inner:
             found.fail(
                 "block-n",
-                f"{name!r} in {held.file} has N = {n}, no multiple of {r}, and servers put another layer below it in "
-                "one matrix, whose blocks would not match; keep the layers of this matrix in BF16 and list them.",
+                f"has N = {n}, no multiple of {r}, and servers put another layer below it in one matrix, whose "
+                "blocks would not match; keep the layers of this matrix in BF16 and list them.",
                 held,
             )
         elif n % r and n > r:
             found.warn(
                 "block-ragged",
-                f"{name!r} in {held.file} has N = {n}, no multiple of {r}: transformers on a CPU takes blocks of "
-                f"{n // -(-n // r)} rows there, an error or wrong values; keep it in BF16 if that matters.",
+                f"has N = {n}, no multiple of {r}: transformers on a CPU takes blocks of {n // -(-n // r)} rows "
+                "there, an error or wrong values; keep it in BF16 if that matters.",
                 held,
             )
 
