@@ -27,6 +27,14 @@ from octavo.models.errors import ModelError
 from octavo.models.folder import QUANTIZED_KEYS, read_json
 
 METHODS = ("fp8", "compressed-tensors")
+#: shards that servers put into one matrix, by the last part of their names on disk, in the matrix' order
+FUSED: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_b", "in_proj_a"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 _STRATEGIES = {"channel": "row", "tensor": "tensor", "block": "block"}
 _FORMATS = ("float-quantized", "naive-quantized")  # the second is the name that older versions gave to the first
 _CURE = (

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
+from octavo.models.quantization import FUSED
 
-#: layers that engines lay below each other into one GEMM, in that order, by the last part of their names
-FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 BLOCK = 128
 
 

@@ -27,15 +27,7 @@ from transformers.core_model_loading import (
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models import ModelError, empty
 from octavo.models.folder import quiet
-
-#: shards that servers put into one matrix, by the last part of their names on disk, in the matrix' order
-FUSED: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("in_proj_b", "in_proj_a"),
-    ("in_proj_qkv", "in_proj_z"),
-)
+from octavo.models.quantization import FUSED
 
 
 @dataclass(frozen=True)
