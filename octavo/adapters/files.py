@@ -22,15 +22,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from octavo import atomic
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
 from octavo.adapters.targets import NEVER, taken_over
 from octavo.fp8.policy import topology
 from octavo.fp8.weights import distributed, is_whole
-from octavo.models import ModelError
-from octavo.models.whole import sync
-from octavo.models.whole import whole as appearing
 
 if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
@@ -87,8 +85,8 @@ def save(
     """Write the adapters of a model as PEFT's folder ``directory``; ``base`` is the stock model's folder or name.
 
     The folder appears whole or not at all, and a former adapter there stays until the new one takes its place
-    (:mod:`octavo.models.whole`). On several ranks get ``state`` by :func:`adapter_state` on all of
-    them, and call this on one.
+    (:mod:`octavo.atomic`). On several ranks get ``state`` by :func:`adapter_state` on all of them, and call this on
+    one.
 
     Raises AdapterError where the directory holds something that is no adapter, or cannot be written.
     """
@@ -99,12 +97,12 @@ def save(
         odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(sorted(os.listdir(final))[:3])
         raise AdapterError(f"{final} is there and is no adapter's folder ({odd}); name another.")
     try:
-        with appearing(final) as made:
+        with atomic.folder(final, AdapterError) as made:
             cpu = {name: value.cpu().contiguous() for name, value in values.items()}
             save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
             (made / CONFIG).write_text(text, encoding="utf-8")
-            sync(made)
-    except (ModelError, OSError, SafetensorError) as error:
+            atomic.sync_tree(made)
+    except (OSError, SafetensorError) as error:
         raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error
     return final
 

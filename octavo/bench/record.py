@@ -8,14 +8,12 @@ read and write, and 2 M N K operations a GEMM; what a kernel does beyond that is
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo import environment
+from octavo import atomic, environment
 
 __all__ = ["Absent", "Result", "Row", "load", "machine", "noisy", "part", "save", "suites_of", "table", "write"]
 
@@ -177,12 +175,7 @@ def machine(described: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def save(found: Mapping[str, Any], path: Path) -> Path:
     """Figures as JSON, whole or not at all: those of suites and those of every script in ``benchmarks/``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(found, file, indent=1, default=str)
-        file.write("\n")
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    atomic.write_text(path, json.dumps(found, indent=1, default=str) + "\n", shared=True)
     return path
 
 

@@ -224,7 +224,7 @@ def _check(metadata: Any, path: Path) -> None:
             raise CheckpointError(f"{path} was refused: its table of files holds a {type(info).__name__}")
         name, file = _field(index, "fqn"), _field(info, "relative_path")
         if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".distcp"):
-            raise CheckpointError(f"{path} was refused: {name} is said to lie in {file!r}, outside the checkpoint")
+            raise CheckpointError(f"{path} was refused: {name} is placed in {file!r}, outside the checkpoint")
         if transforms := _field(info, "transform_descriptors"):
             raise CheckpointError(f"{path} was refused: {name} asks for the transforms {transforms}")
         offset, length = _field(info, "offset"), _field(info, "length")

@@ -1,5 +1,5 @@
-"""The one exception of this room."""
+"""The one exception of this package."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, found or trusted; the message names the file and the cure."""
+    """A checkpoint could not be written, found or trusted; the message names the file and the fix."""

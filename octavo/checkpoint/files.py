@@ -10,16 +10,16 @@ Only names are decided here; what is inside is `state.py`'s matter, except state
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo import atomic
 from octavo.checkpoint.errors import CheckpointError
 
 STATE = "state.json"
@@ -48,8 +48,7 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 def recover(directory: Path) -> None:
     """Undo a replacement that was interrupted between its two renames: the former checkpoint returns."""
     for step in _left(directory, "old"):
-        if not place(directory, step).exists():
-            os.rename(aside(directory, step, "old"), place(directory, step))
+        atomic.restore(aside(directory, step, "old"), place(directory, step))
 
 
 def sweep(directory: str | os.PathLike[str]) -> None:
@@ -70,12 +69,9 @@ def _left(directory: Path, why: str) -> list[int]:
 
 def publish(directory: Path, step: int) -> Path:
     """Make `.step_N.tmp` the checkpoint step_N. A kill at any point leaves the new one or the former one whole."""
-    final, former = place(directory, step), aside(directory, step, "old")
-    sync(aside(directory, step, "tmp"))
-    if final.exists():
-        os.rename(final, former)
-    os.rename(aside(directory, step, "tmp"), final)
-    sync(directory)
+    made, final, former = aside(directory, step, "tmp"), place(directory, step), aside(directory, step, "old")
+    atomic.sync(made)
+    atomic.swap(made, final, former)
     if former.exists():
         shutil.rmtree(former)
     return final
@@ -97,15 +93,6 @@ def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[int
     return gone
 
 
-def sync(path: Path) -> None:
-    """Force a file, or a directory's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def fingerprint(path: Path) -> dict[str, int]:
     """{"size": bytes, "crc32": ...} of a file, read in pieces."""
     checksum, size = 0, 0
@@ -115,36 +102,32 @@ def fingerprint(path: Path) -> dict[str, int]:
     return {"size": size, "crc32": checksum}
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write state.json with a checksum over its own contents, and force it to the disk."""
-    text = json.dumps({"crc32": _checksum(state), **state}, indent=1)
-    with open(path / STATE, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+def write_sealed(file: Path, document: Mapping[str, Any]) -> None:
+    """JSON with a checksum over its own contents, there whole or not at all, and forced to the disk."""
+    atomic.write_text(file, json.dumps({"crc32": _checksum(document), **document}, indent=1) + "\n")
 
 
-def _parsed(path: Path) -> dict[str, Any]:
-    file = path / STATE
-    if not path.is_dir():
-        there = steps(path.parent)
-        raise CheckpointError(
-            f"there is no checkpoint {path}; {path.parent} holds " + (", ".join(f"step_{s}" for s in there) or "none")
-        )
+def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
+    """What `write_sealed` wrote. Raises CheckpointError for anything else, naming the file and the fix."""
     try:
-        state = dict(json.loads(file.read_text(encoding="utf-8")))
-        claimed = state.pop("crc32")
+        document = dict(json.loads(file.read_text(encoding="utf-8")))
+        claimed = document.pop("crc32")
     except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing: {path} is not a checkpoint that Octavo finished") from None
+        raise CheckpointError(f"{file} is missing: {file.parent} is not a checkpoint that Octavo finished") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is damaged ({type(error).__name__}: {error}); use an earlier checkpoint"
-        ) from error
-    if claimed != _checksum(state):
-        raise CheckpointError(f"{file} was changed after it was written; use an earlier checkpoint")
-    return state
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}); {fix}") from error
+    if claimed != _checksum(document):
+        raise CheckpointError(f"{file} was changed after it was written; {fix}")
+    if document.get("format") != format:
+        raise CheckpointError(f"{file} is of format {document.get('format')!r}, this version reads {format!r}")
+    return document
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write state.json."""
+    write_sealed(path / STATE, state)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -152,9 +135,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError, naming the file, where there is none, it is not what was written, or not of Octavo's making.
     """
-    state, file = _parsed(path), path / STATE
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is of format {state.get('format')!r}, this version reads {FORMAT!r}")
+    file = path / STATE
+    if not path.is_dir():
+        there = ", ".join(f"step_{step}" for step in steps(path.parent)) or "none"
+        raise CheckpointError(f"there is no checkpoint {path}; {path.parent} holds {there}")
+    state = read_sealed(file, FORMAT, "use an earlier checkpoint")
     for key, (fits, wanted) in _CONTENTS.items():
         if key not in state:
             raise CheckpointError(f"{file} lacks {key!r}; Octavo did not write it")
@@ -213,35 +198,5 @@ def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
     return None if found == wanted else f"{file} is corrupt: its checksum is not the one noted when it was written"
 
 
-def _checksum(state: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
-
-
-_NO_ROOM = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "your quota of this disk is used up",
-    errno.EFBIG: "a file would be larger than this disk, or the limit of this shell (ulimit -f), allows",
-}
-
-
-def full(path: Path, error: BaseException) -> str | None:
-    """How a write to `path` failed for want of room, or None where it failed otherwise.
-
-    Torch's archive writer reports a short write as an inconsistency of its own; the machine's word is at most in the
-    exception that came before it, and lost where that crossed ranks. Then the disk itself is asked.
-    """
-    before: BaseException | None = error
-    while before is not None:
-        if isinstance(before, OSError):
-            return f"{_NO_ROOM[before.errno]} ({before.strerror})" if before.errno in _NO_ROOM else None
-        before = before.__cause__ or before.__context__
-    if isinstance(error, RuntimeError) and "inline_container" in str(error):
-        there = next((folder for folder in (path, *path.parents) if folder.exists()), None)
-        free = shutil.disk_usage(there).free if there is not None else _LITTLE
-        if free < _LITTLE:
-            return f"{_NO_ROOM[errno.ENOSPC]} ({free >> 10} KiB are free)"
-    return None
-
-
-# Bytes free below which a failed write is put down to a full disk; a block may be left that no file could use.
-_LITTLE = 1 << 20
+def _checksum(document: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())

@@ -87,7 +87,7 @@ def slots(
                 raise CheckpointError(f"{path} holds optimizer state of {name}, which the optimizer does not have")
             saved.setdefault(name, []).append(key)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    room: Slots = {}
+    found: Slots = {}
     for name, keys in saved.items():
         parameter = parameters[name]
         if isinstance(optimizer, AdamW):
@@ -98,19 +98,19 @@ def slots(
                     f"{', '.join(sorted(mine))}: it was written by another optimizer. Continue with that one, or "
                     "start a new run from its weights"
                 )
-            room.update({(name, key): value for key, value in mine.items()})
+            found.update({(name, key): value for key, value in mine.items()})
             continue
         for key in keys:
             entry = metadata.state_dict_metadata[f"optimizer.{name}.{key}"]
             like = parameter.detach()
             if entry.size == like.shape and key != "step":
-                room[name, key] = torch.empty_like(like, dtype=entry.properties.dtype)
+                found[name, key] = torch.empty_like(like, dtype=entry.properties.dtype)
             else:
-                room[name, key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    return room, {f"optimizer.{n}.{key}": form(parameters[n], key, value) for (n, key), value in room.items()}
+                found[name, key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return found, {f"optimizer.{n}.{key}": form(parameters[n], key, value) for (n, key), value in found.items()}
 
 
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer, room: Slots, document: dict[str, Any]) -> None:
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, found: Slots, document: dict[str, Any]) -> None:
     """Hand the loaded state over. Not through `load_state_dict`, which casts moments to the parameter's dtype."""
     parameters = {name: p for p, name in _names(model, optimizer).items()}
     optimizer.state.clear()
@@ -124,7 +124,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, room: Slots, docume
                 group[key] = tuple(value) if isinstance(present, tuple) else value
         if group.get("fused") or group.get("capturable"):
             on_device.update(saved["parameters"])
-    for (name, key), tensor in room.items():
+    for (name, key), tensor in found.items():
         if key == "step" and name in on_device:
             tensor = tensor.to(parameters[name].device)
         optimizer.state[parameters[name]][key] = tensor

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from octavo import fp8
+from octavo.atomic import no_room
 from octavo.checkpoint import files
 from octavo.checkpoint import optimizer as states
 from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly
@@ -135,7 +136,7 @@ def save(
 def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str], None] | None = None) -> Path | None:
     """The newest whole checkpoint, every file read and compared to its checksum; None where there is none at all.
 
-    A damaged one is passed over, and `say` is told (on rank 0). A collective: rank 0 looks, all get its answer.
+    A damaged one is passed over, and `say` is called (on rank 0). A collective: rank 0 looks, all get its answer.
     Raises CheckpointError if there are checkpoints but none is whole: starting over in silence would be wrong.
     """
     directory = Path(directory)
@@ -203,9 +204,9 @@ def load(
         trained_only = document.get("holds") == TRAINED
         state = _tensors(model, None, trained_only)
         _same_names(state, metadata, path, trained_only, model)
-        room: states.Slots = {}
+        loaded: states.Slots = {}
         if optimizer is not None:
-            room, slots = states.slots(model, optimizer, metadata, document, path)
+            loaded, slots = states.slots(model, optimizer, metadata, document, path)
             state.update(slots)
         extra = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -218,7 +219,7 @@ def load(
         dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
     fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
     if optimizer is not None:
-        states.fill(model, optimizer, room, document)
+        states.fill(model, optimizer, loaded, document)
     return Restored(
         step=document["step"],
         counters=document["counters"],
@@ -311,10 +312,10 @@ def _dcp(verb: str, path: Path):
 def _words(verb: str, path: Path, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    if verb != "read" and (full := files.full(path, error)):
+    if verb != "read" and (reason := no_room(path, error)):
         return (
-            f"could not {verb} the checkpoint {path}: {full}. Checkpoints already there are untouched; free some space "
-            "(run.keep says how many checkpoints stay), then continue with run.resume=auto"
+            f"could not {verb} the checkpoint {path}: {reason}. Checkpoints already there are untouched; free some "
+            "space (run.keep says how many checkpoints stay), then continue with run.resume=auto"
         )
     if isinstance(error, OSError):
         return (

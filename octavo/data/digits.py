@@ -15,8 +15,6 @@ test image was ever seen in training.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from octavo import atomic
 from octavo.data.errors import DataError
 
 PLACES = ("First?", "Second?", "Third?", "Fourth?")
@@ -81,15 +80,8 @@ def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int =
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         _accept(directory, settings)
         return found
-    aside = directory.absolute().parent / f".{directory.name}.{os.getpid()}.part"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        _write(aside, settings, console)
-        if directory.exists():
-            directory.rmdir()
-        aside.rename(directory)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with atomic.folder(directory, DataError, replace=False) as made:
+        _write(made, settings, console)
     return found
 
 

@@ -104,40 +104,63 @@ def read_scale(shards: Shards, scale: Stored, piece: Piece, quantization: Quanti
     Raises ModelError for another dtype or shape, for a scale that is NaN, infinite, zero or negative, and
     for scales that are all 1 over codes that are not all zero.
     """
-    rows, columns = piece.stored.shape[-2:]
+    grid = grid_of(scale, piece.stored, quantization, piece.turned)
+    mine = None if piece.at is None else (piece.at, piece.at + 1)
+    values = scale_values(shards.read(scale, mine), scale, quantization)
+    values = values.view(grid if mine is not None else (*piece.stored.shape[:-2], *grid))
+    if bool((values == 1).all()):
+        check_ones(shards.read(piece.stored, mine), scale, piece.stored)
+    return values.mT.contiguous() if piece.turned else values
+
+
+def grid_of(scale: Stored, codes: Stored, quantization: Quantization, turned: bool = False) -> tuple[int, int]:
+    """The shape of the scales of a matrix [row blocks, column blocks]. Raises ModelError where it is another on disk.
+
+    turned: the codes lie as [K, N]
+    """
+    if len(codes.shape) not in (2, 3):
+        raise ModelError(f"{codes} holds FP8 codes of shape {list(codes.shape)}; only matrices and stacks of them do.")
+    rows, columns = codes.shape[-2:]
     grid = quantization.grid(rows, columns)
-    if piece.turned and quantization.kind == "row":
+    if turned and quantization.kind == "row":
         grid = (1, columns)  # a scale an output channel, and those are columns on disk
-    front = piece.stored.shape[:-2]
+    front = codes.shape[:-2]
     allowed = {(*front, *grid)}
     if 1 in grid and quantization.kind != "block":
         allowed |= {(*front, max(grid))} if max(grid) > 1 else {front, (*front, 1)}
     if scale.shape not in allowed:
-        turned = " They look transposed." if (*front, *reversed(grid)) == scale.shape else ""
+        transposed = " They look transposed." if (*front, *reversed(grid)) == scale.shape else ""
         raise ModelError(
-            f"{scale} has shape {list(scale.shape)}; codes {list(piece.stored.shape)} in {quantization} have scales of "
-            f"shape {[*front, *grid]}.{turned} Write the checkpoint again, or check the block size in config.json."
+            f"{scale} has shape {list(scale.shape)}; codes {list(codes.shape)} in {quantization} have scales of shape "
+            f"{[*front, *grid]}.{transposed} Write the checkpoint again, or check the block size in config.json."
         )
-    mine = None if piece.at is None else (piece.at, piece.at + 1)
-    read = shards.read(scale, mine)
+    return grid
+
+
+def scale_values(read: Tensor, scale: Stored, quantization: Quantization) -> Tensor:
+    """Scales as they were read, in fp32. Raises ModelError for another dtype, and what is not finite and above 0."""
     if scale.dtype is torch.uint8 and quantization.scale_format == "ue8m0":
         read = read.view(torch.float8_e8m0fnu)
     elif scale.dtype not in _SCALES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SCALES)
         raise ModelError(f"{scale} holds {scale.dtype}; scales are {names}. Write the checkpoint again.")
-    values = read.float().view(grid if mine is not None else (*front, *grid))
-    if not bool((torch.isfinite(values) & (values > 0)).all()):
-        bad = values[~(torch.isfinite(values) & (values > 0))][0].item()
+    values = read.float()
+    good = torch.isfinite(values) & (values > 0)
+    if not bool(good.all()):
         raise ModelError(
-            f"{scale} holds the scale {bad}; every scale is finite and above 0. The block was zero or damaged when it "
-            "was quantized; write the checkpoint again."
+            f"{scale} holds the scale {values[~good][0].item()}; every scale is finite and above 0. The block was zero "
+            "or damaged when it was quantized; write the checkpoint again."
         )
-    if bool((values == 1).all()) and bool((shards.read(piece.stored, mine).view(torch.uint8) & 0x7F).any()):
+    return values
+
+
+def check_ones(codes: Tensor, scale: Stored, stored: Stored) -> None:
+    """Raises ModelError where codes, whose scales are all 1, are not all zero."""
+    if any(bool((part & 0x7F).any()) for part in codes.reshape(-1).view(torch.uint8).split(1 << 22)):
         raise ModelError(
-            f"{scale} holds nothing but 1, and {piece.stored} is not zero: the weight was cast without scales, or they "
-            "were lost. Write the checkpoint again, with scales."
+            f"{scale} holds nothing but 1, and {stored} is not zero: the weight was cast without scales, or they were "
+            "lost. Write the checkpoint again, with scales."
         )
-    return values.mT.contiguous() if piece.turned else values
 
 
 def check_codes(codes: Tensor, entry: Stored) -> None:

@@ -6,17 +6,34 @@ Only data is read; pickled weights are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from transformers.utils import logging as transformers_logging
 
+from octavo.models import headers
 from octavo.models.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
+#: what belongs to a model besides config.json and weights: tokenizer, processor, chat template, generation settings
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 
 
 @contextmanager
@@ -68,8 +85,8 @@ def _what(folder: Path) -> str:
     return "not a complete Hugging Face folder."
 
 
-def check_weight_files(folder: Path, indexed: bool | None = None) -> list[Path]:
-    """The safetensors files of a folder, each opened and found whole (header only; no tensor is read).
+def check_weight_files(folder: Path, indexed: bool | None = None) -> list[headers.Header]:
+    """The headers of a folder's safetensors files, each found whole; no tensor is read.
 
     indexed: whether to go by the index; None: where there is no model.safetensors.
 
@@ -79,43 +96,39 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[Path]:
     index = folder / INDEX
     if indexed is None:
         indexed = index.exists() and not (folder / SINGLE).exists()  # transformers, too, prefers the single file
-    if indexed:
-        weight_map = read_json(index).get("weight_map")
-        if (
-            not isinstance(weight_map, dict)
-            or not weight_map
-            or not all(isinstance(f, str) for f in weight_map.values())
-        ):
-            raise ModelError(f"{index} has no weight_map of tensor names to files. Download or write the file again.")
-        shards = sorted(set(weight_map.values()))
-        if outside := [name for name in shards if Path(name).name != name]:
-            raise ModelError(
-                f"{index} names {outside[0]!r}, which is not a file of this folder. Write the index again."
-            )
-        files = [folder / name for name in shards]
-    else:
-        weight_map, files = {}, [folder / SINGLE]
-    for file in files:
+    placed = weight_map(index) if indexed else {}
+    found = []
+    for name in sorted(set(placed.values())) or [SINGLE]:
+        file = folder / name
         if not file.exists():
-            raise ModelError(_no_weights(folder, file, indexed))
-        expected = {name for name, shard in weight_map.items() if folder / shard == file}
+            raise ModelError(no_weights(file, indexed))
         try:
-            with safe_open(file, framework="pt") as tensors:
-                absent = sorted(expected - set(tensors.keys()))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{file} is damaged or truncated ({file.stat().st_size} bytes): {first_line(error)}. Download "
-                "or write it again."
-            ) from error
-        if absent:
+            header = headers.read(file)
+        except (headers.HeaderError, OSError) as error:
+            raise ModelError(f"{file} is damaged or truncated ({file.stat().st_size} bytes): {error}.") from error
+        there = {entry.name for entry in header.entries}
+        if absent := sorted(tensor for tensor, shard in placed.items() if shard == name and tensor not in there):
             raise ModelError(
                 f"{file} lacks {absent[0]!r} ({len(absent)} such tensors), which {index.name} places in it. Download "
                 "both again."
             )
-    return files
+        found.append(header)
+    return found
 
 
-def _no_weights(folder: Path, file: Path, indexed: bool) -> str:
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file of an index. Raises ModelError where it is damaged, or names files outside the folder."""
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
+        raise ModelError(f"{index} has no weight_map of tensor names to files. Download or write the file again.")
+    if outside := [name for name in placed.values() if Path(name).name != name]:
+        raise ModelError(f"{index} names {outside[0]!r}, which is not a file of this folder. Write the index again.")
+    return placed
+
+
+def no_weights(file: Path, indexed: bool) -> str:
+    """Why a folder without this file of weights cannot be used."""
+    folder = file.parent
     if indexed:
         return f"{file} is missing, though {INDEX} names it. Download the shard again."
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
@@ -124,7 +137,34 @@ def _no_weights(folder: Path, file: Path, indexed: bool) -> str:
             f"{folder} holds only pickled weights ({', '.join(pickles[:3])}); a pickle can run code when it is read, "
             "so Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format) first."
         )
-    return f"{folder} holds no {SINGLE} and no {INDEX}: there are no weights to load."
+    return f"{folder} holds no {file.name} and no {INDEX}: there are no weights to load."
+
+
+def copy_companions(source: Path, made: Path) -> None:
+    """Copy tokenizer, processor, chat template and generation settings from one model folder into another."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copy(file, made / file.name)
+
+
+def write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None) -> None:
+    """The source's config.json with the dtype of what was written, and what it says of quantization replaced."""
+    config = read_json(source / "config.json")
+    name = str(dtype).removeprefix("torch.")
+
+    def rewrite(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        kept = {key: value for key, value in node.items() if key not in QUANTIZED_KEYS}
+        return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in kept.items()}
+
+    config = rewrite(config)
+    if "torch_dtype" not in config:
+        config["dtype"] = name
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
+    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def first_line(error: BaseException) -> str:

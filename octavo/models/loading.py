@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -112,7 +112,8 @@ def load_split(
     """
     folder = Path(path)
     config = read_config(folder)
-    if read_quantization(folder) is None and not _finer_than_bf16(check_weight_files(folder)):
+    entries = [entry for header in check_weight_files(folder) for entry in header.entries]
+    if read_quantization(folder) is None and not any(entry.dtype in ("F64", "F32", "F16") for entry in entries):
         return load(folder, torch.bfloat16, device, attn_implementation), {}
     model = load(folder, torch.float32, "cpu", attn_implementation, keep_fp8=False)
     lows: dict[str, torch.Tensor] = {}
@@ -130,15 +131,6 @@ def load_split(
     for part in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
         part.dtype = torch.bfloat16
     return model.to(device), lows
-
-
-def _finer_than_bf16(files: list[Path]) -> bool:
-    """Whether a tensor of these files may hold values that BF16 does not; read from the headers alone."""
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            if any(tensors.get_slice(name).get_dtype() in ("F64", "F32", "F16") for name in tensors.keys()):  # noqa: SIM118
-                return True
-    return False
 
 
 def parameter_count(model: nn.Module) -> int:

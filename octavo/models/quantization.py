@@ -24,10 +24,17 @@ from typing import Any
 
 from octavo import fp8
 from octavo.models.errors import ModelError
-from octavo.models.folder import read_json
+from octavo.models.folder import QUANTIZED_KEYS, read_json
 
 METHODS = ("fp8", "compressed-tensors")
-QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
+#: shards that servers put into one matrix, by the last part of their names on disk, in the matrix' order
+FUSED: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_b", "in_proj_a"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 _STRATEGIES = {"channel": "row", "tensor": "tensor", "block": "block"}
 _FORMATS = ("float-quantized", "naive-quantized")  # the second is the name that older versions gave to the first
 _FIX = (
@@ -101,7 +108,9 @@ def exact(name: str, names: Iterable[str]) -> bool:
 def by_parts(name: str, names: Iterable[str]) -> bool:
     """SGLang's rule for `fp8` (since 2026-04): an entry is a run of whole parts of the name, `mlp.gate` of
     `layers.0.mlp.gate` and not of `layers.0.mlp.gate_up_proj`; with or without `model.` in front."""
-    return any(f".{form}." in f".{name}." for other in names for form in (other, other.removeprefix("model.")))
+    return any(
+        f".{form}." in f".{name}." for other in names for form in (other.strip("."), other.removeprefix("model."))
+    )
 
 
 def by_pattern(name: str, patterns: Iterable[str]) -> bool:

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from octavo import fp8
+from octavo import atomic, fp8
 from octavo.models.errors import ModelError
-from octavo.models.folder import quiet
+from octavo.models.folder import copy_companions, quiet, write_config
 from octavo.models.skeleton import empty
-from octavo.models.whole import copy_companions, whole, write_config
-from octavo.models.whole import sync as _sync
 
 
 def save_hf(
@@ -51,7 +49,7 @@ def save_hf(
     stock = empty(source)
     weights = _checked(state_dict if state_dict is not None else model.state_dict(), stock)
     weights = _cast(weights, dtype)
-    with whole(target) as made:
+    with atomic.folder(target, ModelError) as made:
         _write(stock, weights, source, made)
     return target
 
@@ -65,7 +63,7 @@ def _write(stock: PreTrainedModel, weights: dict[str, Tensor], source: Path, mad
         stock.save_pretrained(made, state_dict=weights)
     write_config(source, made, written)
     copy_companions(source, made)
-    _sync(made)
+    atomic.sync_tree(made)
 
 
 def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tensor]:

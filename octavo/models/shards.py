@@ -1,13 +1,11 @@
 """Tensors of safetensors files by plain reads: nothing is mapped, so that memory holds what was asked for and no more.
 
 A mapped file counts as resident memory, page by page, as it is read; loading that way costs the size of the checkpoint
-beside the size of the model. Here the header is parsed (8 bytes of length, JSON, data) and rows are read at their
-offset into memory of one's own.
+beside the size of the model. Here rows are read at their offset into memory of one's own.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,24 +17,9 @@ import torch
 from torch import Tensor
 
 from octavo.models.errors import ModelError
-from octavo.models.folder import INDEX, SINGLE, check_weight_files, read_json
+from octavo.models.folder import INDEX, SINGLE, check_weight_files, weight_map
+from octavo.models.headers import DTYPES, Header
 
-#: what safetensors calls a dtype -> torch's
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -70,16 +53,19 @@ class Shards:
     passed_by  whether transformers would have read other files of the folder
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    def __init__(self, folder: Path, headers: Iterable[Header]) -> None:
         self.stored: dict[str, Stored] = {}
         self.twice: list[tuple[Stored, Stored]] = []
         self.passed_by = False
         self._open: dict[Path, BinaryIO] = {}
-        for file in files:
-            for entry in header(file):
+        for header in headers:
+            start = len(header.head)
+            for entry in header.entries:
+                dtype, file = DTYPES[entry.dtype], folder / header.file
+                stored = Stored(entry.name, file, dtype, entry.shape, start + entry.begin)
                 if entry.name in self.stored:
-                    self.twice.append((self.stored[entry.name], entry))
-                self.stored[entry.name] = entry
+                    self.twice.append((self.stored[entry.name], stored))
+                self.stored[entry.name] = stored
 
     def __enter__(self) -> Shards:
         return self
@@ -113,24 +99,6 @@ class Shards:
         return out
 
 
-def header(file: Path) -> list[Stored]:
-    """What a safetensors file holds, from its header. Raises ModelError for a dtype that torch or Octavo lacks."""
-    with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        entries = json.loads(opened.read(length))
-    out = []
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            raise ModelError(
-                f"{file} holds {name} in {entry['dtype']}, which Octavo does not read; it reads {', '.join(DTYPES)}."
-            )
-        at = 8 + length + entry["data_offsets"][0]
-        out.append(Stored(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), at))
-    return out
-
-
 def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]]:
     """The tensors of a folder, and notes about choices that were made for it.
 
@@ -142,10 +110,10 @@ def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]
     Raises ModelError for files that are missing, damaged or do not agree with the index.
     """
     if not (folder / INDEX).exists():
-        return Shards(check_weight_files(folder)), ()
+        return Shards(folder, check_weight_files(folder)), ()
     if not (folder / SINGLE).exists():
         return _indexed(folder, quantized)
-    single = Shards(check_weight_files(folder))
+    single = Shards(folder, check_weight_files(folder))
     try:
         indexed, notes = _indexed(folder, quantized)
     except ModelError as error:
@@ -163,9 +131,9 @@ def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]
 def _indexed(folder: Path, strict: bool) -> tuple[Shards, tuple[str, ...]]:
     """The shards of an index, every tensor from the file that the index names. `strict`: refuse what it does not name,
     which transformers reads and others do not."""
-    shards = Shards(check_weight_files(folder, indexed=True))
-    weight_map = read_json(folder / INDEX)["weight_map"]
-    unlisted = [entry for name, entry in shards.stored.items() if name not in weight_map]
+    shards = Shards(folder, check_weight_files(folder, indexed=True))
+    placed = weight_map(folder / INDEX)
+    unlisted = [entry for name, entry in shards.stored.items() if name not in placed]
     if strict and unlisted:
         raise ModelError(
             f"{unlisted[0].file} holds {unlisted[0].name} ({len(unlisted)} such tensors), which {INDEX} does not list: "
@@ -178,7 +146,7 @@ def _indexed(folder: Path, strict: bool) -> tuple[Shards, tuple[str, ...]]:
                 f"{one.name} is in {one.file} and in {other.file.name}, and loaders take the one or the other by "
                 "their order. Remove one of them from its file, or download the folder again."
             )
-        listed = weight_map.get(one.name)
+        listed = placed.get(one.name)
         kept, left = (one, other) if one.file.name == listed else (other, one)
         shards.stored[one.name] = kept
         notes.append(

@@ -13,13 +13,13 @@ adapter/           in place of hf/ under lora: PEFT's  base.json       fingerpri
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from octavo import checkpoint, fp8
+from octavo.atomic import write_text
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
@@ -300,13 +300,3 @@ def is_whole_plan(file: Path) -> bool:
 def write_json(file: Path, value: Any) -> None:
     """Indented JSON, written aside and renamed."""
     write_text(file, json.dumps(value, indent=2, default=str) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    """A file that is there whole or as it was before, also after a power cut."""
-    aside = file.with_name(f".{file.name}.tmp")
-    with aside.open("w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    aside.replace(file)

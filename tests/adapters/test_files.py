@@ -101,7 +101,7 @@ def test_a_save_that_fails_leaves_the_former_adapter(folder, copy: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("octavo.adapters.files.save_file", broken)
-    with pytest.raises(AdapterError, match="cannot be written.*No space left"):
+    with pytest.raises(AdapterError, match="could not be written.*No space left"):
         adapters.save(model, copy, "base")
     assert (copy / "adapter_model.safetensors").read_bytes() == before
     assert sorted(os.listdir(copy.parent)) == ["copy"]

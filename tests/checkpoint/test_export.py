@@ -224,7 +224,7 @@ def test_experts_of_other_sizes_stay_in_one_piece(tmp_path):
     names = {name for name, _, _ in plan.tensors()}
     assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
     assert not any("experts" in name and "scale" in name for name in names)
-    assert exact("model.layers.0.mlp.experts", plan.quantization()["modules_to_not_convert"])
+    assert exact("model.layers.0.mlp.experts", plan.quantization.skipped)
     export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")
     stock(tmp_path / "out")
 
@@ -340,7 +340,7 @@ def test_transformers_config_takes_the_skip_list(source, tmp_path):
     for family in FAMILIES:
         folder = source(family)
         plan = layout(folder, "fp8-block")
-        skipped = plan.quantization()["modules_to_not_convert"]
+        skipped = plan.quantization.skipped
         for m in (m for found in plan.matrices.values() for m in found):
             assert should_convert_module(m.module, skipped)
         assert plan.skipped and not any(should_convert_module(name, skipped) for name in plan.skipped)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo import atomic
 from octavo.checkpoint import files, latest
 from tests.checkpoint.models import One, fresh, load, same, save, small, train, trained
 
@@ -132,7 +133,8 @@ CALLS = [
     (files.os, "rename"),
     (files.os, "fsync"),
     (files.shutil, "rmtree"),
-    (files, "sync"),
+    (files.os, "replace"),
+    (atomic, "sync"),
     (files, "write_state"),
     (files, "fingerprint"),
     (files, "publish"),

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from octavo.atomic import no_room
 from octavo.checkpoint import CheckpointError, latest, steps, sweep
 from octavo.checkpoint import files as ck_files
 from tests.checkpoint.models import Model, One, fresh, load, optimizer_for, same, save, snapshot, train, trained
@@ -321,12 +322,12 @@ save(sys.argv[1], 4, model, optimizer)
 
 def test_a_full_disk_is_asked_where_the_cause_was_lost(tmp_path, monkeypatch):
     lost = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    assert ck_files.full(tmp_path / "gone", ValueError("a defect")) is None
+    assert no_room(tmp_path / "gone", ValueError("a defect")) is None
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    assert ck_files.full(tmp_path / "gone", lost) == "the disk is full (4 KiB are free)"
-    assert ck_files.full(tmp_path, RuntimeError("a defect")) is None
+    assert no_room(tmp_path / "gone", lost) == "the disk is full (4 KiB are free)"
+    assert no_room(tmp_path, RuntimeError("a defect")) is None
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
-    assert ck_files.full(tmp_path, lost) is None
+    assert no_room(tmp_path, lost) is None
 
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path):

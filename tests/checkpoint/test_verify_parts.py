@@ -16,8 +16,8 @@ from octavo.checkpoint.verify import against as verify_against
 from octavo.checkpoint.verify import headers as verify_headers
 from octavo.checkpoint.verify import loaders as verify_loaders
 from octavo.checkpoint.verify.findings import VERDICTS
-from octavo.checkpoint.verify.skips import by_parts
 from octavo.cli.main import main
+from octavo.models.quantization import by_parts
 from tests.checkpoint import planted
 
 Good = Callable[..., Path]
@@ -212,7 +212,7 @@ def test_every_kind_of_finding_has_its_consequence() -> None:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             called = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if called in ("fail", "warn", "add", "BadHeader") and node.args and isinstance(node.args[0], ast.Constant):
+            if called in ("fail", "warn", "add") and node.args and isinstance(node.args[0], ast.Constant):
                 used.add(node.args[0].value)
     assert used and used <= verify_loaders.CONSEQUENCES.keys()
     for does in verify_loaders.CONSEQUENCES.values():

@@ -10,11 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from octavo import models
+from octavo import atomic, models
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.convert import fp32_weight, set_low
 from octavo.models import save, tiny
-from octavo.models.whole import whole
 from tests.models.conftest import batch
 
 
@@ -149,7 +148,7 @@ def test_a_failed_save_leaves_nothing_half_written(checkpoint, tmp_path, monkeyp
     def fail(directory):
         raise OSError("disk full")
 
-    monkeypatch.setattr(save, "_sync", fail)
+    monkeypatch.setattr(atomic, "sync_tree", fail)
     with pytest.raises(OSError, match="disk full"):
         models.save_hf(model, source, tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
@@ -170,8 +169,8 @@ def test_a_full_disk_is_told_and_the_earlier_export_stays(checkpoint, tmp_path, 
     def fail(directory):
         raise error
 
-    monkeypatch.setattr(save, "_sync", fail)
-    with pytest.raises(models.ModelError, match=r"could not be written to .*hf: .*No space left.*free some space"):
+    monkeypatch.setattr(atomic, "sync_tree", fail)
+    with pytest.raises(models.ModelError, match=r"hf could not be written: .*No space left.*free some space"):
         models.save_hf(model, source, tmp_path / "hf")
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").exists()
 
@@ -180,7 +179,7 @@ def test_safetensors_other_errors_are_not_taken_for_a_full_disk(checkpoint, tmp_
     def fail(directory):
         raise SafetensorError("a defect")
 
-    monkeypatch.setattr(save, "_sync", fail)
+    monkeypatch.setattr(atomic, "sync_tree", fail)
     with pytest.raises(SafetensorError, match="a defect"):
         models.save_hf(models.load(checkpoint("qwen3")), checkpoint("qwen3"), tmp_path / "hf")
 
@@ -204,12 +203,15 @@ def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch)
 
 
 def test_two_who_write_one_place_do_not_mix(tmp_path):
-    with whole(tmp_path / "hf") as made:
+    with atomic.folder(tmp_path / "hf", models.ModelError) as made:
         (made / "first").touch()
-        with pytest.raises(models.ModelError, match="hf is being written by another process"), whole(tmp_path / "hf"):
+        with (
+            pytest.raises(models.ModelError, match="hf is being written by another process"),
+            atomic.folder(tmp_path / "hf", models.ModelError),
+        ):
             pass
     assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["first"]
-    with whole(tmp_path / "hf") as made:
+    with atomic.folder(tmp_path / "hf", models.ModelError) as made:
         (made / "second").touch()
     assert [entry.name for entry in tmp_path.rglob("*")] == ["hf", "second"]
 
@@ -217,7 +219,7 @@ def test_two_who_write_one_place_do_not_mix(tmp_path):
 def test_a_link_stays_one(tmp_path):
     (tmp_path / "disk" / "hf").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
-    with whole(tmp_path / "link") as made:
+    with atomic.folder(tmp_path / "link", models.ModelError) as made:
         (made / "first").touch()
     assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "hf" / "first").exists()
 

@@ -33,13 +33,14 @@ import torch
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.back import foreign, holds, nowhere, own, write_shard
-from octavo.checkpoint.convert.folder import Folder, Shard
+from octavo.checkpoint.convert.folder import Folder
 from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_manifest
 from octavo.checkpoint.convert.work import SUFFIX, Tell, all_parts, begin
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
+from octavo.models.folder import INDEX, write_config
+from octavo.models.headers import Header, index_of
 from octavo.models.quantization import read_quantization
-from octavo.models.whole import write_config
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -77,7 +78,7 @@ def hf_to_dcp(
     to_bf16      FP8 codes times their scales, and every other floating-point tensor, in BF16
     tie_weights  write lm_head.weight too, where the folder has it only as the embeddings'
     workers      files written at a time; None: up to 4
-    progress     is told bytes done and bytes in all
+    progress     called with bytes done and bytes in all
 
     Raises CheckpointError and ModelError, naming the file, for what cannot be read; the destination exists or lies in
     the source; the disk is full. What was finished until then is kept for the same call.
@@ -162,10 +163,8 @@ def dcp_to_hf(
 
         kept = all_parts(work, [shard.size for shard in shards], write, whole, workers, say, progress)
         _carry(beside, work.made, back.sums)
-        if to_bf16 and (work.made / CONFIG).is_file():
-            write_config(beside.path, work.made, torch.bfloat16)
-        if to_bf16 and folders.INDEX in beside.carried:
-            (work.made / folders.INDEX).write_text(values.index_of(shards), encoding="utf-8")
+        if to_bf16:
+            _in_bf16(beside, shards, work.made)
         work.publish()
     return _result(destination, shards, kept)
 
@@ -176,7 +175,7 @@ def dcp_to_hf(
 def _to_dcp(
     command: str,
     folder: Folder,
-    shards: tuple[Shard, ...],
+    shards: tuple[Header, ...],
     opens: values.Opens,
     keys: Keys,
     destination: Path,
@@ -204,10 +203,8 @@ def _to_dcp(
         (work.made / dcp.LATEST).write_text(dcp.RELEASE, encoding="utf-8")
         (work.made / CARRIED).mkdir(exist_ok=True)
         _carry(folder, work.made / CARRIED)
-        if options["to_bf16"] and command == "hf_to_dcp":
-            write_config(folder.path, work.made / CARRIED, torch.bfloat16)
-            if folders.INDEX in folder.carried:
-                (work.made / CARRIED / folders.INDEX).write_text(values.index_of(shards), encoding="utf-8")
+        if options["to_bf16"]:
+            _in_bf16(folder, shards, work.made / CARRIED)
         write_manifest(work.made, command, options, shards, written)
         work.publish()
     return _result(destination, shards, kept)
@@ -255,6 +252,14 @@ def _carry(folder: Folder, target: Path, sums: Mapping[str, Any] | None = None) 
             )
 
 
-def _result(destination: Path, shards: tuple[Shard, ...], kept: int) -> Converted:
+def _in_bf16(folder: Folder, shards: tuple[Header, ...], target: Path) -> None:
+    """config.json and the index as they are with every value in BF16."""
+    if CONFIG in folder.carried:
+        write_config(folder.path, target, torch.bfloat16)
+    if INDEX in folder.carried:
+        (target / INDEX).write_text(index_of(shards), encoding="utf-8")
+
+
+def _result(destination: Path, shards: tuple[Header, ...], kept: int) -> Converted:
     tensors = sum(len(shard.entries) for shard in shards)
     return Converted(destination, tensors, sum(shard.size for shard in shards), len(shards), kept)

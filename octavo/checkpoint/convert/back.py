@@ -15,9 +15,11 @@ import torch
 
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
-from octavo.checkpoint.convert.folder import Entry, Folder, Place, Shard
+from octavo.checkpoint.convert.folder import Folder, Place, bytes_of, mapped
 from octavo.checkpoint.convert.manifest import CARRIED, MANIFEST
 from octavo.checkpoint.errors import CheckpointError
+from octavo.models.folder import SINGLE
+from octavo.models.headers import DTYPES, Entry, Header, compose
 
 Say = Callable[[str], None]
 
@@ -27,7 +29,7 @@ class Back:
     """A DCP checkpoint as a folder to be: its shards, their tensors, the places of bytes that are copied as they lie
     (None: none such), the folder whose other files are taken along, and their checksums."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[Header, ...]
     opens: values.Opens
     place: Callable[[Entry], Place | None]
     folder: Folder
@@ -42,7 +44,7 @@ def nowhere(entry: Entry) -> Place | None:
 def own(directory: Path, manifest: Mapping[str, Any]) -> Back:
     """What a conversion wrote, laid out as the folder that it was."""
     written = {one.name: one for part in manifest["tensors"] for one in map(dcp.Written.from_json, part) if one.name}
-    shards = tuple(folders.from_json(said) for said in manifest["shards"])
+    shards = tuple(folders.from_json(shard) for shard in manifest["shards"])
     for shard in shards:
         for entry in shard.entries:
             one = written.get(entry.name)
@@ -53,7 +55,7 @@ def own(directory: Path, manifest: Mapping[str, Any]) -> Back:
     carried = directory.parent / CARRIED
     return Back(
         shards,
-        lambda entry: dcp.open_written(written[entry.name], directory),
+        lambda entry: mapped(written[entry.name].place(directory), DTYPES[entry.dtype], entry.shape),
         lambda entry: written[entry.name].place(directory),
         Folder(carried, shards, tuple(sorted(manifest["carried"])), ()),
         manifest["carried"],
@@ -68,7 +70,7 @@ def foreign(directory: Path, like: str | Path | None, say: Say) -> Back:
             "the Hugging Face folder that it was trained from: --like FOLDER"
         )
     there = Path(like)
-    adapter = (there / folders.ADAPTER).is_file() and not (there / folders.SINGLE).is_file()
+    adapter = (there / folders.ADAPTER).is_file() and not (there / SINGLE).is_file()
     folder, reader = folders.read_folder(there, adapter), dcp.Reader(directory)
     wanted = {entry.name: entry for shard in folder.shards for entry in shard.entries}
     keys = _match(wanted, set(reader.keys()), directory)
@@ -84,7 +86,7 @@ def foreign(directory: Path, like: str | Path | None, say: Say) -> Back:
                 )
             tensors.append((entry.name, dtype, entry.shape))
         same = all(dtype == entry.dtype for (_, dtype, _), entry in zip(tensors, shard.entries, strict=True))
-        shards.append(shard if same else folders.make_shard(shard.file, tensors))
+        shards.append(shard if same else compose(shard.file, tensors))
     spare = sorted(set(reader.keys()) - set(keys.values()))
     if spare:
         say(f"passed over, because {there} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
@@ -125,7 +127,7 @@ def _match(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, 
 
 def write_shard(
     file: Path,
-    shard: Shard,
+    shard: Header,
     opens: values.Opens,
     place: Callable[[Entry], Place | None],
     stop: threading.Event,
@@ -153,12 +155,7 @@ def write_shard(
     return sums
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
-
-
-def holds(file: Path, shard: Shard, sums: Any) -> bool:
+def holds(file: Path, shard: Header, sums: Any) -> bool:
     """Whether a finished file is still what was written."""
     head = shard.head
     try:

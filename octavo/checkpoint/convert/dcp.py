@@ -17,7 +17,7 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from octavo.checkpoint.convert.folder import DTYPES, WORDS, Entry, Place, Shard, mapped
+from octavo.checkpoint.convert.folder import Place, bytes_of
+from octavo.checkpoint.convert.values import Opens
 from octavo.checkpoint.dcp_safe import SafeReader, read_item
 from octavo.checkpoint.errors import CheckpointError
+from octavo.models.headers import DTYPES, WORDS, Entry, Header
 
 RELEASE, LATEST, METADATA = "release", "latest_checkpointed_iteration.txt", ".metadata"
 MODEL = "model"  # the weights lie under state_dict["model"], and DCP writes the path with dots
@@ -75,19 +77,15 @@ class Written:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Written:
+    def from_json(cls, found: Mapping[str, Any]) -> Written:
         """Raises CheckpointError for what `to_json` did not write."""
         try:
-            made = cls(**{**said, "shape": tuple(said["shape"]), "stored": tuple(said["stored"])})
+            made = cls(**{**found, "shape": tuple(found["shape"]), "stored": tuple(found["stored"])})
         except (TypeError, KeyError) as error:
-            raise CheckpointError(f"a tensor of a conversion is told as {str(said)[:80]}: {error}") from error
+            raise CheckpointError(f"conversion.json describes a tensor as {str(found)[:80]}: {error}") from error
         if os.path.basename(made.file) != made.file or made.dtype not in DTYPES:
-            raise CheckpointError(f"{made.name} is said to lie in {made.file!r} as {made.dtype!r}")
+            raise CheckpointError(f"conversion.json places {made.name} in {made.file!r} as {made.dtype!r}")
         return made
-
-
-Opens = Callable[[Entry], AbstractContextManager[Tensor]]
-Stop = threading.Event
 
 
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -104,10 +102,10 @@ def adapter_key(name: str) -> str:
 
 def write_file(
     file: Path,
-    shard: Shard,
+    shard: Header,
     keys: Mapping[str, tuple[tuple[str, str], ...]],
     opens: Opens,
-    stop: Stop,
+    stop: threading.Event,
     tell: Callable[[int], None],
 ) -> list[Written]:
     """Write the tensors of a shard as one `*.distcp` file, forced to the disk; what was written.
@@ -146,7 +144,7 @@ def _record(file: Path, tensor: Tensor) -> tuple[int, int]:
         name, extra = (int.from_bytes(opened.read(2), "little") for _ in range(2))
     crc = record.CRC
     if tensor.numel() and not torch.serialization.get_crc32_options():  # switched off in this process: zeros are there
-        crc = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        crc = zlib.crc32(bytes_of(tensor))
     return record.header_offset + 30 + name + extra, crc
 
 
@@ -259,13 +257,6 @@ class Reader:
         yield whole
 
 
-@contextmanager
-def open_written(one: Written, directory: Path) -> Iterator[Tensor]:
-    """A tensor that `write_file` wrote, checked, in the folder's shape."""
-    with mapped(one.place(directory), DTYPES[one.dtype], one.shape) as tensor:
-        yield tensor
-
-
 def intact(directory: Path, written: Iterable[Written]) -> bool:
     """Whether a finished file still holds, as DCP reads it, what was noted of it."""
     for one in written:
@@ -274,8 +265,7 @@ def intact(directory: Path, written: Iterable[Written]) -> bool:
             tensor = read_item(directory / one.file, info, one.key)
         except CheckpointError:
             return False
-        flat = tensor.contiguous().flatten()
-        crc = zlib.crc32(flat.view(torch.uint8).numpy().data) if tensor.numel() else 0
-        if tuple(tensor.shape) != one.stored or tensor.dtype is not DTYPES[one.dtype] or crc != one.crc:
+        same = tuple(tensor.shape) == one.stored and tensor.dtype is DTYPES[one.dtype]
+        if not same or zlib.crc32(bytes_of(tensor)) != one.crc:
             return False
     return True

@@ -1,15 +1,11 @@
 """A Hugging Face folder as bytes: safetensors shards with their headers word for word, and the files beside them.
 
-    file of a shard:  8 bytes (length n of the header) | n bytes of JSON | the tensors, end to end
-
-safetensors' own library gives tensors; a conversion that comes back bit for bit needs the header as it was written too
-(order, metadata, padding), and the places of the bytes, so that they are copied and not rebuilt.
+A conversion that comes back bit for bit needs each header as it was written (order, metadata, padding), and the places
+of the bytes, so that they are copied and not rebuilt.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import mmap
 import os
 import zlib
@@ -23,26 +19,18 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.errors import CheckpointError
+from octavo.models import headers
+from octavo.models.folder import INDEX, SINGLE, no_weights, weight_map
+from octavo.models.headers import Entry, Header
 
-INDEX, SINGLE, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-#: safetensors' words for the dtypes of torch
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64,
-}  # fmt: skip
-WORDS = {dtype: word for word, dtype in DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # safetensors' own limit
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of one tensor lie. `crc` (CRC-32) is what they must sum to; None: nobody has said."""
+    """Where the bytes of one tensor lie. `crc` (CRC-32) is what they must sum to; None: not known."""
 
     file: Path
     offset: int
@@ -51,57 +39,23 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of a shard: dtype in safetensors' words, and its first byte behind the header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A safetensors file: its name, its header's JSON as it stands in the file, and its tensors in their order."""
-
-    file: str
-    header: str
-    entries: tuple[Entry, ...]
-
-    @property
-    def head(self) -> bytes:
-        """What stands in the file before the first tensor."""
-        text = self.header.encode()
-        return len(text).to_bytes(8, "little") + text
-
-    @property
-    def size(self) -> int:
-        """Of the tensors, in bytes."""
-        return sum(entry.size for entry in self.entries)
-
-
-@dataclass(frozen=True)
 class Folder:
     """`carried`: names of the files that belong to it beside the shards; `left`: files that are not taken along."""
 
     path: Path
-    shards: tuple[Shard, ...]
+    shards: tuple[Header, ...]
     carried: tuple[str, ...]
     left: tuple[str, ...]
 
-    def place(self, shard: Shard, entry: Entry) -> Place:
+    def place(self, shard: Header, entry: Entry) -> Place:
         return Place(self.path / shard.file, len(shard.head) + entry.begin, entry.size)
 
 
 def read_folder(path: Path, adapter: bool = False) -> Folder:
     """A folder's shards, headers alone. `adapter`: a PEFT folder, whose one file is adapter_model.safetensors.
 
-    Raises CheckpointError, naming the file, for a folder without safetensors (saying so where there are pickles), a
-    shard that is missing or cut short, a header that makes no sense, and an index that does not tell what is there.
+    Raises CheckpointError or ModelError, naming the file, for a folder without safetensors (saying so where there are
+    pickles), a shard that is missing or cut short, a damaged header, and an index that does not list what is there.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; name a local Hugging Face folder")
@@ -110,7 +64,7 @@ def read_folder(path: Path, adapter: bool = False) -> Folder:
     if adapter:
         files, placed = [ADAPTER], None
     elif index.is_file() and SINGLE not in there:
-        placed = _weight_map(index)
+        placed = weight_map(index)
         files = sorted(set(placed.values()))
     else:
         files, placed = [SINGLE], None
@@ -127,74 +81,17 @@ def read_folder(path: Path, adapter: bool = False) -> Folder:
     return Folder(path, shards, tuple(name for name in others if name not in left), tuple(sorted(left)))
 
 
-def read_shard(file: Path) -> Shard:
-    """The header of a safetensors file, checked against the file's size. Raises CheckpointError naming the file."""
-
-    def bad(why: str) -> CheckpointError:
-        return CheckpointError(f"{file} is damaged or no safetensors file: {why}. Download or write it again")
-
+def read_shard(file: Path) -> Header:
+    """The header of a safetensors file. Raises CheckpointError naming the file."""
     try:
-        size = file.stat().st_size
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(_LONGEST_HEADER, size - 8):
-                raise bad(f"it has {size} bytes and announces a header of {length}")
-            text = opened.read(length).decode()
-            found = json.loads(text)
+        return headers.read(file)
+    except headers.HeaderError as error:
+        raise CheckpointError(f"{file} is damaged or no safetensors file: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise bad(f"its header is no JSON ({str(error).splitlines()[0]})") from error
-    if not isinstance(found, dict):
-        raise bad(f"its header is a {type(found).__name__}")
-    found.pop("__metadata__", None)
-    entries, end = [], 0
-    for name, said in sorted(found.items(), key=lambda item: _begin(item[1])):
-        entry = _entry(name, said)
-        if isinstance(entry, str):
-            raise bad(f"{name} {entry}")
-        if entry.begin != end:
-            raise bad(f"{name} begins at byte {entry.begin} behind the header, and what is before it ends at {end}")
-        entries.append(entry)
-        end += entry.size
-    if size != 8 + length + end:
-        raise bad(f"it has {size} bytes where its header announces {8 + length + end}")
-    return Shard(file.name, text, tuple(entries))
 
 
-def _begin(said: Any) -> tuple[int, ...]:
-    """What tensors are sorted by: their first byte, then their last, so that empty ones come before what follows."""
-    offsets = said.get("data_offsets") if isinstance(said, dict) else None
-    return tuple(offsets) if isinstance(offsets, list) and all(type(n) is int for n in offsets) else ()
-
-
-def _entry(name: str, said: Any) -> Entry | str:
-    """A tensor of a header, or what is wrong with it."""
-    if not isinstance(said, dict) or said.get("dtype") not in DTYPES:
-        return f"has the dtype {said.get('dtype') if isinstance(said, dict) else said!r}, which Octavo does not know"
-    shape, offsets = said.get("shape"), said.get("data_offsets")
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-            return f"has the shape {shape!r} and lies at {offsets!r}"
-    entry = Entry(name, said["dtype"], tuple(shape), offsets[0])
-    if offsets[1:] != [entry.begin + entry.size]:
-        return f"is {said['dtype']} {shape}, {entry.size} bytes, and lies at {offsets!r}"
-    return entry
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not JSON: {error}. Download or write it again") from error
-    if not isinstance(found, dict) or not found or not all(isinstance(f, str) for f in found.values()):
-        raise CheckpointError(f"{index} has no weight_map of tensor names to files. Download or write it again")
-    if outside := [f for f in found.values() if Path(f).name != f or not f.endswith(".safetensors")]:
-        raise CheckpointError(f"{index} names {outside[0]!r}, which is no safetensors file of this folder")
-    return found
-
-
-def _agree(path: Path, shards: Iterable[Shard], placed: Mapping[str, str]) -> None:
+def _agree(path: Path, shards: Iterable[Header], placed: Mapping[str, str]) -> None:
     """That the index and the shards tell of the same tensors."""
     there = {entry.name: shard.file for shard in shards for entry in shard.entries}
     for name, file in placed.items():
@@ -206,52 +103,26 @@ def _agree(path: Path, shards: Iterable[Shard], placed: Mapping[str, str]) -> No
 
 
 def _missing(path: Path, name: str, there: list[str], indexed: bool) -> str:
-    if indexed:
-        return f"{path / name} is missing, though {INDEX} names it. Download the shard again"
-    pickles = [other for other in there if other.endswith(PICKLES)]
-    if pickles:
-        return (
-            f"{path} holds only pickled weights ({', '.join(pickles[:3])}); a pickle can run code when it is read, so "
-            "Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format) first"
-        )
-    other = " but an adapter: convert it with lora_hf_to_dcp" if name == SINGLE and ADAPTER in there else ""
+    if name == SINGLE and ADAPTER in there:
+        return f"{path} holds no {name} but an adapter: convert it with lora_hf_to_dcp"
     if name == ADAPTER and (SINGLE in there or INDEX in there):
-        other = " but a whole model: convert it with hf_to_dcp"
-    return f"{path} holds no {name}{other or f' and no {INDEX}: there are no weights to convert'}"
+        return f"{path} holds no {name} but a whole model: convert it with hf_to_dcp"
+    return no_weights(path / name, indexed).removesuffix(".")
 
 
-def make_shard(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Shard:
-    """A shard of (name, dtype, shape) in this order, with the header that safetensors would write for it."""
-    entries: list[Entry] = []
-    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, dtype, shape in tensors:
-        entry = Entry(name, dtype, tuple(shape), begin)
-        said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + entry.size]}
-        entries.append(entry)
-        begin += entry.size
-    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
-    return Shard(file, text + " " * (-(8 + len(text.encode())) % 8), tuple(entries))
+def to_json(shard: Header) -> dict[str, Any]:
+    return {"file": shard.file, "header": shard.text}
 
 
-def to_json(shard: Shard) -> dict[str, Any]:
-    return {"file": shard.file, "header": shard.header}
-
-
-def from_json(said: Mapping[str, Any]) -> Shard:
+def from_json(found: Mapping[str, Any]) -> Header:
     """What `to_json` wrote. Raises CheckpointError for anything else."""
-    header, file = said.get("header"), said.get("file")
-    if not isinstance(header, str) or not isinstance(file, str) or Path(file).name != file:
+    text, file = found.get("header"), found.get("file")
+    if not isinstance(text, str) or not isinstance(file, str) or Path(file).name != file:
         raise CheckpointError(f"{file!r} is no shard of a conversion")
-    found = json.loads(header)
-    found.pop("__metadata__", None)
-    entries = []
-    for name, said_of in sorted(found.items(), key=lambda item: _begin(item[1])):
-        entry = _entry(name, said_of)
-        if isinstance(entry, str):
-            raise CheckpointError(f"{file}: {name} {entry}")
-        entries.append(entry)
-    return Shard(file, header, tuple(entries))
+    try:
+        return headers.parse(file, text)
+    except headers.HeaderError as error:
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 @contextmanager
@@ -306,6 +177,12 @@ def corrupt(place: Place) -> str:
         f"{place.file} is corrupt between bytes {place.offset} and {place.offset + place.size}: the checksum is not "
         "the one that was noted when it was written"
     )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, row by row."""
+    flat = tensor.detach().contiguous().flatten()
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
 
 
 def write_all(opened: int, data: bytes | memoryview) -> None:

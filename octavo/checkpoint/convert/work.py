@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from octavo import atomic
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.files import full, sync
 
 SUFFIX = ".converting"
 WORKERS = 4
@@ -49,7 +49,7 @@ class Work:
 
     def finish(self, part: int, note: Any) -> None:
         """Keep the note of a part whose files are on the disk."""
-        write_json(self._finished / f"{part}.json", note)
+        atomic.write_text(self._finished / f"{part}.json", json.dumps(note))
 
     def forget(self, part: int) -> None:
         """A part that turned out damaged is made again."""
@@ -57,13 +57,10 @@ class Work:
 
     def publish(self) -> None:
         """Everything is made: it becomes the target, and what was beside it goes."""
-        for folder, _, names in os.walk(self.made):
-            for name in names:
-                sync(Path(folder) / name)
-            sync(Path(folder))
+        atomic.sync_tree(self.made)
         self._refuse_target()
         os.rename(self.made, self.target)
-        sync(self.target.parent)
+        atomic.sync(self.target.parent)
         shutil.rmtree(self.aside)
 
     def _refuse_target(self) -> None:
@@ -98,7 +95,7 @@ def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
     except (OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        if reason := full(work.aside, error):
+        if reason := atomic.no_room(work.aside, error):
             raise CheckpointError(
                 f"{target} could not be written: {reason}. What is finished is kept in {work.aside}: free some space "
                 "and run the same command again, or delete that directory"
@@ -112,7 +109,7 @@ def _same_task(work: Work, task: dict[str, Any]) -> None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        write_json(file, known)
+        atomic.write_text(file, json.dumps(known))
         return
     if found != known:
         keys = [key for key in known if not isinstance(found, dict) or found.get(key) != known[key]]
@@ -120,16 +117,6 @@ def _same_task(work: Work, task: dict[str, Any]) -> None:
             f"{work.aside} holds the beginnings of another conversion (not the same: {', '.join(keys) or 'options'}). "
             "Finish it with the command and the source that began it, or delete that directory"
         )
-
-
-def write_json(file: Path, value: Any) -> None:
-    """JSON that is there whole or not at all."""
-    aside = file.with_name(f".{file.name}.tmp")
-    with open(aside, "w", encoding="utf-8") as out:
-        json.dump(value, out)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(aside, file)
 
 
 def all_parts(
@@ -144,9 +131,9 @@ def all_parts(
     """Write every part that is not finished and whole, several at a time; how many were.
 
     sizes     bytes of each part
-    write     (part, whether to stop, what is told of bytes written) -> its note; its files are on the disk then
+    write     (part, whether to stop, what to call with bytes written) -> its note; its files are on the disk then
     whole     (part, note) -> whether they are there still, and as they were written
-    progress  is told bytes done and bytes in all
+    progress  called with bytes done and bytes in all
     """
     total, lock, stop = sum(sizes), threading.Lock(), threading.Event()
     done = 0

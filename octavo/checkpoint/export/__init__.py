@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import fp8, models
+from octavo import atomic, fp8, models
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
@@ -38,7 +38,8 @@ from octavo.checkpoint.export.names import Matrix, to_disk
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid, shared_cast
 from octavo.fp8.arithmetic import quantize, scale_from_amax
 from octavo.fp8.policy import template
-from octavo.models.whole import copy_companions, sync, whole, write_config
+from octavo.models.folder import copy_companions, write_config
+from octavo.models.quantization import to_config
 
 #: what an export leaves in its folder: what was written, and the permission to replace it by another export
 MARKER = "octavo_export.json"
@@ -119,7 +120,7 @@ class Exported:
         """For people."""
         size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
         tensors, files = self.total("count"), _count(len(self.files), "file")
-        said = [f"wrote {self.directory}: {self.format}, {tensors} tensors, {size} in {files}"]
+        lines = [f"wrote {self.directory}: {self.format}, {tensors} tensors, {size} in {files}"]
         words = {
             "kept": "the very codes that the model computes with",
             "refit": "cast from the parameters, because the model's codes are in other blocks",
@@ -128,13 +129,13 @@ class Exported:
         }
         for what, meaning in words.items():
             if count := self.total(what):
-                said.append(f"{_count(count, 'FP8 weight')}: {meaning}{self._error(what)}")
-        said += [f"{_count(count, 'layer')} in BF16: {reason}" for reason, count in self.skipped.items()]
+                lines.append(f"{_count(count, 'FP8 weight')}: {meaning}{self._error(what)}")
+        lines += [f"{_count(count, 'layer')} in BF16: {reason}" for reason, count in self.skipped.items()]
         for component, count in self.opened.items():
             asked = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
             include = f"; --include {component} keeps codes" if asked else ""
-            said.append(f"{_count(count, 'weight')} of the {component} with codes, written in BF16{include}")
-        return said
+            lines.append(f"{_count(count, 'weight')} of the {component} with codes, written in BF16{include}")
+        return lines
 
     def _error(self, what: str) -> str:
         worst = [kind.relative for kind in self.kinds.values() if getattr(kind, what) and kind.relative]
@@ -172,10 +173,10 @@ def export(
         largest: bytes of a file at most; a tensor above that has its own.
         device: where casts run; None: where the values are.
         protect: folders that the values come from, which must not be replaced.
-        say: is told the outcome, for people.
-        progress: is told bytes done, bytes in all, and the tensor written last.
-        written: is shown everything before it goes to its file (:data:`Written`); what it raises ends the export, which
-            leaves nothing.
+        say: called with the outcome, for people.
+        progress: called with bytes done, bytes in all, and the tensor written last.
+        written: called with everything before it goes to its file (:data:`Written`); what it raises ends the export,
+            which leaves nothing.
 
     Raises CheckpointError for a directory that must not be replaced, values that are not this model's, a NaN or an
     infinity (with the tensor's name), and what the format cannot hold; ModelError for the source or a full disk. In
@@ -184,7 +185,7 @@ def export(
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
     plan = layouts.layout(source, format, include)
-    with whole(target) as made, Shards(made, plan.tensors(), largest) as shards:
+    with atomic.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
         _enough_room(target, shards.total)
         writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
         for name, value in values:
@@ -195,11 +196,11 @@ def export(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
             dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened),
         )  # fmt: skip
-        write_config(source, made, torch.bfloat16, plan.quantization())
+        write_config(source, made, torch.bfloat16, None if plan.quantization is None else to_config(plan.quantization))
         copy_companions(source, made)
         document = {"octavo_export": 1, **done.to_json(), "directory": target.name}
         (made / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        sync(made)
+        atomic.sync_tree(made)
     for sentence in done.sentences():
         say(sentence)
     return done
@@ -247,14 +248,13 @@ class _Writer:
         self.progress, self.written = progress, written
         self.stock = models.empty(source, dtype=torch.bfloat16)
         self.spec = None if plan.kind is None else fp8.FROZEN[plan.kind]
-        self.suffix = "_scale_inv" if plan.kind == "block" else "_scale"
         self.kinds: dict[str, Kind] = {}
         self.opened: Counter[str] = Counter()
         self.done = 0
         self._seen: set[str] = set()
         self._sharing = Counter(m.shares for ms in plan.matrices.values() for m in ms)
         self._waiting: dict[str, list[tuple[Matrix, Tensor | None, Any]]] = {}
-        self._apart: dict[str, Tensor] = {}  # parameters that wait for those they are converted with
+        self._together: dict[str, Tensor] = {}  # parameters that wait for those they are converted with
 
     def take(self, name: str, value: Value) -> None:
         if name in self.plan.tied:
@@ -321,10 +321,10 @@ class _Writer:
             if not bool(torch.isfinite(high).all()):
                 raise CheckpointError(f"{name} has values beyond {str(high.dtype)[6:]}, which would become infinite")
         self.written(name, None, None, high)
-        self._apart[name] = high
-        if any(other not in self._apart for other in group):
+        self._together[name] = high
+        if any(other not in self._together for other in group):
             return
-        tensors = to_disk(self.stock, {n: self._apart.pop(n) for n in group}, self.plan.turned)
+        tensors = to_disk(self.stock, {n: self._together.pop(n) for n in group}, self.plan.turned)
         for disk, tensor in tensors.items():
             self._write(disk, tensor, disk).count += 1
 
@@ -361,7 +361,7 @@ class _Writer:
 
     def _fp8(self, m: Matrix, values: Tensor | None, codes: Any, scale: Tensor | None) -> None:
         """Write one matrix. ``scale``: that of the matrices it shares one with."""
-        assert self.spec is not None and self.plan.kind is not None
+        assert self.spec is not None and self.plan.quantization is not None
         kept = None if codes is None else regrid(codes, self.spec)
         if kept is not None and scale is not None and not self._same(kept, scale):
             kept = None
@@ -378,8 +378,8 @@ class _Writer:
             how = "cast" if codes is None else "refit" if values is not None else "recast"
         self.written(m.parameter, m.slot, m.rows, q)
         kind = self._write(m.name, q.data, m.name)
-        scales = q.scale.float().reshape(m.scale_shape(self.plan.kind))
-        self._write(m.name + self.suffix, scales, m.name)
+        scales = q.scale.float().reshape(self.plan.scale_shape(m))
+        self._write(m.name + self.plan.quantization.scale_suffix, scales, m.name)
         kind.count += 2
         kind.fp8 = True
         setattr(kind, how, getattr(kind, how) + 1)
@@ -405,11 +405,11 @@ class _Writer:
 def _error(q: fp8.Quantized, values: Tensor) -> tuple[float, float]:
     """(|written - value| / |value| in norms, the largest error / the largest value); zeros have none."""
     values = values.float()
-    gap = fp8.dequantize(fp8.Quantized(q.data.contiguous(), q.scale.contiguous(), q.spec)).to(values.device) - values
+    error = fp8.dequantize(fp8.Quantized(q.data.contiguous(), q.scale.contiguous(), q.spec)).to(values.device) - values
     norm, amax = float(torch.linalg.vector_norm(values)), float(values.abs().max())
     if not amax:
         return 0.0, 0.0
-    return float(torch.linalg.vector_norm(gap)) / norm, float(gap.abs().max()) / amax
+    return float(torch.linalg.vector_norm(error)) / norm, float(error.abs().max()) / amax
 
 
 __all__ = ["FORMATS", "LARGEST", "MARKER", "Exported", "Kind", "check_target", "export"]

@@ -1,13 +1,12 @@
 """Safetensors files whose contents are known before their values: each value goes to its place as it comes.
 
 Names, dtypes and shapes are laid out first, into shards of a size, and the headers written; values may then come in any
-order, and nothing is held back until a shard is full. Equal contents give equal files. The format: eight bytes with
-the length of a JSON header, the header (dtype, shape and begin and end of each tensor), the bytes of the tensors.
+order, and nothing is held back until a shard is full. Equal contents give equal files.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -19,11 +18,11 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.errors import CheckpointError
-from octavo.models.shards import DTYPES
+from octavo.models.folder import INDEX, SINGLE
+from octavo.models.headers import WORDS, Header, compose, index_of
 
 Planned = tuple[str, torch.dtype, tuple[int, ...]]
 
-_WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -36,10 +35,7 @@ def size_of(text: str) -> int:
 
 
 def nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    count = 1
-    for side in shape:
-        count *= side
-    return count * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize
 
 
 @dataclass
@@ -58,16 +54,17 @@ class Shards:
         """Lay out `tensors` in files of at most `largest` bytes (a tensor above that has a file of its own)."""
         self._directory = directory
         self._files: list[BinaryIO] = []
+        self._headers: list[Header] = []
         self._places: dict[str, _Place] = {}
         self.shards: list[list[Planned]] = []
-        room = 0
+        left = 0
         for planned in tensors:
             size = nbytes(planned[1], planned[2])
-            if not self.shards or size > room:
+            if not self.shards or size > left:
                 self.shards.append([])
-                room = largest
+                left = largest
             self.shards[-1].append(planned)
-            room = max(room - size, 0)
+            left = max(left - size, 0)
         self.total = sum(nbytes(dtype, shape) for shard in self.shards for _, dtype, shape in shard)
 
     @property
@@ -75,27 +72,20 @@ class Shards:
         """The files, in order."""
         count = len(self.shards)
         if count == 1:
-            return ["model.safetensors"]
+            return [SINGLE]
         return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
     def __enter__(self) -> Shards:
-        for index, shard in enumerate(self.shards):
-            header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-            offset = 0
+        for index, (name, shard) in enumerate(zip(self.names, self.shards, strict=True)):
             # Wide elements first, so that every tensor is aligned to its own.
-            for name, dtype, shape in sorted(shard, key=lambda planned: (-planned[1].itemsize, planned[0])):
-                end = offset + nbytes(dtype, shape)
-                header[name] = {"dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-                self._places[name] = _Place(index, offset, dtype, shape)
-                offset = end
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            file = open(self._directory / self.names[index], "wb")
+            ordered = sorted(shard, key=lambda planned: (-planned[1].itemsize, planned[0]))
+            header = compose(name, [(tensor, WORDS[dtype], shape) for tensor, dtype, shape in ordered])
+            self._headers.append(header)
+            for entry, (tensor, dtype, shape) in zip(header.entries, ordered, strict=True):
+                self._places[tensor] = _Place(index, len(header.head) + entry.begin, dtype, shape)
+            file = open(self._directory / name, "wb")
             self._files.append(file)
-            file.write(len(text).to_bytes(8, "little") + text)
-            for place in self._places.values():
-                if place.file == index:
-                    place.offset += 8 + len(text)
+            file.write(header.head)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,7 +115,4 @@ class Shards:
             file.flush()
             os.fsync(file.fileno())
         if len(self.shards) > 1:
-            weight_map = {name: self.names[place.file] for name, place in sorted(self._places.items())}
-            document = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-            path = self._directory / "model.safetensors.index.json"
-            path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            (self._directory / INDEX).write_text(index_of(self._headers), encoding="utf-8")

@@ -5,7 +5,7 @@ DeepSeek and Qwen publish them and vLLM and SGLang read them. In BF16 they are w
 them (Qwen3-VL-MoE: in one tensor, [E, H, 2I]).
 
 What stays in BF16. Asked for are the linear layers of the foundation, and of the components in `include`; of those, a
-layer stays where a loader could not read its codes (`_obstacle`), and then the whole group that engines run as one
+layer stays where a loader could not read its codes (`_why_not`), and then the whole group that engines run as one
 GEMM stays: vLLM refuses half-quantized ones.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch
 
 from octavo import fp8, models
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.export.names import BLOCK, FUSED, Matrix, Names
-from octavo.models.quantization import Quantization, by_parts, by_pattern, by_target, exact, to_config
+from octavo.checkpoint.export.names import BLOCK, Matrix, Names
+from octavo.models.quantization import FUSED, Quantization, by_parts, by_pattern, by_target, exact
 
 #: format -> the kind of its scales (`fp8.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}
@@ -67,32 +68,33 @@ class Layout:
     def kind(self) -> str | None:
         return FORMATS[self.format]
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        return (*self.matrices, *self.plain)
-
     def component_of(self, parameter: str) -> str:
         """The component that a parameter belongs to."""
         return self.components.get(parameter.rpartition(".")[0], "foundation")
 
-    def quantization(self) -> dict[str, Any] | None:
-        """The block `quantization_config` for config.json; None in BF16."""
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """What config.json says of it; None in BF16."""
         if self.kind is None:
             return None
         names = tuple(sorted({alias for aliases in self.aliases.values() for alias in aliases}))
-        block = (BLOCK, BLOCK) if self.kind == "block" else None
-        method = "fp8" if self.kind == "block" else "compressed-tensors"
-        return to_config(Quantization(method, self.kind, block, skipped=names))
+        if self.kind == "block":
+            return Quantization("fp8", "block", (BLOCK, BLOCK), names)
+        return Quantization("compressed-tensors", self.kind, None, names)
+
+    def scale_shape(self, m: Matrix) -> tuple[int, ...]:
+        """Of a weight's scales on disk: [n, k] blocks, [N, 1] rows, [1]."""
+        assert self.quantization is not None
+        return (1,) if self.kind == "tensor" else self.quantization.grid(*m.shape)
 
     def tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, dtype, shape) of everything on disk, in the order of the model."""
-        suffix = "_scale_inv" if self.kind == "block" else "_scale"
         seen: set[str] = set()
         for parameter in self.together:
             for m in self.matrices.get(parameter, ()):
-                assert self.kind is not None
+                assert self.quantization is not None
                 yield m.name, torch.float8_e4m3fn, m.shape
-                yield m.name + suffix, torch.float32, m.scale_shape(self.kind)
+                yield m.name + self.quantization.scale_suffix, torch.float32, self.scale_shape(m)
             for name, (dtype, shape) in self.plain.get(parameter, {}).items():
                 if name not in seen:
                     seen.add(name)
@@ -129,7 +131,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
             "takes every shape, or bf16"
         )
     if kind is not None:
-        _told_apart(taken, names, aliases)
+        _check_names(taken, names, aliases)
     plain, together, turned = names.plain({name for name in names.state if name not in matrices})
     return Layout(
         format,
@@ -160,7 +162,7 @@ def _chosen(
         if reason is None:
             reason, pieces = names.matrices(row)
         if reason is None and kind == "block":
-            reason = next((why for piece in pieces if (why := _obstacle(piece))), None)
+            reason = next((why for piece in pieces if (why := _why_not(piece))), None)
         if reason is None:
             found[row.name] = pieces
         else:
@@ -199,7 +201,7 @@ def _unwanted(row: fp8.Row, kind: str | None, wanted: set[str]) -> str | None:
     return None
 
 
-def _obstacle(m: Matrix) -> str | None:
+def _why_not(m: Matrix) -> str | None:
     """Why this weight cannot be in blocks of 128 x 128 for every loader; None if it can.
 
     Inputs: engines quantize activations in groups of 128 along K. Outputs: transformers takes the height of a block as
@@ -217,7 +219,7 @@ def _obstacle(m: Matrix) -> str | None:
     return None
 
 
-def _told_apart(taken: set[str], names: Names, aliases: Mapping[str, tuple[str, ...]]) -> None:
+def _check_names(taken: set[str], names: Names, aliases: Mapping[str, tuple[str, ...]]) -> None:
     """That no loader's way of reading the skip list takes a quantized layer for one that stays. It cannot happen with
     full names of the families known; a family in which it did must not be written wrongly."""
     skipped = [alias for found in aliases.values() for alias in found]

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
+from octavo.models.quantization import FUSED
 
-#: layers that engines lay below each other into one GEMM, in that order, by the last part of their names
-FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 BLOCK = 128
 
 
@@ -51,14 +50,6 @@ class Matrix:
     rows: tuple[int, int]
     group: str
     shares: str
-
-    def scale_shape(self, kind: str) -> tuple[int, ...]:
-        """Of its scales on disk: [n, k] blocks, [N, 1] rows, [1]."""
-        if kind == "tensor":
-            return (1,)
-        if kind == "row":
-            return (self.shape[0], 1)
-        return (-(-self.shape[0] // BLOCK), -(-self.shape[1] // BLOCK))
 
 
 class Names:

@@ -2,7 +2,7 @@
 
     verified = checkpoint.verify("model-fp8", against="model")
     verified.ok                 nothing is wrong
-    verified.findings           one sentence each: file, tensor, cure
+    verified.findings           one sentence each: file, tensor, fix
     verified.verdicts           one a loader: ok, warns, refuses, loads garbage
     verified.compared           with `against`: the error of every tensor, worst first
 
@@ -14,14 +14,16 @@ PEFT adapters go their own way (`adapter`). Nothing is changed, nothing is unpic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.verify.adapter import adapter_verdicts, check_adapter, check_factors, described, is_adapter
 from octavo.checkpoint.verify.against import compare, sources
-from octavo.checkpoint.verify.findings import FAIL, Compared, Finding, Findings, Verified
+from octavo.checkpoint.verify.findings import FAIL, Compared, Findings, Verified
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
 from octavo.checkpoint.verify.loaders import verdicts
 from octavo.checkpoint.verify.names import check_companions, check_config, check_names, check_ties, scale_of
@@ -52,8 +54,8 @@ def verify(
     """
     folder = Path(directory)
     other = None if against is None else Path(against)
-    for place in (folder, *([] if other is None else [other])):
-        if not place.is_dir():
+    for place in (folder, other):
+        if place is not None and not place.is_dir():
             raise CheckpointError(f"{place} is not a folder; name a Hugging Face folder or a PEFT adapter folder.")
     if is_adapter(folder):
         return _adapter(folder, other, quick, progress)
@@ -66,23 +68,26 @@ def verify(
     if not quick:
         known = unnamed(looked.headers.tensors) if looked.stock is None else looked.known
         scan(known, looked.pairs, looked.stock, found, progress)
-    compared: list[Compared] = []
-    if other is not None:
-        compared = _against(looked, other, found, progress)
+    compared = [] if other is None else _against(looked, other, found, progress)
     if looked.stock is not None:
         check_ties(looked.headers, looked.known, looked.stock, quick, found)
-    return _verified(folder, other, looked, quick, found, compared)
+    headers, ordered = looked.headers, found.ordered()
+    return Verified(
+        folder, _form(looked), len(headers.tensors), headers.size, looked.fp8, not quick, ordered,
+        verdicts(ordered, looked.q), tuple(compared), other,
+    )  # fmt: skip
 
 
+@dataclass
 class _Looked:
     """What the headers and config.json of one folder say."""
 
-    def __init__(self, raw: Mapping[str, Any], headers: Headers) -> None:
-        self.raw, self.headers = raw, headers
-        self.q: Quantization | None = None
-        self.stock: Stock | None = None
-        self.known: dict[str, Held] = {}
-        self.pairs: list[Pair] = []
+    raw: Mapping[str, Any]
+    headers: Headers
+    q: Quantization | None = None
+    stock: Stock | None = None
+    known: dict[str, Held] = field(default_factory=dict)
+    pairs: list[Pair] = field(default_factory=list)
 
     @property
     def fp8(self) -> int:
@@ -92,14 +97,10 @@ class _Looked:
 def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
     """Everything that needs no values. `stock`: the model, where it is known already."""
     raw: Mapping[str, Any] = {}
-    try:
+    with _failing(found, "config.json"):
         raw = read_json(folder / "config.json")
-    except ModelError as error:
-        found.fail("config", str(error), "config.json")
-    try:
+    with _failing(found, "generation_config.json"):
         check_generation_config(folder)
-    except ModelError as error:
-        found.fail("config", str(error), "generation_config.json")
     looked = _Looked(raw, read_folder(folder, found))
     headers = looked.headers
     block = quantization_block(raw)
@@ -112,10 +113,8 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
             bare = block.get("quant_method") == "fp8" and not block.get("weight_block_size")
             found.fail("fp8-tensor" if bare else "quantization", str(error), "config.json")
     if stock is None and raw:
-        try:
+        with _failing(found, "config.json", "config.json "):
             stock = read_stock(folder, raw)
-        except ModelError as error:
-            found.fail("config", f"config.json {error}", "config.json")
     looked.stock = stock
     if raw:
         check_config(folder, raw, block, headers, found)
@@ -132,8 +131,17 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
         if looked.q is not None and looked.fp8:
             check_skips(looked.known, stock, looked.q, _listed(block), found)
         check_blocks(looked.known, stock, looked.q, found)
-        _apart(looked, found)
+        _separate_experts(looked, found)
     return looked
+
+
+@contextmanager
+def _failing(found: Findings, file: str, subject: str = "") -> Iterator[None]:
+    """What a reader refuses becomes a finding about the file."""
+    try:
+        yield
+    except ModelError as error:
+        found.fail("config", f"{subject}{error}", file)
 
 
 def _listed(block: Mapping[str, Any] | None) -> bool:
@@ -145,7 +153,7 @@ _CUT = ("truncated", "header", "missing-shard", "pickle", "only-pickles", "no-we
 _LOST = ("missing", "scale-missing", "scale-dangling", "scale-name")
 
 
-def _apart(looked: _Looked, found: Findings) -> None:
+def _separate_experts(looked: _Looked, found: Findings) -> None:
     """Experts one by one where transformers reads this family's stacked alone."""
     assert looked.stock is not None
     for name, singles in looked.stock.stacked.items():
@@ -153,10 +161,9 @@ def _apart(looked: _Looked, found: Findings) -> None:
         if name not in looked.known and first is not None:
             found.warn(
                 "experts-apart",
-                f"{first.name!r} in {first.file} is an expert by itself, as vLLM and SGLang read FP8; transformers "
-                f"reads this family's experts stacked alone ({name!r}): for it, export in bf16, or load with octavo.",
-                first.file,
-                first.name,
+                "is an expert by itself, as vLLM and SGLang read FP8; transformers reads this family's experts "
+                f"stacked alone ({name!r}): for it, export in bf16, or load with octavo.",
+                first,
             )
             return
 
@@ -171,30 +178,8 @@ def _against(looked: _Looked, other: Path, found: Findings, progress: Progress |
     broken = [f for f in aside if f.status == FAIL and f.kind in (*_CUT, "config", "quantization", "quantization-lost")]
     if broken:
         raise CheckpointError(f"the reference {other} cannot be used: {broken[0].text}")
-    here = sources(looked.known, {p.weight.name: p for p in looked.pairs}, looked.stock)
-    there = sources(reference.known, {p.weight.name: p for p in reference.pairs}, looked.stock)
-    tied = set(looked.stock.tied)
-    here = {name: source for name, source in here.items() if name not in tied}
-    there = {name: source for name, source in there.items() if name not in tied}
+    here, there = (sources(one.known, one.pairs, looked.stock) for one in (looked, reference))
     return compare(here, there, found, progress)
-
-
-def _verified(
-    folder: Path, other: Path | None, looked: _Looked, quick: bool, found: Findings, compared: list[Compared]
-) -> Verified:
-    ordered = tuple(sorted(found, key=lambda f: f.status != FAIL))
-    return Verified(
-        folder,
-        _form(looked),
-        len(looked.headers.tensors),
-        looked.headers.size,
-        looked.fp8,
-        not quick,
-        ordered,
-        verdicts(ordered, looked.q),
-        tuple(compared),
-        other,
-    )
 
 
 def _form(looked: _Looked) -> str:
@@ -215,16 +200,7 @@ def _adapter(folder: Path, base: Path | None, quick: bool, progress: Progress | 
         scan(headers.tensors, [], None, found, progress)
         zero = {name: all(not bool(piece.any()) for _, piece in held.rows()) for name, held in headers.tensors.items()}
         check_factors(headers, zero, found)
-    ordered: tuple[Finding, ...] = tuple(sorted(found, key=lambda f: f.status != FAIL))
     return Verified(
-        folder,
-        described(config),
-        len(headers.tensors),
-        headers.size,
-        0,
-        not quick,
-        ordered,
-        adapter_verdicts(found, config),
-        (),
-        base,
-    )
+        folder, described(config), len(headers.tensors), headers.size, 0, not quick, found.ordered(),
+        adapter_verdicts(found, config), (), base,
+    )  # fmt: skip

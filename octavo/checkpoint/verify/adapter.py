@@ -81,18 +81,16 @@ def _parts(headers: Headers, found: Findings) -> dict[str, dict[str, Held]]:
         elif not _VECTOR.match(name) and "lora_" in name:
             found.fail(
                 "adapter-names",
-                f"{held.file} holds {name!r}, which is not PEFT's name of a factor (base_model.model.X.lora_A.weight); "
-                "save the adapter with save_pretrained.",
-                held.file,
-                name,
+                "is not PEFT's name of a factor (base_model.model.X.lora_A.weight); save the adapter with "
+                "save_pretrained.",
+                held,
             )
         if held.dtype not in ("F32", "BF16", "F16"):
             found.fail(
                 "adapter-dtype",
-                f"{name!r} in {held.file} is {held.dtype}; factors are F32, BF16 or F16 (PEFT casts them to the base's "
-                "FP8 with autocast_adapter_dtype=False): train and save them in one of these.",
-                held.file,
-                name,
+                f"is {held.dtype}; factors are F32, BF16 or F16 (PEFT casts them to the base's FP8 with "
+                "autocast_adapter_dtype=False): train and save them in one of these.",
+                held,
             )
     return parts
 
@@ -104,29 +102,25 @@ def _pair(layer: str, pair: Mapping[str, Held], config: Mapping[str, Any], found
         assert there is not None
         found.fail(
             "adapter-half",
-            f"{there.name!r} in {there.file} has no {'lora_B' if b is None else 'lora_A'} beside it; save the adapter "
-            "again.",
-            there.file,
-            there.name,
+            f"has no {'lora_B' if b is None else 'lora_A'} beside it; save the adapter again.",
+            there,
         )
         return
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         found.fail(
             "adapter-shape",
-            f"{a.name!r} {list(a.shape)} and {b.name!r} {list(b.shape)} in {a.file} have no rank in common ([r, K] and "
-            "[N, r]); save the adapter again.",
-            a.file,
-            a.name,
+            f"is {list(a.shape)} and {b.name!r} {list(b.shape)}: they have no rank in common ([r, K] and [N, r]); save "
+            "the adapter again.",
+            a,
         )
         return
     rank = _rank(layer, config)
     if rank and a.shape[0] % rank:
         found.fail(
             "adapter-rank",
-            f"{a.name!r} in {a.file} has rank {a.shape[0]}, and adapter_config.json says {rank}: PEFT scales by "
-            "alpha / r of the config; take the config that belongs to it.",
-            a.file,
-            a.name,
+            f"has rank {a.shape[0]}, and adapter_config.json says {rank}: PEFT scales by alpha / r of the config; "
+            "take the config that belongs to it.",
+            a,
         )
 
 
@@ -151,22 +145,20 @@ def _base(parts: Mapping[str, Mapping[str, Held]], base: Path, found: Findings) 
         module = layer.removesuffix(".base_layer")
         weight = stock.state.get(f"{module}.weight")
         if weight is None and module.endswith(".experts"):
-            continue  # a stack of experts: which of its two parameters is told by nesting alone
+            continue  # a stack of experts: which of its two parameters only nesting tells
         if weight is None:
             found.fail(
                 "adapter-layer",
-                f"{a.name!r} in {a.file} belongs to {module!r}, which the base {base.name} does not have; name the "
-                "base that it was trained on with --against.",
-                a.file,
-                a.name,
+                f"belongs to {module!r}, which the base {base.name} does not have; name the base that it was trained "
+                "on with --against.",
+                a,
             )
         elif (b.shape[0], a.shape[-1]) != tuple(weight.shape[:2]) and len(weight.shape) == 2:
             found.fail(
                 "adapter-shape",
-                f"{a.name!r} in {a.file} adds [{b.shape[0]}, {a.shape[-1]}] to {module!r}, which is "
-                f"{list(weight.shape)} in {base.name}; name the base that it was trained on with --against.",
-                a.file,
-                a.name,
+                f"adds [{b.shape[0]}, {a.shape[-1]}] to {module!r}, which is {list(weight.shape)} in {base.name}; "
+                "name the base that it was trained on with --against.",
+                a,
             )
 
 
@@ -174,12 +166,10 @@ def check_factors(headers: Headers, zero: Mapping[str, bool], found: Findings) -
     """An adapter whose every B is zero was never trained. `zero`: name -> whether all values are zero."""
     seen = [name for name in zero if ".lora_B" in name]
     if seen and all(zero[name] for name in seen):
-        held = headers.tensors[seen[0]]
         found.warn(
             "adapter-untrained",
-            f"every lora_B in {held.file} is zero, e.g. {seen[0]!r}: the adapter adds nothing; save it after training.",
-            held.file,
-            seen[0],
+            "is zero, as is every lora_B: the adapter adds nothing; save it after training.",
+            headers.tensors[seen[0]],
         )
 
 

@@ -22,7 +22,7 @@ that brings it within the bound is named as the cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -79,12 +79,15 @@ class Source:
         return scale[rows][:, cols]
 
 
-def sources(known: Mapping[str, Held], pairs: Mapping[str, Pair], stock: Stock) -> dict[str, Source]:
-    """Every tensor by the model's name on disk, stacked experts one by one."""
+def sources(known: Mapping[str, Held], pairs: Iterable[Pair], stock: Stock) -> dict[str, Source]:
+    """Every tensor by the model's name on disk, stacked experts one by one, tied ones once."""
     out: dict[str, Source] = {}
+    paired = {pair.weight.name: pair for pair in pairs}
     for name, held in known.items():
+        if name in stock.tied:
+            continue
         singles = stock.stacked.get(name)
-        pair = pairs.get(held.name)
+        pair = paired.get(held.name)
         if singles and pair is None and len(held.shape) == 3:
             out.update(_unstacked(name, held, singles, stock))
         elif len(held.shape) < 3 or pair is None:

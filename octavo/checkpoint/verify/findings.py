@@ -1,6 +1,6 @@
 """What a verification says: findings, verdicts of loaders, errors against a reference, and all of it as one value.
 
-A finding is one sentence that names the file and the tensor and ends with the cure. ``fail`` means that something is
+A finding is one sentence that names the file and the tensor and ends with the fix. ``fail`` means that something is
 wrong; ``warn`` that it loads, with a consequence somebody should know.
 """
 
@@ -26,7 +26,7 @@ class Finding:
     kind    what it is in a word of the list in `loaders.CONSEQUENCES`, e.g. "scale-missing"
     file    the file's name in the folder, "" where it is about the folder
     tensor  the name on disk, "" where it is about the file
-    text    the sentence, with the cure
+    text    the sentence, with the fix
     """
 
     status: str
@@ -74,17 +74,24 @@ class Findings:
 
     items: list[Finding] = field(default_factory=list)
 
-    def fail(self, kind: str, text: str, file: str = "", tensor: str = "") -> None:
-        self.items.append(Finding(FAIL, kind, file, tensor, text))
+    def fail(self, kind: str, text: str, at: Any = "", tensor: str = "") -> None:
+        """`at`: the tensor (a `Held`), which with its file becomes the subject of the sentence; or the file's name."""
+        self._add(FAIL, kind, text, at, tensor)
 
-    def warn(self, kind: str, text: str, file: str = "", tensor: str = "") -> None:
-        self.items.append(Finding(WARN, kind, file, tensor, text))
+    def warn(self, kind: str, text: str, at: Any = "", tensor: str = "") -> None:
+        self._add(WARN, kind, text, at, tensor)
+
+    def _add(self, status: str, kind: str, text: str, at: Any, tensor: str) -> None:
+        if not isinstance(at, str):
+            at, tensor, text = at.file, at.name, f"{at.name!r} in {at.file} {text}"
+        self.items.append(Finding(status, kind, at, tensor, text))
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.items)
 
-    def kinds(self) -> set[str]:
-        return {finding.kind for finding in self.items}
+    def ordered(self) -> tuple[Finding, ...]:
+        """Failures first."""
+        return tuple(sorted(self.items, key=lambda finding: finding.status != FAIL))
 
 
 @dataclass(frozen=True)

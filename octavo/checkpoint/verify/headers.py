@@ -1,35 +1,28 @@
 """What the weight files of a folder say of themselves: headers, index, and what stands beside them.
 
-A safetensors file is 8 bytes of header length, a JSON header, and the tensors' bytes back to back::
-
-    n (uint64) | {"name": {"dtype": "F8_E4M3", "shape": [N, K], "data_offsets": [begin, end]}, ...} | bytes
-
-The header is read by hand, so that what is wrong with it can be said; tensors are read in pieces of rows, so that no
-tensor has to fit into memory. Nothing is ever unpickled: a pickle is told by its first bytes.
+Tensors are read in pieces of rows, so that none has to fit into memory. Nothing is unpickled: a pickle is known by its
+first bytes.
 """
 
 from __future__ import annotations
 
-import json
-import struct
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.checkpoint.verify.findings import Findings
-from octavo.models.shards import DTYPES
+from octavo.models.errors import ModelError
+from octavo.models.folder import weight_map
+from octavo.models.headers import DTYPES, HeaderError, is_pickle, read
 
-SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 PIECE = 1 << 25
 """Bytes of a tensor that are read at once, at most (a single row may be longer)."""
 
-_HEADER_LIMIT = 100_000_000  # safetensors' own limit
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_AGAIN = "Download or write the file again."
 
 
 @dataclass(frozen=True)
@@ -54,12 +47,12 @@ class Held:
     @property
     def matrix(self) -> tuple[int, int]:
         """(rows, columns) with leading dimensions folded into rows; a scalar is (1, 1)."""
-        if not self.shape:
-            return 1, 1
-        rows = 1
-        for side in self.shape[:-1]:
-            rows *= side
-        return rows, self.shape[-1]
+        return (math.prod(self.shape[:-1]), self.shape[-1]) if self.shape else (1, 1)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row of the matrix."""
+        return self.matrix[1] * DTYPES[self.dtype].itemsize
 
     def read(self) -> Tensor:
         """The whole tensor, in its own dtype: for scales and other small ones."""
@@ -67,8 +60,7 @@ class Held:
 
     def rows(self, step: int = 1) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows of the matrix) from top to bottom, about PIECE bytes each, a multiple of `step` rows."""
-        count, columns = self.matrix
-        width = columns * SIZES[self.dtype]
+        count, width = self.matrix[0], self.width
         if not width or not count:
             return
         many = max(1, PIECE // (width * step)) * step
@@ -78,8 +70,8 @@ class Held:
 
     def window(self, first: int, last: int) -> Tensor:
         """Rows first to last of the matrix."""
-        width = self.matrix[1] * SIZES[self.dtype]
-        return self._bytes(first * width, last * width).view(DTYPES[self.dtype]).view(last - first, self.matrix[1])
+        raw = self._bytes(first * self.width, last * self.width)
+        return raw.view(DTYPES[self.dtype]).view(last - first, self.matrix[1])
 
     def _bytes(self, begin: int, end: int) -> Tensor:
         if end == begin:
@@ -104,84 +96,6 @@ class Headers:
     @property
     def size(self) -> int:
         return sum(held.size for held in self.tensors.values())
-
-
-class BadHeader(ValueError):
-    """Why a file is no whole safetensors file; the kind of the finding and the sentence's middle."""
-
-    def __init__(self, kind: str, why: str) -> None:
-        super().__init__(why)
-        self.kind = kind
-
-
-def is_pickle(path: Path) -> bool:
-    """Whether a file is a pickle or torch's zip of one, by its first bytes."""
-    with open(path, "rb") as file:
-        head = file.read(4)
-    return head[:4] == b"PK\x03\x04" or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5)
-
-
-def read_file(path: Path) -> list[Held]:
-    """The tensors of one file. Raises BadHeader."""
-    size = path.stat().st_size
-    if is_pickle(path):
-        raise BadHeader(
-            "pickle",
-            "is a pickle under another name, which can run code when it is read; save the model as safetensors.",
-        )
-    with open(path, "rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
-        if length < 0 or size < 8 + length <= _HEADER_LIMIT:
-            raise BadHeader("truncated", f"ends within its header ({size} bytes). {_AGAIN}")
-        if length > _HEADER_LIMIT:
-            raise BadHeader(
-                "header", f"is no safetensors file: its first 8 bytes ask for a header of {length} bytes. {_AGAIN}"
-            )
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-        if not isinstance(header, dict):
-            raise ValueError(f"a {type(header).__name__} instead of an object")
-    except ValueError as error:
-        raise BadHeader("header", f"has a damaged header ({str(error)[:120]}). {_AGAIN}") from error
-    header.pop("__metadata__", None)
-    found = [_held(path, name, entry, 8 + length) for name, entry in header.items()]
-    end = 8 + length
-    for held in sorted(found, key=lambda h: (h.start, h.size)):
-        if held.start != end:
-            raise BadHeader("header", f"places {held.name!r} at byte {held.start} where {end} is next. {_AGAIN}")
-        end += held.size
-    if size < end:
-        lost = next(h for h in sorted(found, key=lambda h: h.start) if h.start + h.size > size)
-        raise BadHeader(
-            "truncated", f"is truncated: {size} bytes of {end}, so that {lost.name!r} and what follows is cut. {_AGAIN}"
-        )
-    if size > end:
-        raise BadHeader("header", f"has {size - end} bytes behind its last tensor. {_AGAIN}")
-    return found
-
-
-def _held(path: Path, name: str, entry: Any, base: int) -> Held:
-    try:
-        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-            raise ValueError("negative or fractional numbers")
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadHeader("header", f"has a damaged entry for {name!r} ({error!s:.80}). {_AGAIN}") from error
-    if dtype not in SIZES:
-        raise BadHeader(
-            "header", f"stores {name!r} as {dtype}, which Octavo does not know; known are {', '.join(SIZES)}."
-        )
-    elements = 1
-    for side in shape:
-        elements *= side
-    if end - begin != elements * SIZES[dtype]:
-        raise BadHeader(
-            "header",
-            f"gives {name!r} {end - begin} bytes where {dtype} {list(shape)} has {elements * SIZES[dtype]}. {_AGAIN}",
-        )
-    return Held(name, path, dtype, shape, base + begin, end - begin)
 
 
 def read_folder(folder: Path, found: Findings, stem: str = "model") -> Headers:
@@ -247,14 +161,10 @@ def _pickles(folder: Path, found: Findings, safetensors: bool) -> None:
 
 def _read_index(index: Path, found: Findings) -> dict[str, str] | None:
     try:
-        raw = json.loads(index.read_text(encoding="utf-8"))
-        placed = raw["weight_map"]
-        if not placed or not all(isinstance(v, str) and Path(v).name == v for v in placed.values()):
-            raise ValueError("its weight_map is empty, or names files outside the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found.fail("index", f"{index.name} cannot be used ({error!s:.120}); write the index again.", index.name)
+        return weight_map(index)
+    except ModelError as error:
+        found.fail("index", str(error), index.name)
         return None
-    return dict(placed)
 
 
 def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers, found: Findings) -> None:
@@ -272,10 +182,10 @@ def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers,
                 lost[0],
             )
             missing.add(name)
-    read = {path.name for path in headers.files}
+    there = {path.name for path in headers.files}
     for tensor, shard in placed.items():
         held = headers.tensors.get(tensor)
-        if shard in missing or (shard not in read and held is None):
+        if shard in missing or (shard not in there and held is None):
             continue
         if held is None:
             found.fail(
@@ -295,32 +205,32 @@ def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers,
         if tensor not in placed:
             found.fail(
                 "index-entry",
-                f"{index.name} has no entry for {tensor!r}, which {held.file} holds: who reads by the index "
-                "misses it; write the index again.",
-                held.file,
-                tensor,
+                f"has no entry in {index.name}: who reads by the index misses it; write the index again.",
+                held,
             )
     for first, second in headers.doubles:
         found.fail(
             "duplicate",
-            f"{first.name!r} is in {first.file} and in {second.file}: which one is loaded depends on the loader; keep "
-            "the one that belongs and write the index again.",
-            second.file,
-            first.name,
+            f"is in {first.file} too: which one is loaded depends on the loader; keep the one that belongs and write "
+            "the index again.",
+            second,
         )
 
 
 def _add(headers: Headers, path: Path, found: Findings) -> None:
     headers.files.append(path)
     try:
-        tensors = read_file(path)
-    except BadHeader as error:
-        found.fail(error.kind, f"{path.name} {error}", path.name)
+        header = read(path)
+    except HeaderError as error:
+        what = "truncated" if error.kind == "truncated" else "damaged"
+        found.fail(error.kind, f"{path.name} is {what}: {error}.", path.name)
         return
     except OSError as error:
         found.fail("header", f"{path.name} cannot be read: {error.strerror}.", path.name)
         return
-    for held in tensors:
+    start = len(header.head)
+    for entry in header.entries:
+        held = Held(entry.name, path, entry.dtype, entry.shape, start + entry.begin, entry.size)
         if held.name in headers.tensors:
             headers.doubles.append((headers.tensors[held.name], held))
         else:

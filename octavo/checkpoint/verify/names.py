@@ -42,10 +42,9 @@ def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, He
             if not stock.is_ignored(name):
                 found.fail(
                     "extra",
-                    f"{held.file} holds {name!r} {list(held.shape)}, which the model of config.json does not have; "
-                    "take the config.json that belongs to these weights, or write them without it.",
-                    held.file,
-                    name,
+                    f"is {list(held.shape)}, and the model of config.json does not have it; take the config.json that "
+                    "belongs to these weights, or write them without it.",
+                    held,
                 )
             continue
         known[own] = held
@@ -95,10 +94,9 @@ def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
         hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
         found.fail(
             "shape",
-            f"{held.name!r} in {held.file} has shape {list(held.shape)} where the model of config.json has "
-            f"{list(wanted)}{hint}; write it again, or take the config.json that belongs to these weights.",
-            held.file,
-            held.name,
+            f"has shape {list(held.shape)} where the model of config.json has {list(wanted)}{hint}; write it again, "
+            "or take the config.json that belongs to these weights.",
+            held,
         )
 
 
@@ -106,18 +104,11 @@ def _dtype(held: Held, name: str, found: Findings) -> None:
     if held.dtype not in _FLOATS:
         found.fail(
             "dtype",
-            f"{held.name!r} in {held.file} is {held.dtype}; weights are BF16, F16, F32 or FP8 codes (F8_E4M3): write "
-            "it again in one of them.",
-            held.file,
-            held.name,
+            f"is {held.dtype}; weights are BF16, F16, F32 or FP8 codes (F8_E4M3): write it again in one of them.",
+            held,
         )
     elif held.dtype == "F8_E5M2":
-        found.fail(
-            "e5m2",
-            f"{held.name!r} in {held.file} is F8_E5M2, and loaders take weights in F8_E4M3 alone; quantize it again.",
-            held.file,
-            held.name,
-        )
+        found.fail("e5m2", "is F8_E5M2, and loaders take weights in F8_E4M3 alone; quantize it again.", held)
 
 
 def check_config(
@@ -151,8 +142,7 @@ def check_config(
             "config.json",
         )
     _config_dtype(raw, headers, found)
-    told = dict(raw)
-    if any(str(told.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):
+    if any(str(raw.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):
         found.fail(
             "config-dtype",
             "config.json gives float8 as the dtype: loaders would cast every tensor to codes without scales; write "
@@ -163,7 +153,7 @@ def check_config(
 
 def _config_dtype(raw: Mapping[str, Any], headers: Headers, found: Findings) -> None:
     text = raw.get("text_config") if isinstance(raw.get("text_config"), Mapping) else {}
-    told = next((d[k] for d in (raw, text or {}) for k in ("dtype", "torch_dtype") if d.get(k)), None)
+    dtype = next((d[k] for d in (raw, text or {}) for k in ("dtype", "torch_dtype") if d.get(k)), None)
     sizes: Counter[str] = Counter()
     for held in headers.tensors.values():
         if held.dtype in _DTYPES and scale_of(held.name) is None:
@@ -171,16 +161,16 @@ def _config_dtype(raw: Mapping[str, Any], headers: Headers, found: Findings) -> 
     if not sizes:
         return
     most = _DTYPES[sizes.most_common(1)[0][0]]
-    if told is None:
+    if dtype is None:
         found.warn(
             "config-dtype",
             f'config.json names no dtype, and most values are {most}: loaders would guess; add "dtype": "{most}".',
             "config.json",
         )
-    elif str(told).removeprefix("torch.") != most and str(told) != "auto" and "float8" not in str(told):
+    elif str(dtype).removeprefix("torch.") != most and str(dtype) != "auto" and "float8" not in str(dtype):
         found.warn(
             "config-dtype",
-            f"config.json says dtype {told}, and most values on disk are {most}: loaders round them while loading; "
+            f"config.json gives dtype {dtype}, and most values on disk are {most}: loaders round them while loading; "
             f'write "dtype": "{most}" if that is not meant.',
             "config.json",
         )
@@ -195,9 +185,9 @@ def check_companions(folder: Path, vision: bool, found: Findings) -> None:
             "tokenizer files of the model it was made from.",
         )
     template = any((folder / name).is_file() for name in _TEMPLATES)
-    told = folder / "tokenizer_config.json"
+    config = folder / "tokenizer_config.json"
     if not template and not (
-        told.is_file() and '"chat_template"' in told.read_text(encoding="utf-8", errors="replace")
+        config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
     ):
         found.warn(
             "companions",
@@ -225,17 +215,14 @@ def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick:
         if not same:
             found.fail(
                 "tied",
-                f"{two.name!r} in {two.file} differs from {one.name!r}, though config.json ties them "
-                "(tie_word_embeddings): loaders keep one of the two; set tie_word_embeddings to false, or write the "
-                "folder without it.",
-                two.file,
-                two.name,
+                f"differs from {one.name!r}, though config.json ties them (tie_word_embeddings): loaders keep one of "
+                "the two; set tie_word_embeddings to false, or write the folder without it.",
+                two,
             )
         else:
             found.warn(
                 "tied-twice",
-                f"{two.name!r} in {two.file} repeats {one.name!r}, which config.json ties it to: it costs "
-                f"{two.size} bytes for nothing; write the folder without it.",
-                two.file,
-                two.name,
+                f"repeats {one.name!r}, which config.json ties it to: it costs {two.size} bytes for nothing; write "
+                "the folder without it.",
+                two,
             )

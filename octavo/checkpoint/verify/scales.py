@@ -1,11 +1,6 @@
-"""The layout of FP8 weights: each with its scales, under the right name, of the right grid and dtype; told by headers.
+"""The layout of FP8 weights, from headers: each with its scales, under the right name, of the right grid and dtype.
 
-method              weight X.weight F8_E4M3 [N, K]; scales          grid
-------------------  ---------------------------------------------  ----------------------------------
-fp8                 X.weight_scale_inv                              [ceil(N / r), ceil(K / c)]
-compressed-tensors  X.weight_scale, kind row (strategy channel)     [N, 1]
-                    kind tensor                                     [1], or a scalar
-                    kind block                                      [ceil(N / r), ceil(K / c)]
+`octavo.models.quantization` has the table of methods, names and grids.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from dataclasses import dataclass
 
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
-from octavo.checkpoint.verify.names import SCALES, scale_of
+from octavo.checkpoint.verify.names import scale_of
 from octavo.checkpoint.verify.stock import Linear, Stock, fused_groups
 from octavo.models.quantization import Quantization
 
@@ -68,29 +63,25 @@ def _scales_of(held: Held, headers: Headers, q: Quantization | None, found: Find
     if scale is None and stray is not None:
         found.fail(
             "scale-name",
-            f"the scales of {held.name!r} are named {stray.name!r} in {stray.file}; quant_method {q.method!r} reads "
-            f"{held.name + right!r} ({wrong} belongs to {_METHOD[wrong]!r}): rename them, or write the config of the "
-            "other method.",
-            stray.file,
-            stray.name,
+            f"holds the scales of {held.name!r}; quant_method {q.method!r} reads {held.name + right!r} ({wrong} is "
+            f"{_METHOD[wrong]!r}'s name): rename them, or write the config of the other method.",
+            stray,
         )
         return stray
     if scale is None:
         found.fail(
             "scale-missing",
-            f"{held.name!r} in {held.file} is FP8 and has no scales {held.name + right!r}: loaders would take codes "
-            "for values; export it again, or copy the scales from the checkpoint that it came from.",
-            held.file,
-            held.name,
+            f"is FP8 and has no scales {held.name + right!r}: loaders would take codes for values; export it again, "
+            "or copy the scales from the checkpoint that it came from.",
+            held,
         )
         return None
     if stray is not None:
         found.fail(
             "scale-both",
-            f"{held.name!r} has scales under two names, {scale.name!r} and {stray.name!r} in {stray.file}; remove "
-            f"{stray.name!r}, which quant_method {q.method!r} does not read.",
-            stray.file,
-            stray.name,
+            f"holds scales of {held.name!r}, and so does {scale.name!r}; remove the former, which quant_method "
+            f"{q.method!r} does not read.",
+            stray,
         )
     return scale
 
@@ -101,10 +92,8 @@ def _block(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
     if len(held.shape) < 2:
         found.fail(
             "fp8-elsewhere",
-            f"{held.name!r} in {held.file} is FP8 with {len(held.shape)} dimensions; only matrices are: write it in "
-            "BF16.",
-            held.file,
-            held.name,
+            f"is FP8 with {len(held.shape)} dimensions; only matrices are: write it in BF16.",
+            held,
         )
         return None
     lead, (n, k) = held.shape[:-2], held.shape[-2:]
@@ -112,29 +101,26 @@ def _block(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
     if q is None:
         return _guess(n, k, shape[len(lead) :])
     wanted = (*lead, *q.grid(n, k))
-    block = {"row": (1, -1), "tensor": (-1, -1)}.get(q.kind) or q.block
     loose = {wanted}
     if q.kind == "tensor" and not lead:
         loose |= {(1,), ()}
     if shape in loose:
-        return block
+        return q.spec.block
     guessed = _guess(n, k, shape[len(lead) :])
     what = "x".join(str(side) for side in q.block) if q.block else q.kind
     if shape == (*lead, *q.grid(n, k)[::-1]):
         found.fail(
             "scale-transposed",
-            f"{scale.name!r} in {scale.file} has shape {list(shape)}, the transpose of the grid {list(wanted)} of "
-            f"{held.name!r} {list(held.shape)} in blocks of {what}; transpose it, or export again.",
-            scale.file,
-            scale.name,
+            f"has shape {list(shape)}, the transpose of the grid {list(wanted)} of {held.name!r} {list(held.shape)} "
+            f"in blocks of {what}; transpose it, or export again.",
+            scale,
         )
         return None
     found.fail(
         "scale-grid",
-        f"{scale.name!r} in {scale.file} has shape {list(shape)}, and {held.name!r} {list(held.shape)} in blocks of "
-        f"{what} needs {list(wanted)}{_as_if(guessed)}; export it again, or correct the block in quantization_config.",
-        scale.file,
-        scale.name,
+        f"has shape {list(shape)}, and {held.name!r} {list(held.shape)} in blocks of {what} needs "
+        f"{list(wanted)}{_as_if(guessed)}; export it again, or correct the block in quantization_config.",
+        scale,
     )
     return guessed
 
@@ -172,51 +158,35 @@ def _dtype(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
         why = "is F16, whose smallest values round scales of ordinary weights; write F32"
     else:
         why = f"is {scale.dtype}; scales are F32, BF16 or, with scale_fmt ue8m0, F8_E8M0: export again"
-    found.fail("scale-dtype", f"{scale.name!r} in {scale.file} {why}.", scale.file, scale.name)
+    found.fail("scale-dtype", f"{why}.", scale)
 
 
 def _dangling(headers: Headers, q: Quantization | None, found: Findings) -> None:
+    static = q is not None and q.activations == "static"
     for name, held in headers.tensors.items():
         weight = scale_of(name)
-        if weight is None or not any(name.endswith(s) for s in (*SCALES, ".input_scale")):
-            continue
-        owner = headers.tensors.get(weight)
-        if name.endswith(".input_scale"):
-            if q is not None and q.activations != "static":
+        if weight is None:
+            wanted = f"{name.removesuffix('.weight')}.input_scale"
+            if static and held.fp8 and wanted not in headers.tensors:
+                found.fail(
+                    "scale-missing",
+                    f"has no {wanted!r}, though quantization_config says that activations have fixed scales; export "
+                    "it with dynamic activations.",
+                    held,
+                )
+        elif name.endswith(".input_scale"):
+            if q is not None and not static:
                 found.fail(
                     "scale-dangling",
-                    f"{held.file} holds {name!r}, but quantization_config says activations are {q.activations}; remove "
-                    "it, or say activation_scheme static.",
-                    held.file,
-                    name,
+                    f"is there, and quantization_config has {q.activations} activations; remove it, or write "
+                    "activation_scheme static.",
+                    held,
                 )
-            continue
-        if owner is not None and owner.fp8:
-            continue
-        stands = (
-            "has no weight beside it" if owner is None else f"scales {weight!r}, which is {owner.dtype} and no code"
-        )
-        found.fail(
-            "scale-dangling",
-            f"{name!r} in {held.file} {stands}: {'the weight was left out' if owner is None else _CAST}; export again.",
-            held.file,
-            name,
-        )
-    if q is not None and q.activations == "static":
-        for held in headers.tensors.values():
-            if held.fp8 and scale_of(held.name) is None:
-                wanted = f"{held.name.removesuffix('.weight')}.input_scale"
-                if wanted not in headers.tensors:
-                    found.fail(
-                        "scale-missing",
-                        f"{held.name!r} in {held.file} has no {wanted!r}, though quantization_config says that "
-                        "activations have fixed scales; export it with dynamic activations.",
-                        held.file,
-                        held.name,
-                    )
-
-
-_CAST = "codes may have been cast without it"
+        elif (scaled := headers.tensors.get(weight)) is None or not scaled.fp8:
+            why = "has no weight beside it: the weight was left out"
+            if scaled is not None:
+                why = f"scales {weight!r}, which is {scaled.dtype} and no code: codes may have been cast without it"
+            found.fail("scale-dangling", f"{why}; export again.", held)
 
 
 def check_places(known: Mapping[str, Held], stock: Stock, q: Quantization | None, found: Findings) -> None:
@@ -226,38 +196,30 @@ def check_places(known: Mapping[str, Held], stock: Stock, q: Quantization | None
         if not held.fp8:
             continue
         leaf = name.removesuffix(".weight").rpartition(".")[2]
-        if leaf in ("gate", "router") or "router" in leaf:
-            found.fail(
-                "router",
-                f"{name!r} in {held.file} is the router of the experts in FP8: no loader reads codes there, and it "
-                "decides which expert runs; write it in BF16 and list it among the layers that are not quantized.",
-                held.file,
-                name,
+        if leaf == "gate" or "router" in leaf:
+            kind = "router"
+            why = (
+                "is the router of the experts in FP8: no loader reads codes there, and it decides which expert runs; "
+                "write it in BF16 and list it among the layers that are not quantized"
             )
         elif name in stock.stacked:
-            found.fail(
-                "stacked",
-                f"{name!r} in {held.file} holds stacked experts in FP8; servers read FP8 experts one by one "
-                f"({stock.stacked[name][0]!r}): export again.",
-                held.file,
-                name,
+            kind = "stacked"
+            why = (
+                "holds stacked experts in FP8; servers read FP8 experts one by one "
+                f"({stock.stacked[name][0]!r}): export again"
             )
         elif name not in stock.linears:
-            found.fail(
-                "fp8-elsewhere",
-                f"{name!r} in {held.file} is FP8, and it is no linear layer's weight: no loader dequantizes it; write "
-                "it in BF16.",
-                held.file,
-                name,
-            )
+            kind = "fp8-elsewhere"
+            why = "is FP8, and it is no linear layer's weight: no loader dequantizes it; write it in BF16"
         elif name == head:
-            found.fail(
-                "head",
-                f"{name!r} in {held.file} is the output projection in FP8: vLLM and SGLang read it in high precision "
-                "and would take codes for values; write it in BF16 and list it as not quantized.",
-                held.file,
-                name,
+            kind = "head"
+            why = (
+                "is the output projection in FP8: vLLM and SGLang read it in high precision and would take codes for "
+                "values; write it in BF16 and list it as not quantized"
             )
+        else:
+            continue
+        found.fail(kind, f"{why}.", held)
 
 
 def _head(stock: Stock) -> str | None:
@@ -291,26 +253,23 @@ def check_blocks(known: Mapping[str, Held], stock: Stock, q: Quantization | None
         if k % c:
             found.fail(
                 "block-k",
-                f"{name!r} in {held.file} has K = {k}, which is no multiple of {c}: vLLM's and SGLang's kernels "
-                f"quantize activations in groups of {c}; keep this layer in BF16 and list it.",
-                held.file,
-                name,
+                f"has K = {k}, which is no multiple of {c}: vLLM's and SGLang's kernels quantize activations in "
+                f"groups of {c}; keep this layer in BF16 and list it.",
+                held,
             )
         if n % r and layer.disk in inner:
             found.fail(
                 "block-n",
-                f"{name!r} in {held.file} has N = {n}, no multiple of {r}, and servers put another layer below it in "
-                "one matrix, whose blocks would not match; keep the layers of this matrix in BF16 and list them.",
-                held.file,
-                name,
+                f"has N = {n}, no multiple of {r}, and servers put another layer below it in one matrix, whose "
+                "blocks would not match; keep the layers of this matrix in BF16 and list them.",
+                held,
             )
         elif n % r and n > r:
             found.warn(
                 "block-ragged",
-                f"{name!r} in {held.file} has N = {n}, no multiple of {r}: transformers on a CPU takes blocks of "
-                f"{n // -(-n // r)} rows there, an error or wrong values; keep it in BF16 if that matters.",
-                held.file,
-                name,
+                f"has N = {n}, no multiple of {r}: transformers on a CPU takes blocks of {n // -(-n // r)} rows "
+                "there, an error or wrong values; keep it in BF16 if that matters.",
+                held,
             )
 
 

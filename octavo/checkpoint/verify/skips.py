@@ -15,15 +15,7 @@ from octavo.checkpoint.verify.findings import LOADERS, Findings
 from octavo.checkpoint.verify.headers import Held
 from octavo.checkpoint.verify.scales import head_module
 from octavo.checkpoint.verify.stock import Linear, Stock
-from octavo.models.quantization import Quantization, by_pattern, by_target, exact
-
-
-def by_parts(name: str, names: Iterable[str]) -> bool:
-    """SGLang's rule: an entry, with or without `model.` in front, is a run of whole parts of the name."""
-    return any(
-        f".{base}." in f".{name}." for other in names for base in (other.strip("."), other.removeprefix("model."))
-    )
-
+from octavo.models.quantization import Quantization, by_parts, by_pattern, by_target, exact
 
 _TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
 
@@ -58,7 +50,7 @@ def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed
         held = known.get(name)
         codes = held is not None and held.fp8
         if held is None and layer.disk != head:
-            continue  # it is missing, which is said elsewhere; only the head can be tied
+            continue  # it is missing, which is reported elsewhere; only the head can be tied
         if layer.disk == head and q.method == "fp8" and not listed:
             continue  # transformers keeps the head by itself where no list is given; servers always do
         wrong = [loader for loader in LOADERS if skipped_by(loader, layer, q, moved) == codes]
@@ -98,11 +90,11 @@ def _layers(known: Mapping[str, Held], stock: Stock) -> Iterable[tuple[str, Line
             yield name, layer
     seen: set[str] = set()
     for name in stock.stacked:
-        owner = name.rpartition(".")[0]
-        if name in known and owner not in seen:
-            seen.add(owner)
+        experts = name.rpartition(".")[0]
+        if name in known and experts not in seen:
+            seen.add(experts)
             module = stock.to_module(name).rpartition(".")[0]
-            yield name, Linear(owner, module, (0, 0), (type(stock.model.get_submodule(module)).__name__,))
+            yield name, Linear(experts, module, (0, 0), (type(stock.model.get_submodule(module)).__name__,))
 
 
 def _culprit(layer: Linear, q: Quantization) -> str:

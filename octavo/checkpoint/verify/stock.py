@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,7 @@ from transformers.core_model_loading import (
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models import ModelError, empty
 from octavo.models.folder import quiet
-
-#: shards that servers put into one matrix, by the last part of their names on disk, in the matrix' order
-FUSED: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("in_proj_b", "in_proj_a"),
-    ("in_proj_qkv", "in_proj_z"),
-)
+from octavo.models.quantization import FUSED
 
 
 @dataclass(frozen=True)
@@ -94,15 +87,10 @@ class Stock:
         wanted = self._by_module.get(moved)
         return wanted if wanted is not None and wanted not in present else None
 
-    @property
+    @cached_property
     def _by_module(self) -> Mapping[str, str]:
-        if not hasattr(self, "_known"):
-            self._known = {self.to_module(name): name for name in self.shapes if name not in self._merged}
-        return self._known
-
-    @property
-    def _merged(self) -> set[str]:
-        return {name for name, layer in self.linears.items() if layer.expert}
+        merged = {name for name, layer in self.linears.items() if layer.expert}
+        return {self.to_module(name): name for name in self.shapes if name not in merged}
 
     def is_ignored(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.ignored)

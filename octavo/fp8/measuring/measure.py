@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo import atomic
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
 from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
@@ -55,12 +56,7 @@ class Cache:
         here.cases[case] = measured
         text = json.dumps({"octavo_measurements": _FORMAT, "machines": [m.to_json() for m in everything]}, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        with aside.open("w", encoding="utf-8") as out:
-            out.write(text + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        aside.replace(self.path)
+        atomic.write_text(self.path, text + "\n", shared=True)
 
     def _read(self) -> list[Measurements]:
         try:

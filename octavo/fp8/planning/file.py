@@ -18,7 +18,6 @@ say what the plan was made for; :func:`load_plan` refuses another model and anot
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Any
 
 from torch import nn
 
+from octavo import atomic
 from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, recipe
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.kernels.registry import BackendError
@@ -101,16 +101,7 @@ def save_plan(plan: Plan, path: str | Path) -> Path:
     if not path.name or path.is_dir():
         raise PlanError(f"A plan cannot be saved to {str(path)!r}: that is a folder. Name a file, such as plan.json.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as out:
-            out.write(text + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
+    atomic.write_text(path, text + "\n")
     return path
 
 

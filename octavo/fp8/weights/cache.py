@@ -160,12 +160,7 @@ class WeightCache:
             return cast(part.of(owner), spec)
         # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
         # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
-        if (
-            not self.keep
-            or owner.is_inference()
-            or self.captured
-            or not (forward or self._valid(owner))
-        ):
+        if not self.keep or owner.is_inference() or self.captured or not (forward or self._valid(owner)):
             self.casts += 1
             return cast(part.of(owner), spec)
         if not self._valid(owner):

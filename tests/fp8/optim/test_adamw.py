@@ -8,8 +8,8 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.arithmetic.moments import STATES
-from octavo.fp8.weights.shards import plain
 from octavo.fp8.weights import versions
+from octavo.fp8.weights.shards import plain
 from octavo.fp8.weights.versions import watch_optimizers
 
 

@@ -1,0 +1,167 @@
+"""Headers of safetensors files, read and written: what a file holds, and where.
+
+    n (8 bytes, little-endian) | n bytes of JSON | the tensors' bytes, end to end
+    {"name": {"dtype": "F8_E4M3", "shape": [N, K], "data_offsets": [begin, end]}, ...}
+
+Loading, verification and conversion all read by this one reader. It is as strict as safetensors' own library, tells
+what is wrong, and keeps the JSON word for word, so that a conversion can come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: what safetensors calls a dtype -> torch's
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_LONGEST = 100_000_000  # bytes of a header: safetensors' own limit
+
+
+class HeaderError(ValueError):
+    """Why a file is no whole safetensors file, and what to do.
+
+    kind  "truncated" (bytes are missing), "pickle", or "header" (everything else)
+    """
+
+    def __init__(self, why: str, kind: str = "header", fix: str = "Download or write it again") -> None:
+        super().__init__(f"{why}. {fix}")
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: dtype in safetensors' word, and its first byte behind the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's name, its header's JSON as it stands there, and its tensors in the order of their bytes."""
+
+    file: str
+    text: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def head(self) -> bytes:
+        """What stands in the file before the first tensor."""
+        text = self.text.encode()
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def size(self) -> int:
+        """Of the tensors, in bytes."""
+        return sum(entry.size for entry in self.entries)
+
+
+def is_pickle(file: Path) -> bool:
+    """Whether a file is a pickle or torch's zip of one, by its first bytes."""
+    with open(file, "rb") as opened:
+        start = opened.read(4)
+    return start == b"PK\x03\x04" or (len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5)
+
+
+def read(file: Path) -> Header:
+    """The header of a file, checked against the file's size. Raises HeaderError and OSError."""
+    if is_pickle(file):
+        why = "it is a pickle under another name, which can run code when it is read"
+        raise HeaderError(why, "pickle", "Save the model as safetensors")
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(_LONGEST, size - 8):
+            kind = "header" if size >= 8 and length > _LONGEST else "truncated"
+            raise HeaderError(f"it has {size} bytes and announces a header of {length}", kind)
+        raw = opened.read(length)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise HeaderError(f"its header is no JSON ({error})") from error
+    header = parse(file.name, text)
+    end = 8 + length + header.size
+    if size != end:
+        cut = next((e.name for e in header.entries if 8 + length + e.begin + e.size > size), None)
+        more = f", so that {cut} and what follows is cut" if cut is not None else ""
+        kind = "truncated" if size < end else "header"
+        raise HeaderError(f"it has {size} bytes where its header announces {end}{more}", kind)
+    return header
+
+
+def parse(file: str, text: str) -> Header:
+    """The header of this JSON. Raises HeaderError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(f"its header is no JSON ({str(error).splitlines()[0]:.120})") from error
+    if not isinstance(found, dict):
+        raise HeaderError(f"its header is a {type(found).__name__}")
+    found.pop("__metadata__", None)
+    # An empty tensor begins where the next one does, and comes before it.
+    entries = sorted((_entry(name, said) for name, said in found.items()), key=lambda e: (e.begin, e.size))
+    end = 0
+    for entry in entries:
+        if entry.begin != end:
+            raise HeaderError(
+                f"{entry.name} begins at byte {entry.begin} behind the header, and what is before it ends at {end}"
+            )
+        end += entry.size
+    return Header(file, text, tuple(entries))
+
+
+def _entry(name: str, said: Any) -> Entry:
+    said = said if isinstance(said, dict) else {}
+    dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise HeaderError(f"{name} has the dtype {dtype!r}, which Octavo does not know; it knows {', '.join(DTYPES)}")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise HeaderError(f"{name} has the shape {shape!r} and lies at {offsets!r}")
+    entry = Entry(name, dtype, tuple(shape), offsets[0] if offsets else 0)
+    if offsets != [entry.begin, entry.begin + entry.size]:
+        raise HeaderError(f"{name} is {dtype} {shape}, {entry.size} bytes, and lies at {offsets!r}")
+    return entry
+
+
+def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Header:
+    """The header of a file with (name, dtype, shape) in this order, as safetensors would write it."""
+    entries: list[Entry] = []
+    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, dtype, shape in tensors:
+        entries.append(entry := Entry(name, dtype, tuple(shape), begin))
+        begin += entry.size
+        said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [entry.begin, begin]}
+    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
+    return Header(file, text + " " * (-len(text.encode()) % 8), tuple(entries))
+
+
+def index_of(headers: Iterable[Header]) -> str:
+    """model.safetensors.index.json for these files."""
+    headers = tuple(headers)
+    index = {
+        "metadata": {"total_size": sum(header.size for header in headers)},
+        "weight_map": dict(sorted((entry.name, header.file) for header in headers for entry in header.entries)),
+    }
+    return json.dumps(index, indent=2) + "\n"
