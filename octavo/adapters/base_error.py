@@ -109,9 +109,8 @@ def _row(name: str, value: Tensor, weight: Tensor) -> Row:
     power = noise = 0.0
     decibels: list[float] = []
     matrices = zip(value.reshape(-1, *value.shape[-2:]), weight.values().reshape(-1, *value.shape[-2:]), strict=True)
-    transposed = weight.gathered is not None and weight.gathered.turned
     for stock, own in matrices:
-        if transposed:
+        if weight.turned:
             stock, own = stock.mT, own.mT
         stock = stock.to(own.device)
         power += float(stock.double().square().sum())

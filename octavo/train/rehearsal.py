@@ -302,7 +302,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         with mode:
             codes = torch.empty(q.data.shape, dtype=q.data.dtype, device="cpu")
             scale = torch.empty(q.scale.shape, dtype=q.scale.dtype, device="cpu")
-        return fp8.frozen(codes, scale, q.spec, dtype, transposed=tensor.gathered.turned)
+        return fp8.frozen(codes, scale, q.spec, dtype, transposed=tensor.turned)
 
     for module in model.modules():
         for held in (module._parameters, module._buffers):

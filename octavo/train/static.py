@@ -79,7 +79,7 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
             inside.get(name, ""),
             family.component_of(name.rpartition(".")[0]) or "foundation",
             fp8.codes_of_frozen(p).spec if fp8.is_frozen(p) else None,
-            fp8.is_frozen(p) and p.gathered.turned,
+            fp8.is_frozen(p) and p.turned,
             adapters.is_adapter_parameter(name),
         )
         for name, p in model.named_parameters()

@@ -143,7 +143,7 @@ class Seen:
         for key, weight in module.named_parameters():
             if weight.dim() > 1:
                 assert isinstance(weight, Fp8Weight) and isinstance(weight, nn.Parameter) and weight.held is None
-                codes = weight.gathered.codes
+                codes = weight.stored.codes
                 self.codes[f"{name}.{key}"] = [fp8.Quantized(q.data.clone(), q.scale.clone(), q.spec) for q in codes]
         if not name.startswith("1.down_proj") and not name.startswith("1.experts"):
             return  # looking through all objects takes time

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward, counted, and ways to keep less."""
+"""What a forward saves for its backward, counted, and ways to save less."""
 
 from octavo.fp8.memory.accounting import ACTIVATION, Kept, Row, kept
 

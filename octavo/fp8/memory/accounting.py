@@ -1,20 +1,20 @@
-"""The kept-bytes accountant: what a forward leaves in memory for its backward, counted on any device.
+"""The accountant of saved bytes: what a forward leaves in memory for its backward, counted on any device.
 
     with kept(model, blocks) as k:
         loss = model(**batch).loss
     print(k.report())                     # bytes by kind, module and dtype
 
-Hooks on saved tensors are not enough: an autograd function may put tensors on its context, checkpointing keeps the
+Hooks on saved tensors are not enough: an autograd function may put tensors on its context, checkpointing holds the
 arguments of a region in a closure, a cache outlives the call. So this counts storages: a dispatch mode notes, weakly,
-every storage that an operation of the forward creates, and what of it is still alive at the end is kept. A storage
+every storage that an operation of the forward creates, and what of it is still alive at the end was saved. A storage
 counts once, with all its bytes, however many views it has; one that was resized to nothing counts nothing.
 
 Each storage is put down to the deepest module whose forward created it, and has a kind:
 
-    activation  kept for the backward: the only kind in ``total``
+    activation  saved for the backward: the only kind in ``total``
     position    made outside every block and handed to blocks beside their input, without gradient: cos, sin, indices
     mask        such a tensor that is boolean or called a mask
-    output      what the model returned and no backward keeps: the caller holds it
+    output      what the model returned and no backward needs: the caller holds it
     input       made before the forward and saved for the backward (the caller's tensors; weights are never counted)
     gathered    what FSDP2 gathers of the weights
     host        in the memory of the host, while the model is on a device: what offload moved there
@@ -31,7 +31,6 @@ checkpointed region stores).
 from __future__ import annotations
 
 import gc
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,7 +48,7 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.cache import CachesWeights
 
-__all__ = ["Kept", "Rate", "Row", "kept", "per_layer", "slope"]
+__all__ = ["ACTIVATION", "Kept", "Row", "kept"]
 
 ACTIVATION = "activation"
 Blocks = Iterable[tuple[str, nn.Module]]
@@ -70,21 +69,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Rate:
-    """Bytes per something: a token, a layer. Names have ``*`` for the numbers in them, so that layers add up."""
-
-    total: float
-    by_module: Mapping[str, float]
-    by_dtype: Mapping[torch.dtype, float]
-    apart: Mapping[str, float]
-
-    def __str__(self) -> str:
-        return _table(self.total, self.by_module, self.by_dtype, self.apart)
-
-
-@dataclass(frozen=True)
 class Kept:
-    """What a forward left alive, in bytes. ``total`` and the sums count activations; ``apart`` has the other kinds."""
+    """What a forward left alive, in bytes. ``total`` and the sums count activations, ``separate`` the other kinds."""
 
     rows: tuple[Row, ...]
 
@@ -105,51 +91,18 @@ class Kept:
         return self._sums(lambda r: r.dtype)
 
     @property
-    def apart(self) -> dict[str, int]:
+    def separate(self) -> dict[str, int]:
         return _sums((r.kind, r.bytes) for r in self.rows if r.kind != ACTIVATION)
-
-    def rate(self) -> Rate:
-        """These bytes with the numbers in module names as ``*``."""
-        starred = _sums((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), n) for name, n in self.by_module.items())
-        return Rate(self.total, starred, self.by_dtype, self.apart)
 
     def _sums(self, key: Callable[[Row], Any]) -> dict[Any, int]:
         return _sums((key(r), r.bytes) for r in self.rows if r.kind == ACTIVATION)
 
     def __str__(self) -> str:
-        return _table(self.total, self.by_module, self.by_dtype, self.apart)
-
-
-def slope(count: Callable[[int], Kept | Rate], at: tuple[int, int]) -> Rate:
-    """The rise of ``count(n)`` per unit of n between two n: bytes per token where n counts tokens, per layer where it
-    is the depth of the model. What does not grow with n falls out.
-
-    Raises:
-        ValueError: the two n are equal.
-    """
-    low, high = at
-    if low == high:
-        raise ValueError(f"a slope needs two different numbers, found {low} twice; give e.g. {low} and {low + 1}")
-    first, second = (c.rate() if isinstance(c, Kept) else c for c in (count(low), count(high)))
-
-    def rise(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
-        found = {key: (b.get(key, 0) - a.get(key, 0)) / (high - low) for key in {**a, **b}}
-        return {key: value for key, value in found.items() if value}
-
-    return Rate(
-        (second.total - first.total) / (high - low),
-        rise(first.by_module, second.by_module),
-        rise(first.by_dtype, second.by_dtype),
-        rise(first.apart, second.apart),
-    )
-
-
-def per_layer(
-    count: Callable[[int, int], Kept], tokens: tuple[int, int] = (128, 256), depths: tuple[int, int] = (1, 2)
-) -> Rate:
-    """Bytes per token of one more layer: ``count(depth, tokens)`` gives what a model of that depth keeps. Embeddings,
-    final norm and head fall out with the depth, whatever does not grow with the sequence with the tokens."""
-    return slope(lambda t: slope(lambda depth: count(depth, t), depths), tokens)
+        found = [("bytes saved", self.total)]
+        found += [(name or "(outside modules)", n) for name, n in _largest(self.by_module)]
+        found += [(f"in {str(dtype).removeprefix('torch.')}", n) for dtype, n in _largest(self.by_dtype)]
+        found += [(f"separate: {kind}", n) for kind, n in sorted(self.separate.items())]
+        return "\n".join(f"{n:>16,}  {name}" for name, n in found)
 
 
 @contextmanager
@@ -215,7 +168,7 @@ class Accountant:
             return self._end
         inputs.forget()
         gc.collect()
-        owned = {storage._cdata for tensor in self._owned() for storage in _storages(tensor)}
+        owned = {storage._cdata for tensor in self._owned() for _, storage in _parts(tensor)}
         on_host = all(p.device.type == "cpu" for p in self.model.parameters())
         rows = []
         for seen in self._seen.values():
@@ -289,14 +242,9 @@ class Accountant:
         """After an operation: what it was given was there before, unless noted; what else comes out it made."""
         op = str(func)
         fresh = op.startswith("aten.lift_fresh")  # torch.tensor() shows itself here first
-        for tensor in given:
-            for plain, storage in _parts(tensor):
-                seen = self._note(plain, storage, op, fresh)
-                if op.startswith("fsdp."):
-                    seen.role = "gathered"
-        for tensor in made:
-            for plain, storage in _parts(tensor):
-                seen = self._note(plain, storage, op, True)
+        for tensors, created in ((given, fresh), (made, True)):
+            for plain, storage in (part for tensor in tensors for part in _parts(tensor)):
+                seen = self._note(plain, storage, op, created)
                 if op.startswith("fsdp."):
                     seen.role = "gathered"
 
@@ -349,10 +297,6 @@ def _parts(tensor: Tensor) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
         )
 
 
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    return (storage for _, storage in _parts(tensor))
-
-
 def _alive(storage: StorageWeakRef) -> torch.UntypedStorage | None:
     return None if storage.expired() else torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
 
@@ -364,14 +308,5 @@ def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     return dict(out)
 
 
-def _table(
-    total: float, modules: Mapping[str, float], dtypes: Mapping[torch.dtype, float], apart: Mapping[str, float]
-) -> str:
-    def line(name: str, value: float) -> str:
-        return f"{value:>16,.1f}  {name}"
-
-    lines = [line("bytes kept", total)]
-    lines += [line(name or "(outside modules)", n) for name, n in sorted(modules.items(), key=lambda kv: -kv[1])]
-    lines += [line(f"in {str(d).removeprefix('torch.')}", n) for d, n in sorted(dtypes.items(), key=lambda kv: -kv[1])]
-    lines += [line(f"apart: {kind}", n) for kind, n in sorted(apart.items())]
-    return "\n".join(lines)
+def _largest(sums: Mapping[Any, int]) -> list[tuple[Any, int]]:
+    return sorted(sums.items(), key=lambda item: -item[1])

@@ -169,23 +169,23 @@ class _Stand(nn.Module):
 def _altered(model: nn.Module, head: nn.Linear) -> str | None:
     """Run the forward that calls the head, with the head and everything else replaced: None if it returns the head's
     output as its logits, untouched, else what it does."""
-    owners = [m for m in model.modules() if any(child is head for child in m._modules.values())]
-    if len(owners) != 1:
-        return f"{len(owners)} modules of the model hold its head as their child"
-    owner = owners[0]
-    name = type(owner).__name__
-    if "forward" in owner.__dict__:
+    parents = [m for m in model.modules() if any(child is head for child in m._modules.values())]
+    if len(parents) != 1:
+        return f"{len(parents)} modules of the model hold its head as their child"
+    parent = parents[0]
+    name = type(parent).__name__
+    if "forward" in parent.__dict__:
         return f"the forward of {name} was replaced on the instance (an accelerate hook?)"
     hidden, losses = torch.zeros(1, 2, head.in_features), torch.zeros(1, 2)
     untouched = losses._version
     stand = _Stand(losses)
-    children = {n: stand if m is head else _Stand(_Anything(hidden)) for n, m in owner._modules.items()}
-    known = inspect.signature(type(owner).forward).parameters
+    children = {n: stand if m is head else _Stand(_Anything(hidden)) for n, m in parent._modules.items()}
+    known = inspect.signature(type(parent).forward).parameters
     inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
     inputs |= {"use_cache": False} if "use_cache" in known else {}
     with torch.no_grad():
         try:
-            out = type(owner).forward(probe(owner, {}, children), **inputs)
+            out = type(parent).forward(probe(parent, {}, children), **inputs)
         except Exception as error:  # a forward that is not known may fail in any way
             return f"the forward of {name} fails on a stand-in for its body ({type(error).__name__}: {error})"
     logits = getattr(out, "logits", None)

@@ -159,9 +159,9 @@ def _tokens(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
         known = flat != ignore
         return _Tokens(rows, flat, None, known, target.shape)
     keep = (flat != ignore).nonzero().flatten()
-    kept = flat[keep]
-    if len(kept):
-        least, most = int(kept.min()), int(kept.max())
+    named = flat[keep]
+    if len(named):
+        least, most = int(named.min()), int(named.max())
         if least < 0 or most >= weight.shape[0]:
             raise IndexError(
                 f"targets reach from {least} to {most}, but the head has {weight.shape[0]} classes; tokens without a "
@@ -169,8 +169,8 @@ def _tokens(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
             )
     if len(keep) == len(flat):
         return _Tokens(rows, flat.to(rows.device, non_blocking=True), None, None, target.shape)
-    keep, kept = (t.to(rows.device, non_blocking=True) for t in (keep, kept))
-    return _Tokens(rows.index_select(0, keep), kept, keep, None, target.shape)
+    keep, named = (t.to(rows.device, non_blocking=True) for t in (keep, named))
+    return _Tokens(rows.index_select(0, keep), named, keep, None, target.shape)
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:

@@ -1,14 +1,14 @@
-"""Activation checkpointing: what a block keeps for its backward, and what runs again there (Chen et al. 2016).
+"""Activation checkpointing: what a block saves for its backward, and what runs again there (Chen et al. 2016).
 
     recompute(blocks, "selective")        # (name, block) pairs; another call for another part of the model
 
-``full``       a block keeps its input and runs its forward again.
-``selective``  a block's norms (those in its attention, too) and its MLP keep their inputs and run again; its attention,
+``full``       a block saves its input and runs its forward again.
+``selective``  a block's norms (those in its attention, too) and its MLP save their inputs and run again; its attention,
                projections and scores, stays. What goes is wide and soon made: an MLP holds four tensors of its inner
                width for two GEMMs, a norm more than its input for none. Nothing is run again whose work grows with
                the square of the sequence.
 
-What a decoder layer (4096, 12288, 32 heads, 8 of k and v, QK-norm, BF16) keeps, counted by
+What a decoder layer (4096, 12288, 32 heads, 8 of k and v, QK-norm, BF16) saves, counted by
 :mod:`octavo.fp8.memory.accounting`, and what it runs again, as a share of the FLOPs of its linear layers in the
 forward; stock as transformers ships it, FP8 saved as under ``Policy(activations="fp8")``::
 
@@ -18,11 +18,11 @@ forward; stock as transformers ships it, FP8 saved as under ``Policy(activations
     selective     62.1 KiB  45.8 KiB   52 % (gate and up)          78 % (down, too)
     full           8.0 KiB   8.0 KiB   74 % (not down), scores    100 %, scores
 
-A norm that leaves FP8 codes for the layers behind it, or keeps its input in FP8, is not run again: it would then keep
-that input in 16 bits. An MLP that keeps gate and up in FP8 is: its input alone takes less.
+A norm that leaves FP8 codes for the layers behind it, or saves its input in FP8, is not run again: it would then save
+that input in 16 bits. An MLP that saves gate and up in FP8 is: its input alone takes less.
 
-Forwards that run again give the same values, codes and dropout, are counted apart (``recompute`` in
-:mod:`octavo.fp8.observe.counts`), and a graph that is kept can be gone through again. The class of a module is
+Forwards that run again give the same values, codes and dropout, are counted separately (``recompute`` in
+:mod:`octavo.fp8.observe.counts`), and a graph that is retained can be gone through again. The class of a module is
 exchanged for a subclass, as in :mod:`octavo.fp8.dense.swap`: parameters, names and hooks stay, and hooks (FSDP2's, for
 one) stay outside of what runs again. In evaluation and without gradient nothing changes.
 """
@@ -83,7 +83,7 @@ def _selected(name: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
             inner = [(f"{name}.{child_name}.{path}", m) for path, m in child.named_modules() if _is_norm(m)]
         else:
             inner = [(f"{name}.{child_name}", child)]
-        found += [(path, module) for path, module in inner if _keeps_much(module)]
+        found += [(path, module) for path, module in inner if _saves_much(module)]
     if all(_is_norm(module) for _, module in found):
         raise ValueError(
             f"{name} ({type(block).__name__}) has no MLP beside its attention that could run again: its children are "
@@ -92,8 +92,8 @@ def _selected(name: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _keeps_much(module: nn.Module) -> bool:
-    """Whether a module keeps more than its input: torch's LayerNorm does not, nor do the norms of this package."""
+def _saves_much(module: nn.Module) -> bool:
+    """Whether a module saves more than its input: torch's LayerNorm does not, nor do the norms of this package."""
     if next(module.parameters(), None) is None:
         return False
     return not (_is_norm(module) and isinstance(module, (Swapped, nn.LayerNorm)))

@@ -230,19 +230,19 @@ def _fits(p: Tensor, group: dict[str, Any], state: Mapping[str, Tensor]) -> None
         )
     if not state:
         return
-    kept = {k.name: k.dtype for k in layout.keeps(group["states"], group["master"], p.dtype)}
+    wanted = {k.name: k.dtype for k in layout.keeps(group["states"], group["master"], p.dtype)}
     found = {name: x.dtype for name, x in state.items() if name != "step"}
     shape = next(x.shape for name, x in state.items() if name != "step" and name not in layout.PER_GROUP)
-    if found != kept or shape != p.shape:
+    if found != wanted or shape != p.shape:
         raise ValueError(
             f"A parameter of shape {list(p.shape)} is {_name(p.dtype)} with states={group['states']!r} and "
-            f"master={group['master']!r}, for which {_told(kept)} are expected; its state was made for "
-            f"shape {list(shape)} and has {_told(found)}. Put back what was changed after its first step, or make a "
+            f"master={group['master']!r}, for which {_listed(wanted)} are expected; its state was made for "
+            f"shape {list(shape)} and has {_listed(found)}. Put back what was changed after its first step, or make a "
             "new optimizer (fp8.copy_state converts states from one to another)."
         )
 
 
-def _told(dtypes: Mapping[str, torch.dtype]) -> str:
+def _listed(dtypes: Mapping[str, torch.dtype]) -> str:
     return ", ".join(f"{name} {_name(dtype)}" for name, dtype in dtypes.items())
 
 

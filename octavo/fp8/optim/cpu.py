@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +51,15 @@ def _work(jobs: Sequence[Job], hyper: Hyper, factor: float | Tensor | None) -> N
             scratch.step(piece, scalars, first, last, hyper, factor)
 
 
+class _Stored(NamedTuple):
+    """Both moments of a chunk in FP8: see :mod:`octavo.fp8.arithmetic.moments`."""
+
+    codes: Tensor
+    scale: Tensor
+    sq_codes: Tensor
+    range: Tensor
+
+
 class _Scratch:
     """The arrays of one thread: four of fp32 and one for a weight that is not fp32, three of int32, two of bytes, and
     where an element's dither begins."""
@@ -78,12 +88,12 @@ class _Scratch:
         else:
             w = self._joined(own, weight, state["master_low"]) if hyper.master == "bf16+16" else own.copy_(weight)
 
-        fp8, kept = hyper.states == "fp8", hyper.states == "fp32"
+        fp8, exact = hyper.states == "fp8", hyper.states == "fp32"
         if fp8:
             scale, range_ = piece.state["exp_avg_scale"][rows], piece.state["exp_avg_sq_range"][rows]
-            codes, sq_codes = state["exp_avg_codes"], state["exp_avg_sq_codes"]
-            self._decode(m, v, t, codes, scale, sq_codes, range_)
-        elif kept:
+            stored = _Stored(state["exp_avg_codes"], scale, state["exp_avg_sq_codes"], range_)
+            self._decode(m, v, t, stored)
+        elif exact:
             m, v = state["exp_avg"], state["exp_avg_sq"]
         else:
             m.copy_(state["exp_avg"])
@@ -100,19 +110,18 @@ class _Scratch:
         root(v, t).mul_(s.root).add_(s.eps)
         w.mul_(s.decay).sub_(torch.mul(m, s.pace, out=g).div_(t))
 
-        if not kept:
+        if not exact:
             u = self._dither(hyper, piece, piece.start + first, n)
             if fp8:
-                self._encode(m, v, g, t, u, codes, scale, sq_codes, range_)
+                self._encode(m, v, g, t, u, stored)
             else:
                 state["exp_avg"].copy_(m)
                 self._cut(state["exp_avg_sq"], v, u)
         self._write(piece, hyper, first, last, w, weight, state)
 
-    def _decode(
-        self, m: Tensor, v: Tensor, t: Tensor, codes: Tensor, scale: Tensor, sq_codes: Tensor, range_: Tensor
-    ) -> None:
+    def _decode(self, m: Tensor, v: Tensor, t: Tensor, stored: _Stored) -> None:
         """m and v from their bytes."""
+        codes, scale, sq_codes, range_ = stored
         a, b, _ = (x[: m.numel()] for x in self._ints)
         byte = self._bytes[0][: m.numel()]
         a.copy_(sq_codes)
@@ -127,18 +136,9 @@ class _Scratch:
         _rows(m).mul_(scale[:, None])
         m.mul_(root(v, t))
 
-    def _encode(
-        self,
-        m: Tensor,
-        v: Tensor,
-        r: Tensor,
-        t: Tensor,
-        u: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        sq_codes: Tensor,
-        range_: Tensor,
-    ) -> None:
+    def _encode(self, m: Tensor, v: Tensor, r: Tensor, t: Tensor, u: Tensor, stored: _Stored) -> None:
+        """Their bytes from m and v; r, t and u are written over."""
+        codes, scale, sq_codes, range_ = stored
         a, b, _ = (x[: m.numel()] for x in self._ints)
         bits = v.view(torch.int32)
         low, high = _rows(v).amin(1), _rows(v).amax(1)  # a NaN is both

@@ -69,11 +69,9 @@ class Need(NamedTuple):
         if self.grouped:
             return self.backend.quantize_experts(self.matrix(values), self.spec, self.contract)
         if values.dim() == 3:
-            alone = [self.backend.quantize(m, self.spec, self.contract) for m in self.matrix(values).unbind(0)]
-            data, scale = (
-                torch.stack([_plain(t) for t in ts]) for ts in zip(*((q.data, q.scale) for q in alone), strict=True)
-            )
-            return Quantized(data.view(self.spec.fmt.dtype), scale.view(alone[0].scale.dtype), self.spec)
+            each = [self.backend.quantize(m, self.spec, self.contract) for m in self.matrix(values).unbind(0)]
+            data, scale = torch.stack([_plain(q.data) for q in each]), torch.stack([_plain(q.scale) for q in each])
+            return Quantized(data.view(self.spec.fmt.dtype), scale.view(each[0].scale.dtype), self.spec)
         return self.backend.quantize(self.matrix(values), self.spec, self.contract)
 
 
@@ -152,48 +150,39 @@ class Rows(NamedTuple):
 
 def cast(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Any) -> Rows:
     """The codes of this rank's rows ``values`` under every need; a collective over ``mesh`` where that cuts blocks."""
+    amaxes: list[dict[int, Tensor]] = [{}] * len(needs) if values.dim() == 3 else _exchange(values, needs, shards, mesh)
     rows = Rows([], [])
-    if values.dim() == 3:
-        for need in needs:
-            _experts(values, need, shards, rows)
-        return rows
-    amaxes = _exchange(values, needs, shards, mesh)
     for need, amax in zip(needs, amaxes, strict=True):
-        _matrix(values, need, shards, amax, rows)
+        codes_shape, scale_shape = shapes(need, values.shape, shards)
+        rows.codes.append(values.new_zeros(codes_shape, dtype=torch.uint8))
+        rows.scales.append(torch.ones(scale_shape, dtype=_scale_dtype(need), device=values.device))
+        if values.dim() == 3:
+            if values.shape[0]:
+                _put(need.cast(values), rows, slice(values.shape[0]), 0)
+        else:
+            _matrix(values, need, shards, amax, rows)
     return rows
 
 
-def _experts(values: Tensor, need: Need, shards: Shards, rows: Rows) -> None:
-    n, k = need.matrix(values).shape[1:]
-    codes = values.new_zeros((shards.chunk, n, k), dtype=torch.uint8)
-    scales = _scales(values, need, (shards.chunk, *grid_of(n, k, need.spec)))
-    if values.shape[0]:
-        q = need.cast(values)
-        codes[: values.shape[0]].copy_(q.data.view(torch.uint8))
-        scales[: values.shape[0]].copy_(_plain(q.scale))
-    rows.codes.append(codes)
-    rows.scales.append(scales)
-
-
 def _matrix(values: Tensor, need: Need, shards: Shards, amaxes: dict[int, Tensor], rows: Rows) -> None:
-    height, cols = need.spec.block[0], values.shape[1]
-    codes = values.new_zeros((shards.chunk, cols), dtype=torch.uint8)
-    scales = _scales(values, need, (shards.blocks(height), grid_of(1, cols, need.spec)[1]))
-    first, begin = shards.first_block(shards.rank, height), shards.here[0]
+    height, begin = need.spec.block[0], shards.here[0]
+    first = shards.first_block(shards.rank, height)
     for start, stop, block in shards.pieces(height):
         own = values[start:stop]
         if block is None:
-            q, at = (
-                need.backend.quantize(own, need.spec, need.contract),
-                0 if height == -1 else (begin + start) // height,
-            )
+            q = need.backend.quantize(own, need.spec, need.contract)
+            block = 0 if height == -1 else (begin + start) // height
         else:
-            q, at = _piece(own, need, amaxes[block]), block
-        codes[start:stop].copy_(q.data.view(torch.uint8))
-        if at >= first:  # a block that began on a rank before is that rank's to send
-            scales[at - first : at - first + q.scale.shape[0]].copy_(_plain(q.scale))
-    rows.codes.append(codes)
-    rows.scales.append(scales)
+            q = _piece(own, need, amaxes[block])
+        _put(q, rows, slice(start, stop), block - first)
+
+
+def _put(q: Quantized, rows: Rows, where: slice, block: int) -> None:
+    """Write codes into the last of ``rows``, and their scales from ``block`` on: those of a block that began on a rank
+    before (less than 0) are that rank's to send."""
+    rows.codes[-1][where].copy_(q.data.view(torch.uint8))
+    if block >= 0:
+        rows.scales[-1][block : block + q.scale.shape[0]].copy_(_plain(q.scale))
 
 
 def _piece(own: Tensor, need: Need, amax: Tensor) -> Quantized:
@@ -242,7 +231,8 @@ def wire(rows: Rows, shards: Shards) -> tuple[Tensor, ...]:
     parts = [t for pair in zip(rows.codes, rows.scales, strict=True) for t in pair]
     if shards.ranks > 1:
         return tuple(parts)
-    return (torch.cat([t.reshape(-1).view(torch.uint8) for t in sorted(parts, key=_itemsize)]),)
+    parts.sort(key=lambda t: -t.element_size())  # fp32 first: bytes behind bytes need no alignment
+    return (torch.cat([t.reshape(-1).view(torch.uint8) for t in parts]),)
 
 
 def shard_mesh(weight: Any) -> Any:
@@ -258,10 +248,6 @@ def gather(part: Tensor, mesh: Any) -> Tensor:
     return whole
 
 
-def _itemsize(t: Tensor) -> int:
-    return -t.element_size()  # fp32 first: bytes behind bytes need no alignment
-
-
 def gathered(
     outputs: tuple[Tensor, ...],
     needs: Sequence[Need],
@@ -275,7 +261,7 @@ def gathered(
     """
     sizes = [shapes(need, whole, shards) for need in needs]
     if shards.ranks == 1:
-        outputs = _apart(outputs[0], needs, sizes)
+        outputs = _split(outputs[0], needs, sizes)
     found = []
     for i, (need, (codes_shape, _)) in enumerate(zip(needs, sizes, strict=True)):
         sent = outputs[2 * i + 1]
@@ -297,25 +283,24 @@ def assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into:
             sent[r * each : r * each + b - a] for r, (a, b) in enumerate(zip(ends, ends[1:], strict=False)) if b > a
         ]
     if into is None:
-        joined = torch.cat(parts)
-        return joined.view(E8M0) if need.spec.scale == "e8m0" else joined
+        scales = torch.cat(parts)
+        return scales.view(E8M0) if need.spec.scale == "e8m0" else scales
     torch.cat(parts, out=_plain(into))
     return into
 
 
-def _apart(flat: Tensor, needs: Sequence[Need], sizes: Sequence[tuple[Any, Any]]) -> tuple[Tensor, ...]:
-    """The parts that :func:`wire` joined."""
-    wanted: list[tuple[int, torch.Size, torch.dtype]] = []
-    for i, (need, (codes, scale)) in enumerate(zip(needs, sizes, strict=True)):
-        dtype = torch.uint8 if need.spec.scale == "e8m0" else torch.float32
-        wanted += [(2 * i, codes, torch.uint8), (2 * i + 1, scale, dtype)]
-    found: dict[int, Tensor] = {}
-    at = 0
-    for index, shape, dtype in sorted(wanted, key=lambda w: -w[2].itemsize):
+def _split(flat: Tensor, needs: Sequence[Need], sizes: Sequence[tuple[torch.Size, torch.Size]]) -> tuple[Tensor, ...]:
+    """The tensors that :func:`wire` put into one."""
+    wanted: list[tuple[torch.Size, torch.dtype]] = []
+    for need, (codes, scale) in zip(needs, sizes, strict=True):
+        wanted += [(codes, torch.uint8), (scale, _scale_dtype(need))]
+    found, at = [flat] * len(wanted), 0
+    for i in sorted(range(len(wanted)), key=lambda i: -wanted[i][1].itemsize):
+        shape, dtype = wanted[i]
         size = shape.numel() * dtype.itemsize
-        found[index] = flat[at : at + size].view(dtype).view(shape)
+        found[i] = flat[at : at + size].view(dtype).view(shape)
         at += size
-    return tuple(found[i] for i in range(len(found)))
+    return tuple(found)
 
 
 def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, torch.Size]:
@@ -327,9 +312,9 @@ def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, t
     return torch.Size((shards.chunk, whole[1])), torch.Size((blocks, grid_of(1, whole[1], need.spec)[1]))
 
 
-def _scales(values: Tensor, need: Need, shape: Sequence[int]) -> Tensor:
-    dtype = torch.uint8 if need.spec.scale == "e8m0" else torch.float32
-    return torch.ones(tuple(shape), dtype=dtype, device=values.device)
+def _scale_dtype(need: Need) -> torch.dtype:
+    """Of scales on their way: those of one byte as bytes."""
+    return torch.uint8 if need.spec.scale == "e8m0" else torch.float32
 
 
 def _plain(part: Tensor) -> Tensor:

@@ -1,17 +1,29 @@
 """The weight that is FP8 between steps: a tensor of the high-precision shape and dtype, behind which GEMMs find codes.
 
-An :class:`Fp8Weight` is one of two things:
+An :class:`Fp8Weight` is in one of three states:
 
-- **a master with its facade**, which is what an optimizer and a state dict know: the values lie in :attr:`master`, an
-  ordinary tensor in fp32 or BF16, wherever it lies (it may be in host memory while the facade is on the GPU). Every
-  operation of torch sees the master; writing to the facade writes the master. The FP8 codes are cast from it once per
-  optimizer step, in one process by the cache of the layer (:mod:`octavo.fp8.weights.cache`), on several ranks by this
-  tensor, for the rows of its shard (:mod:`octavo.fp8.weights.fp8_rows`);
-- **gathered codes**, which is what FSDP2 hands to a layer for a forward and a backward: codes and scales of the whole
-  weight, and no values. GEMMs read the codes. Whatever else asks for values gets them by an explicit dequantize, freed
-  with the result (a layer inside ``fp8.high_precision``, a GEMM that a recipe keeps out of FP8); writing raises. Where
-  only shape and dtype are asked (``zeros_like``), nothing is dequantized. A frozen weight, which has codes for good and
-  never had a master, is a subclass (:mod:`octavo.fp8.weights.frozen_tensor`).
+- **a master** (:attr:`Fp8Weight.held`), which is what an optimizer and a state dict know: the values lie in
+  :attr:`~Fp8Weight.master`, an ordinary tensor in fp32 or BF16, wherever it lies (it may be in host memory while the
+  weight is on the GPU). Every operation of torch sees the master; writing to the weight writes the master. The FP8
+  codes are cast from it once per optimizer step, in one process by the cache of the layer
+  (:mod:`octavo.fp8.weights.cache`), on several ranks by this tensor, for the rows of its shard
+  (:mod:`octavo.fp8.weights.fp8_rows`);
+- **gathered codes** (:attr:`Fp8Weight.stored`), which FSDP2 hands to a layer for a forward and a backward: codes and
+  scales of the whole weight, and no values;
+- **frozen codes** (``stored.frozen``), for good: see :mod:`octavo.fp8.weights.frozen`. They move as one:
+  ``.to(device)``, copies and pickles carry the very codes, and FSDP2 shards, pads and gathers them with their scales.
+  A conversion to another dtype would put values in their place, so it is refused, of the tensor and of every module
+  that holds it.
+
+``param: true`` makes weights with a master of those that FP8 GEMMs multiply by
+(:func:`octavo.fp8.planning.apply.exchange`). In one process this changes no result; it lets the master lie in host
+memory, since forward and dgrad read codes alone, and FSDP2 gather codes and scales instead of 2 or 4 bytes a parameter:
+1 byte with one cast of the weight (blockwise, tensorwise), 2 with two (rowwise, mxfp8).
+
+GEMMs read codes. Whatever else asks a weight of codes for values gets them by an explicit dequantize, freed with the
+result (a layer inside ``fp8.high_precision``, a GEMM that a recipe keeps out of FP8, autocast); writing raises. Where
+only shape and dtype are asked (``zeros_like``), nothing is dequantized. What is done with codes and masters themselves
+is in :mod:`octavo.fp8.weights.fp8_ops`.
 
 What FSDP2 asks of a tensor to let it gather something else than its values is ``fsdp_pre_all_gather`` and
 ``fsdp_post_all_gather`` (torch 2.11 to 2.13). The short form of the first, with the mesh alone, is the one that may be
@@ -23,169 +35,160 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from functools import partialmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.weights import fp8_rows, versions
-from octavo.fp8.weights.fp8_rows import Need, Rows
+from octavo.fp8.kernels.registry import get
+from octavo.fp8.weights import fp8_rows
+from octavo.fp8.weights.fp8_codes import Codes, Held, Source
+from octavo.fp8.weights.fp8_rows import Need, Shards
 from octavo.fp8.weights.shards import local_of
 
 __all__ = ["Fp8Weight", "Held", "Source", "master_of"]
 
-aten = torch.ops.aten
-
-
-class Source(NamedTuple):
-    """What an :class:`Fp8Weight` knows besides values: the casts its layers ask for, the shape of the whole weight, and
-    whether the codes of its rows are kept between two gathers."""
-
-    needs: tuple[Need, ...]
-    whole: torch.Size
-    keep: bool = True
-
-
-class Held:
-    """A master, and the codes of its rows under FSDP2; one for all aliases of a weight. ``casts`` counts them."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.casts = 0
-        self.ahead = 0  # by how much the versions of tensors that were the master before exceed that of this one
-        self.edits = 0  # writes through the facade: the same on every rank, also on one without rows
-        self.rows: Rows | None = None
-        self.stamp: tuple[Any, ...] = ()
-        self.face: Any = None  # the DTensor of the master that state dicts get
-
-    @property
-    def version(self) -> int:
-        """Rises with every write to the tensor that torch sees; does not change when the values move elsewhere."""
-        return self.ahead + self.tensor._version
-
-    def move(self, tensor: Tensor) -> None:
-        """Let ``tensor``, of the same values, be the master."""
-        self.ahead = self.version - tensor._version
-        self.tensor = tensor
-
-
-class Gathered:
-    """The codes of a whole weight, one :class:`Quantized` a need, each of the matrix that the GEMM multiplies by.
-
-    ``turned``: this tensor is the transpose of that matrix (experts stored as [E, K, N]).
-    """
-
-    def __init__(self, codes: list[Quantized], turned: bool) -> None:
-        self.codes = codes
-        self.turned = turned
-
 
 class Fp8Weight(Tensor):
-    """See the module's docstring. Made by :meth:`of`, or by FSDP2 through :meth:`fsdp_post_all_gather`."""
+    """See the module's docstring. Made by :meth:`of` and :meth:`of_codes`."""
 
-    held: Held | None
-    gathered: Gathered | None
     source: Source
-    frozen: ClassVar[bool] = False  # codes for good
-    kept: ClassVar[dict[Any, Callable[..., Any]]]  # what an operation returns as an Fp8Weight, None: it sees values
+    held: Held | None
+    stored: Codes | None
+    operations: ClassVar[dict[Any, Callable[..., Any]]] = {}  # what is not done with values: filled by fp8_ops
 
     @staticmethod
     @torch._disable_dynamo  # a compiler may look at what operations of a weight do, not into them
     def __new__(
-        cls: type[Fp8Weight],
-        like: Tensor,
-        source: Source,
-        held: Held | None,
-        gathered: Gathered | None,
-        device: torch.device | None = None,
+        cls: type[Fp8Weight], like: Tensor, source: Source, state: Held | Codes, device: torch.device | None = None
     ) -> Fp8Weight:
         """``like``: a tensor of the shape, strides, dtype and (unless given) device that this one shows."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
         )
-        self.source, self.held, self.gathered = source, held, gathered
+        self.source = source
+        self.held, self.stored = (state, None) if isinstance(state, Held) else (None, state)
         return self
 
     @classmethod
     def of(cls, master: Tensor, source: Source, device: torch.device | None = None) -> Fp8Weight:
         """The weight whose values lie in ``master``; ``device``: where its GEMMs run, if not where the values lie."""
-        return cls(master, source, Held(master), None, device)
+        return cls(master, source, Held(master), device)
+
+    @classmethod
+    def of_codes(
+        cls, codes: Codes, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stride: Any = None
+    ) -> Fp8Weight:
+        """The weight that shows ``codes`` as values of this shape and dtype; ``stride`` if it is not contiguous."""
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        if stride is not None:
+            like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return cls(like, codes.source, codes, device)
 
     # What it is ------------------------------------------------------------------------------------------------------
 
     @property
+    def frozen(self) -> Codes | None:
+        """The codes of a frozen weight, None for any other."""
+        return self.stored if self.stored is not None and self.stored.frozen else None
+
+    @property
+    def turned(self) -> bool:
+        """Whether its codes are those of its transpose; False with a master."""
+        return self.stored is not None and self.stored.turned
+
+    @property
     def master(self) -> Tensor:
-        """The ordinary tensor with this rank's values. AttributeError for a gathered weight, which has none."""
+        """The ordinary tensor with this rank's values. AttributeError for a weight of codes, which has none."""
         if self.held is None:
             raise AttributeError("A gathered FP8 weight has codes and no master; the shards of its ranks have.")
         return self.held.tensor
 
     def move_master(self, device: torch.device | str, pin: bool = False) -> None:
-        """Let the values lie on ``device`` (pinned there, if asked); codes and facade stay where they are, and codes
-        stay valid, since no value changes. Casts bring the values over for as long as they take."""
+        """Let the values lie on ``device`` (pinned there, if asked); the weight stays where it is, and its codes stay
+        valid, since no value changes. Casts bring the values over for as long as they take."""
         assert self.held is not None
         moved = self.held.tensor.detach().to(device)
         self.held.move(moved.pin_memory() if pin else moved)
 
     def values(self, slot: int | None = None) -> Tensor:
-        """High precision, on the device of the facade: the master, or the dequantized codes of a gathered weight; of
-        one expert if ``slot`` says so."""
+        """High precision, on the device of the weight: the master or dequantized codes; of one expert if ``slot`` says
+        so."""
         if self.held is not None:
             values = self.held.tensor.detach().to(self.device)
             return values if slot is None else values[slot]
-        own = self if slot is None else _select(self, 0, slot)
-        assert own is not None
-        return own.dequantize()
+        return (self if slot is None else self.expert(slot)).dequantize()
+
+    def expert(self, slot: int) -> Fp8Weight:
+        """The codes of one expert."""
+        assert self.stored is not None
+        codes = self.stored.expert(slot)
+        return Fp8Weight.of_codes(codes, self.shape[1:], self.dtype, self.device, self.stride()[1:])
 
     def dequantize(self) -> Tensor:
-        """The values of gathered codes, in this tensor's dtype."""
-        assert self.gathered is not None
-        values = fp8_rows.dequantize(self.gathered.codes[0], self.source.needs[0], self.dtype)
-        return values.mT if self.gathered.turned else values
+        """The values of codes, in this tensor's dtype; zeros where a shard has none."""
+        assert self.stored is not None
+        return self.stored.values(self.shape, self.dtype, self.device)
 
     def codes(self, spec: CastSpec, slot: int | None = None) -> Quantized | None:
-        """The gathered codes under ``spec``, of one expert if ``slot`` says so; None for a weight with a master, whose
-        codes are for its layer to cast.
+        """The codes under ``spec``, of one expert if ``slot`` says so. None for a weight with a master, whose codes are
+        for its layer to cast, and for frozen codes that lie in other blocks.
 
-        Raises RuntimeError for a cast that nobody announced when the parameter was exchanged.
+        Raises RuntimeError for a cast of gathered codes that nobody announced when the parameter was exchanged.
         """
-        if self.gathered is None:
+        if self.stored is None:
             return None
-        q = next((q for q in self.gathered.codes if q.spec == spec), None)
-        if q is None:
-            there = ", ".join(str(q.spec) for q in self.gathered.codes)
+        q = self.stored.find(spec)
+        if q is None and not self.stored.frozen:
+            there = ", ".join(str(q.spec) for q in self.stored.codes)
             raise RuntimeError(
                 f"A gathered FP8 weight of shape {list(self.shape)} was asked for codes under {spec} and holds those "
                 f"under {there}. Its recipe changed after fp8.apply: apply the plan to the model again."
             )
-        return q if slot is None else Quantized(q.data[slot], q.scale[slot], q.spec)
+        return q if q is None or slot is None else Quantized(q.data[slot], q.scale[slot], q.spec)
 
     def stamp(self) -> tuple[Any, ...]:
-        """What must be the same for codes of this weight to be valid, besides the epoch."""
-        if self.held is None:
-            return ()
-        return (self.held.edits, self.held.version)
+        """What must be the same for codes of this weight to be valid, besides the version of all weights."""
+        return () if self.held is None else (self.held.edits, self.held.version)
 
     @property
     def _version(self) -> int:  # type: ignore[override]
         return sum(self.stamp())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the master, or of the first codes."""
-        return (self.held.tensor if self.held is not None else self._codes()[0].data).untyped_storage()
+        """Of the master, or of the first codes: by it FSDP2 tells whether a shard was moved. A whole frozen weight has
+        its wrapper's, which refuses its address to all who save by address: ``model.save_pretrained``, safetensors."""
+        if self.frozen is None or self.frozen.shard:
+            return self.first().untyped_storage()
+        storage, shape = super().untyped_storage(), self.shape  # never self: the storage would keep it
+
+        def refuse() -> int:
+            raise RuntimeError(_no_values(shape))
+
+        storage.data_ptr = refuse  # type: ignore[method-assign]
+        return storage
 
     def data_ptr(self) -> int:
-        """Of the master, or of the first codes."""
-        return (self.held.tensor if self.held is not None else self._codes()[0].data).data_ptr()
+        """Of the master, or of gathered codes. RuntimeError for frozen ones, which safetensors would read as values."""
+        if self.frozen:
+            raise RuntimeError(_no_values(self.shape))
+        return self.first().data_ptr()
 
-    def _codes(self) -> list[Quantized]:
-        assert self.gathered is not None
-        return self.gathered.codes
+    def first(self) -> Tensor:
+        """The master, or the first codes; an empty tensor where there are none."""
+        if self.stored is None:
+            return self.master
+        if self.stored.codes:
+            return self.stored.codes[0].data
+        return torch.empty(0, dtype=self.stored.need.spec.fmt.dtype, device=self.device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "gathered codes" if self.held is None else f"master on {self.held.tensor.device}"
+        if self.frozen:
+            kind = f"frozen codes {self.frozen.need.spec}{', a shard' if self.frozen.shard else ''}"
         return f"Fp8Weight(shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, {kind})"
 
     # How torch treats it ---------------------------------------------------------------------------------------------
@@ -196,22 +199,20 @@ class Fp8Weight(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        keep = cls.kept.get(func)
-        if keep is not None:
-            kept = keep(*args, **kwargs)
-            if kept is not None:
-                return kept
+        if func in cls.operations:
+            made = cls.operations[func](*args, **kwargs)
+            if made is not None:
+                return made
         written = _written(func, args, kwargs)
         for weight in written:
             if weight.held is None:
                 raise RuntimeError(weight._refusal(f"{func} writes to"))
-        read = _shape_of if func in _SHAPE_ONLY else Fp8Weight.values
         targets = {id(w) for w in written}
 
         def plain(value: Any) -> Any:
             if not isinstance(value, Fp8Weight):
                 return value
-            return value.master if id(value) in targets else read(value)
+            return value.master if id(value) in targets else value.values()
 
         out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
         for weight in written:
@@ -223,19 +224,17 @@ class Fp8Weight(Tensor):
 
         return tree_map(back, out) if written else out
 
-    def _refusal(self, what: str) -> str:
-        return (
-            f"{what} a gathered FP8 weight of shape {list(self.shape)}, which holds codes and no values. Write to the "
-            "sharded parameter (model.reshard() under FSDP2), or before fully_shard."
-        )
-
     @property
     def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """``p.data = x`` exchanges the master."""
+        """``p.data = x`` exchanges the master; a frozen weight takes the codes of another one like it."""
+        if self.frozen:
+            if value is not self:
+                self.stored = self._codes_of(value, "was given as the data of")
+            return
         if isinstance(value, Fp8Weight):
             value = value.master
         if self.held is None or (value.shape, value.dtype) != (self.shape, self.dtype) or value.device != self.device:
@@ -246,36 +245,146 @@ class Fp8Weight(Tensor):
         self.held.tensor = value.detach()
         self.held.edits += 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Weight:
+    def receive(self, other: object) -> None:
+        """Become a copy of ``other``, a frozen weight as this one: how a shard is filled, and how codes are exchanged.
+        RuntimeError if they differ in more than codes."""
+        assert self.stored is not None
+        if isinstance(other, Fp8Weight) and other.stored is self.stored:
+            return
+        codes = self._codes_of(other, "was to be copied to")
+        if self.stored.codes and self.stored.lead != codes.lead:
+            why = "rows that begin at another place in their block"
+            raise RuntimeError(self._refusal(f"A tensor ({why}) was to be copied to"))
+        self.stored.receive(codes)
+
+    def _codes_of(self, other: object, what: str) -> Codes:
+        """The codes of another frozen weight. RuntimeError if they cannot be those of this one."""
+        why: str | None = "no frozen FP8 weight"
+        if isinstance(other, Fp8Weight) and other.frozen:
+            mine, its = self._identity(), other._identity()
+            why = next((f"{name} {its[name]}, not {mine[name]}" for name in mine if its[name] != mine[name]), None)
+            if why is None:
+                return other.frozen
+        raise RuntimeError(self._refusal(f"A tensor ({why}) {what}"))
+
+    def _identity(self) -> dict[str, Any]:
+        """What two frozen weights must have in common for one to take the codes of the other."""
+        assert self.stored is not None
+        spec, shape = self.stored.need.spec, list(self.shape)
+        codes = (spec.format, spec.block)
+        return {"shape": shape, "dtype": self.dtype, "device": self.device, "codes": codes, "orientation": self.turned}
+
+    # What a frozen weight refuses ------------------------------------------------------------------------------------
+
+    def _refusal(self, what: str) -> str:
+        if self.frozen:
+            return (
+                f"{what} a frozen FP8 weight of shape {list(self.shape)}, whose codes stay as they are. Call "
+                "fp8.thaw(model) for weights in high precision that may be written, or fp8.load_fp8_state_dict to "
+                "exchange codes for others."
+            )
+        return (
+            f"{what} a gathered FP8 weight of shape {list(self.shape)}, which holds codes and no values. Write to the "
+            "sharded parameter (model.reshard() under FSDP2), or before fully_shard."
+        )
+
+    def refuse_dtype(self, dtype: torch.dtype) -> None:
+        if dtype is self.dtype or not self.frozen:
+            return
+        raise RuntimeError(
+            f"A frozen FP8 weight of shape {list(self.shape)} that stands for {self.dtype} values was to become "
+            f"{dtype}, which would drop its codes and scales. Call fp8.thaw(model) first for a model in high precision "
+            "(2 bytes a parameter and more), or convert the other parts alone, such as model.lm_head.to(...); "
+            "weight.dequantize().to(...) gives the values of this weight. It is unchanged; modules that were converted "
+            "before it stay converted."
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To another device or dtype. RuntimeError for another dtype of a frozen weight, as ``module.to(dtype)`` and
+        ``model.half()`` ask it; autocast, which asks otherwise, gets values."""
+        for given in (*args, *kwargs.values()):
+            dtype = given if isinstance(given, torch.dtype) else given.dtype if isinstance(given, Tensor) else None
+            if dtype is not None:
+                self.refuse_dtype(dtype)
+        return super().to(*args, **kwargs)
+
+    half = partialmethod(to, torch.float16)
+    float = partialmethod(to, torch.float32)
+    double = partialmethod(to, torch.float64)
+    bfloat16 = partialmethod(to, torch.bfloat16)
+
+    def type(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Its type's name; as :meth:`to` for a dtype."""
+        if dtype is not None:
+            self.refuse_dtype(dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
+        return super().type(dtype, *args, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """RuntimeError for True of a frozen weight."""
+        if requires_grad and self.frozen:
+            raise RuntimeError(self._refusal("A gradient was asked of"))
+        return super().requires_grad_(requires_grad)
+
+    @property
+    def requires_grad(self) -> bool:
+        return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    # How it is copied ------------------------------------------------------------------------------------------------
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
+        """The same with its master, or its frozen codes and scales, passed through ``change``, which may move codes."""
+        if not self.frozen:
+            return Fp8Weight.of(change(self.master.detach()), self.source, self.device)
+        made = self.frozen.changed(change)
+        here = made.codes[0].data if made.codes else change(torch.empty(0, device=self.device))
+        return Fp8Weight.of_codes(made, self.shape, self.dtype, here.device, self.stride())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = _rebuilt(copy.deepcopy(self.master.detach(), memo), self.source, self.device, self)
+            made: Tensor = self.changed(lambda t: copy.deepcopy(t, memo))
+            memo[id(self)] = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        grad = self.requires_grad
-        return _unpickled, (self.master.detach(), self.source, self.device, isinstance(self, nn.Parameter), grad)
+        inner = self._inner() if self.frozen else {"master": self.master.detach()}
+        inner = {k: t.view(torch.uint8) if k == "codes_0" else t for k, t in inner.items()}  # pickle knows no FP8
+        grad = self.requires_grad if isinstance(self, nn.Parameter) else None
+        return _unpickled, (inner, self._context(), self.shape, self.stride(), grad)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Its inner tensors by name: also what tells torch to exchange the whole object where ``module.to()`` would
         set ``data``."""
-        if self.held is not None:
-            return ["master"], (self.source, self.device, None)
-        names = []
-        for i, q in enumerate(self._codes()):
-            self.__dict__[f"codes_{i}"], self.__dict__[f"scale_{i}"] = q.data, q.scale
-            names += [f"codes_{i}", f"scale_{i}"]
-        turned = self.gathered.turned if self.gathered is not None else False
-        return names, (self.source, self.device, (tuple(q.spec for q in self._codes()), turned, self.dtype))
+        if self.stored is not None:
+            self.__dict__.update(self._inner())
+        return list(self._inner()), self._context()
+
+    def _inner(self) -> dict[str, Tensor]:
+        if self.stored is None:
+            return {"master": self.master}
+        parts = [(f"codes_{i}", q.data, f"scale_{i}", q.scale) for i, q in enumerate(self.stored.codes)]
+        return {name: t for c, data, s, scale in parts for name, t in ((c, data), (s, scale))}
+
+    def _context(self) -> tuple[Any, ...]:
+        """All but the inner tensors, in values that can be compared: the compiler guards on them."""
+        needs, whole, keep = self.source
+        named = tuple((need.spec, need.backend.name, *need[2:]) for need in needs)
+        codes = self.stored
+        state = None if codes is None else (codes.turned, codes.frozen, codes.lead, codes.shard)
+        return (named, tuple(whole), keep), self.dtype, self.device, state
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Fp8Weight:
-        source, device, codes = context
-        if codes is None:
+        (named, whole, keep), dtype, device, state = context
+        needs = tuple(Need(spec, get(backend), *rest) for spec, backend, *rest in named)
+        source = Source(needs, torch.Size(whole), keep)
+        if state is None:
             return Fp8Weight.of(inner["master"], source, device)
-        specs, turned, dtype = codes
-        made = [Quantized(inner[f"codes_{i}"], inner[f"scale_{i}"], spec) for i, spec in enumerate(specs)]
-        like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        return Fp8Weight(like, source, None, Gathered(made, turned), device)
+        made = [Quantized(inner[f"codes_{i}"], inner[f"scale_{i}"], n.spec) for i, n in enumerate(needs) if inner]
+        return Fp8Weight.of_codes(Codes(made, source, *state), size, dtype, device, stride)
 
     # How FSDP2 gathers it --------------------------------------------------------------------------------------------
 
@@ -285,22 +394,13 @@ class Fp8Weight(Tensor):
         return self.wire(mesh), mesh.size()
 
     def wire(self, mesh: Any) -> tuple[Tensor, ...]:
-        """What this rank sends: see :func:`octavo.fp8.weights.fp8_rows.wire`. A collective where blocks cross
-        shards."""
-        held, (needs, whole, keep) = self.held, self.source
-        assert held is not None
-        shards = fp8_rows.Shards(whole[0], mesh.size(), mesh.get_local_rank())
-        # Who casts takes part in a collective where blocks are cut, so all ranks must come to the same answer. The
-        # master's version cannot be asked then: a rank without rows sees no write to it.
-        cut = any(shards.cuts(need) for need in needs)
-        stamp = (versions.now, versions.edits, held.edits, 0 if cut else held.version, shards)
-        if held.rows is not None and held.stamp == stamp:
-            return fp8_rows.wire(held.rows, shards)
-        with torch.inference_mode(False), torch.no_grad():
-            rows = fp8_rows.cast(self.values(), needs, shards, mesh)
-        held.casts += 1
-        held.rows, held.stamp = (rows, stamp) if keep else (None, ())
-        return fp8_rows.wire(rows, shards)
+        """What this rank sends: see :func:`octavo.fp8.weights.fp8_rows.wire`. A collective where blocks of a master
+        cross shards; frozen codes are sent as they are."""
+        shards = Shards(self.source.whole[0], mesh.size(), mesh.get_local_rank())
+        if self.stored is not None:
+            return fp8_rows.wire(self.stored.sent(shards, self.device), shards)
+        assert self.held is not None
+        return fp8_rows.wire(self.held.sent(self.values, self.source, shards, mesh), shards)
 
     def fsdp_post_all_gather(
         self,
@@ -312,126 +412,30 @@ class Fp8Weight(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that layers see, made of what all ranks sent. Its codes lie where FSDP2 gathered them; its scales
         in tensors of their own, which FSDP2 frees and allocates with them."""
-        needs, whole = self.source.needs, self.source.whole
-        shards = fp8_rows.Shards(whole[0], metadata, 0)
-        before = None if out is None else _gathered_of(out)
-        scales = None if before is None else [q.scale for q in before.codes]
-        codes = fp8_rows.gathered(all_gather_outputs, needs, whole, shards, scales)
-        if before is not None:
-            before.codes[:] = codes
+        before = out.stored if isinstance(out, Fp8Weight) else None
+        assert out is None or before is not None
+        made = Codes.gathered(all_gather_outputs, self.source, metadata, self.frozen is not None, before)
+        if made is before:
             return None
-        like = torch.empty(whole, dtype=param_dtype, device="meta")
-        made = Gathered(codes, needs[0].transposed)
-        return type(self)(like, self.source, None, made, self.device), tuple(q.scale for q in codes)
+        whole = Fp8Weight.of_codes(made, self.source.whole, param_dtype, self.device)
+        return whole, tuple(q.scale for q in made.codes)
 
 
-def _gathered_of(out: Tensor) -> Gathered:
-    assert isinstance(out, Fp8Weight) and out.gathered is not None
-    return out.gathered
+def _unpickled(inner: dict[str, Tensor], context: Any, size: Any, stride: Any, grad: bool | None) -> Tensor:
+    source, dtype, device, state = context
+    if "codes_0" in inner:
+        inner["codes_0"] = inner["codes_0"].view(source[0][0][0].fmt.dtype)
+        device = inner["codes_0"].device  # where they were loaded to
+    made = Fp8Weight.__tensor_unflatten__(inner, (source, dtype, device, state), size, stride)
+    return made if grad is None else nn.Parameter(made, requires_grad=grad)
 
 
-def _unpickled(master: Tensor, source: Source, device: torch.device, parameter: bool, grad: bool) -> Tensor:
-    made = Fp8Weight.of(master, source, device)
-    return nn.Parameter(made, requires_grad=grad) if parameter else made
-
-
-def _rebuilt(master: Tensor, source: Source, device: torch.device, like: Tensor) -> Any:
-    return _unpickled(master, source, device, isinstance(like, nn.Parameter), like.requires_grad)
-
-
-# Fp8Weight.kept: where FSDP2 cuts, pads and aliases weights.
-
-
-def _alias(weight: Fp8Weight, *_: Any, **__: Any) -> Fp8Weight:
-    return type(weight)(weight, weight.source, weight.held, weight.gathered)
-
-
-def _as_strided(weight: Fp8Weight, size: Any, stride: Any, offset: int | None = None) -> Fp8Weight | None:
-    same = tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not offset
-    return _alias(weight) if same else None
-
-
-def _slice(
-    weight: Fp8Weight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Fp8Weight | None:
-    if weight.held is None or dim != 0 or step != 1 or weight.held.tensor.device != weight.device:
-        return None
-    return Fp8Weight.of(aten.slice.Tensor(weight.held.tensor.detach(), dim, start, end), weight.source)
-
-
-def _new_zeros(weight: Fp8Weight, size: Any, **how: Any) -> Fp8Weight | None:
-    other = [v for k, v in how.items() if v is not None and k != "pin_memory"]
-    if weight.held is None or other or len(size) != weight.dim() or tuple(size[1:]) != tuple(weight.shape[1:]):
-        return None
-    return Fp8Weight.of(weight.held.tensor.new_zeros(size), weight.source, weight.device)
-
-
-def _copied(op: Callable[..., Tensor]) -> Callable[..., Fp8Weight | None]:
-    def copied(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
-        if weight.held is None:
-            return None
-        made = op(weight.held.tensor.detach(), **how)
-        stays = weight.held.tensor.device != weight.device and how.get("device") is None
-        return Fp8Weight.of(made, weight.source, weight.device if stays else None)
-
-    return copied
-
-
-def _turned(weight: Fp8Weight, *dims: int) -> Fp8Weight | None:
-    """The transpose of gathered codes stays codes."""
-    last = weight.dim() - 1
-    if weight.gathered is None or (dims and {d % weight.dim() for d in dims} != {last - 1, last}):
-        return None
-    like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta").mT
-    made = Gathered(weight.gathered.codes, not weight.gathered.turned)
-    return type(weight)(like, weight.source, None, made, weight.device)
-
-
-def _select(weight: Fp8Weight, dim: int, index: int) -> Fp8Weight | None:
-    """One expert of gathered codes stays codes."""
-    if weight.gathered is None or weight.dim() != 3 or dim != 0:
-        return None
-    codes = [Quantized(q.data[index], q.scale[index], q.spec) for q in weight.gathered.codes]
-    like = torch.empty_strided(weight.shape[1:], weight.stride()[1:], dtype=weight.dtype, device="meta")
-    return type(weight)(like, weight.source, None, Gathered(codes, weight.gathered.turned), weight.device)
-
-
-def _unbind(weight: Fp8Weight, dim: int = 0) -> list[Fp8Weight] | None:
-    parts = [_select(weight, dim, i) for i in range(weight.shape[0])]
-    return None if not parts or parts[0] is None else parts  # type: ignore[return-value]
-
-
-Fp8Weight.kept = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.as_strided.default: _as_strided,
-    aten.slice.Tensor: _slice,
-    aten.new_zeros.default: _new_zeros,
-    aten.clone.default: _copied(aten.clone.default),
-    aten._to_copy.default: _copied(aten._to_copy.default),
-    aten.t.default: _turned,
-    aten.transpose.int: _turned,
-    aten.select.int: _select,
-    aten.unbind.int: _unbind,
-}
-_SHAPE_ONLY = {
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.new_full.default,
-}
-
-
-def _shape_of(weight: Fp8Weight) -> Tensor:
-    """A stand-in of the weight's shape, dtype and device, one element large."""
-    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+def _no_values(shape: torch.Size) -> str:
+    return (
+        f"A frozen FP8 weight of shape {list(shape)} has no values in memory that could be pointed at. Save "
+        "fp8.fp8_state_dict(model) for its codes and scales, or fp8.thaw(model) first for values (save_pretrained "
+        "writes those); `octavo export` writes FP8 folders."
+    )
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Fp8Weight]:

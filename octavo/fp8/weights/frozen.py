@@ -17,10 +17,9 @@ tensor   (-1, -1)        tensorwise  [1, 1]
 Experts are [E, N, K] with a dimension E in front of their scales. Scales are dequant multipliers, value = code * scale,
 in fp32, and need not be powers of two: those of a checkpoint are kept as they came.
 
-``model.to(device)``, copies, pickles and FSDP2 carry codes and scales
-(:mod:`octavo.fp8.weights.frozen_tensor`); another dtype, a gradient and a write are refused. ``model.state_dict()``
-holds the frozen weights themselves, which read as values and load, code for code, into a model that is frozen alike;
-files are made of :func:`octavo.fp8.fp8_state_dict`, plain codes and scales by name.
+``model.to(device)``, copies, pickles and FSDP2 carry codes and scales; another dtype, a gradient and a write are
+refused. ``model.state_dict()`` holds the frozen weights themselves, which read as values and load, code for code, into
+a model that is frozen alike; files are made of :func:`octavo.fp8.fp8_state_dict`, plain codes and scales by name.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from torch import Tensor, nn
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.layout import grid_of
 from octavo.fp8.kernels.registry import get
+from octavo.fp8.weights.fp8_codes import Codes, Source
 from octavo.fp8.weights.fp8_rows import Need, Shards, assembled, gather, shard_mesh
-from octavo.fp8.weights.frozen_tensor import FrozenWeight
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import is_whole, local_of
 
 __all__ = [
@@ -89,9 +89,9 @@ def frozen(
     if transposed and codes.dim() == 2:
         raise ValueError(f"Only experts are stored transposed; found codes of two dimensions, {list(codes.shape)}.")
     shape = codes.shape if not transposed else torch.Size((*codes.shape[:-2], codes.shape[-1], codes.shape[-2]))
-    need = Need(spec, get("reference"), 1, transposed)
-    made = [Quantized(codes.detach(), scale.detach(), spec)]
-    return nn.Parameter(FrozenWeight.made(made, need, shape, shape, dtype, codes.device), requires_grad=False)
+    source = Source((Need(spec, get("reference"), 1, transposed),), shape)
+    made = Codes([Quantized(codes.detach(), scale.detach(), spec)], source, transposed, frozen=True)
+    return nn.Parameter(Fp8Weight.of_codes(made, shape, dtype, codes.device), requires_grad=False)
 
 
 def freeze_weight(
@@ -116,22 +116,28 @@ def freeze_weight(
 
 def is_frozen(value: object) -> bool:
     """True for a frozen FP8 weight, also as the local part of a DTensor."""
-    return isinstance(local_of(value), FrozenWeight)
+    return _frozen(value) is not None
+
+
+def _frozen(value: object) -> Codes | None:
+    """The codes of a frozen weight that lie on this rank, None for anything else."""
+    local = local_of(value)
+    return local.frozen if isinstance(local, Fp8Weight) else None
 
 
 def codes_of_frozen(weight: Tensor) -> Quantized:
     """The codes and scales of a frozen weight: the very tensors, not copies; of a sharded one those of this rank's rows
     (none on a rank without rows). Raises ValueError for any other weight."""
-    local = local_of(weight)
-    if not isinstance(local, FrozenWeight):
+    codes = _frozen(weight)
+    if codes is None:
         raise ValueError(f"{type(weight).__name__} of shape {list(weight.shape)} is no frozen FP8 weight.")
-    return local.own or _nothing(local)
+    return codes.codes[0] if codes.codes else _nothing(codes, local_of(weight).device)
 
 
 def codes_cast(weight: object) -> CastSpec | None:
     """The cast of the codes of a frozen weight, also of a sharded one; None for any other."""
-    local = local_of(weight)
-    return local.spec if isinstance(local, FrozenWeight) else None
+    codes = _frozen(weight)
+    return None if codes is None else codes.need.spec
 
 
 def frozen_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -164,37 +170,38 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
 
 
 def _digest(weight: Any) -> str:
-    local: FrozenWeight = local_of(weight)
-    q = codes_of_frozen(weight)
+    q, source = codes_of_frozen(weight), local_of(weight).source
     rows = q.data.detach().contiguous().view(torch.uint8).cpu().numpy()
     digests = b"".join(hashlib.sha256(row.tobytes()).digest() for row in rows)
     scales = q.scale.detach()
     if not is_whole(weight):
-        digests, scales = _of_all_ranks(weight, local, digests)
-    whole = hashlib.sha256(f"{local.spec.format} {local.spec.block} {list(local.source.whole)}".encode())
+        digests, scales = _of_all_ranks(weight, digests)
+    whole = hashlib.sha256(f"{q.spec.format} {q.spec.block} {list(source.whole)}".encode())
     whole.update(digests)
     whole.update(scales.contiguous().cpu().numpy().tobytes())
     return whole.hexdigest()
 
 
-def _of_all_ranks(weight: Any, local: FrozenWeight, own: bytes) -> tuple[bytes, Tensor]:
+def _of_all_ranks(weight: Any, own: bytes) -> tuple[bytes, Tensor]:
     """The digests of all rows and all scales, of a weight whose rows lie on several ranks. A collective."""
-    mesh, (need,), whole = shard_mesh(weight), local.source.needs, local.source.whole
+    mesh, local = shard_mesh(weight), local_of(weight)
+    (need,), whole, _ = local.source
     shards = Shards(whole[0], mesh.size(), mesh.get_local_rank())
     mine = torch.zeros(shards.chunk, 32, dtype=torch.uint8)
     if own:
         mine[: len(own) // 32] = torch.frombuffer(bytearray(own), dtype=torch.uint8).view(-1, 32)
-    digests, scales = (gather(part.to(local.device), mesh) for part in (mine, local.pieces(shards)[1]))
+    scales = local.frozen.sent(shards, local.device).scales[0]
+    digests, scales = (gather(part.to(local.device), mesh) for part in (mine, scales))
     return digests[: whole[0]].cpu().numpy().tobytes(), assembled(scales, need, whole, shards, None)
 
 
-def _nothing(local: FrozenWeight) -> Quantized:
+def _nothing(frozen: Codes, device: torch.device) -> Quantized:
     """No rows of a weight."""
-    (need,), whole = local.source.needs, local.source.whole
+    (need,), whole, _ = frozen.source
     n, k = (whole[-1], whole[-2]) if need.transposed else (whole[-2], whole[-1])
     lead, grid = ((0,), grid_of(n, k, need.spec)) if len(whole) == 3 else ((), (0, grid_of(1, k, need.spec)[1]))
-    codes = torch.empty((*lead, n, k) if lead else (0, k), dtype=need.spec.fmt.dtype, device=local.device)
-    return Quantized(codes, torch.empty((*lead, *grid), device=local.device), need.spec)
+    codes = torch.empty((*lead, n, k) if lead else (0, k), dtype=need.spec.fmt.dtype, device=device)
+    return Quantized(codes, torch.empty((*lead, *grid), device=device), need.spec)
 
 
 def thaw(model: nn.Module) -> nn.Module:
@@ -207,7 +214,7 @@ def thaw(model: nn.Module) -> nn.Module:
         for name, parameter in list(module._parameters.items()):
             if not is_frozen(parameter):
                 continue
-            if not isinstance(parameter, FrozenWeight):
+            if not isinstance(parameter, Fp8Weight):
                 raise RuntimeError(
                     f"{path}.{name} is a frozen FP8 weight that is sharded already. Call fp8.thaw before fully_shard."
                 )

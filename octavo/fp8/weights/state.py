@@ -1,18 +1,7 @@
-"""``param: true``: the weights of FP8 layers become :class:`~octavo.fp8.weights.fp8_tensor.Fp8Weight`, and their state
-dicts.
+"""State dicts with FP8 weights as codes and scales: plain tensors by name, as FP8 checkpoints hold them.
 
-:func:`exchange` does it in place, as a part of :func:`octavo.fp8.apply`: names, shapes, values and modules stay, the
-``Parameter`` objects are new ones. So it comes before ``fully_shard`` and before the optimizer is made. What stays as
-it is: biases, whatever no FP8 GEMM multiplies by, and a weight that is tied to a layer outside FP8.
-
-In one process this changes no result: codes are cast once per optimizer step from the same values. What it buys:
-forward and dgrad read codes alone, so that the master may lie in host memory; and FSDP2 gathers codes and scales
-instead of 2 or 4 bytes a parameter, 1 byte with one cast of the weight (blockwise, tensorwise), 2 with two (rowwise,
-mxfp8). A gathered weight has no values but those of its codes: layers in ``fp8.high_precision`` and GEMMs that a recipe
-keeps out of FP8 compute with dequantized codes on several ranks, and with the master in one process.
-
-``model.state_dict()`` is stock, in high precision: the masters, which may be written to (call ``fp8.invalidate`` after
-that). :func:`fp8_state_dict` holds codes instead.
+``model.state_dict()`` is stock, in high precision: of a weight with a master the master, which may be written to (call
+``fp8.invalidate`` after that). :func:`fp8_state_dict` holds codes instead.
 """
 
 from __future__ import annotations
@@ -27,7 +16,6 @@ from octavo.fp8.weights.cache import CachesWeights
 from octavo.fp8.weights.fp8_rows import Shards, dequantize, gather, gathered, shard_mesh
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
 from octavo.fp8.weights.frozen import codes_of_frozen, frozen, is_frozen
-from octavo.fp8.weights.frozen_tensor import FrozenWeight
 from octavo.fp8.weights.shards import distributed, full, is_whole, local_of
 
 __all__ = ["fp8_state_dict", "load_fp8_state_dict"]
@@ -62,9 +50,9 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     weights = dict(_weights(model))
     plain = dict(state)
-    exchanged: list[tuple[FrozenWeight, FrozenWeight]] = []
+    exchanged: list[tuple[Fp8Weight, Fp8Weight]] = []
     for name, weight in weights.items():
-        need = _source(weight).needs[0]
+        need = local_of(weight).source.needs[0]
         if name not in state:
             continue  # load_state_dict says so
         if state[name].dtype is not need.spec.fmt.dtype:
@@ -104,13 +92,12 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         mine.receive(its)
 
 
-def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> FrozenWeight:
+def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> Fp8Weight:
     """The rows of a frozen weight that lie on this rank, out of the codes and scales of all."""
-    need, local = _source(weight).needs[0], local_of(weight)
+    local = local_of(weight)
+    need, on = local.source.needs[0], local.device
     try:
-        whole: Any = frozen(
-            codes.to(local.device), scale.to(local.device), need.spec, weight.dtype, need.transposed
-        ).detach()
+        whole: Any = frozen(codes.to(on), scale.to(on), need.spec, weight.dtype, need.transposed).detach()
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if whole.shape != weight.shape:
@@ -118,8 +105,8 @@ def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> FrozenWeig
     if not is_whole(weight):
         mesh = shard_mesh(weight)
         begin, end = Shards(whole.shape[0], mesh.size(), mesh.get_local_rank()).here
-        whole = whole.rows(begin, end)
-    assert isinstance(whole, FrozenWeight)
+        whole = whole[begin:end]
+    assert isinstance(whole, Fp8Weight)
     return whole
 
 
@@ -133,13 +120,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
-def _source(weight: Any) -> Source:
-    return local_of(weight).source
-
-
 def _codes(weight: Any) -> Quantized:
     """The codes of the forward's cast of a whole weight, of the matrix that its GEMM multiplies by."""
-    source = _source(weight)
+    source: Source = local_of(weight).source
     if is_whole(weight):
         return codes_of_frozen(weight) if is_frozen(weight) else source.needs[0].cast(weight.values())
     mesh = shard_mesh(weight)

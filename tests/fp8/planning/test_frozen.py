@@ -111,7 +111,7 @@ def test_a_frozen_layer_keeps_nothing(kind: str, dgrad: str) -> None:
         y = model(x)
     report = held.report()
     assert report.total == 0, str(report)
-    assert set(report.apart) <= {"output"}, report.apart
+    assert set(report.separate) <= {"output"}, report.separate
     y.sum().backward()
     assert x.grad is not None
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from octavo import fp8
 from octavo.fp8.weights import fp8_rows
-from octavo.fp8.weights.frozen_tensor import FrozenWeight
 from octavo.parallel import World, full_state_dict, shard
 from tests import ranks
 
@@ -134,9 +133,7 @@ class Seen:
 
     def look(self, name: str, key: str, want: dict[str, fp8.Quantized], module: nn.Module, *_: object) -> None:
         weight, w = module._parameters[key], want[name]
-        assert isinstance(weight, FrozenWeight)
-        q = weight.own
-        assert q is not None
+        q = fp8.codes_of_frozen(weight)
         self.count += 1
         if not torch.equal(q.data.view(torch.uint8), w.data.view(torch.uint8)) or not torch.equal(q.scale, w.scale):
             self.wrong.append(name)
@@ -168,7 +165,7 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
             "undecoded": not decode.called,
             "looked": seen.count == 2 * len(want),
             "print": fp8.fingerprint(model) == before == fp8.fingerprint(alone),
-            "local": all(isinstance(p, FrozenWeight) for p in local.values()),
+            "local": all(fp8.is_frozen(p) for p in local.values()),
             "bytes": fp8.frozen_bytes(model) / whole,
             "codes": _equal(fp8.fp8_state_dict(model), fp8.fp8_state_dict(alone)),
         }
@@ -177,8 +174,7 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
         read = alone[0].up.base_layer.weight.dequantize()
         said["values"] = not share or torch.equal(values["0.up.base_layer.weight"], read)
         for p in local.values():
-            if p.own is not None:
-                p.own.data.view(torch.uint8).zero_()
+            fp8.codes_of_frozen(p).data.view(torch.uint8).zero_()
         said["zeroed"] = fp8.fingerprint(model) != before
         fp8.load_fp8_state_dict(model, state)
         said["loaded"] = fp8.fingerprint(model) == before

@@ -1,0 +1,186 @@
+"""What lies behind an FP8 weight: a master, of which codes are cast, or codes and the scales of their blocks alone.
+
+A shard of a frozen weight holds the rows that FSDP2 gave it, and the scales of all blocks that its rows touch: a block
+that a border cuts has its scale on every rank it reaches, and :attr:`Codes.lead` says how many of its rows lie on ranks
+before. FSDP2 makes a shard as it makes any: cut (``chunk``), an empty one of the padded size (``new_zeros``), of which
+the first rows are written (``narrow``, ``copy_``). The padding has no codes; it is added when the rows are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.kernels.layout import ceil_div
+from octavo.fp8.weights import fp8_rows, versions
+from octavo.fp8.weights.fp8_rows import Need, Rows, Shards
+
+__all__ = ["Codes", "Held", "Source"]
+
+
+class Source(NamedTuple):
+    """What an FP8 weight knows besides its bits: the casts its layers ask for, the shape of the whole weight, and
+    whether the codes of its rows are kept between two gathers."""
+
+    needs: tuple[Need, ...]
+    whole: torch.Size
+    keep: bool = True
+
+
+class Held:
+    """A master, and the codes of its rows under FSDP2; one for all aliases of a weight. ``casts`` counts them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.casts = 0
+        self.ahead = 0  # by how much the versions of tensors that were the master before exceed that of this one
+        self.edits = 0  # writes through the weight: the same on every rank, also on one without rows
+        self.rows: Rows | None = None
+        self.stamp: tuple[Any, ...] = ()
+        self.face: Any = None  # the DTensor of the master that state dicts get
+
+    @property
+    def version(self) -> int:
+        """Rises with every write to the tensor that torch sees; does not change when the values move elsewhere."""
+        return self.ahead + self.tensor._version
+
+    def move(self, tensor: Tensor) -> None:
+        """Let ``tensor``, of the same values, be the master."""
+        self.ahead = self.version - tensor._version
+        self.tensor = tensor
+
+    def sent(self, values: Callable[[], Tensor], source: Source, shards: Shards, mesh: Any) -> Rows:
+        """The codes of this rank's rows, cast if ``values`` changed. A collective where blocks are cut."""
+        # Who casts takes part in a collective where blocks are cut, so all ranks must come to the same answer. The
+        # master's version cannot be asked then: a rank without rows sees no write to it.
+        cut = any(shards.cuts(need) for need in source.needs)
+        stamp = (versions.now, versions.edits, self.edits, 0 if cut else self.version, shards)
+        if self.rows is not None and self.stamp == stamp:
+            return self.rows
+        with torch.inference_mode(False), torch.no_grad():
+            rows = fp8_rows.cast(values(), source.needs, shards, mesh)
+        self.casts += 1
+        self.rows, self.stamp = (rows, stamp) if source.keep else (None, ())
+        return rows
+
+
+class Codes:
+    """One :class:`Quantized` for each need of ``source``, of the matrix that the GEMM multiplies by; one object for all
+    aliases of a weight. ``codes`` is empty in a shard without rows, and before a shard is filled.
+
+    ``turned``: the weight shows the transpose of that matrix (experts stored as [E, K, N]). ``frozen``: codes for good,
+    of one need. ``lead``: the rows of the first block that lie on ranks before this one. ``shard``: made by FSDP2.
+    """
+
+    def __init__(
+        self, codes: list[Quantized], source: Source, turned: bool, frozen: bool, lead: int = 0, shard: bool = False
+    ) -> None:
+        self.codes, self.source = codes, source
+        self.turned, self.frozen, self.lead, self.shard = turned, frozen, lead, shard
+
+    @classmethod
+    def gathered(
+        cls, outputs: tuple[Tensor, ...], source: Source, ranks: int, frozen: bool, before: Codes | None
+    ) -> Codes:
+        """The codes of the whole weight, of what all ranks sent: new ones, or in place of those of ``before``."""
+        scales = None if before is None else [q.scale for q in before.codes]
+        shards = Shards(source.whole[0], ranks, 0)
+        codes = fp8_rows.gathered(outputs, source.needs, source.whole, shards, scales)
+        if before is None:
+            return cls(codes, source, source.needs[0].transposed, frozen)
+        before.codes[:] = codes
+        return before
+
+    @property
+    def need(self) -> Need:
+        """The cast that values are decoded from; the only one of a frozen weight."""
+        return self.source.needs[0]
+
+    def find(self, spec: CastSpec) -> Quantized | None:
+        """The codes under ``spec``; of a frozen weight, whose scales are what they are, those in the same blocks."""
+        for q in self.codes:
+            if q.spec == spec or (self.frozen and (q.spec.format, q.spec.block) == (spec.format, spec.block)):
+                return q
+        return None
+
+    def values(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """code * scale of the rows here, in ``dtype``; zeros where a shard of ``shape`` has no codes."""
+        if not self.codes:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        q = _by_row(self.codes[0], self.lead) if self.lead else self.codes[0]
+        values = fp8_rows.dequantize(q, self.need, dtype)
+        values = values.mT if self.turned else values
+        missing = shape[0] - values.shape[0]
+        return values if not missing else torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Codes:
+        """The same with codes and scales passed through ``change``, each by itself."""
+        made = [Quantized(change(q.data), change(q.scale), q.spec) for q in self.codes]
+        return Codes(made, self.source, self.turned, self.frozen, self.lead, self.shard)
+
+    def transposed(self) -> Codes:
+        """Those of a weight that shows the transpose of this one."""
+        return Codes(self.codes, self.source, not self.turned, self.frozen, self.lead)
+
+    def expert(self, slot: int) -> Codes:
+        """Those of one expert."""
+        made = [Quantized(q.data[slot], q.scale[slot], q.spec) for q in self.codes]
+        return Codes(made, self.source, self.turned, self.frozen)
+
+    def rows(self, start: int, end: int) -> Codes:
+        """Rows (or experts) ``start`` to ``end`` with the scales of their blocks: views, no copies; this very object
+        where that is all there is, or where nothing is yet, for what will lie here."""
+        if not self.codes or (start == 0 and end == self.codes[0].data.shape[0]):
+            return self
+        q, height, first = self.codes[0], self.need.spec.block[0], start + self.lead
+        if q.data.dim() == 3:
+            scale, lead = q.scale[start:end], 0
+        elif height == -1:
+            scale, lead = q.scale, first
+        else:
+            scale, lead = q.scale[first // height : ceil_div(end + self.lead, height)], first % height
+        made = [Quantized(q.data[start:end], scale, q.spec)] if end > start else []
+        return Codes(made, self.source, self.turned, self.frozen, lead, self.shard)
+
+    def receive(self, other: Codes) -> None:
+        """Write the codes and scales of ``other`` into these; an empty shard gets memory of its own for them."""
+        if not self.codes:
+            self.codes[:] = [Quantized(q.data.clone(), q.scale.clone(), q.spec) for q in other.codes]
+            self.lead = other.lead
+            return
+        for mine, its in zip(self.codes, other.codes, strict=True):
+            mine.data.view(torch.uint8).copy_(its.data.view(torch.uint8))
+            mine.scale.copy_(its.scale)
+
+    def sent(self, shards: Shards, device: torch.device) -> Rows:
+        """What this rank sends of a frozen weight: the codes of its rows as bytes, zeros in the padding, and the scales
+        of the blocks that begin here (those of a block that a border cuts are the same on every rank it reaches)."""
+        whole, height = self.source.whole, self.need.spec.block[0]
+        codes_shape, scale_shape = fp8_rows.shapes(self.need, whole, shards)
+        if not self.codes:
+            codes = torch.zeros(codes_shape, dtype=torch.uint8, device=device)
+            return Rows([codes], [torch.ones(scale_shape, dtype=torch.float32, device=device)])
+        q = self.codes[0]
+        scale = q.scale
+        if len(whole) == 2:
+            first, last = (shards.first_block(shards.rank + i, height) for i in (0, 1))
+            before = first - (0 if height == -1 else shards.here[0] // height)
+            scale = scale[before : before + last - first]
+        return Rows([_padded(q.data.view(torch.uint8), codes_shape, 0)], [_padded(scale, scale_shape, 1)])
+
+
+def _by_row(q: Quantized, lead: int) -> Quantized:
+    """Codes whose first block lacks ``lead`` rows, with a scale for each row."""
+    height, rows = q.spec.block[0], q.data.shape[0]
+    scale = q.scale.expand(rows, -1) if height == -1 else q.scale.repeat_interleave(height, 0)[lead : lead + rows]
+    return Quantized(q.data, scale.contiguous(), CastSpec(q.spec.format, (1, q.spec.block[1]), q.spec.scale))
+
+
+def _padded(part: Tensor, shape: torch.Size, fill: int) -> Tensor:
+    missing = shape[0] - part.shape[0]
+    part = part if not missing else torch.cat([part, part.new_full((missing, *part.shape[1:]), fill)])
+    return part.contiguous()

@@ -1,0 +1,204 @@
+"""What torch's operations make of an FP8 weight itself. Those that are not here, or that return None, see values.
+
+With a master the result has a master of its own, cut or copied: that is how FSDP2 and ``module.to()`` treat weights.
+Of codes the result is codes again: aliases, transposes, single experts; of frozen ones also rows and copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.weights.fp8_codes import Codes
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+def _for(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        Fp8Weight.operations.update(dict.fromkeys(operations, function))
+        return function
+
+    return register
+
+
+@_for(aten.detach.default, aten.alias.default)
+def _alias(weight: Fp8Weight, *_: Any, **__: Any) -> Fp8Weight:
+    state = weight.held or weight.stored
+    assert state is not None
+    return Fp8Weight(weight, weight.source, state)
+
+
+@_for(aten.as_strided.default)
+def _as_strided(weight: Fp8Weight, size: Any, stride: Any, offset: int | None = None) -> Fp8Weight | None:
+    same = tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not offset
+    return _alias(weight) if same else None
+
+
+@_for(aten.view.default)
+def _view(weight: Fp8Weight, size: Any) -> Tensor | None:
+    """FSDP2 remembers the padded shard as one flat tensor, by which it tells whether it was moved: its codes."""
+    if weight.frozen is None:
+        return None
+    if tuple(size) == tuple(weight.shape):
+        return weight.detach()
+    flat = list(size) in ([-1], [weight.numel()])
+    return weight.first().view(-1) if flat and weight.frozen.shard else None
+
+
+# Rows: how FSDP2 cuts weights -----------------------------------------------------------------------------------------
+
+
+@_for(aten.slice.Tensor)
+def _slice(
+    weight: Fp8Weight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Fp8Weight | None:
+    if dim != 0 or step != 1:
+        return None
+    if weight.held is not None:
+        tensor = weight.held.tensor.detach()
+        same = tensor.device == weight.device
+        return Fp8Weight.of(aten.slice.Tensor(tensor, dim, start, end), weight.source) if same else None
+    codes = _by_rows(weight)
+    if codes is None:
+        return None
+    first, last, _ = slice(start, end).indices(weight.shape[0])
+    last = max(first, last)
+    shape = (last - first, *weight.shape[1:])
+    return Fp8Weight.of_codes(codes.rows(first, last), shape, weight.dtype, weight.device)
+
+
+@_for(aten.narrow.default)
+def _narrow(weight: Fp8Weight, dim: int, start: int, length: int) -> Fp8Weight | None:
+    return _slice(weight, dim, start, start + length) if weight.frozen else None
+
+
+@_for(aten.split.Tensor)
+def _split(weight: Fp8Weight, size: int, dim: int = 0) -> list[Fp8Weight | None] | None:
+    sizes = [min(size, weight.shape[0] - at) for at in range(0, weight.shape[0], size)]
+    return _split_sizes(weight, sizes, dim)
+
+
+@_for(aten.split_with_sizes.default)
+def _split_sizes(weight: Fp8Weight, sizes: list[int], dim: int = 0) -> list[Fp8Weight | None] | None:
+    if _by_rows(weight) is None or dim != 0:
+        return None
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [_slice(weight, 0, at, at + size) for at, size in zip(starts, sizes, strict=True)]
+
+
+def _by_rows(weight: Fp8Weight) -> Codes | None:
+    """Frozen codes whose rows (or experts) are those of the weight."""
+    return None if weight.turned and weight.dim() == 2 else weight.frozen
+
+
+# Copies ---------------------------------------------------------------------------------------------------------------
+
+
+@_for(aten.clone.default)
+def _clone(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
+    if weight.held is not None:
+        return weight.changed(partial(aten.clone.default, **how))
+    return weight.changed(torch.clone) if weight.frozen else None
+
+
+@_for(aten._to_copy.default)
+def _to_copy(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
+    dtype, device = how.get("dtype"), how.get("device")
+    if weight.held is not None:
+        made = aten._to_copy.default(weight.held.tensor.detach(), **how)
+        return Fp8Weight.of(made, weight.source, weight.device if device is None else None)
+    if weight.frozen is None:
+        return None
+    if dtype is not None and dtype is not weight.dtype:
+        if weight.frozen.shard:  # a module's shards are converted like this, whatever else sees values
+            weight.refuse_dtype(dtype)
+        return None
+    blocking = bool(how.get("non_blocking", False))
+    target = weight.device if device is None else device
+    return weight.changed(lambda t: t.to(target, non_blocking=blocking, copy=True))
+
+
+@_for(aten._pin_memory.default)
+def _pin(weight: Fp8Weight, device: Any = None) -> Fp8Weight | None:
+    return weight.changed(lambda t: t.pin_memory()) if weight.frozen else None
+
+
+@_for(aten.is_pinned.default)
+def _pinned(weight: Fp8Weight, device: Any = None) -> bool | None:
+    return all(q.data.is_pinned() for q in weight.frozen.codes) if weight.frozen else None
+
+
+@_for(aten.copy_.default)
+def _copy(weight: object, source: Any, non_blocking: bool = False) -> Fp8Weight | None:
+    if not isinstance(weight, Fp8Weight) or not weight.frozen:
+        return None
+    weight.receive(source)
+    return weight
+
+
+# Other views of codes -------------------------------------------------------------------------------------------------
+
+
+@_for(aten.t.default, aten.transpose.int)
+def _turned(weight: Fp8Weight, *dims: int) -> Fp8Weight | None:
+    last = weight.dim() - 1
+    if weight.stored is None or (dims and {d % weight.dim() for d in dims} != {last - 1, last}):
+        return None
+    like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta").mT
+    return Fp8Weight(like, weight.source, weight.stored.transposed(), weight.device)
+
+
+@_for(aten.select.int)
+def _select(weight: Fp8Weight, dim: int, index: int) -> Fp8Weight | None:
+    return None if weight.stored is None or weight.dim() != 3 or dim != 0 else weight.expert(index)
+
+
+@_for(aten.unbind.int)
+def _unbind(weight: Fp8Weight, dim: int = 0) -> list[Fp8Weight] | None:
+    if weight.stored is None or weight.dim() != 3 or dim != 0 or not weight.shape[0]:
+        return None
+    return [weight.expert(i) for i in range(weight.shape[0])]
+
+
+# Tensors of the same shape: nothing is dequantized for them -----------------------------------------------------------
+
+
+def _like(op: Any, weight: Fp8Weight, *args: Any, **how: Any) -> Any:
+    """``op`` of a stand-in of the weight's shape, dtype and device, one element large."""
+    return op(torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape), *args, **how)
+
+
+for _op in (
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_full.default,
+):
+    Fp8Weight.operations[_op] = partial(_like, _op)
+
+
+@_for(aten.new_zeros.default)
+def _new_zeros(weight: Fp8Weight, size: Any, **how: Any) -> Any:
+    """Of the same width: a master of zeros; an empty frozen shard, to be filled by ``copy_`` (read before, zeros)."""
+    other = [v for k, v in how.items() if v is not None and k != "pin_memory"]
+    if not other and len(size) == weight.dim() and tuple(size[1:]) == tuple(weight.shape[1:]):
+        if weight.held is not None:
+            return Fp8Weight.of(weight.held.tensor.new_zeros(size), weight.source, weight.device)
+        if _by_rows(weight) is not None:
+            codes = Codes([], weight.source, weight.source.needs[0].transposed, frozen=True, shard=True)
+            return Fp8Weight.of_codes(codes, size, weight.dtype, weight.device)
+    return _like(aten.new_zeros.default, weight, size, **how)
