@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,11 +10,9 @@ from torch import nn
 from octavo.fp8.measuring.cases import Measurements
 from octavo.fp8.moe.grouped import alone
 from octavo.fp8.planning.frozen import frozen_notes
+from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.decisions import OUTSIDE, applies
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
-
-if TYPE_CHECKING:
-    from octavo.fp8.planning.rows import PlanRow
 
 
 def check_met(policy: Policy, rows: list[PlanRow]) -> None:

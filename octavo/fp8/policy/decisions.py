@@ -41,7 +41,7 @@ def decisions(
     ]
 
 
-def _is_meta(module: nn.Module) -> bool:
+def is_meta(module: nn.Module) -> bool:
     return any(p.is_meta for p in module.parameters(recurse=False))
 
 
@@ -69,7 +69,7 @@ def _obstacle(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str |
         if any(not is_whole(p) for p in module.parameters(recurse=False)):
             verdicts[key] = "experts already sharded (plan and apply before fully_shard)"
         else:
-            verdicts[key] = moe.obstacle(module) or (None if _is_meta(module) else moe.agrees(module))
+            verdicts[key] = moe.obstacle(module) or (None if is_meta(module) else moe.agrees(module))
     return verdicts[key]
 
 
