@@ -1,9 +1,12 @@
-"""A plan applied, in place: layers become FP8, blocks exchange their forward, weights become FP8 between steps."""
+"""A plan applied, in place: layers become FP8, blocks exchange their forward, weights become FP8 between steps.
+
+:func:`fuse` does the same for gated MLPs and norms without a plan, in a model with FP8 layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -11,6 +14,7 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
+from octavo.fp8.dense.swap import Swapped, unswap
 from octavo.fp8.moe import experts
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.observe import counts
@@ -150,3 +154,26 @@ def _same(planned: tuple[str, tuple[int, int], Any] | None, found: tuple[str, tu
     mine, theirs = planned[2], found[2]
     scales = mine.scale == theirs.scale or (mine.scale, theirs.scale) == ("fp32", "pow2")
     return planned[:2] == found[:2] and (mine.format, mine.block) == (theirs.format, theirs.block) and scales
+
+
+class Fusion(NamedTuple):
+    """What :func:`fuse` made of a gated MLP or a norm: ``reason`` is None if it is fused now, else why not."""
+
+    names: tuple[str, ...]
+    reason: str | None
+
+
+def fuse(model: nn.Module) -> tuple[Fusion, ...]:
+    """Let gated MLPs run as one function, and norms hand their codes to the FP8 layers behind them, where they can.
+
+    Returns one :class:`Fusion` for each gated MLP and norm with an FP8 layer beside it. Parameters, names and state
+    dicts stay; :func:`unfuse` takes it back.
+    """
+    return tuple(Fusion((name,), why) for name, why in (*gated_mlp.convert(model), *rmsnorm.convert(model)))
+
+
+def unfuse(model: nn.Module) -> None:
+    """Let norms, MLPs and what is behind attention compute by their stock forward again."""
+    for module in list(model.modules()):
+        if not (isinstance(module, Swapped) and module.precise):
+            unswap(module)

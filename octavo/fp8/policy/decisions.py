@@ -117,9 +117,9 @@ def check_names(policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int]
             close = nearest(rule.match, names)
             hint = f"The nearest names are {', '.join(close)}" if close else "No linear layer has a name like it"
             deeper = any(matches(f"{rule.match}.**", n) for n in names)
-            cure = (
+            fix = (
                 f"write '{rule.match}.**' to mean what is inside that module"
                 if deeper
                 else "'**.' in front reaches any depth"
             )
-            raise PlanError(f"rule {rule.match!r} matches no linear layer of this model. {hint}; {cure}.")
+            raise PlanError(f"{rule.title} matches no linear layer of this model. {hint}; {fix}.")
