@@ -229,13 +229,13 @@ def show(plan: Any, notes: Sequence[str], everything: bool, why: bool = False) -
     """The table, what it adds up to, and what else a reader should know."""
     from octavo.fp8 import planning
 
-    rows = [_line(row) for row in plan.rows] if everything else planning.lines(plan)
+    rows = [_line(row) for row in plan.rows] if everything else planning.lines(plan.rows)
     terminal.show_table(planning.HEAD, rows, right=(3,))
     print()
     if why:
         terminal.show_table(planning.WHY, [line.cells() for line in plan.backends()])
         print()
-    for sentence in [*planning.totals(plan), *(f"note: {note}" for note in notes)]:
+    for sentence in [*planning.totals(plan.rows), *(f"note: {note}" for note in notes)]:
         print(sentence)
 
 

@@ -34,10 +34,9 @@ from octavo.fp8.observe.health import Health, health
 from octavo.fp8.observe.recorder import HIGH, uncounted
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.convert import copy_state, fp32_weight, set_low, to_torch
-from octavo.fp8.planning.apply import apply
+from octavo.fp8.planning.apply import Fusion, apply, fuse, unfuse
 from octavo.fp8.planning.decide import plan
 from octavo.fp8.planning.file import load_plan, save_plan
-from octavo.fp8.planning.fuse import Fusion, fuse, unfuse
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.policy import ComponentPolicy, PlanError, Policy, Rule

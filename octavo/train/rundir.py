@@ -285,7 +285,7 @@ def write_plan(
 ) -> None:
     """plan.json: what `octavo plan --json` prints, and a plan file that `fp8.plan` takes
     (`octavo.fp8.planning.file`)."""
-    said = {"family": family, **plan.to_json(), **planning.document(plan), "notes": list(notes)}
+    said = {"family": family, **planning.document(plan, whole=True), "notes": list(notes)}
     if prediction is not None:
         said["prediction"] = prediction.to_json()
     write_json(directory / PLAN, said)

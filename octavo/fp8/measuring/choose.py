@@ -23,12 +23,10 @@ any GPU                 N or K not a multiple of 16; tensorwise, if allowed alon
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from octavo.fp8.arithmetic.recipe import Recipe
-
-if TYPE_CHECKING:
-    from octavo.fp8.measuring.cases import Entry, Measured
+from octavo.fp8.measuring.cases import Entry, Measured
 
 MARGIN = 0.02  # FP8 must win by more: a tie costs accuracy and buys nothing
 TIE = 0.03

@@ -1,6 +1,6 @@
 """The plan: what every layer will run in and why, on paper, in a file and carried out."""
 
-from octavo.fp8.planning.apply import needs_of
+from octavo.fp8.planning.exchange import needs_of
 from octavo.fp8.planning.file import document
 from octavo.fp8.planning.modules import blocks_of, saving_of
 from octavo.fp8.planning.table import HEAD, WHY, lines, totals

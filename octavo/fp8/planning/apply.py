@@ -1,9 +1,12 @@
-"""Carrying a plan out, in place: layers become FP8, blocks exchange their forward, weights become FP8 between steps."""
+"""A plan applied, in place: layers become FP8, blocks exchange their forward, weights become FP8 between steps.
+
+:func:`fuse` does the same for gated MLPs and norms without a plan, in a model with FP8 layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -11,26 +14,24 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
+from octavo.fp8.dense.swap import Swapped, unswap
 from octavo.fp8.moe import experts
-from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe.experts import Experts
-from octavo.fp8.moe.grouped import alone
 from octavo.fp8.observe import counts
+from octavo.fp8.planning.exchange import exchange
 from octavo.fp8.planning.modules import ATTENTION, EXPERTS, MLP, NORM
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanBlock, PlanRow
-from octavo.fp8.policy.decisions import _is_meta
+from octavo.fp8.policy.decisions import is_meta
 from octavo.fp8.policy.policy import OFF, PlanError
 from octavo.fp8.policy.topology import topology
 from octavo.fp8.weights.cache import CachesWeights
-from octavo.fp8.weights.fp8_rows import Need
-from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
-from octavo.fp8.weights.frozen import is_frozen
-from octavo.fp8.weights.shards import is_whole
+
+_HIGH = Recipe(OFF, "high precision", None, None, None)
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
-    """Carry a plan out, in place; returns the model. Parameters, their names, shapes and values stay as they are.
+    """Apply a plan, in place; returns the model. Parameters, their names, shapes and values stay as they are.
 
     Raises:
         PlanError: the plan is another model's, FP8 was applied before, or experts on a real device turn out not to
@@ -42,23 +43,11 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         raise PlanError(
             f"FP8 was applied to this model before ({done[0]!r} is an FP8 layer). Apply a plan once, to a stock model."
         )
-    check_same_model(model, plan)
+    _check_same_model(model, plan)
     by_module: dict[str, list[PlanRow]] = {}
     for row in plan.rows:
         by_module.setdefault(row.row.module, []).append(row)
-    for name, rows in by_module.items():
-        module = modules[name]
-        if any(r.fp8 for r in rows) and "forward" in module.__dict__:
-            raise PlanError(
-                f"{name!r} got a forward of its own on the instance since the plan was made (an accelerate hook?), "
-                "which would bypass FP8. Apply the plan first and add the hooks afterwards."
-            )
-        if any(r.fp8 for r in rows) and rows[0].kind == "experts" and not _is_meta(module):
-            why = moe.agrees(module)
-            if why is not None:
-                raise PlanError(
-                    f"{name!r} cannot be converted: {why}. Plan again on the loaded model, which leaves it out."
-                )
+    _check_modules(modules, by_module)
     for name, rows in by_module.items():
         module = modules[name]
         if not any(r.fp8 for r in rows):
@@ -69,12 +58,34 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         else:
             assert isinstance(module, nn.Linear)
             Linear.convert(module, _site(rows[0]))
-    _settle_weights(model, plan)
-    carry_out(model, plan.blocks)
+    _apply_weights(model, plan)
+    _apply_blocks(model, plan.blocks)
     return model
 
 
-def _settle_weights(model: nn.Module, plan: Plan) -> None:
+def _check_modules(modules: Mapping[str, nn.Module], by_module: Mapping[str, Sequence[PlanRow]]) -> None:
+    """Raises PlanError, before anything is changed, for a module that cannot be converted as it is now."""
+    for name, rows in by_module.items():
+        if not any(r.fp8 for r in rows):
+            continue
+        module = modules[name]
+        if "forward" in module.__dict__:
+            raise PlanError(
+                f"{name!r} got a forward of its own on the instance since the plan was made (an accelerate hook?), "
+                "which would bypass FP8. Apply the plan first and add the hooks afterwards."
+            )
+        why = experts.agrees(module) if rows[0].kind == "experts" and not is_meta(module) else None
+        if why is not None:
+            raise PlanError(
+                f"{name!r} cannot be converted: {why}. Plan again on the loaded model, which leaves it out."
+            )
+
+
+def _site(row: PlanRow) -> Site:
+    return Site(row.name, row.recipe or _HIGH, row.selections)
+
+
+def _apply_weights(model: nn.Module, plan: Plan) -> None:
     """What the policy says of weights between steps: whether their codes are kept, and which weights are FP8."""
     sites: dict[tuple[str, str], Site] = {}
     keep = plan.policy.weight_codes == "keep"
@@ -90,51 +101,45 @@ def _settle_weights(model: nn.Module, plan: Plan) -> None:
     exchange(model, sites, keep)
 
 
-_HIGH = Recipe(OFF, "high precision", None, None, None)
-
-
-def _site(row: PlanRow) -> Site:
-    return Site(row.name, row.recipe or _HIGH, row.selections)
-
-
-def carry_out(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
-    """Do what is planned, in a model with FP8 layers. Raises PlanError where the loaded model does not allow it."""
+def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
+    """What is planned of blocks, in a model with FP8 layers. Raises PlanError where the loaded model does not allow
+    it."""
     feeds = {name: layers for name, _, layers in rmsnorm.fed(model)}
     attention = {a.name: a for a in attention_output.outputs(model)}
     for block in blocks:
         if not block.fused and not block.saves:
             continue
-        module, saves, why = model.get_submodule(block.name), bool(block.saves), None
+        module, saves, why_not = model.get_submodule(block.name), bool(block.saves), None
         if block.kind == ATTENTION:
             attention_output.mark(attention[block.name])
         elif block.kind == EXPERTS:
             experts.mark(module)
         elif block.fused and block.kind == MLP:
-            why = gated_mlp.unite(module, saves)
+            why_not = gated_mlp.unite(module, saves)
         elif block.fused:
-            why = rmsnorm.unite(module, rmsnorm.fp8_of(feeds.get(block.name, ())), saves)
+            why_not = rmsnorm.unite(module, rmsnorm.fp8_of(feeds.get(block.name, ())), saves)
         else:
-            why = layernorm.save(module) if block.kind == NORM else mlp.save(module)
-        if why is not None:
+            why_not = layernorm.save(module) if block.kind == NORM else mlp.save(module)
+        if why_not is not None:
             what = "be fused with its FP8 layers" if block.fused else "keep FP8 for its backward"
-            cure = "use fuse='off'" if block.fused else "use activations='bf16'"
+            fix = "use fuse='off'" if block.fused else "use activations='bf16'"
             raise PlanError(
-                f"The {block.kind} {block.name!r} was planned to {what} and cannot: {why}. Plan again on the loaded "
-                f"model, or {cure}."
+                f"The {block.kind} {block.name!r} was planned to {what} and cannot: {why_not}. Plan again on the "
+                f"loaded model, or {fix}."
             )
 
 
-def check_same_model(model: nn.Module, plan: Plan) -> None:
+def _check_same_model(model: nn.Module, plan: Plan) -> None:
     found = {r.name: (r.kind, r.shape, r.codes) for r in topology(model, plan.components)}
     planned = {r.name: (r.kind, r.shape, r.row.codes) for r in plan.rows}
 
-    def told(row: tuple[str, tuple[int, int], object] | None) -> str:
+    def shown(row: tuple[str, tuple[int, int], object] | None) -> str:
         codes = "" if row is None or row[2] is None else f" with frozen FP8 codes ({row[2]})"
         return "nothing" if row is None else f"{row[0]} {list(row[1])}{codes}"
 
     for name in [*planned, *found]:
         if not _same(planned.get(name), found.get(name)):
-            has, wants = told(found.get(name)), told(planned.get(name))
+            has, wants = shown(found.get(name)), shown(planned.get(name))
             raise PlanError(
                 f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this "
                 "model."
@@ -151,77 +156,24 @@ def _same(planned: tuple[str, tuple[int, int], Any] | None, found: tuple[str, tu
     return planned[:2] == found[:2] and (mine.format, mine.block) == (theirs.format, theirs.block) and scales
 
 
-def exchange(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool = True) -> tuple[str, ...]:
-    """Make FP8 weights of the parameters that ``sites`` names, by module and parameter; the names of those made.
+class Fusion(NamedTuple):
+    """What :func:`fuse` made of a gated MLP or a norm: ``reason`` is None if it is fused now, else why not."""
 
-    ``keep``: whether the codes of shards are kept between two gathers.
+    names: tuple[str, ...]
+    reason: str | None
 
-    Raises PlanError for a parameter that is sharded already.
+
+def fuse(model: nn.Module) -> tuple[Fusion, ...]:
+    """Let gated MLPs run as one function, and norms hand their codes to the FP8 layers behind them, where they can.
+
+    Returns one :class:`Fusion` for each gated MLP and norm with an FP8 layer beside it. Parameters, names and state
+    dicts stay; :func:`unfuse` takes it back.
     """
-    modules = dict(model.named_modules())
-    users: dict[int, list[tuple[str, str]]] = {}
-    for name, module in modules.items():
-        for parameter, value in module._parameters.items():
-            if value is not None:
-                users.setdefault(id(value), []).append((name, parameter))
-    made: list[str] = []
-    for used in users.values():
-        casts: list[Need] = []
-        if is_frozen(modules[used[0][0]]._parameters[used[0][1]]):
-            continue  # it is FP8 for good
-        for user in used:
-            here = needs_of(modules[user[0]], user[1], sites[user]) if user in sites else []
-            if not here:  # in high precision for somebody
-                casts = []
-                break
-            casts += [need for need in here if need not in casts]
-        if casts:
-            first, name = used[0]
-            weight = _exchanged(modules[first]._parameters[name], tuple(casts), keep, f"{first}.{name}")
-            for where, parameter in used:
-                modules[where]._parameters[parameter] = weight
-                modules[where].__dict__["_fp8_param"] = True
-                made.append(f"{where}.{parameter}")
-            _share(modules, used)
-    return tuple(made)
+    return tuple(Fusion((name,), why) for name, why in (*gated_mlp.convert(model), *rmsnorm.convert(model)))
 
 
-def _exchanged(old: Any, casts: tuple[Need, ...], keep: bool, name: str) -> nn.Parameter:
-    if not is_whole(old):
-        raise PlanError(
-            f"{name} is sharded already, and FP8 weights are made of whole ones. Call fp8.apply before fully_shard."
-        )
-    new = nn.Parameter(Fp8Weight.of(old.detach(), Source(casts, old.shape, keep)), requires_grad=old.requires_grad)
-    new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in new.__dict__})
-    new.grad = old.grad
-    return new
-
-
-def _share(modules: Mapping[str, nn.Module], used: list[tuple[str, str]]) -> None:
-    """One cache for layers that share a weight: its codes are the same."""
-    first = _sites(modules[used[0][0]])[used[0][1]].codes
-    for name, parameter in used[1:]:
-        site = _sites(modules[name])[parameter]
-        if site.codes is not None and first is not None and site.codes.keep == first.keep:
-            site.codes = first
-
-
-def _sites(module: nn.Module) -> dict[str, Site]:
-    own = module.__dict__.get("_sites")
-    return own if own is not None else {"weight": module.__dict__["_site"]}
-
-
-def needs_of(module: nn.Module, name: str, site: Site) -> list[Need]:
-    """The casts of a weight that the GEMMs of its layer ask for: one or two, none if no FP8 GEMM multiplies by it."""
-    weight, recipe = module._parameters[name], site.recipe
-    assert weight is not None
-    turned, grouped = False, False
-    if weight.dim() == 3:
-        turned = bool(getattr(module, "is_transposed", False))
-        grouped = alone(recipe, site.selections, weight.device) is None
-    found: list[Need] = []
-    if recipe.fwd is not None:
-        found.append(Need(recipe.fwd.b, site.selections["fwd"].backend, 1, turned, grouped))
-    if recipe.dgrad is not None and not site.shares_weight:
-        found.append(Need(recipe.dgrad.b, site.selections["dgrad"].backend, 0, turned, grouped))
-    return found
+def unfuse(model: nn.Module) -> None:
+    """Let norms, MLPs and what is behind attention compute by their stock forward again."""
+    for module in list(model.modules()):
+        if not (isinstance(module, Swapped) and module.precise):
+            unswap(module)

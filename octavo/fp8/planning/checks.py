@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,28 +10,26 @@ from torch import nn
 from octavo.fp8.measuring.cases import Measurements
 from octavo.fp8.moe.grouped import alone
 from octavo.fp8.planning.frozen import frozen_notes
+from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.decisions import OUTSIDE, applies
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
 
-if TYPE_CHECKING:
-    from octavo.fp8.planning.rows import PlanRow
 
-
-def check_met(policy: Policy, rows: list[PlanRow]) -> None:
-    """What was asked to run in FP8 must be able to."""
+def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str]) -> None:
+    """What was asked to run in FP8 must be able to; ``able``: the names of the rows that nothing forbids."""
     asked: list[tuple[str, list[PlanRow]]] = [
         (f"component {c!r}", [r for r in rows if r.component == c])
         for c, p in policy.components.items()
         if p.recipe not in (None, OFF, AUTO)
     ]
     asked += [
-        (f"rule {rule.match!r}", [r for r in rows if applies(rule, r.row)])
+        (rule.title, [r for r in rows if applies(rule, r.row)])
         for rule in policy.rules
         if rule.recipe not in (None, OFF, AUTO)
     ]
     for what, found in asked:
         # A later rule or a measurement may switch a layer off again: that is met. What cannot be converted is not.
-        if not any(r.fp8 or r.reason.endswith("off") or r.decided for r in found):
+        if not any(r.name in able for r in found):
             why = "; ".join(dict.fromkeys(f"{r.name}: {r.reason}" for r in found[:3]))
             raise PlanError(
                 f"{what} asks for FP8, but none of its {len(found)} layers can run in FP8 ({why}). Take it out."
@@ -41,13 +38,13 @@ def check_met(policy: Policy, rows: list[PlanRow]) -> None:
         why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
         raise PlanError(
             f"FP8 was asked for and nothing of this model would run in it: {why}. Use recipe 'off' for high "
-            "precision, or "
-            "switch a component or a rule on."
+            "precision, or switch "
+            "a component or a rule on."
         )
 
 
 def notes_of(
-    model: nn.Module, rows: Sequence[PlanRow], tokens: Mapping[str, int] | None, device: torch.device
+    model: nn.Module, policy: Policy, rows: Sequence[PlanRow], tokens: Mapping[str, int] | None, device: torch.device
 ) -> tuple[str, ...]:
     """What a reader should know of a plan, one sentence each."""
     fp8 = [r for r in rows if r.fp8]
@@ -69,13 +66,12 @@ def notes_of(
         notes.append("shares weigh every component by one token; give tokens per component to weigh by a real step")
     whys = [alone(r.recipe, r.selections, device) for r in rows if r.kind == "experts" and r.recipe is not None]
     notes += [f"{whys.count(why)} rows of experts run expert by expert: {why}" for why in dict.fromkeys(whys) if why]
+    if policy.fuse == AUTO:
+        notes.append(
+            "fuse: auto is off: version 0.4.0 measured whether q, k and v, and gate and up, pay as one GEMM; each "
+            "layer runs its own now, on one cast of their input"
+        )
     return tuple(notes)
-
-
-AUTO_FUSE = (
-    "fuse: auto is off: version 0.4.0 measured whether q, k and v, and gate and up, pay as one GEMM; each layer runs "
-    "its own now, on one cast of their input"
-)
 
 
 def measured_notes(policy: Policy, found: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:

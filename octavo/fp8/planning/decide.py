@@ -1,10 +1,9 @@
 """The plan: which linear layer will run in which recipe on which backend, and why; made before a weight is touched.
 
 ``plan`` lays a :class:`Policy` over the :func:`topology` of a model (a model on the meta device will do) and answers
-with one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16. ``apply`` carries a
-plan out, in place.
+with one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16.
 
-With measurements (:func:`octavo.fp8.measuring.bench`) a layer runs in FP8 only where that was measured to win; the
+With measurements (:func:`octavo.fp8.measure`) a layer runs in FP8 only where that was measured to win; the
 recipe "auto" then takes the fastest. Without, "auto" goes by the table of :mod:`octavo.fp8.measuring.choose`.
 """
 
@@ -23,7 +22,7 @@ from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements, cases_of
 from octavo.fp8.measuring.choose import by_measurement, by_table
 from octavo.fp8.measuring.machine import Machine
-from octavo.fp8.planning.checks import AUTO_FUSE, check_met, measured_notes, notes_of
+from octavo.fp8.planning.checks import check_met, measured_notes, notes_of
 from octavo.fp8.planning.frozen import fitting, none_fits
 from octavo.fp8.planning.modules import blocks_of, saving_of, sentences
 from octavo.fp8.planning.plan import Plan
@@ -51,8 +50,7 @@ def plan(
         components: component -> globs of module names (None: conventional names).
         tokens: tokens that one forward sends through each component: they weigh FLOPs, and are the M of what was
             measured. None weighs every component per token.
-        measurements: from :func:`octavo.fp8.measuring.bench` with the same tokens. A layer then runs in FP8 only where
-        that
+        measurements: from :func:`octavo.fp8.measure` with the same tokens. A layer then runs in FP8 only where that
             wins, in the recipe that was asked for or, with "auto", in the fastest. Those of a CPU are not used.
         micro_steps: forwards in an optimizer step, which share one cast of the weights.
 
@@ -70,21 +68,24 @@ def plan(
     used = None if measurements is None or measurements.machine.emulated else measurements
     cases = cases_of(model, [row for row, _, _ in asked], tokens) if used is not None and tokens is not None else {}
     chooser = _Chooser(policy, device, used, micro_steps)
-    out: list[PlanRow] = []
-    for row, decision, obstacle in asked:
+    rows: list[PlanRow] = []
+    for row, decision, why_not in asked:
         flops = _flops(row, tokens)
-        if obstacle is not None:
-            out.append(PlanRow(row, None, obstacle, {}, flops))
+        if why_not is not None:
+            rows.append(PlanRow(row, None, why_not, {}, flops))
         else:
-            out.append(chooser.choose(row, decision, cases.get(row.name), flops))
-    check_met(policy, out)
-    total = sum(r.flops for r in out if r.kind not in OUTSIDE) or 1.0
-    done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in out)
-    said = (*notes_of(model, done, tokens, device), *measured_notes(policy, measurements, done))
+            rows.append(chooser.choose(row, decision, cases.get(row.name), flops))
+    check_met(policy, rows, {row.name for row, _, why_not in asked if why_not is None})
+    total = sum(r.flops for r in rows if r.kind not in OUTSIDE) or 1.0
+    done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in rows)
     blocks = blocks_of(model, done, policy.fuse == "on", saving_of(policy, components), components)
-    said = (*said, *((AUTO_FUSE,) if policy.fuse == AUTO else ()), *sentences(blocks))
+    notes = (
+        *notes_of(model, policy, done, tokens, device),
+        *measured_notes(policy, measurements, done),
+        *sentences(blocks),
+    )
     machine = Machine.here(device) if measurements is None else measurements.machine
-    return Plan(done, policy, components, tokens, str(device), said, machine, micro_steps, blocks)
+    return Plan(done, policy, components, tokens, str(device), notes, machine, micro_steps, blocks)
 
 
 class _Chooser:
@@ -111,14 +112,14 @@ class _Chooser:
         if not allowed and decision.recipe == AUTO and row.codes is not None:
             return PlanRow(row, None, none_fits(row.codes), {}, flops, decided=True)
         if not allowed:
-            stays = decision.recipe == OFF and "stays" not in decision.source
-            return PlanRow(row, None, decision.source + (": off" if stays else ""), {}, flops)
+            off = decision.recipe == OFF and "stays" not in decision.source
+            return PlanRow(row, None, decision.reason(": off" if off else ""), {}, flops)
         if self.found is not None and case is not None and case in self.found.cases:
             return self._measured(row, allowed, case, self.found.cases[case], flops)
         if decision.recipe == AUTO:
             return self._by_table(row, allowed, flops)
         recipe = next(iter(allowed.values()))
-        return PlanRow(row, recipe, decision.source, self._select(row, recipe), flops)
+        return PlanRow(row, recipe, decision.reason(), self._named(row, recipe, decision), flops)
 
     def _measured(self, row: Row, allowed: Mapping[str, Recipe], case: Case, found: Measured, flops: float) -> PlanRow:
         choice = by_measurement(found, tuple(allowed.values()), self.micro_steps)
@@ -149,6 +150,17 @@ class _Chooser:
             shape = (m, *row.shape)
             self._selections[key] = backends_for(recipe, self.device, shape, self.policy.backend, row.kind)
         return self._selections[key]
+
+    def _named(self, row: Row, recipe: Recipe, decision: Decision) -> dict[str, Selection]:
+        """The registry's choice, but for the GEMMs whose backend a rule names."""
+        picked = dict(self._select(row, recipe))
+        for gemm, name in decision.backends:
+            if gemm in picked:
+                try:
+                    picked |= backends_for(recipe, self.device, (None, *row.shape), name, row.kind, (gemm,))
+                except BackendError as error:
+                    raise PlanError(f"{decision.source}: {error}") from error
+        return picked
 
     def _as_measured(self, row: Row, recipe: Recipe, entry: Entry, m: int) -> dict[str, Selection]:
         """The backends that were timed. The registry's own choice says what was passed over, and why."""

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.arithmetic.recipe import Gemm, Recipe
+from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError
 from octavo.fp8.policy.topology import Row
 from octavo.fp8.weights.frozen import codes_cast, frozen_bytes, frozen_weights, kind_of
-
-if TYPE_CHECKING:
-    from octavo.fp8.planning.rows import PlanRow
 
 __all__ = ["RECIPE_OF", "fitted", "fitting", "frozen_notes", "none_fits"]
 

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
 from octavo.fp8.dense.swap import Planned
-from octavo.fp8.planning.rows import PlanBlock
+from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import Policy
 from octavo.fp8.policy.topology import CONVENTIONS, component_namer
-
-if TYPE_CHECKING:
-    from octavo.fp8.planning.rows import PlanRow
 
 __all__ = ["blocks_of", "saving_of", "sentences"]
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from octavo.fp8.measuring.machine import Machine
-from octavo.fp8.planning.rows import PlanBlock, PlanRow
-from octavo.fp8.planning.table import BackendLine
-from octavo.fp8.policy.decisions import OUTSIDE
+from octavo.fp8.planning.rows import PlanBlock, PlanRow, components, share
+from octavo.fp8.planning.table import BackendLine, backends, table
 from octavo.fp8.policy.policy import Policy
 
 
@@ -32,30 +31,26 @@ class Plan:
     @cached_property
     def share(self) -> float:
         """Share of the linear FLOPs of a training step in FP8, 0 to 1; lm_head and patch embedding are outside."""
-        return _share(self.rows)
+        return share(self.rows)
 
     def share_of(self, component: str) -> float:
         """The same within one component. Raises KeyError for one that the model lacks."""
         if component not in self.parts:
             raise KeyError(f"the model has no component {component!r}; it has {', '.join(self.parts)}")
-        return _share(r for r in self.rows if r.component == component)
+        return share(r for r in self.rows if r.component == component)
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
         """The components, in the order of the model."""
-        return tuple(dict.fromkeys(r.component for r in self.rows))
+        return components(self.rows)
 
     def backends(self) -> list[BackendLine]:
         """Why each GEMM runs where it does, once for each recipe and shape."""
-        from octavo.fp8.planning.table import backends
-
-        return backends(self)
+        return backends(self.rows)
 
     def table(self) -> str:
         """The plan as plain text: repeated layers in one line, then what is FP8, what is not and why."""
-        from octavo.fp8.planning.table import table
-
-        return table(self)
+        return table(self.rows, self.notes)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON types; equal plans give equal dictionaries."""
@@ -70,9 +65,3 @@ class Plan:
             "blocks": [b.to_json() for b in self.blocks],
             "notes": list(self.notes),
         }
-
-
-def _share(rows: Iterable[PlanRow]) -> float:
-    inside = [r for r in rows if r.kind not in OUTSIDE]
-    total = sum(r.flops for r in inside)
-    return sum(r.fp8_flops for r in inside) / total if total else 0.0

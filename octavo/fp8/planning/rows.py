@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.measuring.cases import Case, Measured
+from octavo.fp8.policy.decisions import OUTSIDE
 from octavo.fp8.policy.topology import Row
 
 
@@ -111,3 +112,15 @@ class PlanBlock:
     def to_json(self) -> dict[str, Any]:
         said = {"name": self.name, "kind": self.kind, "fused": self.fused, "reason": self.reason}
         return said if self.saves is None else {**said, "saves": self.saves, "why": self.why}
+
+
+def share(rows: Iterable[PlanRow]) -> float:
+    """Share of the linear FLOPs of rows in FP8, 0 to 1; lm_head and patch embedding are outside."""
+    inside = [r for r in rows if r.kind not in OUTSIDE]
+    total = sum(r.flops for r in inside)
+    return sum(r.fp8_flops for r in inside) / total if total else 0.0
+
+
+def components(rows: Iterable[PlanRow]) -> tuple[str, ...]:
+    """The components of rows, in the order of the model."""
+    return tuple(dict.fromkeys(r.component for r in rows))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+from octavo.fp8.planning.rows import PlanRow, components, share
 from octavo.fp8.policy.globs import template
-
-if TYPE_CHECKING:
-    from octavo.fp8.planning.plan import Plan
-    from octavo.fp8.planning.rows import PlanRow
 
 HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
 
@@ -36,33 +34,33 @@ class BackendLine(NamedTuple):
         return self.recipe, f"{self.shape[0]} x {self.shape[1]}", self.gemm, self.backend, self.reason, passed
 
 
-def backends(plan: Plan) -> list[BackendLine]:
+def backends(rows: Iterable[PlanRow]) -> list[BackendLine]:
     """One line for each distinct recipe, shape and GEMM that runs in FP8."""
     found = [
         BackendLine(r.recipe.short(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
-        for r in plan.rows
+        for r in rows
         if r.recipe is not None
         for gemm, s in r.selections.items()
     ]
     return list(dict.fromkeys(found))
 
 
-def table(plan: Plan) -> str:
+def table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
     """The lines, then totals, reasons, shares and notes."""
-    body = lines(plan)
+    body = lines(rows)
     widths = [max(len(line[i]) for line in [HEAD, *body]) for i in range(len(HEAD))]
     text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [HEAD, *body]]
     text.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join([*text, "", *totals(plan), *[f"note: {note}" for note in plan.notes]])
+    return "\n".join([*text, "", *totals(rows), *[f"note: {note}" for note in notes]])
 
 
-def lines(plan: Plan) -> list[tuple[str, ...]]:
+def lines(rows: Iterable[PlanRow]) -> list[tuple[str, ...]]:
     """The cells under :data:`HEAD`, one line for layers that differ only in their numbers."""
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
-    for row in plan.rows:
+    for row in rows:
         key = (template(row.name), row.component, row.row.shape, row.recipe, row.reason, row.row.frozen, _backend(row))
         groups.setdefault(key, []).append(row)
-    return [_line(rows) for rows in groups.values()]
+    return [_line(alike) for alike in groups.values()]
 
 
 def fold(names: Iterable[str]) -> str:
@@ -104,22 +102,18 @@ def _backend(row: PlanRow) -> str:
     return ", ".join(dict.fromkeys(s.backend.name for s in row.selections.values())) or "-"
 
 
-def totals(plan: Plan) -> list[str]:
+def totals(rows: Sequence[PlanRow]) -> list[str]:
     """What is FP8, what is not and why, and the share of linear FLOPs, one sentence each."""
-    fp8 = [r for r in plan.rows if r.fp8]
-    high = [r for r in plan.rows if not r.fp8]
-    params = sum(r.row.params for r in plan.rows) or 1
+    fp8 = [r for r in rows if r.fp8]
+    params = sum(r.row.params for r in rows) or 1
     inside = sum(r.row.params for r in fp8)
-    said = [f"FP8: {len(fp8)} of {len(plan.rows)} linear layers, {inside:,} of {params:,} parameters in them"]
-    reasons: dict[str, list[PlanRow]] = {}
-    for row in high:
-        reasons.setdefault(row.reason, []).append(row)
-    said += [f"high precision: {len(rows)} ({reason})" for reason, rows in reasons.items()]
-    shares = [
-        f"{c} {100 * plan.share_of(c):.1f} %" for c in plan.parts if any(r.share for r in plan.rows if r.component == c)
-    ]
-    said.append(
-        f"linear FLOPs in FP8: {100 * plan.share:.1f} % ({', '.join(shares) or 'none'}); lm_head and patch "
-        "embedding apart"
+    out = [f"FP8: {len(fp8)} of {len(rows)} linear layers, {inside:,} of {params:,} parameters in them"]
+    reasons = Counter(r.reason for r in rows if not r.fp8)
+    out += [f"high precision: {count} ({reason})" for reason, count in reasons.items()]
+    parts = {c: [r for r in rows if r.component == c] for c in components(rows)}
+    shares = [f"{c} {100 * share(own):.1f} %" for c, own in parts.items() if any(r.share for r in own)]
+    out.append(
+        f"linear FLOPs in FP8: {100 * share(rows):.1f} % ({', '.join(shares) or 'none'}); lm_head and patch embedding "
+        "apart"
     )
-    return said
+    return out

@@ -41,7 +41,7 @@ def decisions(
     ]
 
 
-def _is_meta(module: nn.Module) -> bool:
+def is_meta(module: nn.Module) -> bool:
     return any(p.is_meta for p in module.parameters(recurse=False))
 
 
@@ -69,7 +69,7 @@ def _obstacle(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str |
         if any(not is_whole(p) for p in module.parameters(recurse=False)):
             verdicts[key] = "experts already sharded (plan and apply before fully_shard)"
         else:
-            verdicts[key] = moe.obstacle(module) or (None if _is_meta(module) else moe.agrees(module))
+            verdicts[key] = moe.obstacle(module) or (None if is_meta(module) else moe.agrees(module))
     return verdicts[key]
 
 
@@ -117,9 +117,9 @@ def check_names(policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int]
             close = nearest(rule.match, names)
             hint = f"The nearest names are {', '.join(close)}" if close else "No linear layer has a name like it"
             deeper = any(matches(f"{rule.match}.**", n) for n in names)
-            cure = (
+            fix = (
                 f"write '{rule.match}.**' to mean what is inside that module"
                 if deeper
                 else "'**.' in front reaches any depth"
             )
-            raise PlanError(f"rule {rule.match!r} matches no linear layer of this model. {hint}; {cure}.")
+            raise PlanError(f"{rule.title} matches no linear layer of this model. {hint}; {fix}.")

@@ -25,7 +25,7 @@ _SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
 
 
 class PlanError(ValueError):
-    """A plan that cannot be made or cannot be applied: what was asked, what was found, and the cure."""
+    """A plan that cannot be made or cannot be applied: what was asked, what was found, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,26 @@ class Rule:
     dgrad: str | None = None
     wgrad: str | None = None
 
+    @property
+    def source(self) -> str:
+        """Who decided, as a reason says it."""
+        return f"rule {self.match}"
+
+    @property
+    def title(self) -> str:
+        """The rule, as an error says it."""
+        return f"rule {self.match!r}"
+
+    @property
+    def why(self) -> str:
+        """A remark, which follows the source; lines of a plan file have one."""
+        return ""
+
+    @property
+    def backends(self) -> tuple[tuple[str, str], ...]:
+        """(GEMM, backend) of those that it names; lines of a plan file do."""
+        return ()
+
     def __post_init__(self) -> None:
         if not isinstance(self.match, str):
             raise PlanError(f"A rule matches names by a glob such as '**.layers.0.**'; found match={self.match!r}.")
@@ -64,7 +84,7 @@ class Rule:
             raise PlanError(f"A rule cannot be read: {error}.") from None
         if not any(getattr(self, f) is not None for f in _SETTINGS):
             raise PlanError(
-                f"rule {self.match!r} says nothing: give it one of {', '.join(_SETTINGS)} (recipe='off' keeps layers "
+                f"{self.title} says nothing: give it one of {', '.join(_SETTINGS)} (recipe='off' keeps layers "
                 "in high precision), or take it out."
             )
 
@@ -133,7 +153,7 @@ class Policy:
         for k, c in self.components.items():
             self._check_words(f"component {k!r}", c)
         for r in rules:
-            self._check_words(f"rule {r.match!r}", r)
+            self._check_words(r.title, r)
         for where, name in self._recipes():
             if name not in (OFF, AUTO, *RECIPES):
                 raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_names()}.")
@@ -163,7 +183,7 @@ class Policy:
     def _recipes(self) -> list[tuple[str, str]]:
         named = [("the whole model", self.recipe)]
         named += [(f"component {k!r}", c.recipe) for k, c in self.components.items() if c.recipe is not None]
-        named += [(f"rule {r.match!r}", r.recipe) for r in self.rules if r.recipe is not None]
+        named += [(r.title, r.recipe) for r in self.rules if r.recipe is not None]
         return named
 
     def activations_of(self, component: str) -> str:
@@ -201,7 +221,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """The levels of a policy laid over each other for one layer; ``source`` names the level that chose the recipe."""
+    """The levels of a policy laid over each other for one layer; ``source`` names the level that chose the recipe, and
+    ``why`` is its remark; ``backends`` holds (GEMM, backend) where the last rule names some."""
 
     recipe: str
     format: str | None
@@ -209,11 +230,19 @@ class Decision:
     dgrad: str
     wgrad: str
     source: str
+    why: str = ""
+    backends: tuple[tuple[str, str], ...] = ()
 
     def over(self, level: ComponentPolicy | Rule, source: str) -> Decision:
-        """This decision with what ``level`` says put on top."""
-        said = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
-        return replace(self, **said, source=source) if said else self
+        """This decision with what ``level`` asks put on top."""
+        asked: dict[str, Any] = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
+        if isinstance(level, Rule):
+            asked |= {"why": level.why, "backends": level.backends}
+        return replace(self, **asked, source=source) if asked else self
+
+    def reason(self, word: str = "") -> str:
+        """Who decided, ``word``, and the remark."""
+        return f"{self.source}{word}" + (f" ({self.why})" if self.why else "")
 
     def allowed(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
         """The recipes that this decision admits by name: none for off, ``candidates`` for auto (without those that the
@@ -239,7 +268,7 @@ def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
     if given is not None:
         decision = decision.over(given, f"component {component}" if given.recipe is not None else decision.source)
     for rule in rules:
-        decision = decision.over(rule, f"rule {rule.match}")
+        decision = decision.over(rule, rule.source)
     return decision
 
 
@@ -260,7 +289,8 @@ def _made(kind: Any, given: Any, where: str) -> Any:
 
 
 def _given(level: ComponentPolicy | Rule) -> dict[str, Any]:
-    return {f.name: getattr(level, f.name) for f in fields(level) if getattr(level, f.name) is not None}
+    known = fields(Rule if isinstance(level, Rule) else level)
+    return {f.name: getattr(level, f.name) for f in known if getattr(level, f.name) is not None}
 
 
 def _names() -> str:

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.fp8.observe.counts import HIGH, GemmCounts
+from octavo.fp8.planning.plan import Plan
+from octavo.fp8.planning.rows import PlanRow
+from octavo.fp8.policy.decisions import OUTSIDE
 from octavo.fp8.policy.topology import CONVENTIONS
 
-if TYPE_CHECKING:
-    from octavo.fp8.planning.plan import Plan
-    from octavo.fp8.planning.rows import PlanRow
-
-_OUTSIDE = ("lm_head", "patch_embed")
 _BACKWARD = ("dgrad", "wgrad")
 _Ran = dict[tuple[str, str], int]  # one layer's calls by (gemm, backend)
 
@@ -99,7 +97,7 @@ class Proof:
             if row is None:
                 continue
             self._calls[(row.component, gemm, backend)] += calls
-            if row.kind not in _OUTSIDE:
+            if row.kind not in OUTSIDE:
                 self._flops[(row.component, gemm, backend != HIGH)] += counts.flops[key]
 
     def share(self, component: str | None = None) -> float | None:

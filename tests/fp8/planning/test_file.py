@@ -1,6 +1,5 @@
 """Plans as files: the same plan comes back, edits are obeyed, and what does not fit is told with its place."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -9,8 +8,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-
-plan_file = importlib.import_module("octavo.fp8.planning.file")
+from octavo.fp8.planning import document
 
 
 class Block(nn.Module):
@@ -134,8 +132,8 @@ EDITS = [
     ('"recipe": "rowwise"', '"recpie": "rowwise"', "is no line of a plan"),
     ('"format": "e4m3"', '"fromat": "e4m3"', "unknown 'fromat'"),
     ('"layers.*.q_proj"', '"layers.*.k_proj"', r"'layers.\*.k_proj' matches no linear layer.*layers.\*.q_proj"),
-    ('"layers.*.q_proj"', '"lm_head"', "rowwise was asked for lm_head, which cannot run in FP8: lm_head stays"),
-    ('"layers.*.q_proj"', '"odd"', "was asked for odd, which cannot run in FP8: Custom is a subclass"),
+    ('"layers.*.q_proj"', '"lm_head"', "asks for FP8, but none of its 1 layers can run in FP8 .lm_head: lm_head stays"),
+    ('"layers.*.q_proj"', '"odd"', "asks for FP8, but none of its 1 layers can run in FP8 .odd: Custom is a subclass"),
     ('"layers.*.q_proj"', '"a..b"', "empty segment"),
     ('"backend": "reference"', '"backend": "warp"', "There is no backend 'warp'"),
     ('"backend": "reference"', '"backend": {"forward": "torch"}', "a name for each of fwd, dgrad, wgrad"),
@@ -243,7 +241,7 @@ def test_a_plan_is_not_saved_to_a_folder(saved):
 
 def test_the_plan_json_of_a_run_is_a_plan_file_too(tmp_path):
     plan = fp8.plan(Net(), "blockwise")
-    (tmp_path / "plan.json").write_text(json.dumps({**plan.to_json(), **plan_file.document(plan)}, indent=2))
+    (tmp_path / "plan.json").write_text(json.dumps(document(plan, whole=True), indent=2))
     assert fates(fp8.load_plan(tmp_path / "plan.json", Net())) == fates(plan)
 
 

@@ -1,0 +1,252 @@
+"""The form of a plan file: what each key holds, and the lines of ``layers``, which are rules that carry backends.
+
+People edit the lines. All else is checked as well, so that a file that was damaged or cut together is refused with the
+key, and not by whatever stumbles over it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, recipe
+from octavo.fp8.planning.rows import PlanRow
+from octavo.fp8.policy.globs import matches, template
+from octavo.fp8.policy.policy import ACTIVATIONS, AUTO, OFF, WEIGHT_CODES, PlanError, Rule
+
+__all__ = ["FORMAT", "Line", "lines_of", "read", "read_lines"]
+
+FORMAT = 1
+_RULE = ("match", "recipe", "format", *GEMMS)
+_FIELDS = (*_RULE, "backend", "why", "ms")
+
+
+def read(path: Path) -> tuple[dict[str, Any], str]:
+    """(what the file holds, its text). Raises PlanError for a file that cannot be read or is no plan."""
+    fix = "Name a file that octavo plan --save wrote."
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+    except OSError as error:
+        raise PlanError(f"The plan {path} cannot be read: {error.strerror}. {fix}") from error
+    except json.JSONDecodeError as error:
+        raise PlanError(
+            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}. JSON wants a comma between two entries, "
+            "none after the last one, and double quotes."
+        ) from error
+    except (RecursionError, ValueError) as error:  # no text, brackets without end, numbers of thousands of digits
+        raise PlanError(f"{path} is no plan ({error}). {fix}") from None
+    if not isinstance(found, dict) or "octavo_plan" not in found:
+        old = isinstance(found, dict) and {"rows", "policy"} <= found.keys()
+        what = "is the plan.json of an older run, which only tells its plan" if old else "is no plan"
+        raise PlanError(f"{path} {what} (octavo_plan is missing). Write one with octavo plan FILE --save.")
+    if found["octavo_plan"] != FORMAT or isinstance(found["octavo_plan"], bool):
+        raise PlanError(
+            f"{path} is no plan of this version of Octavo (octavo_plan is {_short(found['octavo_plan'])}, this one "
+            f"reads {FORMAT}). Write one with octavo plan FILE --save."
+        )
+    for key, (fits, wanted) in _KEYS.items():
+        if not fits(found.get(key)):
+            there = f"it is {_short(found[key])}" if key in found else "it is missing"
+            raise PlanError(
+                f"{path} has no usable {key!r}: {there}, where {wanted} belongs. Edit layers alone, or save the plan "
+                "again."
+            )
+    if not found["layers"]:
+        raise PlanError(f"{path} has no line in layers, so nothing would run in FP8. Use fp8.recipe: off for that.")
+    return found, text
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+Fits = Callable[[Any], bool]
+
+
+def _count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _list(fits: Fits) -> Fits:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _dict(fits: Fits) -> Fits:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+def _maybe(fits: Fits) -> Fits:
+    return lambda value: value is None or fits(value)
+
+
+def _holds(needed: Sequence[str], kinds: Mapping[str, Fits]) -> Fits:
+    """Whether a value is a mapping with these keys, ``needed`` ones among them, and what belongs under each."""
+
+    def fits(value: Any) -> bool:
+        known = isinstance(value, dict) and set(needed) <= value.keys() <= kinds.keys()
+        return known and all(kinds[key](entry) for key, entry in value.items())
+
+    return fits
+
+
+_MACHINE = _holds(
+    ["gpu"],
+    {
+        "gpu": lambda v: _text(v) and bool(v),
+        "capability": _maybe(lambda v: _text(v) and re.fullmatch(r"\d+\.\d+", v) is not None),
+        "driver": _maybe(_text),
+        "torch": _text,
+        "cuda": _maybe(_text),
+        "backends": _dict(_text),
+    },
+)
+_LAYER = _holds(
+    ["name", "kind", "shape", "layers"],
+    {
+        "name": _text,
+        "kind": _text,
+        "shape": lambda v: _list(_count)(v) and len(v) == 2,
+        "layers": lambda v: _count(v, 1),
+        "experts": _maybe(lambda v: _count(v, 1)),
+    },
+)
+
+#: key -> (whether a value, None for an absent one, fits; what belongs there)
+_KEYS: dict[str, tuple[Fits, str]] = {
+    "machine": (
+        lambda v: _MACHINE(v) and not (v["gpu"] == "cpu" and v.get("capability") is not None),
+        "a GPU with its capability such as 9.0 (none for cpu) and versions",
+    ),
+    "model": (_list(_LAYER), "a list of layers with name, kind, shape, layers"),
+    "components": (
+        _maybe(_dict(_list(lambda v: _text(v) and bool(v)))),
+        "a list of globs for each component, or null",
+    ),
+    "tokens": (_maybe(_dict(_count)), "a whole number for each component, or null"),
+    "micro_steps": (lambda v: _count(v, 1), "a whole number of at least 1"),
+    "activations": (
+        _maybe(_dict(lambda v: v in ACTIVATIONS)),
+        "bf16 or fp8 for the whole model (an empty name) and for components",
+    ),
+    "param": (
+        _maybe(_dict(lambda v: isinstance(v, bool))),
+        "true or false for the whole model (an empty name) and for components",
+    ),
+    "weight_codes": (_maybe(lambda v: v in WEIGHT_CODES), "keep or recast"),
+    "fuse_blocks": (_maybe(lambda v: isinstance(v, bool)), "true or false"),
+    "sisters": (_maybe(lambda v: isinstance(v, list)), "a list of lines"),
+    "layers": (lambda v: isinstance(v, list), "a list of lines"),
+}
+
+
+@dataclass(frozen=True)
+class Line(Rule):
+    """A rule of a file: ``place`` is the file and the line or entry; ``why`` its remark; ``backends`` what it names."""
+
+    place: str = ""
+    why: str = ""
+    backends: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def source(self) -> str:
+        return self.place.rpartition("/")[2]
+
+    @property
+    def title(self) -> str:
+        return f"{self.place}: {self.match!r}"
+
+
+def read_lines(given: Sequence[Any], path: Path, text: str, backends: bool) -> tuple[Line, ...]:
+    """The lines with their places, the k-th "match" of them standing in the k-th line that has one; ``backends``:
+    whether theirs are taken. Raises PlanError for one that cannot be read."""
+    start = text.find('"layers"')
+    places = [text.count("\n", 0, m.start()) + 1 for m in re.finditer(r'"match"\s*:', text) if m.start() > start]
+    lines, with_match = [], 0
+    for number, item in enumerate(given, 1):
+        place = f"{path}, entry {number} of layers"
+        if isinstance(item, dict) and "match" in item:
+            if with_match < len(places):
+                place = f"{path}, line {places[with_match]}"
+            with_match += 1
+        try:
+            lines.append(_line(item, place, backends))
+        except (PlanError, ValueError) as error:
+            raise PlanError(f"{place}: {error}") from None
+    return tuple(lines)
+
+
+def _line(item: Any, place: str, backends: bool) -> Line:
+    if not isinstance(item, dict) or "match" not in item or "recipe" not in item:
+        raise PlanError(f'{item!r} is no line of a plan; write {{"match": a glob, "recipe": a name}}.')
+    unknown = [key for key in item if key not in _FIELDS]
+    if unknown:
+        raise PlanError(f"unknown {', '.join(map(repr, unknown))}; a line has {', '.join(_FIELDS)}.")
+    name, why = item["recipe"], item.get("why") or ""
+    if name == AUTO:
+        raise PlanError("a plan names recipes; 'auto' is what makes one")
+    if name not in (OFF, *RECIPES):
+        close = get_close_matches(str(name), (OFF, *RECIPES), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ";"
+        raise PlanError(f"recipe {name!r} does not exist{hint} a plan names one of {', '.join((OFF, *RECIPES))}.")
+    if not isinstance(why, str):
+        raise PlanError(f"why is a remark in words; found {why!r}.")
+    if (inner := re.fullmatch(r"[^()]*, (?:line|entry) \d+[^()]*\((.*)\)", why)) is not None:
+        why = inner[1]  # the remark of a plan that came from a file itself
+    backend = item.get("backend", AUTO)
+    named = dict.fromkeys(GEMMS, backend) if isinstance(backend, str) else backend
+    if not isinstance(named, dict) or any(g not in GEMMS or not isinstance(b, str) for g, b in named.items()):
+        raise PlanError(f"backend is a name, or a name for each of {', '.join(GEMMS)}; found {backend!r}.")
+    taken = tuple((gemm, b) for gemm, b in named.items() if backends and b != AUTO)
+    line = Line(**{key: item[key] for key in _RULE if key in item}, place=place, why=why, backends=taken)
+    idle = [key for key in ("format", *GEMMS) if name == OFF and getattr(line, key) is not None]
+    if idle:
+        raise PlanError(f"{', '.join(idle)} has no effect where the recipe is off; remove it or set a recipe")
+    if name != OFF:
+        recipe(name, line.format, *(getattr(line, g) or "fp8" for g in GEMMS))
+    return line
+
+
+def lines_of(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:
+    """One line for layers that differ in their numbers alone, if a glob names exactly them; else one for each."""
+    able = [r for r in rows if r.fp8 or r.decided or r.kind in ("linear", "experts")]
+    names = [r.name for r in rows]
+    groups: dict[str, dict[str, list[PlanRow]]] = {}
+    for row in able:
+        alike = json.dumps({k: v for k, v in _fields(row).items() if k not in ("why", "ms")})
+        groups.setdefault(template(row.name), {}).setdefault(alike, []).append(row)
+    out: list[dict[str, Any]] = []
+    for glob, kinds in groups.items():
+        found = [row for alike in kinds.values() for row in alike]
+        if len(kinds) == 1 and sum(matches(glob, n) for n in names) == len(found):
+            out.append({"match": glob, **_fields(found[0])})
+        else:
+            out += [{"match": row.name, **_fields(row)} for row in found]
+    return out
+
+
+def _fields(row: PlanRow) -> dict[str, Any]:
+    line: dict[str, Any] = {"recipe": OFF}
+    if row.recipe is not None:
+        line = {"recipe": row.recipe.name, "format": row.recipe.format}
+        line |= {g: "bf16" for g in GEMMS if row.recipe.gemm(g) is None}
+        used = {g: s.backend.name for g, s in row.selections.items()}
+        line["backend"] = next(iter(used.values())) if len(set(used.values())) == 1 else used
+    line["why"] = row.reason
+    if row.times is not None:
+        line["ms"] = {"bf16": _ms(row.times.high), "fp8": None if row.times.fp8 is None else _ms(row.times.fp8)}
+    return line
+
+
+def _ms(seconds: float) -> float:
+    return float(f"{1e3 * seconds:.4g}")
