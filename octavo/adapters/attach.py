@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
     from octavo.models import Family
 
-__all__ = ["attach", "check"]
-
 Say = Callable[[str], None]
 
 

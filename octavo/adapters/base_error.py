@@ -23,8 +23,6 @@ from octavo.adapters.experts import stock_name
 from octavo.fp8.policy import template
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
-__all__ = ["BaseErrors", "Row", "base_errors"]
-
 
 @dataclass(frozen=True)
 class Row:

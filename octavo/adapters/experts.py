@@ -45,8 +45,6 @@ from octavo.fp8.weights import WeightSlice
 if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
 
-__all__ = ["adopt", "factors", "in_order", "obstacle", "parameters_of", "refuse", "stock_name", "wrappers"]
-
 
 def stock_name(name: str) -> str:
     """The name that a module or parameter has without adapters: PEFT's ``base_layer`` taken out."""

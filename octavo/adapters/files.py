@@ -33,8 +33,6 @@ from octavo.fp8.weights import distributed, is_whole
 if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
 
-__all__ = ["CONFIG", "WEIGHTS", "adapter_state", "continued", "load", "load_adapter_state", "read_config", "save"]
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 # Of a folder that may be replaced: what PEFT and its users put beside an adapter.

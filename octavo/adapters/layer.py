@@ -27,8 +27,6 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.lowrank import low_rank, low_rank_traced
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
-__all__ = ["Linear", "row_norms"]
-
 _ROWS = 1024  # of a weight that are in fp32 at a time
 
 

@@ -25,8 +25,6 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.dense import Input, Source, source_of
 
-__all__ = ["low_rank", "low_rank_traced"]
-
 
 def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float, user: object) -> Tensor:
     """y [..., N] + scale * B (A d(x)), x [..., K], in the dtype of y.

@@ -23,8 +23,6 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import NAME, attached, is_adapter_parameter
 from octavo.fp8.weights import is_whole
 
-__all__ = ["Fold", "folds", "merged"]
-
 
 @dataclass(frozen=True, eq=False)
 class Fold:

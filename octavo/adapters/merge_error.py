@@ -36,8 +36,6 @@ from torch import Tensor
 from octavo import fp8
 from octavo.adapters.merge import Fold
 
-__all__ = ["DROWNED", "KEPT", "MergeErrors", "Weight"]
-
 KEPT = 0.9
 DROWNED = 1.0
 

@@ -26,8 +26,6 @@ from octavo.fp8.policy import covers, nearest
 if TYPE_CHECKING:
     from octavo.models import Family
 
-__all__ = ["COMPONENTS", "NEVER", "targets_of"]
-
 COMPONENTS = ("foundation", "image_encoder", "image_projector")
 
 NEVER: Mapping[str, str] = {

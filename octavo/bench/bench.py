@@ -14,8 +14,6 @@ import torch
 from octavo.bench.record import Absent, Result, Row
 from octavo.fp8 import measuring
 
-__all__ = ["Bench", "Call", "Refusal", "Rotation", "Work"]
-
 Call = Callable[[], Any]
 
 

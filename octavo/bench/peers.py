@@ -18,8 +18,6 @@ from octavo import fp8
 from octavo.bench.bench import Bench, Refusal
 from octavo.fp8 import kernels
 
-__all__ = ["RECIPES", "able", "compiled", "high", "linears", "octavo"]
-
 RECIPES = ("blockwise", "tensorwise", "rowwise", "mxfp8")
 
 

@@ -12,8 +12,6 @@ from matplotlib.figure import Figure
 
 from octavo.bench.record import Result, Row
 
-__all__ = ["INK", "SOFT", "canvas", "draw"]
-
 BAR, PAPER, INK, SOFT = 0.19, "#fdfdfc", "#22262b", "#6b7178"
 FASTER, SLOWER, BASE = "#1d7f79", "#c8571b", "#a9b4c0"
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from octavo import atomic, environment
 
-__all__ = ["Absent", "Result", "Row", "load", "machine", "noisy", "part", "save", "suites_of", "table", "write"]
-
 #: what every record says of where its figures come from
 MACHINE = ("octavo", "python", "os", "cpu", "memory_bytes", "torch", "gpus", "driver", "packages")
 NOISE = 0.5  # a spread from which on a median says little

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Turns", "take"]
-
 Call = Callable[[], object]
 
 

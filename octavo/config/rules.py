@@ -10,8 +10,6 @@ from octavo.config.findings import Finding, glob_problem
 from octavo.config.problems import nearest
 from octavo.config.sections import COMPONENTS, Component, Fp8Section, Rule, Sections
 
-__all__ = ["FREEZABLE", "Finding", "check", "glob_problem"]
-
 FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
 

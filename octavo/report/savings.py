@@ -15,8 +15,6 @@ from octavo.config import Config
 from octavo.config.rules_lora import kinds_of
 from octavo.config.sections import COMPONENTS, LoadInFp8Section, OptimizerSection, RecomputeSection, one_word
 
-__all__ = ["Switch", "base_of", "ladder", "last", "costs", "switches", "without"]
-
 
 class Switch(NamedTuple):
     """One saving: its words, and the configuration with it off."""

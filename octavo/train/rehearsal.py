@@ -39,8 +39,6 @@ from octavo.train.forward import model_dtype
 from octavo.train.memory import made_by_model
 from octavo.train.tokens import Tokens
 
-__all__ = ["Rehearsal", "rehearse"]
-
 
 @dataclass(frozen=True)
 class Rehearsal:

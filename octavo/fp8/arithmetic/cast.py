@@ -30,17 +30,6 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.formats import E8M0, FORMATS, NAN_CODE, Format, decode, decode_e8m0
 
-__all__ = [
-    "CastError",
-    "CastSpec",
-    "Quantized",
-    "amax",
-    "dequantize",
-    "quantize",
-    "quantize_with_scale",
-    "scale_from_amax",
-]
-
 SCALES = ("fp32", "pow2", "e8m0")
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _INF_BITS = 0x7F800000  # the fp32 pattern of infinity; every NaN lies above it

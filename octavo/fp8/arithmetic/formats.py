@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["E4M3", "E5M2", "E8M0", "FORMATS", "NAN_CODE", "Format", "decode", "decode_e8m0"]
-
 NAN_CODE = 0x7F
 """The byte that marks a bad value; NaN in E4M3 and in E5M2 alike."""
 

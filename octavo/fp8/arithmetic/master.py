@@ -19,8 +19,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["join", "split", "stochastic"]
-
 _NAN = 0x7FC00000
 
 

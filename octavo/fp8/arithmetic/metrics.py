@@ -15,8 +15,6 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastError, Quantized, dequantize, layout, scale_fp32
 from octavo.fp8.arithmetic.formats import decode
 
-__all__ = ["SOUND", "Figures", "calc_diff", "cosine", "figures", "saturation", "sqnr", "underflow"]
-
 SOUND = 0.02
 """calc_diff to high precision below which y, dx and dw of a layer are sound: E4M3 leaves about 1e-3, E5M2 gradients
 about 5e-3; a wrong scale or layout leaves 1."""

@@ -62,38 +62,6 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.root import root
 
-__all__ = [
-    "GROUP",
-    "LAYOUT",
-    "LEAST",
-    "R_TOP",
-    "STATES",
-    "TINY",
-    "TOP",
-    "Agree",
-    "Kept",
-    "coat_decode",
-    "coat_encode",
-    "coat_figures",
-    "decode",
-    "decode_m",
-    "decode_v",
-    "dither",
-    "dither_start",
-    "encode",
-    "encode_r",
-    "encode_v",
-    "extrema",
-    "grid",
-    "pack",
-    "r_amax",
-    "r_grid",
-    "r_scale",
-    "ratio",
-    "unpack",
-    "v_range",
-]
-
 GROUP = 128
 """Consecutive elements of a flattened parameter that share a range."""
 

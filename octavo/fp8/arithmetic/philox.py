@@ -18,8 +18,6 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["LIMIT", "Scratch", "words"]
-
 LIMIT = 1 << 34
 """Elements of one parameter that have bits of their own: the counter's first word has 32 bits and serves four."""
 

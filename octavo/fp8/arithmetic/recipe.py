@@ -30,8 +30,6 @@ from dataclasses import dataclass
 
 from octavo.fp8.arithmetic.cast import CastSpec
 
-__all__ = ["RECIPES", "Delayed", "Gemm", "Recipe", "RecipeError", "recipe"]
-
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
 """The names that :func:`recipe` knows."""
 

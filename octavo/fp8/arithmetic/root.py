@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["root"]
-
 
 def root(x: Tensor, out: Tensor | None = None) -> Tensor:
     """The root of each element of fp32 `x` (0 or more, or NaN), exactly rounded; into `out` where one is given.

@@ -30,8 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.blocks.attention_output import KEEPS_OUTPUT
 
-__all__ = ["grouped_attention"]
-
 
 def grouped_attention(
     q: Tensor,

@@ -21,8 +21,6 @@ from octavo.fp8.dense.inputs import Source
 from octavo.fp8.dense.linear import SOURCE
 from octavo.fp8.dense.swap import put
 
-__all__ = ["Attention", "kept_by_attention", "mark", "outputs", "source"]
-
 _INPUTS = (("q_proj", "k_proj", "v_proj"), ("qkv",), ("query", "key", "value"))
 _OUTPUTS = ("o_proj", "out_proj", "proj", "projection_layer", "dense")
 

@@ -60,8 +60,6 @@ from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, hooked, plann
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.shards import is_whole, ordinary
 
-__all__ = ["CHILDREN", "GatedMlp", "agrees", "convert", "is_gated_mlp", "obstacle", "unite"]
-
 CHILDREN = ("gate_proj", "up_proj", "down_proj")
 _KNOWN = {*CHILDREN, "act_fn"}
 _PARTS = mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")

@@ -28,8 +28,6 @@ from octavo.fp8.dense.inputs import autocast_enabled, transformed, without_autoc
 from octavo.fp8.dense.swap import Swapped, swap
 from octavo.fp8.weights.shards import is_whole, ordinary
 
-__all__ = ["LayerNorm", "is_norm", "obstacle", "save"]
-
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm over features by its name and parameters, of whatever formula."""

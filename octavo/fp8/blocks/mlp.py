@@ -38,8 +38,6 @@ from octavo.fp8.dense.inputs import Source, behind, source_of, transformed, with
 from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
 from octavo.fp8.weights.shards import is_whole, ordinary
 
-__all__ = ["ACTS", "KINDS", "HighLinear", "Parts", "SavedMlp", "agrees", "obstacle", "parts", "product", "run", "save"]
-
 Act = Callable[[Tensor], Tensor]
 
 KINDS = (

@@ -37,8 +37,6 @@ from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, planned, prob
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights.shards import is_whole, ordinary
 
-__all__ = ["FEEDS", "RmsNorm", "agrees", "convert", "fed", "fp8_of", "obstacle", "obstacle_to_saving", "save", "unite"]
-
 FEEDS = (
     ("input_layernorm", "self_attn", ("q_proj", "k_proj", "v_proj")),
     ("post_attention_layernorm", "mlp", ("gate_proj", "up_proj")),

@@ -44,8 +44,6 @@ from octavo.fp8.kernels.registry import Backend, Selection, get, select
 from octavo.fp8.weights.cache import WeightSlice, codes_of
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
-__all__ = ["casts_of", "describe", "gemms", "recipe_of"]
-
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 # --- what to do, as text ----------------------------------------------------------------------------------------------

@@ -41,9 +41,6 @@ from octavo.fp8.weights import cache
 from octavo.fp8.weights.shards import ordinary
 from octavo.fp8.weights.versions import listen
 
-__all__ = ["Input", "forget", "held_bytes", "offer", "torch_alone_writes"]
-
-
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
 

@@ -43,8 +43,6 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import Backend, select
 
-__all__ = ["DTYPES", "SPEC", "backend_of", "keep", "value"]
-
 SPEC = CastSpec("e4m3", (1, 128), "pow2")
 _NARROW = CastSpec("e4m3", (1, -1), "pow2")  # the same codes for rows up to 128, without padding to 128 in memory
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

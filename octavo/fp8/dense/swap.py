@@ -19,9 +19,6 @@ from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import Backend, select
 
-__all__ = ["STOCK", "Planned", "Swapped", "fused_backend", "hooked", "planned", "probe", "put", "swap", "unswap"]
-
-
 STOCK = "_as_stock"
 """In the __dict__ of a swapped module whose class cannot be taken off for a moment: it computes as the stock one."""
 

@@ -33,8 +33,6 @@ from octavo.fp8.kernels.layout import CONTRACTED, Operand, experts_k_major, k_ma
 from octavo.fp8.kernels.registry import Borrower, get
 from octavo.fp8.kernels.torch_backend import kind_of
 
-__all__ = ["DeepGemmBackend", "lacks_on_gpu"]
-
 SOURCE = "github.com/deepseek-ai/DeepGEMM"
 NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout")
 SQUARES, LINES = (1, 128, 128), (1, 1, 128)  # DeepGEMM's "recipes": block sides along m, n and k

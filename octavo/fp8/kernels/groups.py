@@ -17,8 +17,6 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import Quantized
 
-__all__ = ["TILE", "Groups", "Routing", "of_expert", "real_rows", "route", "spans"]
-
 TILE = 128
 
 

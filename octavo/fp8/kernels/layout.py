@@ -30,24 +30,6 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 
-__all__ = [
-    "CONTRACTED",
-    "REVISION",
-    "Operand",
-    "ceil_div",
-    "codes_buffer",
-    "experts_k_major",
-    "grid_of",
-    "k_major",
-    "lies",
-    "lines",
-    "padded_sizes",
-    "round_up",
-    "scale_buffer",
-    "scale_sizes",
-    "scales_by_contraction",
-]
-
 CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 """The dimension of each operand that a GEMM sums over."""
 REVISION = 2

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from octavo.fp8.arithmetic.adamw import Hyper, Piece
     from octavo.fp8.arithmetic.moments import Agree
 
-__all__ = ["ReferenceBackend", "scaled"]
-
 _GEMMS = ("fwd", "dgrad", "wgrad")
 _ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward", "adamw")
 

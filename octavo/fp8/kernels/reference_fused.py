@@ -20,8 +20,6 @@ from torch import Tensor
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 
-__all__ = ["check_rmsnorm", "check_swiglu", "rmsnorm_quantize", "swiglu_backward_quantize", "swiglu_quantize"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -21,8 +21,6 @@ from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
 from octavo.fp8.kernels.layout import ceil_div
 
-__all__ = ["OPS", "dgrad", "fwd", "lack", "quantize_experts", "quantize_rows", "wgrad"]
-
 OPS = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad")
 
 Gemm = Callable[[str, Quantized, int, Quantized, int, torch.dtype], Tensor]  # as reference._gemm

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from octavo.fp8.arithmetic.adamw import Hyper, Piece
     from octavo.fp8.arithmetic.moments import Agree
 
-__all__ = ["OPS", "Backend", "BackendError", "Borrower", "Selection", "get", "names", "quantize", "register", "select"]
-
 OPS = (
     "quantize",
     "dequantize",

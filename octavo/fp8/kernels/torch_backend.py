@@ -35,8 +35,6 @@ from octavo.fp8.kernels.layout import CONTRACTED, Operand, k_major, lines, round
 from octavo.fp8.kernels.reference import scaled
 from octavo.fp8.kernels.registry import Borrower
 
-__all__ = ["Product", "TorchBackend", "kind_of", "lay_out", "multiply", "swizzled"]
-
 _KINDS = {  # blocks as (across, along) the contraction
     ((-1, -1), (-1, -1)): "tensor",
     ((1, -1), (1, -1)): "row",

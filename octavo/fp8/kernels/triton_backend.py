@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from octavo.fp8.arithmetic.adamw import Hyper, Piece
     from octavo.fp8.arithmetic.moments import Agree
 
-__all__ = ["TritonBackend"]
-
 OLDEST = (8, 9)  # Ada: the first tensor cores that multiply FP8
 WHOLE = ((-1, -1), (1, -1), (-1, 1))
 SIDES = (1, 16, 32, 64, 128)  # of finite blocks, for a cast

@@ -32,8 +32,6 @@ from octavo.fp8.measuring.timing import Timed, time_calls
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.weights.cache import invalidate
 
-__all__ = ["measure_case"]
-
 _ROWS = 1 << 24  # elements compared at once: float64 copies of a large output would not fit beside it
 
 

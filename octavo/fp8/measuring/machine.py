@@ -13,8 +13,6 @@ from torch import device as Device  # "torch" is a field here
 
 from octavo.fp8.kernels import registry
 
-__all__ = ["CPU", "Machine"]
-
 CPU = "cpu"
 
 

@@ -25,8 +25,6 @@ from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.policy.decisions import decisions, device_of
 from octavo.fp8.policy.policy import Policy
 
-__all__ = ["Cache", "default_cache", "measure"]
-
 _FORMAT = 1
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, what is measured now)
 

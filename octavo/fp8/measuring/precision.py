@@ -15,8 +15,6 @@ from octavo.fp8.dense.linear import Linear
 from octavo.fp8.dense.swap import STOCK, Swapped
 from octavo.fp8.moe.experts import Experts
 
-__all__ = ["high_precision"]
-
 
 @contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:

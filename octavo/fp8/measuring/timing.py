@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Timed", "time_calls"]
-
 Call = Callable[[], Any]
 
 

@@ -48,8 +48,6 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.cache import CachesWeights
 
-__all__ = ["ACTIVATION", "Kept", "Row", "kept"]
-
 ACTIVATION = "activation"
 Blocks = Iterable[tuple[str, nn.Module]]
 

@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy
 
-__all__ = ["ChunkedHead", "Given", "chunked_head"]
-
 
 class Given:
     """The targets that a head is asked to judge, and the losses it gave."""

@@ -32,8 +32,6 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.dense.inputs import compute_dtype, transformed, without_autocast
 from octavo.fp8.weights.shards import is_whole
 
-__all__ = ["linear_cross_entropy", "token_log_probs"]
-
 # Logits in fp32 that exist at a time: 128 MiB where kernels want work, 8 MiB where they run one after the other.
 _ELEMENTS = {"cuda": 2**25, "cpu": 2**21}
 _LEAST = 256  # rows of the weight in a block, however many tokens there are

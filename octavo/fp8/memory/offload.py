@@ -29,8 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Copies", "CudaCopies", "Hooks", "offload", "synchronize_per_layer"]
-
 LEAST = 1 << 18  # bytes: below, a copy takes less time than its launch
 Blocks = Iterable[tuple[str, nn.Module]]
 

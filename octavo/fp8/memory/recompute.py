@@ -40,8 +40,6 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.dense.swap import Swapped
 
-__all__ = ["CHOICES", "recompute"]
-
 CHOICES = ("none", "selective", "full")
 _ATTENTION = re.compile(r"(^|_)(attn|attention)$", re.IGNORECASE)
 

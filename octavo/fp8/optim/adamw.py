@@ -17,8 +17,6 @@ from octavo.fp8.optim import state_dict as state_dict_
 from octavo.fp8.optim.engine import engine
 from octavo.fp8.weights.shards import local_of, plain, span
 
-__all__ = ["AdamW"]
-
 Watch = Callable[[Tensor, dict[str, Any], "float | Tensor | None"], None]
 
 _PART = 1 << 22  # elements compared at a time where a BF16 weight was written by somebody else

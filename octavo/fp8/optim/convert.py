@@ -19,8 +19,6 @@ from octavo.fp8.optim import sharded
 from octavo.fp8.optim.layout import like, touched
 from octavo.fp8.weights.shards import Span, plain, span
 
-__all__ = ["copy_state", "decode", "encode", "fp32_weight", "set_low", "to_torch"]
-
 _GROUPS = 1 << 13  # worked on at a time
 _NEAREST = 1 << 15  # one half, in place of what a step adds before it cuts
 

@@ -23,8 +23,6 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars
 from octavo.fp8.arithmetic.moments import GROUP
 from octavo.fp8.arithmetic.root import root
 
-__all__ = ["Job", "run"]
-
 _INF = math.inf
 _NAN = 0x7FC00000
 _MAGNITUDE = 0x7FFFFFFF

@@ -23,9 +23,6 @@ from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.kernels.registry import select
 from octavo.fp8.optim import cpu
 
-__all__ = ["Engine", "engine", "on_cpu"]
-
-
 Engine = Callable[[Sequence[Piece], Hyper, "float | Tensor | None", "Agree | None"], None]
 
 

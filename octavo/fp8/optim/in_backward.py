@@ -45,8 +45,6 @@ from octavo.fp8.observe import recorder
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.weights.shards import is_dtensor, plain
 
-__all__ = ["PartialUpdate", "UpdateInBackward", "Updated", "clip_factor", "gradient_norm"]
-
 
 class PartialUpdate(RuntimeError):
     """A gradient was not finite when other weights of the step had been written already."""

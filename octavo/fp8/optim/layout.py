@@ -19,9 +19,6 @@ from torch import Tensor
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Kept
 from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
 
-__all__ = ["PER_GROUP", "fresh", "groups", "keeps", "like", "touched"]
-
-
 PER_GROUP = frozenset(kept.name for kind in LAYOUT.values() for kept in kind if kept.row is not None)
 """Names of the tensors with a row a group."""
 

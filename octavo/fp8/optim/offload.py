@@ -36,8 +36,6 @@ from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.engine import Engine, engine
 from octavo.fp8.weights.shards import is_dtensor, plain
 
-__all__ = ["BATCH", "CudaTransfers", "Offload", "OffloadedAdamW", "Transfers", "of"]
-
 BATCH = 64 << 20  # bytes of states
 _ALIGN = 256  # bytes: every tensor of a batch begins where a kernel may read 16 bytes at once
 _BUFFERS = 3  # one coming in, one in use, one going out

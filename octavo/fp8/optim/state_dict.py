@@ -19,8 +19,6 @@ from octavo.fp8.optim.convert import encode
 from octavo.fp8.optim.layout import groups, keeps, touched
 from octavo.fp8.weights.shards import is_dtensor, plain, span
 
-__all__ = ["load"]
-
 _FP32 = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 
 

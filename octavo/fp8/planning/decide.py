@@ -31,8 +31,6 @@ from octavo.fp8.policy.decisions import OUTSIDE, decisions, device_of
 from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError, Policy
 from octavo.fp8.policy.topology import Row
 
-__all__ = ["PlanError", "plan"]
-
 
 def plan(
     model: nn.Module,

@@ -15,8 +15,6 @@ from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
 from octavo.fp8.weights.frozen import is_frozen
 from octavo.fp8.weights.shards import is_whole
 
-__all__ = ["exchange", "needs_of"]
-
 
 def exchange(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool = True) -> None:
     """Make FP8 weights of the parameters that ``sites`` names, by module and parameter.

@@ -37,8 +37,6 @@ from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, topology
 
-__all__ = ["document", "load_plan", "save_plan"]
-
 HELP = (
     "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
     "recipe: off, tensorwise, rowwise, blockwise, mxfp8 or delayed. format: e4m3 or hybrid. fwd, dgrad, wgrad: fp8 or "

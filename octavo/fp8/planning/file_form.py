@@ -19,8 +19,6 @@ from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import ACTIVATIONS, AUTO, OFF, WEIGHT_CODES, PlanError, Rule
 
-__all__ = ["FORMAT", "Line", "lines_of", "read", "read_lines"]
-
 FORMAT = 1
 _RULE = ("match", "recipe", "format", *GEMMS)
 _FIELDS = (*_RULE, "backend", "why", "ms")

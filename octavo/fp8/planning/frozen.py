@@ -21,8 +21,6 @@ from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError
 from octavo.fp8.policy.topology import Row
 from octavo.fp8.weights.frozen import codes_cast, frozen_bytes, frozen_weights, kind_of
 
-__all__ = ["RECIPE_OF", "fitted", "fitting", "frozen_notes", "none_fits"]
-
 RECIPE_OF = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
 """The recipe to set for a kind of frozen weight; delayed fits "tensor" as well."""
 

@@ -22,8 +22,6 @@ from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import Policy
 from octavo.fp8.policy.topology import CONVENTIONS, component_namer
 
-__all__ = ["blocks_of", "saving_of", "sentences"]
-
 NORM, MLP, PLAIN, ATTENTION, EXPERTS = "norm", "gated MLP", "MLP", "attention", "experts"
 
 

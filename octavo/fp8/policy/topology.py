@@ -18,10 +18,8 @@ from torch import nn
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.moe.experts import PROJECTIONS, is_experts
-from octavo.fp8.policy.globs import covers, matches, nearest, template
+from octavo.fp8.policy.globs import covers
 from octavo.fp8.weights.frozen import codes_cast
-
-__all__ = ["CONVENTIONS", "Row", "component_namer", "covers", "matches", "nearest", "template", "topology"]
 
 KINDS = ("linear", "experts", "lm_head", "patch_embed", "router", "subclass")
 

@@ -14,8 +14,6 @@ from typing import Any
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import Times
 
-__all__ = ["Prediction", "predict"]
-
 WORTH = 0.03  # gain below which a plan warns
 _LARGE = 0.3  # share of the step from which something counts as a cause
 

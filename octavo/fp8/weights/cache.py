@@ -34,17 +34,6 @@ from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held, master_of
 from octavo.fp8.weights.shards import is_whole, local_of
 from octavo.fp8.weights.versions import watch_optimizers
 
-__all__ = [
-    "CachesWeights",
-    "WeightCache",
-    "WeightSlice",
-    "capturing",
-    "code_bytes",
-    "codes_of",
-    "has_values",
-    "invalidate",
-]
-
 # Which cache serves a tensor that arrives without its layer, as in a compiled graph: by the address of its storage. The
 # weak reference keeps that address from being used again, and the geometry tells the weight from a part of it.
 _owners: dict[int, tuple[StorageWeakRef, Callable[[], WeightCache | None], tuple[Any, ...]]] = {}

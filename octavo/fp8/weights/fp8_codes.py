@@ -19,8 +19,6 @@ from octavo.fp8.kernels.layout import ceil_div
 from octavo.fp8.weights import fp8_rows, versions
 from octavo.fp8.weights.fp8_rows import Need, Rows, Shards
 
-__all__ = ["Codes", "Held", "Source"]
-
 
 class Source(NamedTuple):
     """What an FP8 weight knows besides its bits: the casts its layers ask for, the shape of the whole weight, and

@@ -33,20 +33,6 @@ from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.layout import ceil_div, grid_of
 from octavo.fp8.kernels.registry import Backend
 
-__all__ = [
-    "Need",
-    "Rows",
-    "Shards",
-    "assembled",
-    "cast",
-    "dequantize",
-    "gather",
-    "gathered",
-    "shapes",
-    "shard_mesh",
-    "wire",
-]
-
 
 class Need(NamedTuple):
     """A cast that GEMMs of a layer ask of its weight, by the backend that runs them.

@@ -49,8 +49,6 @@ from octavo.fp8.weights.fp8_codes import Codes, Held, Source
 from octavo.fp8.weights.fp8_rows import Need, Shards
 from octavo.fp8.weights.shards import local_of
 
-__all__ = ["Fp8Weight", "Held", "Source", "master_of"]
-
 
 class Fp8Weight(Tensor):
     """See the module's docstring. Made by :meth:`of` and :meth:`of_codes`."""

@@ -39,20 +39,6 @@ from octavo.fp8.weights.fp8_rows import Need, Shards, assembled, gather, shard_m
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import is_whole, local_of
 
-__all__ = [
-    "FROZEN",
-    "codes_cast",
-    "codes_of_frozen",
-    "fingerprint",
-    "freeze_weight",
-    "frozen",
-    "frozen_bytes",
-    "frozen_weights",
-    "is_frozen",
-    "kind_of",
-    "thaw",
-]
-
 FROZEN = {
     "row": CastSpec("e4m3", (1, -1), "pow2"),
     "block": CastSpec("e4m3", (128, 128), "pow2"),

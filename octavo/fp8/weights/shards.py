@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["Span", "distributed", "full", "is_dtensor", "is_whole", "local_of", "ordinary", "plain", "span"]
-
 
 def is_dtensor(value: object) -> bool:
     """True for a DTensor, without importing torch.distributed where nobody else has."""

@@ -18,8 +18,6 @@ from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
 from octavo.fp8.weights.frozen import codes_of_frozen, frozen, is_frozen
 from octavo.fp8.weights.shards import distributed, full, is_whole, local_of
 
-__all__ = ["fp8_state_dict", "load_fp8_state_dict"]
-
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a model with its FP8 weights as codes; whole tensors on every rank, so a collective there.

@@ -32,8 +32,6 @@ from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree
 from octavo.fp8.kernels.triton_kernels.adamw_kernels import COLUMNS, adamw_step
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
 
-__all__ = ["step", "variants"]
-
 GROUPS, TILES = 8, 4  # groups a tile, tiles a program: 4096 elements
 WARPS = 4
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -17,8 +17,6 @@ import triton.language as tl
 
 from octavo.fp8.kernels.triton_kernels.bits import INF_BITS, NAN_BITS, decode_bits, encode_bits, round_to, widen
 
-__all__ = ["COLUMNS", "GROUP", "adamw_step", "philox_words"]
-
 GROUP = tl.constexpr(128)
 COLUMNS = tl.constexpr(13)  # of a piece's row in the table of places, in this order:
 WEIGHT = tl.constexpr(0)  # addresses

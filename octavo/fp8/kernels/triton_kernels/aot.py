@@ -32,8 +32,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ARCHS", "SPILL_BOUND", "faults", "main", "report", "table"]
-
 ARCHS = (89, 90, 100, 120)
 """Ada, Hopper, Blackwell in data centres, Blackwell in workstations."""
 

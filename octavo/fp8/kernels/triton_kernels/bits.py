@@ -27,17 +27,6 @@ import triton.language as tl
 
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED as _INTERPRETED
 
-__all__ = [
-    "amax_bits",
-    "decode_bits",
-    "encode",
-    "encode_bits",
-    "encode_integers",
-    "round_to",
-    "scale_of",
-    "widen",
-]
-
 INTERPRETED = tl.constexpr(_INTERPRETED)
 INF_BITS = tl.constexpr(0x7F800000)  # the pattern of infinity; every NaN lies above it
 NAN_BITS = tl.constexpr(0x7FC00000)

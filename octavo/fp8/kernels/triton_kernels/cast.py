@@ -30,23 +30,6 @@ from octavo.fp8.kernels.layout import Operand, ceil_div, round_up
 from octavo.fp8.kernels.triton_kernels import cast_tiles
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
 
-__all__ = [
-    "Job",
-    "Laid",
-    "Tile",
-    "allocate",
-    "dequantize",
-    "facts",
-    "quantize",
-    "quantize_both",
-    "quantize_with_scale",
-    "relaid",
-    "relay",
-    "run",
-    "transpose",
-    "variants",
-]
-
 SIDES = (1, 16, 32, 64, 128)  # of finite blocks: they divide every tile
 LONGEST_ROW = 32768  # that one program casts: 64 values for each of 512 threads
 _WHOLE = ((-1, -1), (1, -1), (-1, 1))

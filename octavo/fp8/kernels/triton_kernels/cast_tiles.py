@@ -46,8 +46,6 @@ from octavo.fp8.kernels.triton_kernels.bits import (
     widen,
 )
 
-__all__ = ["amax_kernel", "cast_kernel", "dequantize_kernel", "relay_kernel", "scales_kernel"]
-
 
 @triton.jit
 def _place(pid_r, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED: tl.constexpr, TR: tl.constexpr):

@@ -33,8 +33,6 @@ import triton.language as tl
 
 from octavo.fp8.kernels.triton_kernels.bits import INTERPRETED, decode_bits, round_to, widen
 
-__all__ = ["contract", "place", "store"]
-
 HUGE, TINY = tl.constexpr(2.0**80), tl.constexpr(2.0**-80)  # scales beyond which a power of two changes sides
 UP, DOWN = tl.constexpr(2.0**40), tl.constexpr(2.0**-40)
 

@@ -46,15 +46,6 @@ from octavo.fp8.kernels.triton_kernels import cast
 from octavo.fp8.kernels.triton_kernels import fused_kernels as kernels
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
 
-__all__ = [
-    "rmsnorm_codes",
-    "rmsnorm_quantize",
-    "swiglu_backward_quantize",
-    "swiglu_codes",
-    "swiglu_quantize",
-    "variants",
-]
-
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WIDEST = 16384  # columns that one program holds as a whole
 TILE = 128

@@ -23,8 +23,6 @@ from octavo.fp8.kernels.triton_kernels.bits import (
     widen,
 )
 
-__all__ = ["rmsnorm_rows", "rmsnorm_tile", "rstd_of_rows", "sigmoid", "swiglu", "swiglu_backward"]
-
 
 @triton.jit
 def _codes(x, scale, bad, POW2: tl.constexpr, E5M2: tl.constexpr):

@@ -20,8 +20,6 @@ from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
 
-__all__ = ["gemm", "gemm_kernel", "variants"]
-
 
 @triton.jit(do_not_specialize=["M", "K"])
 def gemm_kernel(

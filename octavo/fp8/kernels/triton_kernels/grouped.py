@@ -30,8 +30,6 @@ from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
 from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu
 
-__all__ = ["dgrad", "fwd", "variants", "wgrad"]
-
 
 @triton.jit(do_not_specialize=["rows", "K"])
 def grouped_rows_kernel(

@@ -31,8 +31,6 @@ from octavo.fp8.kernels.layout import Operand
 from octavo.fp8.kernels.triton_kernels import cast, cast_tiles
 from octavo.fp8.kernels.triton_kernels.launch import Variant
 
-__all__ = ["quantize_experts", "quantize_rows", "quantize_rows_both", "relaid", "variants"]
-
 
 def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
     """See ``Backend.quantize_rows``. One launch for finite blocks and rows, four where all rows share a scale.

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-__all__ = ["INTERPRETED", "Variant", "launch", "launches"]
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether the kernels run in Triton's interpreter: settled when they are imported, as Triton settles it."""
 

@@ -29,22 +29,6 @@ from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.layout import ceil_div
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, Variant
 
-__all__ = [
-    "Form",
-    "Gpu",
-    "Grain",
-    "Tile",
-    "candidates",
-    "choose",
-    "constants",
-    "form",
-    "forms",
-    "gpu_of",
-    "grain",
-    "plain",
-    "source",
-]
-
 GROUP = 8  # row tiles that go down together: see contraction.place
 STEP = 128
 
