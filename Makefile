@@ -29,10 +29,10 @@ lint: install     ## ruff: lint and format
 types: install    ## the type checker on fp8/ and config/
 	$(BIN)/mypy
 
-test: lint types  ## what every change must pass, in under 10 minutes on 2 cores
+test: lint types  ## what every change must pass, in about 6 minutes on 2 cores; says what it cost
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long and not gpu"
 
-test-long: install ## the long tests: kill and resume at random moments, two ranks, example files
+test-long: install ## the long tests: kill and resume at random moments, several ranks, example files
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu"
 
 gpu:              ## on a machine with an NVIDIA GPU: its tests and all benchmarks, within a budget of 9 minutes

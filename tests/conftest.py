@@ -17,3 +17,5 @@ torch.set_num_threads(1)
 # A change is judged by what it does, not by which example was drawn this time.
 settings.register_profile("octavo", derandomize=True)
 settings.load_profile("octavo")
+
+pytest_plugins = ["tests.cpu_budget"]  # what the tests cost, and the ten dearest
