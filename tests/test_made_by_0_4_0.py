@@ -1,0 +1,180 @@
+"""What version 0.4.0 wrote is still read, and goes on as it did there: runs, plans, measurements, state dicts, exports.
+
+The files are ``tests/made_by_0_4_0``; its README.md says how each was made. They stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.losses import platform
+from octavo import adapters, checkpoint, fp8, models, train
+from octavo.config import load_config
+
+MADE = Path(__file__).parent / "made_by_0_4_0"
+RESULTS = json.loads((MADE / "results.json").read_text(encoding="utf-8"))
+ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
+QKV = tuple(ATTENTION + name for name in ("q_proj", "k_proj", "v_proj"))
+GATE_UP = tuple(MLP + name for name in ("gate_proj", "up_proj"))
+LAYERS = {*QKV, ATTENTION + "o_proj", *GATE_UP, MLP + "down_proj"}
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="the runs name their files by /proc")
+
+
+def siblings_run_as(plan: fp8.Plan, fused: set[tuple[str, ...]]) -> None:
+    """The one place that says what becomes of siblings that a plan of 0.4.0 runs as one GEMM: 0.4.0 still does so.
+
+    A version that has no such GEMM asserts here that they are loaded apart, and that ``plan.notes`` say so.
+    """
+    assert {group.names for group in plan.groups if group.fused} == fused
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the files to work in: paths in the runs are seen from the current folder."""
+    folder = tmp_path / "made"
+    shutil.copytree(MADE, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def meta(folder: str) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(folder), dtype=torch.float32)
+
+
+def recipes(plan: fp8.Plan) -> dict[str, str]:
+    return {row.name: row.recipe.name for row in plan.rows if row.fp8}
+
+
+def agree(losses: dict[int, float], name: str) -> None:
+    """Bit for bit on the platform that the recorded losses come from, closely on any other."""
+    expected = {int(step): float.fromhex(loss) for step, loss in RESULTS[name].items()}
+    same = platform() == RESULTS["platform"]
+    assert losses == (expected if same else pytest.approx(expected, abs=1e-3))
+
+
+@pytest.mark.parametrize("name", ["stopped", "stopped_fp8_weights"])
+def test_a_stopped_run_goes_on_to_the_same_losses(name: str, copy: Path) -> None:
+    said = train.run(load_config(f"runs/{name}/config.yaml", ["run.resume=auto"]))
+    assert said.status == "finished"
+    agree(said.losses(), name)
+    proof = json.loads((copy / "runs" / name / "proof.json").read_text())
+    assert not proof["pending"] and proof["share"] == 1.0
+
+
+def test_a_lora_run_goes_on_from_an_earlier_checkpoint(copy: Path) -> None:
+    before = load_file("runs/lora/adapter/adapter_model.safetensors")
+    assert checkpoint.verify("runs/lora/adapter", against="model").ok
+    assert set(adapters.load(models.load("model"), "runs/lora/adapter")) == {MLP + "up_proj"}
+    frozen = json.loads(Path("runs/lora/base.json").read_text())["sha256"]
+    train.run(load_config("runs/lora/config.yaml", ["run.resume=runs/lora/checkpoints/step_4"]))
+    losses = train.run(load_config("runs/lora/config.yaml", ["run.resume=auto"])).losses()  # it has finished
+    agree(losses, "lora")
+    after = load_file("runs/lora/adapter/adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    for key in before:
+        torch.testing.assert_close(after[key], before[key], atol=1e-3, rtol=1e-2)
+    assert json.loads(Path("runs/lora/base.json").read_text())["sha256"] == frozen
+
+
+def test_a_finished_run_is_evaluated_and_its_folder_loads(copy: Path) -> None:
+    done = train.run(load_config("runs/finished/config.yaml", ["run.resume=auto"]))
+    assert done.status == "finished" and done.steps == 8
+    agree(done.losses(), "finished")
+    expected = RESULTS["finished_eval"]
+    found = train.evaluate_run("runs/finished", say=lambda text: None)
+    bound = 0.0 if platform() == RESULTS["platform"] else 1e-3
+    assert found == {**expected, "loss": pytest.approx(expected["loss"], abs=bound)}
+    assert checkpoint.verify("runs/finished/hf").ok
+    trained, written = train.load_run("runs/finished", say=lambda text: None)[0], models.load("runs/finished/hf")
+    own = trained.state_dict()
+    for name, value in written.state_dict().items():
+        assert torch.equal(own[name].float(), value.float()), name
+
+
+@pytest.mark.parametrize("run", ["stopped", "stopped_fp8_weights", "lora", "finished"])
+def test_the_plan_of_a_run_loads(run: str) -> None:
+    plan = fp8.load_plan(MADE / "runs" / run / "plan.json", meta(str(MADE / "model")))
+    assert recipes(plan) == dict.fromkeys(LAYERS, "blockwise") | ({QKV[0]: "delayed"} if run == "stopped" else {})
+    assert plan.policy.param is (run == "stopped_fp8_weights")
+
+
+def test_a_plan_loads_and_applies() -> None:
+    model = models.load(MADE / "model", dtype=torch.float32)
+    plan = fp8.load_plan(MADE / "plan.json", model)
+    assert recipes(plan) == dict.fromkeys(LAYERS, "blockwise")
+    assert {row.name for row in plan.rows if row.fp8 and row.recipe.wgrad is None} == {ATTENTION + "o_proj"}
+    siblings_run_as(plan, set())
+    assert_runs_as_planned(model, plan)
+
+
+def test_a_plan_with_fused_siblings_loads_and_applies() -> None:
+    model = AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(MADE / "wide"), dtype=torch.float32)
+    plan = fp8.load_plan(MADE / "plan_fused.json", model)
+    assert recipes(plan) == dict.fromkeys(LAYERS, "blockwise")
+    siblings_run_as(plan, {QKV})
+    assert {block.name for block in plan.blocks if block.fused} >= {MLP.rstrip(".")}
+    assert_runs_as_planned(model, plan)
+
+
+def assert_runs_as_planned(model: nn.Module, plan: fp8.Plan) -> None:
+    fp8.apply(model, plan)
+    proof, ids = fp8.Proof(plan), torch.arange(48).reshape(2, 24)
+    with fp8.count_gemms() as counts:
+        model(input_ids=ids, labels=ids).loss.backward()
+    proof.observe(counts, dict.fromkeys(plan.components or {"foundation": ()}, 1))
+    assert not proof.pending and all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_a_measured_plan_and_its_measurements_load() -> None:
+    model = meta(str(MADE / "wide"))
+    with pytest.raises(fp8.PlanError, match="made for Stand-in GPU"):
+        fp8.load_plan(MADE / "plan_measured.json", model)
+    plan = fp8.load_plan(MADE / "plan_measured.json", model, other_machine=True)
+    assert recipes(plan) == dict.fromkeys(LAYERS, "blockwise") and plan.tokens == {"foundation": 64}
+    siblings_run_as(plan, {QKV, GATE_UP})
+
+    machine = fp8.Machine(**json.loads((MADE / "measurements.json").read_text())["machines"][0]["machine"])
+    cases = fp8.Cache(MADE / "measurements.json").load(machine)
+    found = fp8.Measurements(machine, cases)
+    again = fp8.plan(model, "auto", tokens={"foundation": 64}, measurements=found)
+    assert recipes(again) == recipes(plan) and all(row.times is not None for row in again.rows if row.fp8)
+
+
+def test_an_fp8_state_dict_loads_to_the_same_values() -> None:
+    state = load_file(MADE / "fp8_state_dict.safetensors")
+    codes = {name: value for name, value in state.items() if value.dtype == torch.float8_e4m3fn}
+    assert codes.keys() == {f"{name}.weight" for name in LAYERS}
+    model = models.load(MADE / "model", dtype=torch.bfloat16)
+    fp8.apply(model, fp8.plan(model, fp8.Policy("blockwise", param=True)))
+    fp8.load_fp8_state_dict(model, state)
+    again, masters = fp8.fp8_state_dict(model), model.state_dict()
+    assert again.keys() == state.keys()
+    for name, value in masters.items():
+        expected = in_blocks(state, name) if name in codes else state[name].float()
+        assert torch.equal(value.float(), expected), name
+        assert name not in codes or torch.equal(in_blocks(again, name), expected), name
+
+
+def in_blocks(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """code * scale, a scale for each block of 128 x 128"""
+    codes, scale = state[name].float(), state[f"{name}_scale_inv"]
+    whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes * whole[: codes.shape[0], : codes.shape[1]]
+
+
+def test_an_export_verifies_and_loads() -> None:
+    verified = checkpoint.verify(MADE / "export")
+    assert verified.ok and verified.fp8 == len(LAYERS), [finding.text for finding in verified.findings]
+    model = models.load(MADE / "export", keep_fp8=True)
+    assert {name.removesuffix(".weight") for name, _ in fp8.frozen_weights(model)} == LAYERS
+    assert torch.isfinite(model(input_ids=torch.arange(32)[None]).logits).all()
