@@ -21,7 +21,7 @@ from octavo import fp8
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.experts import stock_name
 from octavo.fp8.policy import template
-from octavo.fp8.weights.fp8_tensor import Fp8Weight
+from octavo.fp8.weights import Fp8Weight
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo import atomic
+from octavo import atomic, fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
 from octavo.adapters.targets import NEVER, taken_over
-from octavo.fp8.policy import topology
 from octavo.fp8.weights import distributed, is_whole
 
 if TYPE_CHECKING:
@@ -256,7 +255,7 @@ def _fitting(model: nn.Module, config: Any, state: Mapping[str, Tensor], where: 
     """The targets of a folder in model order, its tensors being exactly those that they take."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    rows = {row.name: row for row in topology(model)}
+    rows = {row.name: row for row in fp8.topology(model)}
     of_experts = experts.parameters_of(model)
     matched: list[str] = []
     if config.target_modules == "all-linear":

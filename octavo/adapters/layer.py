@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from octavo import fp8
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.lowrank import low_rank, low_rank_traced
-from octavo.fp8.weights.fp8_tensor import Fp8Weight
+from octavo.fp8.weights import Fp8Weight
 
 _ROWS = 1024  # of a weight that are in fp32 at a time
 

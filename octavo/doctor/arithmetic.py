@@ -52,8 +52,7 @@ def _lack(backend: str, recipe_name: str, device: str) -> str | None:
     """Why the backend cannot run all three GEMMs of this recipe here, None if it can."""
     import torch
 
-    from octavo.fp8 import kernels
-    from octavo.fp8.arithmetic import recipe
+    from octavo.fp8 import kernels, recipe
 
     made, on = recipe(recipe_name), torch.device(device)
     found = [kernels.get(backend).supports(op, made, on, (TOKENS, OUTPUTS, INPUTS)) for op in ("fwd", "dgrad", "wgrad")]
@@ -64,8 +63,7 @@ def _more(backend: str, device: str) -> str:
     """What it has in the default recipe besides casts and the GEMMs of a linear layer."""
     import torch
 
-    from octavo.fp8 import kernels
-    from octavo.fp8.arithmetic import recipe
+    from octavo.fp8 import kernels, recipe
 
     can = [
         op for op in MORE if kernels.get(backend).supports(op, recipe("blockwise"), torch.device(device), None) is None

@@ -214,7 +214,7 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
         _say(console, f"{label}: finished earlier, read from {run.cfg.run.dir}")
         return record
     from octavo import train
-    from octavo.fp8.proof.proof import ProofError
+    from octavo.fp8 import ProofError
 
     _forget_peaks()
     failure = ""

@@ -17,7 +17,7 @@ from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.fp8.arithmetic import quantize_with_scale, scale_fp32
 from octavo.fp8.planning import needs_of
-from octavo.fp8.weights.cache import CachesWeights, is_whole, master_of
+from octavo.fp8.weights import CachesWeights, is_whole, master_of
 
 
 class Trained(NamedTuple):

@@ -22,7 +22,7 @@ _PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 class MeasureError(RuntimeError):
-    """A measurement that cannot be made or cannot be read; the message names the cure."""
+    """A measurement that cannot be made or cannot be read; the message names the fix."""
 
 
 @dataclass(frozen=True)

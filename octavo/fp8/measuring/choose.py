@@ -52,9 +52,11 @@ def by_measurement(found: Measured, allowed: Sequence[Recipe], micro_steps: int 
     high = found.high.cost(micro_steps)
     name, best = _finest(healthy, high, micro_steps)
     cost = best.cost(micro_steps)
-    told = f"measured: BF16 {_ms(high)}, FP8 {_ms(cost)} ({name}), {high / cost:.2f}x" if cost else f"measured: {name}"
+    reason = (
+        f"measured: BF16 {_ms(high)}, FP8 {_ms(cost)} ({name}), {high / cost:.2f}x" if cost else f"measured: {name}"
+    )
     if cost < high * (1 - MARGIN):
-        return Choice(best, told, (name, best))
+        return Choice(best, reason, (name, best))
     return Choice(None, f"measured: BF16 {_ms(high)}, best FP8 {_ms(cost)} ({name})", (name, best))
 
 

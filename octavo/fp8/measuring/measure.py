@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], None]  # (cases done, cases in all, what is
 
 
 def default_cache() -> Path:
-    """Where measurements are kept unless told otherwise."""
+    """Where measurements are kept by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "measurements.json"
 
 
@@ -94,7 +94,7 @@ def measure(
         tokens: tokens that one forward sends through each component, the M of its layers.
         device: where to measure (None: where the model is; for a meta model the GPU if there is one).
         cache: what is in it is not measured again; None keeps nothing.
-        progress: told before each case, and once more at the end.
+        progress: called before each case, and once more at the end.
         timer, machine: stand-ins for the clock and this machine, for tests.
 
     Raises:
@@ -114,8 +114,8 @@ def measure(
     modules = dict(model.named_modules())
     todo: dict[Case, dict[Recipe, None]] = {}
     stock: dict[Case, nn.Module] = {}
-    for row, decision, obstacle in asked:
-        allowed = decision.allowed(policy.candidates) if obstacle is None and row.name in cases else {}
+    for row, decision, why_not in asked:
+        allowed = decision.allowed(policy.candidates) if why_not is None and row.name in cases else {}
         if allowed:
             todo.setdefault(cases[row.name], {}).update(dict.fromkeys(allowed.values()))
             stock.setdefault(cases[row.name], modules[row.module])

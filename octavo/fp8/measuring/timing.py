@@ -33,13 +33,8 @@ class Timed:
 
     @property
     def seconds(self) -> float:
-        """On a GPU what the device needed; the host's time as well where the caller asks for :attr:`bound`."""
+        """What the device needed."""
         return self.device
-
-    @property
-    def bound(self) -> float:
-        """The larger of the two: what one such call after the other would take."""
-        return max(self.device, self.host)
 
 
 def time_calls(

@@ -55,10 +55,10 @@ def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str,
     out = {name: own for name, recipe in allowed.items() if (own := fitted(recipe, codes)) is not None}
     if not out and decision.recipe not in (AUTO, OFF):
         kind = kind_of(codes)
-        cure = f"recipe {RECIPE_OF[kind]!r}" if kind in RECIPE_OF else "another checkpoint"
+        fix = f"recipe {RECIPE_OF[kind]!r}" if kind in RECIPE_OF else "another checkpoint"
         raise PlanError(
             f"{row.name!r} holds frozen FP8 codes of kind {kind} ({codes}), and {decision.source} asks for the recipe "
-            f"{decision.recipe!r}, which multiplies by other blocks. Set {cure} for it, or 'off' to compute with its "
+            f"{decision.recipe!r}, which multiplies by other blocks. Set {fix} for it, or 'off' to compute with its "
             "dequantized values."
         )
     return out
@@ -67,8 +67,8 @@ def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str,
 def none_fits(codes: CastSpec) -> str:
     """The reason of a layer that "auto" leaves in high precision."""
     kind = kind_of(codes)
-    lacking = f", and {RECIPE_OF[kind]} is no candidate of auto" if kind in RECIPE_OF else ""
-    return f"auto: holds frozen FP8 codes ({codes}){lacking}"
+    no_candidate = f", and {RECIPE_OF[kind]} is no candidate of auto" if kind in RECIPE_OF else ""
+    return f"auto: holds frozen FP8 codes ({codes}){no_candidate}"
 
 
 def frozen_notes(model: nn.Module, rows: Sequence[PlanRow]) -> Iterator[str]:

@@ -113,11 +113,11 @@ def _saving(
         if name in attention:
             row = by_name.get(attention[name].output_name)
             if row is not None and row.fp8:
-                out.append(_saved(name, ATTENTION, _output_obstacle(row)))
+                out.append(_saved(name, ATTENTION, _output_why_not(row)))
     return out
 
 
-def _output_obstacle(row: PlanRow) -> str | None:
+def _output_why_not(row: PlanRow) -> str | None:
     if row.row.frozen:
         return "its output layer is frozen and keeps no input"
     assert row.recipe is not None
@@ -141,18 +141,18 @@ _SAVED = (
 def sentences(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
     """What a reader should know: what is fused and what keeps FP8, and what stays, each kind of name and reason
     once."""
-    said = []
+    out = []
     for kind, how in _FUSED:
         count = sum(b.fused for b in blocks if b.kind == kind)
         if count:
-            said.append(f"{count} {kind}s {how}")
-    said += _staying("not fused", [(b, b.reason) for b in blocks if b.reason and not b.fused])
+            out.append(f"{count} {kind}s {how}")
+    out += _staying("not fused", [(b, b.reason) for b in blocks if b.reason and not b.fused])
     counts = [(sum(b.saves is True for b in blocks if b.kind == kind), how) for kind, how in _SAVED]
     if any(count for count, _ in counts):
         done = ", ".join(f"{count} {how}" for count, how in counts if count)
-        said.append(f"activations: {done}; under torch.compile they run and keep as the stock model does")
-    said += _staying("activations stay", [(b, b.why) for b in blocks if b.saves is False])
-    return tuple(said)
+        out.append(f"activations: {done}; under torch.compile they run and keep as the stock model does")
+    out += _staying("activations stay", [(b, b.why) for b in blocks if b.saves is False])
+    return tuple(out)
 
 
 def _staying(what: str, found: Sequence[tuple[PlanBlock, str]]) -> list[str]:

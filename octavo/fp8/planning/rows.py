@@ -110,8 +110,8 @@ class PlanBlock:
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        said = {"name": self.name, "kind": self.kind, "fused": self.fused, "reason": self.reason}
-        return said if self.saves is None else {**said, "saves": self.saves, "why": self.why}
+        out = {"name": self.name, "kind": self.kind, "fused": self.fused, "reason": self.reason}
+        return out if self.saves is None else {**out, "saves": self.saves, "why": self.why}
 
 
 def share(rows: Iterable[PlanRow]) -> float:

@@ -35,7 +35,7 @@ def decisions(
         (
             row,
             decide(policy, row.component, tuple(r for r in policy.rules if applies(r, row))),
-            _obstacle(row, modules[row.module], verdicts),
+            _why_not(row, modules[row.module], verdicts),
         )
         for row in rows
     ]
@@ -51,7 +51,7 @@ def device_of(model: nn.Module) -> torch.device:
     return first or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _obstacle(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None]) -> str | None:
+def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None]) -> str | None:
     """Why this row cannot run in FP8, None if it can. Modules of experts of one kind and size are tried once."""
     if row.kind in STAYS:
         return STAYS[row.kind]
@@ -98,10 +98,10 @@ def check_names(policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int]
                     f"{', '.join(here) or 'none at all'}. Leave {component!r} out."
                 )
     if tokens is not None:
-        lacking = [c for c in here if c not in tokens and any(r.component == c and r.kind not in OUTSIDE for r in rows)]
-        if lacking:
+        missing = [c for c in here if c not in tokens and any(r.component == c and r.kind not in OUTSIDE for r in rows)]
+        if missing:
             raise PlanError(
-                f"tokens says nothing about {', '.join(lacking)}; give every component its tokens a forward, 0 for "
+                f"tokens says nothing about {', '.join(missing)}; give every component its tokens a forward, 0 for "
                 "none."
             )
         wrong = {c: n for c, n in tokens.items() if not isinstance(n, int) or isinstance(n, bool) or n < 0}

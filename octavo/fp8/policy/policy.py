@@ -248,14 +248,14 @@ class Decision:
         """The recipes that this decision admits by name: none for off, ``candidates`` for auto (without those that the
         settings beside it exclude), else the one. Raises PlanError for a pair that cannot be."""
         out: dict[str, Recipe] = {}
-        lacks: list[str] = []
+        errors: list[str] = []
         for name in candidates if self.recipe == AUTO else () if self.recipe == OFF else (self.recipe,):
             try:
                 out[name] = recipe(name, self.format, self.fwd, self.dgrad, self.wgrad)
             except RecipeError as error:
-                lacks.append(str(error))
-        if lacks and not out:
-            raise PlanError(f"{self.source}: {lacks[0]}")
+                errors.append(str(error))
+        if errors and not out:
+            raise PlanError(f"{self.source}: {errors[0]}")
         return out
 
 

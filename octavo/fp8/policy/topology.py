@@ -72,9 +72,9 @@ class Row:
     codes: CastSpec | None = None
 
     def to_json(self) -> dict[str, Any]:
-        said = {**asdict(self), "shape": list(self.shape), "tied": list(self.tied)}
-        del said["codes"]
-        return said if self.codes is None else {**said, "codes": str(self.codes)}
+        out = {**asdict(self), "shape": list(self.shape), "tied": list(self.tied)}
+        del out["codes"]
+        return out if self.codes is None else {**out, "codes": str(self.codes)}
 
 
 def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None = None) -> tuple[Row, ...]:
@@ -87,7 +87,7 @@ def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None 
     shared = _names_by_weight(model)
     head = _output_embeddings(model)
     modules = dict(model.named_modules())
-    component = _Components(components)
+    component = component_namer(components)
     rows: list[Row] = []
     for name, module in modules.items():
         for row in _rows_of(name, module, modules, head):
@@ -204,21 +204,12 @@ def _weight_of(row: Row, module: nn.Module) -> torch.Tensor:
 
 
 def component_namer(components: Mapping[str, tuple[str, ...]] | None) -> Callable[[str], str]:
-    """Module name -> component, by the globs that :func:`topology` takes."""
-    return _Components(components)
-
-
-class _Components:
-    """Module name -> component, the most specific glob first."""
-
-    def __init__(self, components: Mapping[str, tuple[str, ...]] | None) -> None:
-        order = []
-        for rank, (component, globs) in enumerate((CONVENTIONS if components is None else components).items()):
-            for glob in globs:
-                literal = sum(not set(s) & set("*?") for s in glob.split("."))
-                # With conventional names a projector inside the tower is told by order alone.
-                order.append(((0 if components is None else -literal), rank, glob, component))
-        self._order = sorted(order)
-
-    def __call__(self, name: str) -> str:
-        return next((c for _, _, glob, c in self._order if covers(glob, name)), "foundation")
+    """Module name -> component, by the globs that :func:`topology` takes, the most specific first."""
+    order = []
+    for rank, (component, globs) in enumerate((CONVENTIONS if components is None else components).items()):
+        for glob in globs:
+            literal = sum(not set(s) & set("*?") for s in glob.split("."))
+            # Of conventional names, order alone says that a projector inside the tower is a projector.
+            order.append(((0 if components is None else -literal), rank, glob, component))
+    order.sort()
+    return lambda name: next((c for _, _, glob, c in order if covers(glob, name)), "foundation")

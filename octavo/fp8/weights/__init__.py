@@ -13,7 +13,6 @@ __all__ = [
     "Shards",
     "distributed",
     "full",
-    "is_dtensor",
     "is_whole",
     "master_of",
     "plain",
