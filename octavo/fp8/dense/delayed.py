@@ -26,6 +26,7 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import CastRequest, Input, Pair
+from octavo.fp8.dense.linear import Linear
 from octavo.fp8.observe.recorder import Seen
 from octavo.fp8.weights import cache
 
@@ -65,6 +66,11 @@ class DelayedScaling(NamedTuple):
                 self.held[name] = tensor
             rows.append(tensor[slot])
         return History(*rows)
+
+    def follow(self, device: torch.device) -> None:
+        """Histories follow the weights to their device, never to their dtype."""
+        if device.type != "meta":
+            self.held.update({name: _moved(tensor, device) for name, tensor in self.held.items()})
 
 
 class Casts(NamedTuple):
@@ -120,6 +126,14 @@ class Casts(NamedTuple):
             return backend.quantize_with_scale(dy, scale, spec, amax, contract)
 
 
+def convert(module: nn.Linear, site: Site) -> Linear:
+    """:meth:`Linear.convert`, with histories where the recipe scales by them."""
+    layer = Linear.convert(module, site)
+    if site.recipe.delayed is not None:
+        attach(layer, site)
+    return layer
+
+
 def attach(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> None:
     """Give a module empty histories, [slots, length] for x and dy, and its site the scaling by them."""
     assert site.recipe.delayed is not None
@@ -131,15 +145,6 @@ def attach(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> N
             held[PREFIX + key + suffix] = torch.zeros(slots, length, device=device, dtype=torch.float32)
         held[PREFIX + "recent" + suffix] = torch.zeros(slots, 3, _RECENT, device=device, dtype=torch.int64)
     site.scaling = DelayedScaling(held, suffix)
-
-
-def follow(module: nn.Module) -> None:
-    """After ``module._apply``: histories follow the weights to their device, never to their dtype."""
-    held = module.__dict__.get(_HELD)
-    if held:
-        weight = next(module.parameters(recurse=False))
-        if not weight.is_meta:
-            held.update({name: _moved(tensor, weight.device) for name, tensor in held.items()})
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ With x [M, K], w [N, K], dy [M, N]::
 
 A linear layer, a gated MLP and the experts of a layer run the same three, in FP8 or in high precision, with the same
 reports to the recorder; how a matrix is cast and multiplied is what differs (:class:`Dense`, and the grouped way of
-:mod:`octavo.fp8.moe.grouped`, which has the same methods).
+:mod:`octavo.fp8.moe.grouped`, which has the same methods). What a cast is: :mod:`octavo.fp8.arithmetic.cast`.
 """
 
 from __future__ import annotations

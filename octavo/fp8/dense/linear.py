@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.arithmetic.recipe import recipe as named_recipe
-from octavo.fp8.dense import compiled, delayed, gemms
+from octavo.fp8.dense import compiled, gemms
 from octavo.fp8.dense.gemms import DENSE, Dense, Site, select_backends
 from octavo.fp8.dense.inputs import Input, Source, once, without_autocast
 from octavo.fp8.observe import recorder
@@ -237,8 +237,6 @@ class Linear(CachesWeights, nn.Linear):
         assert isinstance(module, cls)
         compiled.prepare(module)
         module.own_weights()
-        if site.recipe.delayed is not None:
-            delayed.attach(module, site)
         return module
 
     @property
@@ -266,7 +264,8 @@ class Linear(CachesWeights, nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
-        delayed.follow(self)
+        if self._site.scaling is not None:
+            self._site.scaling.follow(self.weight.device)
         return out
 
     def extra_repr(self) -> str:

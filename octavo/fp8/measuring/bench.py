@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from octavo.fp8.arithmetic.metrics import SOUND
 from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.registry import Selection
@@ -153,7 +154,7 @@ def _over(stock: nn.Module, site: Site) -> Linear:
     assert isinstance(stock, nn.Linear)
     twin = nn.Linear(stock.in_features, stock.out_features, bias=stock.bias is not None, device="meta")
     twin._parameters.update(stock._parameters)
-    return Linear.convert(twin, site)
+    return convert(twin, site)
 
 
 def _cold(module: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:

@@ -126,7 +126,10 @@ class Experts(CachesWeights):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
-        delayed.follow(self)
+        for name, site in self._sites.items():
+            weight = self._parameters[name]
+            if site.scaling is not None and weight is not None:
+                site.scaling.follow(weight.device)
         return out
 
     @torch._disable_dynamo

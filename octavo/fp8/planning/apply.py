@@ -12,8 +12,8 @@ from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
+from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.linear import Linear
 from octavo.fp8.dense.swap import Swapped, unswap
 from octavo.fp8.moe import experts
 from octavo.fp8.moe.experts import Experts
@@ -57,7 +57,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
             Experts.convert(module, {r.name.rpartition(".")[2]: _site(r) for r in rows})
         else:
             assert isinstance(module, nn.Linear)
-            Linear.convert(module, _site(rows[0]))
+            convert(module, _site(rows[0]))
     _apply_weights(model, plan)
     _apply_blocks(model, plan.blocks)
     return model
