@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo import fp8
     from octavo.cli import plan_memory
     from octavo.train import base, planning
-    from octavo.train.footprint import Card
+    from octavo.train.memory_plan import Card
 
     for size in (args.card, args.fit):
         if size is not None:

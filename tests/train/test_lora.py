@@ -23,7 +23,7 @@ from octavo.checkpoint.export import export
 from octavo.config import Config, load_config, to_yaml
 from octavo.train import base, planning
 from octavo.train.rundir import read_rows
-from tests.train.test_predicted import agree, counted, predicted
+from tests.train.memory_plan.test_predicted import agree, counted, predicted
 from tests.train.test_ranks import ROOT, losses, torchrun
 from tests.train.test_resume import at
 

@@ -1,7 +1,7 @@
 """The fastest setting that fits a card: every combination of switches, its bytes predicted, its time estimated.
 
-Bytes are those of :mod:`octavo.train.footprint`. Times are **estimates** for comparing settings with each other, made
-of FLOPs and bytes over assumed speeds; nothing is measured. Of a step with F the FLOPs of a forward over its tokens:
+Bytes are those of `footprint`. Times are **estimates** for comparing settings with each other, made of FLOPs and bytes
+over assumed speeds; nothing is measured. Of a step with F the FLOPs of a forward over its tokens:
 
     3 F                  forward and backward
     + F of a component   its blocks are recomputed in full; selective 0.65 of it (norms and MLP)
@@ -27,9 +27,9 @@ from typing import Any
 from octavo.config import Config
 from octavo.config.rules import check
 from octavo.train.errors import TrainError
-from octavo.train.footprint import Card, Footprint, Footprints, changed
+from octavo.train.memory_plan.activations import Rehearsal
+from octavo.train.memory_plan.footprint import Card, Footprint, Footprints, changed
 from octavo.train.planning import micro_steps_of
-from octavo.train.rehearsal import Rehearsal
 
 FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed: FLOP/s of GEMMs, bytes/s of the card's memory and to the host
 SELECTIVE = 0.65
@@ -111,7 +111,7 @@ class Fit:
     tried: int
 
 
-def fit(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
+def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
     """Search. ``held``: dotted keys whose value in the configuration is not to be changed."""
     kept = frozenset(held)
     every = list(_settings(sizes, card, ranks, kept))

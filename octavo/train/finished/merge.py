@@ -30,8 +30,8 @@ from octavo.adapters.merge import folds
 from octavo.adapters.survival import KEPT, Survival
 from octavo.checkpoint.export import Exported, Progress, check_target, export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
-from octavo.train import target
 from octavo.train.errors import TrainError
+from octavo.train.finished.target import HIGH, Opened, Target, look
 
 BASES = ("fp8", "high")
 
@@ -75,7 +75,7 @@ class Merged:
         }
 
 
-def merge(
+def merge_model(
     path: str | Path,
     directory: str | Path,
     format: str = "bf16",
@@ -114,7 +114,7 @@ def merge(
         raise TrainError(
             "components are included in FP8, and bf16 has none; leave --include out, or choose an FP8 format"
         )
-    found = target.look(source, None if base in (None, *BASES) else base)
+    found = look(source, None if base in (None, *BASES) else base)
     if not found.lora:
         what = "is a whole model" if found.kind == "folder" else "trained all weights"
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
@@ -198,12 +198,12 @@ def _survived(survival: Survival) -> list[str]:
 # Bases ----------------------------------------------------------------------------------------------------------------
 
 
-def _trained_kinds(found: target.Target) -> dict[str, str]:
+def _trained_kinds(found: Target) -> dict[str, str]:
     """component -> kind of the codes that the base was quantized to for training; nothing over another base."""
     return {} if found.moved else dict(found.trained_kinds) if found.cfg is None else found.kinds
 
 
-def _base(found: target.Target, asked: str | None) -> tuple[str, dict[str, str]]:
+def _base(found: Target, asked: str | None) -> tuple[str, dict[str, str]]:
     """("fp8" or "high", the kinds that the base was quantized to at load). Raises TrainError for what there is not."""
     coded, trained = found.quantization is not None, _trained_kinds(found)
     if asked == "high" and coded:
@@ -219,15 +219,15 @@ def _base(found: target.Target, asked: str | None) -> tuple[str, dict[str, str]]
     return ("fp8", trained) if asked != "high" and (coded or trained) else ("high", {})
 
 
-def _open(found: target.Target, kind: str, trained: Mapping[str, str], **how: Any) -> target.Opened:
+def _open(found: Target, kind: str, trained: Mapping[str, str], **how: Any) -> Opened:
     """The model with its adapters, its base in the precision that was chosen."""
     if found.cfg is not None and kind == "fp8" and not found.moved:  # as it was trained, and held against that
         return found.open(recipe="off", **how)
-    load_in_fp8 = target.HIGH if kind == "high" else trained or None
+    load_in_fp8 = HIGH if kind == "high" else trained or None
     return found.open(recipe="off", load_in_fp8=load_in_fp8, dtype=_dtype(found.base), **how)
 
 
-def _chosen(found: target.Target, kind: str, trained: Mapping[str, str]) -> str:
+def _chosen(found: Target, kind: str, trained: Mapping[str, str]) -> str:
     if kind == "high":
         return f"the adapter is folded into the high-precision weights of {found.base}"
     if trained:

@@ -171,7 +171,7 @@ def _routers(plan: fp8.Plan) -> list[str]:
 
 def _of_this(cfg: Config, family: models.Family) -> Config:
     """The configuration without recomputation of components that the model lacks, and without what has to do with a
-    device: what is moved to the host is kept all the same, and counted by :mod:`octavo.train.footprint`."""
+    device: what is moved to the host is kept all the same, and counted by :mod:`octavo.train.memory_plan.footprint`."""
     ways = {component: how for component, how in cfg.train.recompute if component in family.components}
     there = {"offload_activations": False, "synchronize_per_layer": False}
     train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **there})

@@ -1,6 +1,6 @@
 """What a path holds, and its model: a run, a Hugging Face folder or a PEFT adapter, looked at once and opened alike.
 
-    found = target.look("runs/lora")              # reads configurations alone; errors say what was found instead
+    found = look("runs/lora")              # reads configurations alone; errors say what was found instead
     model, processor, notes = found.open()        # ready to evaluate or to generate
 
 =======  ===================  ======================================================================================

@@ -13,12 +13,11 @@ from torch import nn
 
 from octavo import data, fp8, models, parallel
 from octavo.config import Config
-from octavo.train import target
 from octavo.train.build import data_settings
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
+from octavo.train.finished.target import HIGH, Target, checkpoint_of, configuration, look
 from octavo.train.forward import Forward, autocasts
-from octavo.train.target import HIGH, Target, checkpoint_of, configuration
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -36,7 +35,7 @@ def load_run(
     One process. Raises TrainError where the directory is no run or has no such checkpoint.
     """
     configuration(Path(run_dir))
-    found = target.look(run_dir)
+    found = look(run_dir)
     model, processor, _ = found.open(step=step, recipe=recipe, say=say)
     return model, processor, found.run_config(recipe, "auto")
 
@@ -49,7 +48,7 @@ def evaluate_run(
     Raises TrainError where the run's configuration names no held-out data.
     """
     configuration(Path(run_dir))
-    return evaluate_target(target.look(run_dir), step=step, recipe=recipe, say=say)
+    return evaluate_target(look(run_dir), step=step, recipe=recipe, say=say)
 
 
 def evaluate_target(
@@ -63,7 +62,7 @@ def evaluate_target(
     say: Say = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Evaluate whatever `target.look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
+    """Evaluate whatever `look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
 
     cfg       whose data.eval is asked; None: the run's own
     progress  is told batches done and batches in all

@@ -9,9 +9,9 @@
     logits        what the head and the loss keep
     workspace     the largest of what comes and goes within a step
 
-The first five follow from shapes and the plan (:mod:`octavo.train.static`), to the byte. Activations and logits are
-counted in a forward without values (:mod:`octavo.train.rehearsal`). The workspace is estimated here, formula by
-formula; nothing of it is measured. A run reports the same kinds (:mod:`octavo.train.memory`), the workspace excepted.
+The first five follow from shapes and the plan (`states`), to the byte. Activations and logits are counted in a forward
+without values (`activations`). The workspace is estimated here, formula by formula; nothing of it is measured. A run
+reports the same kinds (:mod:`octavo.train.memory`), the workspace excepted.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from octavo import fp8, models
 from octavo.config import Config
 from octavo.config.schema import RecomputeSection
 from octavo.fp8 import plan_blocks
-from octavo.train import base, planning, static
+from octavo.train import base, planning
 from octavo.train.errors import TrainError
 from octavo.train.forward import autocasts
-from octavo.train.rehearsal import Rehearsal, rehearse
+from octavo.train.memory_plan import states
+from octavo.train.memory_plan.activations import Rehearsal, rehearse
 from octavo.train.tokens import Tokens, attention_flops
 
 KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "workspace")
@@ -94,9 +95,9 @@ class Footprints:
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
         self.dressed = base.with_adapters(model, family, cfg)  # what is trained, and what runs
-        self.held = static.held(self.dressed, family)
-        self.reached = static.backward_reaches(self.dressed, [group.names for group in plan.groups])
-        self.frozen = static.frozen_of(self.held)
+        self.held = states.held(self.dressed, family)
+        self.reached = states.backward_reaches(self.dressed, [group.names for group in plan.groups])
+        self.frozen = states.frozen_of(self.held)
         self._rehearsals: dict[Any, Rehearsal] = {}
         self._standing: dict[Any, dict[str, int]] = {}
         self._plans: dict[Any, fp8.Plan] = {_of_plan(cfg): plan}
@@ -185,11 +186,11 @@ class Footprints:
         if key not in self._standing:
             held = self.held
             self._standing[key] = {
-                "weights": static.weights(cfg, held, ranks),
-                "master": static.master(cfg, held, ranks),
-                "gradients": static.gradients(cfg, held, ranks),
-                "optimizer": static.states(cfg, held, ranks),
-                "codes": static.codes(plan, self.reached, ranks, self.frozen),
+                "weights": states.weights(cfg, held, ranks),
+                "master": states.master(cfg, held, ranks),
+                "gradients": states.gradients(cfg, held, ranks),
+                "optimizer": states.states(cfg, held, ranks),
+                "codes": states.codes(plan, self.reached, ranks, self.frozen),
             }
         return self._standing[key]
 
@@ -209,7 +210,7 @@ class Footprints:
         The first two are at different times: the larger counts, and with `update: backward` the head's gradient belongs
         to the first.
         """
-        each, about = static.width(cfg), self._about
+        each, about = states.width(cfg), self._about
         low = 2 if each == 2 or autocasts(cfg, torch.device(self.device)) else 4
         positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
         if cfg.train.logits == "chunked":
@@ -222,7 +223,7 @@ class Footprints:
             + kept.recomputed.get(name, 0)
             for name, wide in about.widest.items()
         )
-        inner, outer = (static.trained_width(cfg) * n for n in (about.largest_inside, about.largest))
+        inner, outer = (states.trained_width(cfg) * n for n in (about.largest_inside, about.largest))
         parts: dict[str, int] = {}
         if cfg.optimizer.update == "backward":
             first = loss + outer > blocks + inner
@@ -243,16 +244,16 @@ class Footprints:
 
     def _dequantized(self, plan: fp8.Plan) -> int:
         """Elements of the largest frozen FP8 weight whose values some GEMM asks for, one expert at a time."""
-        rows = {static.weight_name(row): row for row in plan.rows}
+        rows = {states.weight_name(row): row for row in plan.rows}
         sizes = [0]
         for p in self.held:
-            row = rows.get(static.stock_name(p.name)) if p.codes is not None else None
-            if row is not None and not static.multiplies_by_codes(row, p.codes):
+            row = rows.get(states.stock_name(p.name)) if p.codes is not None else None
+            if row is not None and not states.multiplies_by_codes(row, p.codes):
                 sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
         return max(sizes)
 
     def _gathered(self, cfg: Config, plan: fp8.Plan) -> int:
-        whole, grads = static.gathered(cfg, self.held, plan), static.ungathered(cfg, self.held)
+        whole, grads = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
         blocks = max((size for name, size in whole.items() if name), default=0)
         of_grads = max((size for name, size in grads.items() if name), default=0)
         return whole.get("", 0) + grads.get("", 0) + 2 * blocks + 2 * of_grads
@@ -291,7 +292,7 @@ class Footprints:
         config = self.model.config
         vision = component == "image_encoder"
         width = (config.vision_config if vision else config.get_text_config()).hidden_size
-        return _one_row(self.tokens).counts.get(component, 0) * width * static.width(cfg)
+        return _one_row(self.tokens).counts.get(component, 0) * width * states.width(cfg)
 
     @cached_property
     def _about(self) -> _About:
@@ -313,7 +314,7 @@ class _About:
     codes: int
 
     @classmethod
-    def of(cls, held: tuple[static.Held, ...], plan: fp8.Plan) -> _About:
+    def of(cls, held: tuple[states.Held, ...], plan: fp8.Plan) -> _About:
         heads = [row.shape for row in plan.rows if row.component == "lm_head"]
         vocabulary, hidden = heads[0] if heads else (0, 0)
         widest: dict[str, int] = {}
@@ -328,7 +329,7 @@ class _About:
             frozenset(row.component for row in plan.rows if row.fp8),
             max((p.elements() for p in trained), default=0),
             max((p.elements() for p in trained if p.block), default=0),
-            max((static.codes_of(row, (row.recipe.fwd,)) for row in plan.rows if row.recipe), default=0),
+            max((states.codes_of(row, (row.recipe.fwd,)) for row in plan.rows if row.recipe), default=0),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.config import Config
 from octavo.config.rules import check
 from octavo.train.errors import TrainError
-from octavo.train.footprint import Footprints, changed
+from octavo.train.memory_plan.footprint import Footprints, changed
 from octavo.train.tokens import Tokens
 
 # switch -> (values from the most memory to the least, or pairs of them; what it costs)
@@ -41,7 +41,7 @@ class Switch:
         return {"key": self.key, "value": self.value, "on": self.on, "bytes": self.bytes, "cost": self.cost}
 
 
-def switches(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
+def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
     """For each switch that is on, what it saves against off; for each other step down, what that would save."""
     cfg = sizes.cfg
     now = sizes.of(cfg, ranks).total
