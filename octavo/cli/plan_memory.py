@@ -14,18 +14,18 @@ def predicted(cfg: Any, model: Any, family: Any, plan: Any, given: Any) -> tuple
     from octavo.train.memory_plan import Footprints, assumed
 
     if given is None:
-        tokens, said = assumed(cfg, family.components, model.config)
+        tokens, message = assumed(cfg, family.components, model.config)
     else:
         counts = ", ".join(f"{name} {n}" for name, n in given.counts.items())
-        tokens, said = given, f"tokens of one micro-batch: {counts}"
-    return Footprints(cfg, model, family, plan, tokens), said
+        tokens, message = given, f"tokens of one micro-batch: {counts}"
+    return Footprints(cfg, model, family, plan, tokens), message
 
 
-def as_json(sizes: Any, said: str, args: Any) -> dict[str, Any]:
+def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     """Everything that is printed, for programs."""
     from octavo.train.memory_plan import Card, savings
 
-    out: dict[str, Any] = {"tokens": said, **sizes.of(sizes.cfg, 1).to_json()}
+    out: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
         out["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
     card = Card.parse(args.card) if args.card else None
@@ -36,7 +36,7 @@ def as_json(sizes: Any, said: str, args: Any) -> dict[str, Any]:
     return out
 
 
-def show(sizes: Any, said: str, args: Any) -> None:
+def show(sizes: Any, message: str, args: Any) -> None:
     """The table, whether it fits, and what switches buy."""
     from octavo.train.memory_plan import KINDS, Card, gb, savings
 
@@ -52,7 +52,7 @@ def show(sizes: Any, said: str, args: Any) -> None:
     print()
     terminal.show_table([*columns, ""], rows, right=tuple(range(1, len(columns))))
     print()
-    print(said)
+    print(message)
     if args.card:
         print(fits(Card.parse(args.card), found[-1].total, args.ranks))
     listed = list(savings(sizes, args.ranks))
@@ -82,16 +82,17 @@ def fits(card: Any, total: int, ranks: int) -> str:
     return f"{where}: {verdict}; {reserve}"
 
 
-def show_fit(sizes: Any, said: str, args: Any, held: Sequence[str]) -> int:
+def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
     """The proposal as YAML, its reasons and what is faster and does not fit. Exit code 1 where nothing fits."""
-    from octavo.train.memory_plan import Card, gb, propose, settings_of
+    from octavo.train.memory_plan import ASSUMED, Card, gb, propose, settings_of
 
     card = Card.parse(args.fit)
     found = propose(sizes, card, args.ranks, held)
     if args.json:
         terminal.show_json(
             {
-                "tokens": said,
+                "tokens": message,
+                "speeds": ASSUMED,
                 "card": {"name": card.name, "bytes": card.size, "reserve": card.reserve},
                 "tried": found.tried,
                 "best": None if found.best is None else found.best.to_json(),
@@ -103,7 +104,7 @@ def show_fit(sizes: Any, said: str, args: Any, held: Sequence[str]) -> int:
             }
         )
         return 0 if found.best is not None else 1
-    print(said)
+    print(f"{message}; {ASSUMED}")
     if found.best is None:
         small = found.smallest
         print(f"nothing fits: {found.tried} settings, and the smallest needs {gb(small.over(card))} more:")

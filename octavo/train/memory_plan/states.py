@@ -142,12 +142,12 @@ def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Coll
     return sum(codes_of(row, None if row.row.module in reached else (row.recipe and row.recipe.fwd,)) for row in rows)
 
 
-def backward_reaches(model: nn.Module, sisters: Iterable[Sequence[str]] = ()) -> frozenset[str]:
+def backward_reaches(model: nn.Module, siblings: Iterable[Sequence[str]] = ()) -> frozenset[str]:
     """Modules whose input asks for a gradient, so that dgrad multiplies by their weight: those behind a trained
     parameter in the order of the modules, which is the order of execution in the models that Octavo knows.
 
-    ``sisters``: groups of layers of one input, as q, k and v, of which the first decides for all."""
-    first = {name: group[0] for group in sisters for name in group}
+    ``siblings``: groups of layers of one input, as q, k and v, of which the first decides for all."""
+    first = {name: group[0] for group in siblings for name in group}
     found: set[str] = set()
     trained = False
     for name, module in model.named_modules():

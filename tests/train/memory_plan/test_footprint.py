@@ -41,7 +41,7 @@ def test_a_qwen3_8b_layer_keeps_what_the_target_says() -> None:
     def kib(*overrides: str) -> float:
         cfg = _shape("optimizer.master=bf16+sr", "train.seq_length=1024", *overrides)
         plan, _, _ = planning.plan_model(cfg, model, family)
-        return Footprints(cfg, model, family, plan, tokens).rehearsal(cfg, 1).blocks["foundation"] / 36 / 1024 / 1024
+        return Footprints(cfg, model, family, plan, tokens).forward(cfg, 1).blocks["foundation"] / 36 / 1024 / 1024
 
     assert 60 < kib("fp8.activations=fp8") <= 72
     assert kib("fp8.activations=fp8", "train.recompute=selective") == pytest.approx(45.8, abs=0.1)
