@@ -171,12 +171,12 @@ def _judge(found: Target, cfg: Config, model: nn.Module, progress: Progress) -> 
     world = parallel.World(device=next(model.parameters()).device)
     wide = autocasts(found.cfg or cfg, world.device) and next(model.parameters()).dtype == torch.float32
     with fp8.count_gemms() as counts:
-        result = evaluate(model, _Told(evalset, progress), Forward(model, world, wide), world)
+        result = evaluate(model, _Counted(evalset, progress), Forward(model, world, wide), world)
     return {**result, "fp8_gemms": counts.total(fp8=True)}
 
 
-class _Told:
-    """Held-out batches whose passing is told."""
+class _Counted:
+    """Held-out batches that report their progress."""
 
     def __init__(self, evalset: data.EvalSet, progress: Progress) -> None:
         self.evalset, self.progress = evalset, progress

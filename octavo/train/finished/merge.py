@@ -9,9 +9,9 @@ folder's high-precision weights by what FP8 rounds. Both can be had:
            changes better, since weights that lie between codes let some elements move for any change
     DIR    another folder of the same model, in the precision that it has
 
-Which one was used is said, with the gap between the two beside the adapter's own change. A merge into FP8 is measured
-on the very codes that are written (:mod:`octavo.adapters.survival`) and refused, with nothing written, if they round
-the adapter away.
+Which one was used is printed, with the gap between the two beside the adapter's own change. A merge into FP8 is
+measured on the very codes that are written (:mod:`octavo.adapters.survival`) and refused, with nothing written, if they
+round the adapter away.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Merged:
 
     def sentences(self) -> list[str]:
         """For people."""
-        said = [*self.exported.sentences(), *_survived(self.survival)]
+        lines = [*self.exported.sentences(), *_survived(self.survival)]
         if self.gap is not None:
             times = self.gap.relative / self.survival.relative if self.survival.relative else math.inf
-            said.append(
+            lines.append(
                 f"{self.gap.summary()}: {times:.3g} times the adapter's own change. Training saw the FP8 ones, "
                 "which were merged; --base high folds into the others"
             )
-        return said
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -147,7 +147,7 @@ def _judged(
     if survival.lost:
         sentence = _refusal(survival, format, kind)
         if not anyway:
-            raise adapters.AdapterError(f"{sentence}. Nothing was written. {_cures(format, kind)}")
+            raise adapters.AdapterError(f"{sentence}. Nothing was written. {_fixes(format, kind)}")
         say(f"warning: {sentence}; written anyway")
 
 
@@ -170,29 +170,29 @@ def _refusal(survival: Survival, format: str, kind: str) -> str:
     return f"{why}; the worst: {named}"
 
 
-def _cures(format: str, kind: str) -> str:
+def _fixes(format: str, kind: str) -> str:
     other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
     return f"Serve the adapter beside its base, or write --format bf16;{other} --anyway writes {format} nevertheless"
 
 
 def _survived(survival: Survival) -> list[str]:
     """For people, after the folder is there."""
-    said = []
+    lines = []
     if not any(w.delta for w in survival.weights.values()):
         return ["the adapter changes nothing: its B is zero, as before training; what was written is the base"]
     if counted := survival.counted():
         worst = survival.worst(1)[0]
-        said.append(
+        lines.append(
             f"{survival.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "
             f"{survival.error:.3g} times the change; the worst, {worst.name}: {worst.kept:.1%}, {worst.error:.3g}"
         )
     if rounded := survival.rounded():
         worst = min(rounded, key=lambda w: w.kept)
-        said.append(
+        lines.append(
             f"BF16 rounds more than {1 - KEPT:.0%} of the change away in {len(rounded)} weights; the worst, "
             f"{worst.name}, which the adapter changes by {worst.relative:.2%} of its norm, keeps {worst.kept:.1%}"
         )
-    return said
+    return lines
 
 
 # Bases ----------------------------------------------------------------------------------------------------------------
