@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
         cfg = load_config(args.config)
     found = generate.look(args, None if both else args.base)
 
-    from octavo.train import usage
+    from octavo.train import finished
 
-    work = usage.compare_bases if both else usage.evaluate_target
+    work = finished.compare_bases if both else finished.evaluate_target
     with terminal.progress("evaluating", bytes=False) as progress:
         result = work(
             found, cfg, load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step,

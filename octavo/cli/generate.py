@@ -62,9 +62,9 @@ def look(args: argparse.Namespace, base: str | None) -> Any:
         raise UsageError(f"there is no folder {folder}; name a run, a Hugging Face folder or an adapter folder")
 
     from octavo import fp8
-    from octavo.train import target
+    from octavo.train import finished
 
-    found = target.look(folder, base)
+    found = finished.look(folder, base)
     if args.step is not None and found.kind != "run":
         raise UsageError(f"--step chooses a checkpoint of a run, and {folder} is no run directory; leave --step out")
     if args.backend != "auto" and args.recipe == "off":

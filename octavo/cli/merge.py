@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.train.merging import merge
+    from octavo.train.finished import merge_model
 
     with terminal.progress("merge") as progress:
-        done = merge(
+        done = merge_model(
             args.path, args.directory, args.format, base=args.base, anyway=args.anyway, include=args.include,
             step=args.step, device=device(args.device), say=terminal.note, progress=progress,
         )  # fmt: skip

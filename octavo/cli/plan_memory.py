@@ -11,8 +11,7 @@ from octavo.cli import terminal
 
 def predicted(cfg: Any, model: Any, family: Any, plan: Any, given: Any) -> tuple[Any, str]:
     """(what sizes configurations of this model, the sentence on the tokens that it assumes)."""
-    from octavo.train.footprint import Footprints
-    from octavo.train.switches import assumed
+    from octavo.train.memory_plan import Footprints, assumed
 
     if given is None:
         tokens, message = assumed(cfg, family.components, model.config)
@@ -24,8 +23,7 @@ def predicted(cfg: Any, model: Any, family: Any, plan: Any, given: Any) -> tuple
 
 def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     """Everything that is printed, for programs."""
-    from octavo.train.footprint import Card
-    from octavo.train.switches import switches
+    from octavo.train.memory_plan import Card, savings
 
     out: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
@@ -34,15 +32,13 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     if card is not None:
         over = sizes.of(sizes.cfg, args.ranks).total - card.usable
         out["card"] = {"name": card.name, "bytes": card.size, "reserve": card.reserve, "free": -over, "fits": over <= 0}
-    out["switches"] = [switch.to_json() for switch in switches(sizes, args.ranks)]
+    out["switches"] = [switch.to_json() for switch in savings(sizes, args.ranks)]
     return out
 
 
 def show(sizes: Any, message: str, args: Any) -> None:
     """The table, whether it fits, and what switches buy."""
-    from octavo.train.fit import gb
-    from octavo.train.footprint import KINDS, Card
-    from octavo.train.switches import switches
+    from octavo.train.memory_plan import KINDS, Card, gb, savings
 
     one = sizes.of(sizes.cfg, 1)
     columns, found = ["memory", "one GPU"], [one]
@@ -59,7 +55,7 @@ def show(sizes: Any, message: str, args: Any) -> None:
     print(message)
     if args.card:
         print(fits(Card.parse(args.card), found[-1].total, args.ranks))
-    listed = list(switches(sizes, args.ranks))
+    listed = list(savings(sizes, args.ranks))
     if listed:
         print()
         terminal.show_table(
@@ -75,7 +71,7 @@ def show(sizes: Any, message: str, args: Any) -> None:
 
 def fits(card: Any, total: int, ranks: int) -> str:
     """One sentence: what is there, what is kept free and why, what is left or lacking."""
-    from octavo.train.fit import gb
+    from octavo.train.memory_plan import gb
 
     left = card.usable - total
     where = f"{card.name} a GPU" if ranks > 1 else card.name
@@ -88,15 +84,15 @@ def fits(card: Any, total: int, ranks: int) -> str:
 
 def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
     """The proposal as YAML, its reasons and what is faster and does not fit. Exit code 1 where nothing fits."""
-    from octavo.train.fit import fit, gb, settings_of
-    from octavo.train.footprint import Card
+    from octavo.train.memory_plan import ASSUMED, Card, gb, propose, settings_of
 
     card = Card.parse(args.fit)
-    found = fit(sizes, card, args.ranks, held)
+    found = propose(sizes, card, args.ranks, held)
     if args.json:
         terminal.show_json(
             {
                 "tokens": message,
+                "speeds": ASSUMED,
                 "card": {"name": card.name, "bytes": card.size, "reserve": card.reserve},
                 "tried": found.tried,
                 "best": None if found.best is None else found.best.to_json(),
@@ -108,7 +104,7 @@ def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
             }
         )
         return 0 if found.best is not None else 1
-    print(message)
+    print(f"{message}; {ASSUMED}")
     if found.best is None:
         small = found.smallest
         print(f"nothing fits: {found.tried} settings, and the smallest needs {gb(small.over(card))} more:")
@@ -151,7 +147,7 @@ def _about(kind: str, footprint: Any) -> str:
     if kind == "activations":
         return ", ".join(f"{n / 1024:.1f} KiB a token of {name}" for name, n in footprint.per_token.items())
     if kind == "workspace":
-        from octavo.train.fit import gb
+        from octavo.train.memory_plan import gb
 
         return ", ".join(f"{name} {gb(n)}" for name, n in footprint.parts.items())
     return ""

@@ -60,7 +60,7 @@ def build(
 ) -> Job:
     """The ordered list. `start` says where the run begins (`rundir.enter`); `say` gets lines for people.
 
-    Raises what its steps raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its cure.
+    Raises what its steps raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its fix.
     """
     directory = start.directory
     check_possible(cfg, world)
@@ -82,7 +82,7 @@ def build(
     own = saved is not None and saved == (directory / rundir.PLAN).resolve() and rundir.is_whole_plan(saved)
     if world.is_main and not own:
         rundir.write_plan(directory, family.name, plan, notes, prediction)
-    say(_told(plan, notes, prediction))
+    say(_message(plan, notes, prediction))
     if saved is not None and planning.leaves_open(cfg):
         say(
             f"note: a run that continues takes the plan that it began with, {saved}; fp8.plan is not read again, and "
@@ -136,7 +136,7 @@ def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path
     return Path(world.from_main(find))
 
 
-def _told(plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None) -> str:
+def _message(plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None) -> str:
     """The plan for people, before anything is loaded."""
     if not any(row.fp8 or row.decided for row in plan.rows):
         off = "FP8 is off: every layer computes in high precision"
@@ -174,7 +174,7 @@ def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.
 
 
 def data_settings(cfg: Config) -> Config:
-    """The configuration as the data room reads it: pretraining learns every token of the text, prompts included."""
+    """The configuration as octavo.data reads it: pretraining learns every token of the text, prompts included."""
     if cfg.train.phase != "pretrain":
         return cfg
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
@@ -197,7 +197,7 @@ def assemble_model(
     """The model that a configuration trains, whole, on one device: loaded, frozen, its layers in FP8 as planned, with
     adapters under `lora`. Beside it the lower halves of fp32 weights where the optimizer keeps them.
 
-    Raises ModelError, PlanError and AdapterError, each with its cure.
+    Raises ModelError, PlanError and AdapterError, each with its fix.
     """
     model, lows = load_weights(cfg, device, say)
     base.freeze(model, family, cfg)

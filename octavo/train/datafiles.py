@@ -16,7 +16,7 @@ _READ = 64 << 20  # bytes that are hashed of a file, from its start
 def fingerprints(cfg: Config) -> dict[str, dict[str, Any]]:
     """Path -> {"size": bytes, "sha256": of the first 64 MiB} of the files of data.train and data.eval.
 
-    A file that is not there is left out: the data room refuses it with better words. Images are not looked at.
+    A file that is not there is left out: octavo.data refuses it with better words. Images are not looked at.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
     return {path: _fingerprint(Path(path)) for path in paths if Path(path).is_file()}

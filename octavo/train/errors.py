@@ -2,4 +2,4 @@
 
 
 class TrainError(RuntimeError):
-    """A run that cannot start, continue or go on; the message names what was asked, what was found and the cure."""
+    """A run that cannot start, continue or go on; the message names what was asked, what was found and the fix."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo.parallel import World
 from octavo.train import losses
+from octavo.train.callback import Callback, Run, Step
 from octavo.train.forward import Forward
 
 
@@ -49,6 +50,37 @@ def _judge(logits: Tensor, batch: dict[str, Any]) -> Tensor:
     right = sum(bool(hits[row, start - 1 : end - 1].all()) for row, (start, end) in answers)
     known = int((target != losses.IGNORE).sum())
     return torch.tensor([float(loss), known, right, len(answers)], dtype=torch.float64)
+
+
+class Evaluation(Callback):
+    """Evaluates every `run.eval_every` steps and after the last one. A run that was stopped or killed before one that
+    was due makes it when it goes on."""
+
+    def begin(self, run: Run) -> None:
+        done = run.row.get("step") == run.step
+        seen = done and "eval" in run.row
+        if not run.step or not due(run, run.step) or not run.world.any(run.world.is_main and not seen):
+            return
+        run.row = {**(run.row if done else {"step": run.step}), "eval": self._evaluate(run)}
+        run.reopen_log()
+        if run.log is not None:
+            run.log.write(run.row)
+
+    def after_step(self, run: Run, step: Step) -> None:
+        if due(run, step.number) and not run.stopping:
+            step.row["eval"] = self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> Mapping[str, Any]:
+        assert run.job.evalset is not None
+        run.eval = evaluate(run.model, run.job.evalset, run.job.stepper.forward, run.world)
+        run.tell("evaluated", run.eval)
+        return run.eval
+
+
+def due(run: Run, number: int) -> bool:
+    """Whether an evaluation belongs to a step."""
+    every = run.cfg.run.eval_every
+    return run.job.evalset is not None and (number == run.cfg.train.steps or (every > 0 and number % every == 0))
 
 
 @contextmanager

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from octavo import checkpoint, fp8
+from octavo.train import rundir
+from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
+from octavo.train.metrics import finite
 from octavo.train.step import Batches, Stepper
 
 WARM = 2  # steps of a session before the window
@@ -46,21 +49,68 @@ class Gain:
 
     def sentence(self, emulated: bool = False) -> str:
         """The outcome for people; a warning where FP8 lost, on a CPU that it is emulated there."""
-        told = (
+        found = (
             f"forward and backward took {1e3 * self.fp8_s:.4g} ms in FP8 and {1e3 * self.high_s:.4g} ms in high "
             f"precision (gain {100 * self.gain:+.1f} %, {self.steps} steps of each)"
         )
         if self.gain > 0:
-            return told
+            return found
         if emulated:
             return (
-                f"warning: FP8 is slower here: {told}. On a CPU it is emulated, to check a run and not for speed: this "
-                "says nothing about a GPU"
+                f"warning: FP8 is slower here: {found}. On a CPU it is emulated, to check a run and not for speed: "
+                "this says nothing about a GPU"
             )
         return (
-            f"warning: FP8 is slower here: {told}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
+            f"warning: FP8 is slower here: {found}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
             "shows why), raise train.micro_batch, or use recipe: off"
         )
+
+
+class GainWindow(Callback):
+    """Takes the window once in a run (`run.gain_steps`), when a session is warm; gain.json keeps it, or why there is
+    nothing to keep, and the step's row gets it too. A run that is asked to stop leaves it, and takes one when it goes
+    on."""
+
+    def begin(self, run: Run) -> None:
+        if run.cfg.run.gain_steps and not run.fp8:
+            run.say("run.gain_steps: nothing of this run is in FP8, so there is no gain to measure")
+
+    def after_step(self, run: Run, step: Step) -> None:
+        last = min(run.first + WARM, run.cfg.train.steps)  # or where the session ends before it is warm
+        self.due = bool(run.cfg.run.gain_steps) and run.gain is None and run.fp8 and step.number == last
+        step.wanted |= self.due
+
+    def end_step(self, run: Run, step: Step) -> None:
+        if not self.due or run.stopping:
+            return
+        self._measure(run, step)  # last, so that whatever becomes of it costs nothing of the step
+        if run.asked_to_stop():
+            run.stopping = True
+            run.save()
+
+    def _measure(self, run: Run, step: Step) -> None:
+        steps = run.cfg.run.gain_steps
+        run.say(
+            f"gain window: the micro-batches of step {step.number} again, {steps} times in FP8 and {steps} times in "
+            "high precision, after a turn to warm up; nothing of the run changes (run.gain_steps)"
+        )
+        try:
+            found = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
+            row, message = found.row(), found.sentence(run.world.device.type == "cpu")
+        except Left:
+            run.say("left the gain window, as the run was asked to stop; it is taken when the run goes on")
+            return
+        except NoRoom as error:
+            row = {"failed": str(error), "step": step.number}
+            message = f"warning: {error}; the run goes on without the figure"
+        run.say(message)
+        run.gain = row
+        if run.world.is_main:
+            rundir.write_json(run.directory / rundir.GAIN, finite(row))
+        if "failed" not in row:
+            run.row = {**run.row, "gain": row}
+            if run.log is not None:
+                run.log.amend(run.row, "gain")
 
 
 class NoRoom(Exception):
@@ -147,11 +197,3 @@ def _run(stepper: Stepper, batches: Batches) -> None:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def due(asked: int, step: int, first: int, last: int, found: Mapping[str, Any] | None, asks_fp8: bool) -> bool:
-    """True at the step after which the window belongs: once in a run (`found` is what gain.json holds), when the
-    session is warm, or at its last step if it ends before."""
-    if not asked or found is not None or not asks_fp8:
-        return False
-    return step == min(first + WARM, last)

@@ -20,13 +20,13 @@ _WITHOUT = (errno.EACCES, errno.EPERM, errno.EROFS)  # a directory that nobody c
 _UNABLE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # file systems without locks, some over networks
 
 
-class Claim:
+class RunLock:
     """A context that gives back what `take` took. The kernel does so too when the process dies, however it dies."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class Claim:
         file.write(str(os.getpid()))
         file.flush()
         self._file = file
-        _CLAIMS.add(self)
+        _HELD.add(self)
 
     def _close(self) -> None:
         if self._file is not None:
@@ -78,6 +78,6 @@ class Claim:
 
 
 # A forked data worker shares the lock and would hold it on after its trainer was killed.
-_CLAIMS: weakref.WeakSet[Claim] = weakref.WeakSet()
+_HELD: weakref.WeakSet[RunLock] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [claim._close() for claim in _CLAIMS])
+    os.register_at_fork(after_in_child=lambda: [lock._close() for lock in _HELD])

@@ -1,7 +1,7 @@
 """Memory by kind, in bytes, counted on this rank: what tensors hold, not what an allocator reserves.
 
-The kinds are those that `octavo plan` predicts (:mod:`octavo.train.footprint`). Counting costs a slow step, so it is
-done in few: the first, and those after a health step.
+The kinds are those that `octavo plan` predicts (:mod:`octavo.train.memory_plan`). Counting costs a slow step,
+so it is done in few: the first, and those after a health step.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def plan_run(
 
     def work() -> dict:
         tokens = count(family, model)
-        found = measured(cfg, model, family, world.device, tokens, _telling(say))
+        found = measured(cfg, model, family, world.device, tokens, _progress_of(say))
         return {"tokens": [dict(tokens.counts), tokens.row, tokens.image], "found": found.to_json()}
 
     answer = world.from_main(work)
@@ -162,7 +162,7 @@ def measured(
     return fp8.measure(model, policy, family.components, tokens.counts, device=device, cache=kept, progress=progress)
 
 
-def _telling(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
+def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
     def tell(done: int, total: int, what: str) -> None:
         if done < total:
             say(f"measuring layer {done + 1} of {total}: {what}")

@@ -26,7 +26,7 @@ from octavo.fp8 import planning
 from octavo.parallel import World
 from octavo.train import datafiles
 from octavo.train.errors import TrainError
-from octavo.train.lock import LOCK, Claim
+from octavo.train.lock import LOCK, RunLock
 
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
 PLAN, GAIN = "plan.json", "gain.json"
@@ -44,6 +44,14 @@ class Progress:
     in_a_row: int = 0
     seconds: float = 0.0
     health: Mapping[str, float] = field(default_factory=dict)
+
+    def after(self, step: int, rows: int, tokens: int, seconds: float, applied: bool) -> None:
+        """A step is done."""
+        self.step, self.rows = step, rows
+        self.tokens += tokens
+        self.seconds += seconds
+        self.skipped += not applied
+        self.in_a_row = 0 if applied else self.in_a_row + 1
 
     @classmethod
     def of(cls, counters: Mapping[str, Any]) -> Progress:
@@ -79,8 +87,8 @@ def settings(cfg: Config) -> dict[str, Any]:
     return found
 
 
-def enter(cfg: Config, world: World, say: Callable[[str], None], claim: Claim) -> Start:
-    """Make or reopen `run.dir` as `run.resume` says, and `claim` it on the main rank. A collective.
+def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) -> Start:
+    """Make or reopen `run.dir` as `run.resume` says, and `lock` it on the main rank. A collective.
 
     Nothing that the directory holds is changed before `settle`.
 
@@ -92,7 +100,7 @@ def enter(cfg: Config, world: World, say: Callable[[str], None], claim: Claim) -
     checkpoint, with the keys that differ, or data files that changed.
     """
     directory = Path(cfg.run.dir)
-    known = world.from_main(lambda: _claimed(cfg, directory, claim))
+    known = world.from_main(lambda: _locked(cfg, directory, lock))
     if known["result"] is not None:
         return Start(directory, result=known["result"])
     if cfg.run.resume not in ("never", "auto"):
@@ -128,11 +136,11 @@ def settle(start: Start, world: World) -> None:
     world.from_main(remove)
 
 
-def _claimed(cfg: Config, directory: Path, claim: Claim) -> dict[str, Any]:
+def _locked(cfg: Config, directory: Path, lock: RunLock) -> dict[str, Any]:
     """What the directory holds, looked at while nobody else can change it."""
     if not (directory / LOCK).exists():
         _look(cfg, directory)  # one that is refused gets no lock file
-    claim.take(directory)
+    lock.take(directory)
     return _look(cfg, directory)
 
 
@@ -196,8 +204,8 @@ def _check_checkpoint(path: Path) -> None:
         raise TrainError(f"run.resume={path} does not exist; name a checkpoint such as runs/first/checkpoints/step_200")
     inner = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = checkpoint.steps(inner)
-    cure = f"name one of its checkpoints, e.g. {inner / f'step_{steps[-1]}'}" if steps else "it holds no checkpoint"
-    raise TrainError(f"run.resume={path} is not a checkpoint: {cure}")
+    fix = f"name one of its checkpoints, e.g. {inner / f'step_{steps[-1]}'}" if steps else "it holds no checkpoint"
+    raise TrainError(f"run.resume={path} is not a checkpoint: {fix}")
 
 
 def _saved_settings(directory: Path) -> dict[str, Any]:
@@ -285,10 +293,10 @@ def write_plan(
 ) -> None:
     """plan.json: what `octavo plan --json` prints, and a plan file that `fp8.plan` takes
     (`octavo.fp8.planning.file`)."""
-    said = {"family": family, **planning.document(plan, whole=True), "notes": list(notes)}
+    found = {"family": family, **planning.document(plan, whole=True), "notes": list(notes)}
     if prediction is not None:
-        said["prediction"] = prediction.to_json()
-    write_json(directory / PLAN, said)
+        found["prediction"] = prediction.to_json()
+    write_json(directory / PLAN, found)
 
 
 def is_whole_plan(file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a wish that the loop looks at between steps."""
+"""SIGTERM and SIGINT as a request that the loop looks at between steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 
-class StopWish:
+class StopRequest:
     """A context in which the first SIGTERM or SIGINT is remembered (`signal`) and a second SIGINT interrupts at once.
 
     Outside the main thread signals cannot be caught; then it remembers nothing.
@@ -18,7 +18,7 @@ class StopWish:
         self.signal: int | None = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopWish:
+    def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
         return self

@@ -26,7 +26,7 @@ VISION = ("image_encoder", "image_projector")
 
 
 @dataclass(frozen=True)
-class Look:
+class Observe:
     """What to observe during a step: GEMMs for the proof, FP8 health figures, memory by kind, load of experts."""
 
     gemms: bool = False
@@ -76,22 +76,23 @@ class Stepper:
     def optimizer(self) -> torch.optim.Optimizer:
         return self.update.optimizer
 
-    def run(self, batches: Batches, lr: float, look: Look) -> StepResult:
+    def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """Train on one global batch, of which `batches` are this rank's micro-batches."""
-        memory = Memory(self.model, self.family) if look.memory else None
-        load = self.load if look.experts else None
+        memory = Memory(self.model, self.family) if observe.memory else None
+        load = self.load if observe.experts else None
         if load:
             load.begin(self.world.device)
         histories = fp8.scaling_state(self.model)  # empty unless a recipe is delayed
         set_lr(self.optimizer, lr)
-        counted = compiled.step(self.cfg.train.compile, eager=look.gemms or look.health)
-        with counted, _maybe(fp8.count_gemms, look.gemms) as counts, _maybe(fp8.health, look.health) as health:
+        counted = compiled.step(self.cfg.train.compile, eager=observe.gemms or observe.health)
+        with counted, _maybe(fp8.count_gemms, observe.gemms) as counts, _maybe(fp8.health, observe.health) as health:
             totals = self._totals(batches)
-            tokens = max(float(totals[1]), 1.0)
-            shares = (batch["meta"].tokens / tokens for batch in batches)
-            losses = (self.loss(b, float(totals[0]), share, memory) for b, share in zip(batches, shares, strict=True))
-            with _maybe(partial(counting_zeroed, self.optimizer), look.health) as zeroed:
-                done = self.update.run(losses)
+            denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
+            with _maybe(partial(counting_zeroed, self.optimizer), observe.health) as zeroed:
+                for batch in batches:  # forward and backward(): gradients add up, or update each weight at once
+                    share = batch["meta"].tokens / tokens
+                    self.update.backward(self.loss(batch, denominator, share, memory))
+                done = self.update.step()  # norm, check that all is finite, clip, update
         if not done.applied and histories:  # a step that is not applied leaves no trace; cached codes follow the scales
             fp8.load_scaling_state(self.model, histories)
             fp8.invalidate(self.model)

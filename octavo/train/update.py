@@ -8,7 +8,6 @@ held; a step then is one micro-batch a process (:mod:`octavo.fp8.optim.in_backwa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,7 +41,11 @@ class Outcome(NamedTuple):
 class Update(Protocol):
     optimizer: torch.optim.Optimizer
 
-    def run(self, losses: Iterable[Loss]) -> Outcome: ...
+    def backward(self, loss: Loss) -> None:
+        """The backward of one micro-batch of a step."""
+
+    def step(self) -> Outcome:
+        """After the last backward: the weights are updated, if all is finite."""
 
     def free(self) -> None:
         """Let gradients of a backward outside a step stay in `.grad`, until the next step."""
@@ -74,13 +77,16 @@ class AfterBackward:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, clip: float, world: World) -> None:
         self.optimizer, self.model, self.clip, self.world = optimizer, model, clip, world
+        self._parts: Tensor | None = None
 
-    def run(self, losses: Iterable[Loss]) -> Outcome:
-        parts = torch.zeros(2, dtype=torch.float32, device=self.world.device)
-        for loss in losses:
-            loss.total.backward()
-            parts += loss.parts
-        parts = self.world.sum(parts)
+    def backward(self, loss: Loss) -> None:
+        loss.total.backward()
+        before = torch.zeros_like(loss.parts, dtype=torch.float32) if self._parts is None else self._parts
+        self._parts = before + loss.parts
+
+    def step(self) -> Outcome:
+        assert self._parts is not None
+        parts, self._parts = self.world.sum(self._parts), None
         ours = self.optimizer if isinstance(self.optimizer, fp8.AdamW) else None
         norm = self._clipped() if ours is None else gradient_norm(trained(self.model))
         applied = bool(parts.isfinite().all() & norm.isfinite())
@@ -105,17 +111,24 @@ class InBackward:
     def __init__(self, optimizer: fp8.AdamW, model: nn.Module, clip: float, world: World) -> None:
         self.optimizer, self.clip, self.world = optimizer, clip, world
         self._updating = UpdateInBackward(optimizer, model)
+        self._done: Outcome | None = None
 
-    def run(self, losses: Iterable[Loss]) -> Outcome:
-        (loss,) = losses  # update_for saw to it that there is one
+    def backward(self, loss: Loss) -> None:
+        assert self._done is None, "check_update saw to it that a step has one micro-batch"
         parts = self.world.sum(loss.parts)
         if not bool(parts.isfinite().all()):
-            return Outcome(parts, torch.full((), math.nan), False)
+            self._done = Outcome(parts, torch.full((), math.nan), False)
+            return
         try:
             done = self._updating.run(lambda retain: loss.total.backward(retain_graph=retain), self.clip)
         except PartialUpdate as error:
             raise TrainError(str(error)) from error
-        return Outcome(parts, done.norm, done.applied)
+        self._done = Outcome(parts, done.norm, done.applied)
+
+    def step(self) -> Outcome:
+        assert self._done is not None
+        done, self._done = self._done, None
+        return done
 
     def free(self) -> None:
         self._updating.remove()  # the next step puts its hooks back

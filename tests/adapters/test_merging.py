@@ -21,7 +21,7 @@ from octavo.config import load_config_text
 from octavo.data import digits
 from octavo.train import loop
 from octavo.train.errors import TrainError
-from octavo.train.merging import merge
+from octavo.train.finished import merge_model
 from tests.adapters.conftest import inputs, logits
 from tests.adapters.test_merge import adapted, filled, near
 
@@ -60,7 +60,7 @@ def test_bf16_loads_in_transformers_and_answers_as_the_adapted_model(
 ) -> None:
     base = folder(family)
     adapter = written(base, tmp_path / "adapter")
-    done = merge(adapter, tmp_path / "out", device="cpu")
+    done = merge_model(adapter, tmp_path / "out", device="cpu")
     assert done.base == "high" and done.gap is None and not done.survival.counted()
     model = _over(base, adapter)
     batch = inputs(model, models.describe(model.config))
@@ -85,7 +85,7 @@ def test_what_is_said_to_survive_is_what_the_file_holds(
 ) -> None:
     base = folder(family)
     adapter = written(base, tmp_path / "adapter", std=0.02)
-    done = merge(adapter, tmp_path / "out", format, device="cpu")
+    done = merge_model(adapter, tmp_path / "out", format, device="cpu")
     model, found = _over(base, adapter), held(tmp_path / "out")
     counted = 0
     for name, fold in folds(model).items():
@@ -111,13 +111,13 @@ def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str,
     small = written(base, tmp_path / "small", std=1e-4, targets=("q_proj", "**.layers.0.mlp"))
     before = {name: q for name, q in models.load(base).named_parameters() if fp8.is_frozen(q)}
     with pytest.raises(adapters.AdapterError, match="fp8-dynamic would round the adapter away") as refused:
-        merge(small, tmp_path / "out", "fp8-dynamic", device="cpu")
+        merge_model(small, tmp_path / "out", "fp8-dynamic", device="cpu")
     named = [name for name in folds(_over(base, small)) if name in str(refused.value)]
     assert "--anyway" in str(refused.value) and "--format bf16" in str(refused.value) and len(named) == 3
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*"))
 
     said: list[str] = []
-    done = merge(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", say=said.append)
+    done = merge_model(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", say=said.append)
     assert done.base == "fp8" and done.survival.lost and done.survival.kept < 0.1
     assert any(s.startswith("warning: fp8-dynamic would round") and s.endswith("written anyway") for s in said)
     for name, weight in models.load(tmp_path / "out").named_parameters():
@@ -126,7 +126,7 @@ def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str,
             assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scale, b.scale)
 
     large = written(base, tmp_path / "large", std=1.0, targets=("q_proj", "**.layers.0.mlp"))
-    done = merge(large, tmp_path / "out", "fp8-dynamic", device="cpu")  # replaces the earlier one
+    done = merge_model(large, tmp_path / "out", "fp8-dynamic", device="cpu")  # replaces the earlier one
     assert not done.survival.lost and done.survival.kept > 0.95
 
 
@@ -139,7 +139,7 @@ def _over(base: Path, adapter: Path) -> nn.Module:
 def test_into_bf16_a_change_that_fp8_would_lose_is_kept(coded: Folder, tmp_path: Path) -> None:
     base = coded("qwen3")
     adapter = written(base, tmp_path / "adapter", std=2e-3)
-    done = merge(adapter, tmp_path / "out", device="cpu")
+    done = merge_model(adapter, tmp_path / "out", device="cpu")
     assert done.base == "fp8" and done.gap is None
     found, model = held(tmp_path / "out"), _over(base, adapter)
     for name, fold in folds(model).items():
@@ -148,10 +148,10 @@ def test_into_bf16_a_change_that_fp8_would_lose_is_kept(coded: Folder, tmp_path:
 
 def test_a_change_below_the_steps_of_bf16_is_told(folder: Folder, tmp_path: Path) -> None:
     adapter = written(folder("qwen3"), tmp_path / "adapter", std=1e-5)
-    done = merge(adapter, tmp_path / "out", device="cpu")
+    done = merge_model(adapter, tmp_path / "out", device="cpu")
     assert any("BF16 rounds more than 10% of the change away" in s for s in done.sentences())
     empty = written(folder("qwen3"), tmp_path / "empty", std=0.0)
-    assert any("changes nothing" in s for s in merge(empty, tmp_path / "out", "fp8-dynamic").sentences())
+    assert any("changes nothing" in s for s in merge_model(empty, tmp_path / "out", "fp8-dynamic").sentences())
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_a_run_is_folded_into_the_codes_that_it_saw_or_into_the_folders_weights(
     base, found = folder("qwen3_vl"), {}
     for asked in (None, "high"):
         said: list[str] = []
-        done = merge(run, tmp_path / "out", base=asked, device="cpu", say=said.append)
+        done = merge_model(run, tmp_path / "out", base=asked, device="cpu", say=said.append)
         found[asked] = held(tmp_path / "out")
         assert done.base == (asked or "fp8") and (done.gap is None) == (asked == "high")
         assert ("the FP8 codes that training saw" in said[0]) == (asked != "high")
@@ -191,14 +191,14 @@ def test_a_run_is_folded_into_the_codes_that_it_saw_or_into_the_folders_weights(
     for name, fold in folds(frozen).items():
         assert torch.equal(found[None][name], fold.folded().bfloat16().float())
     # the adapter's folder, inside the run, knows the same
-    assert merge(run / "adapter", tmp_path / "out", device="cpu").base == "fp8"
+    assert merge_model(run / "adapter", tmp_path / "out", device="cpu").base == "fp8"
     assert all(torch.equal(v, found[None][n]) for n, v in held(tmp_path / "out").items())
 
 
 def test_a_small_change_survives_in_high_precision_weights(run: Path, tmp_path: Path) -> None:
     """What is refused over the codes that training saw is not lost over the weights that they were made of."""
-    over = merge(run, tmp_path / "over", "fp8-dynamic", anyway=True, device="cpu").survival
-    high = merge(run, tmp_path / "high", "fp8-dynamic", base="high", anyway=True, device="cpu").survival
+    over = merge_model(run, tmp_path / "over", "fp8-dynamic", anyway=True, device="cpu").survival
+    high = merge_model(run, tmp_path / "high", "fp8-dynamic", base="high", anyway=True, device="cpu").survival
     assert over.kept < 0.9 < high.kept < 1.1 and over.lost
 
 
@@ -215,7 +215,7 @@ def test_a_small_change_survives_in_high_precision_weights(run: Path, tmp_path: 
 def test_what_cannot_be_is_refused(ask: dict, message: str, folder: Folder, tmp_path: Path) -> None:
     adapter = written(folder("qwen3"), tmp_path / "adapter")
     with pytest.raises(TrainError, match=message):
-        merge(adapter, tmp_path / "out", **ask)
+        merge_model(adapter, tmp_path / "out", **ask)
     assert not (tmp_path / "out").exists()
 
 

@@ -19,7 +19,7 @@ from octavo.cli.main import main
 from octavo.config import load_config_text
 from octavo.data import digits
 from octavo.train.errors import TrainError
-from octavo.train.exporting import export_model
+from octavo.train.finished import export_model
 from tests.checkpoint.export_models import stock, write
 from tests.models.conftest import batch
 

@@ -41,6 +41,10 @@ def test_fit_proposes_yaml(capsys) -> None:
     ]
     assert main(["plan", "--shape", "llama2_7b", "--fit", "80GB", "train.global_batch=1", *held]) == 0
     out = capsys.readouterr().out
+    assert out.splitlines()[0] == (
+        "assumed: train.micro_batch 1 x train.seq_length 2048 tokens, rows of one length; --tokens says otherwise; "
+        "speeds of 400 TFLOP/s, 2.5 TB/s of the card's memory and 25 GB/s to the host, not measured"
+    )
     assert "\n  states: fp8\n" in out and "by an estimate of FLOPs and bytes (not a measurement)" in out
     assert main(["plan", "--shape", "llama2_7b", "--fit", "4GB", "train.global_batch=1", *held]) == 1
     assert "nothing fits" in capsys.readouterr().out

@@ -19,7 +19,7 @@ def trained(monkeypatch):
     """Stands in for ``octavo.train.run``: writes a finished run and remembers which run was asked for."""
     asked: list[str] = []
 
-    def run(cfg, *, console=None, label=None, hooks=()):
+    def run(cfg, *, console=None, label=None):
         home = Path(cfg.run.dir)
         asked.append(home.name)
         fp8 = home.name.startswith("fp8")

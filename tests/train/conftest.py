@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from octavo import train
 from octavo.config import Config, load_config_text
 from octavo.data import digits
 from octavo.models import tiny
 
 STEPS = 6
+
+
+class Rows(train.Callback):
+    """Calls a function with each row, once it was handed to metrics.jsonl."""
+
+    def __init__(self, work: Callable[[dict[str, Any]], Any]) -> None:
+        self.work = work
+
+    def end_step(self, run: train.Run, step: train.Step) -> None:
+        self.work(step.row)
+
+
+def at(step: int, number: int) -> Rows:
+    """A callback that sends this process a signal once `step` is written."""
+    return Rows(lambda row: os.kill(os.getpid(), number) if row["step"] == step else None)
 
 
 @pytest.fixture(scope="session")

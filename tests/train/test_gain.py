@@ -21,8 +21,8 @@ from octavo.train import gain
 from octavo.train.rundir import read_rows
 from octavo.train.step import Stepper
 
+from .conftest import at
 from .test_ranks import torchrun
-from .test_resume import at
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
@@ -37,7 +37,7 @@ def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recip
     over = (f"fp8.recipe={recipe}", "train.steps=6", "data.eval=[]")
     plain = train.run(make(*over, dir="plain"))
     cfg = make(*over, "run.gain_steps=2")
-    first = train.run(cfg, hooks=[at(4, signal.SIGTERM)])
+    first = train.run(cfg, callbacks=[at(4, signal.SIGTERM)])
     assert first.steps == 5 and first.gain["step"] == 3
     second = train.run(override(cfg, ["run.resume=auto"]))
     assert second.losses() == plain.losses() and second.gain == first.gain
@@ -97,7 +97,7 @@ def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypat
 @pytest.mark.long
 def test_a_window_of_steps_that_are_run_again_is_taken_again(make):
     cfg = make("run.gain_steps=1", "run.save_every=2", "run.keep=9", "train.steps=5", "data.eval=[]")
-    first = train.run(cfg, hooks=[at(4, signal.SIGTERM)])
+    first = train.run(cfg, callbacks=[at(4, signal.SIGTERM)])
     assert first.gain["step"] == 3
     again = train.run(override(cfg, [f"run.resume={first.dir}/checkpoints/step_2"]))
     assert again.gain["step"] == 5
@@ -136,7 +136,7 @@ def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypa
     monkeypatch.setattr(gain, "_run", run)
     console = Console(record=True, width=300, force_terminal=False)
     cfg = make(*over, "run.gain_steps=2", "run.tensorboard=true")
-    result = train.run(cfg, console=console, hooks=[at(4, signal.SIGTERM)])
+    result = train.run(cfg, console=console, callbacks=[at(4, signal.SIGTERM)])
     result = train.run(override(cfg, ["run.resume=auto"]), console=console)
     assert result.losses() == plain.losses() and len(passes) == 2
     why = "the gain window ran out of memory in high precision (CUDA out of memory. Tried to allocate 2 GiB)"

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from octavo import train
-from octavo.train.lock import Claim
+from octavo.train.lock import RunLock
+
+from .conftest import Rows
 
 pytest.importorskip("fcntl")
 
@@ -25,7 +27,7 @@ def test_a_second_run_in_a_directory_in_use_is_refused_at_once(make):
                 train.run(make(*over, f"run.resume={resume}"))
             refused.append(str(found.value))
 
-    result = train.run(make(*over), hooks=[again])
+    result = train.run(make(*over), callbacks=[Rows(again)])
     assert len(refused) == 4
     assert all(f"run directory {result.dir} is in use by process {os.getpid()}; " in text for text in refused)
     assert train.run(make(*over, "run.resume=auto")).status == "finished"  # given back at the end
@@ -34,8 +36,8 @@ def test_a_second_run_in_a_directory_in_use_is_refused_at_once(make):
 @pytest.mark.long
 def test_a_process_that_was_killed_holds_nothing_and_neither_do_its_workers(tmp_path: Path):
     code = (
-        "import os, signal, sys, time; from pathlib import Path; from octavo.train.lock import Claim\n"
-        "Claim.take(claim := Claim(), Path(sys.argv[1]))\n"
+        "import os, signal, sys, time; from pathlib import Path; from octavo.train.lock import RunLock\n"
+        "RunLock.take(lock := RunLock(), Path(sys.argv[1]))\n"
         "worker = os.fork()\n"
         "if not worker: time.sleep(60)\n"
         "print(worker, flush=True); time.sleep(60)"
@@ -43,12 +45,12 @@ def test_a_process_that_was_killed_holds_nothing_and_neither_do_its_workers(tmp_
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     worker = int(child.stdout.readline())
     try:
-        with Claim() as claim, pytest.raises(train.TrainError, match=f"in use by process {child.pid};"):
-            claim.take(tmp_path)
+        with RunLock() as lock, pytest.raises(train.TrainError, match=f"in use by process {child.pid};"):
+            lock.take(tmp_path)
         child.kill()
         child.wait()
-        with Claim() as claim:
-            claim.take(tmp_path)
+        with RunLock() as lock:
+            lock.take(tmp_path)
             assert (tmp_path / ".lock").read_text() == str(os.getpid())
     finally:
         os.kill(worker, 9)

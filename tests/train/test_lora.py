@@ -23,9 +23,9 @@ from octavo.checkpoint.export import export
 from octavo.config import Config, load_config, override, to_yaml
 from octavo.train import base, planning
 from octavo.train.rundir import read_rows
-from tests.train.test_predicted import agree, counted, predicted
+from tests.train.conftest import at
+from tests.train.memory_plan.test_predicted import agree, counted, predicted
 from tests.train.test_ranks import ROOT, losses, torchrun
-from tests.train.test_resume import at
 
 pytest.importorskip("peft")
 LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
@@ -78,7 +78,7 @@ def test_it_goes_on_bit_for_bit(make, overrides):
     over = (*overrides, "run.hf=true")
     whole = train.run(make(*over, dir="whole"))
     cfg = make(*over, dir="stopped")
-    first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    first = train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     assert first.status == "stopped" and not (first.dir / "adapter").exists()
     second = train.run(override(cfg, ["run.resume=auto"]))
     assert second.losses() == whole.losses() and second.eval == whole.eval
@@ -91,7 +91,7 @@ def test_another_base_is_refused(make, place: Path, tmp_path: Path):
     folder = tmp_path / "base"
     shutil.copytree(place / "tiny", folder)
     cfg = make(*LORA, f"model.path={folder}")
-    train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     file = folder / "model.safetensors"
     with safe_open(file, "pt") as tensors:
         metadata = tensors.metadata()
@@ -108,22 +108,16 @@ def test_another_base_is_refused(make, place: Path, tmp_path: Path):
 def test_a_base_that_is_written_to_stops_the_run_without_an_adapter(make):
     """Whatever writes to it: the end of the run finds out."""
     cfg = make(*LORA, "train.steps=2", "train.warmup=1", "run.hf=true")
-    jobs = []
-    build = train.loop.assembly.build
 
-    def remember(*args, **kwargs):
-        jobs.append(build(*args, **kwargs))
-        return jobs[-1]
+    class Writes(train.Callback):
+        def end_step(self, run, step) -> None:
+            if step.number == 2:
+                weights = dict(run.model.named_parameters())
+                codes = fp8.codes_of_frozen(weights["model.language_model.layers.0.mlp.up_proj.base_layer.weight"])
+                codes.data.view(torch.uint8)[0, 0] ^= 1
 
-    def write(row) -> None:
-        if row["step"] == 2:
-            weights = dict(jobs[0].model.named_parameters())
-            codes = fp8.codes_of_frozen(weights["model.language_model.layers.0.mlp.up_proj.base_layer.weight"])
-            codes.data.view(torch.uint8)[0, 0] ^= 1
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(train.TrainError) as caught:
-        patch.setattr(train.loop.assembly, "build", remember)
-        train.run(cfg, hooks=[write])
+    with pytest.raises(train.TrainError) as caught:
+        train.run(cfg, callbacks=[Writes()])
     assert "model.language_model.layers.0.mlp.up_proj.weight was written to" in str(caught.value)
     written = json.loads((Path(cfg.run.dir) / "base.json").read_text())
     assert not written["unchanged"] and written["changed"].endswith("layers.0.mlp.up_proj.weight")

@@ -20,7 +20,7 @@ from octavo.train.optim import adamw
 from octavo.train.rundir import read_rows
 from tests.fp8.optim.test_offload import Late
 
-from .test_resume import at
+from .conftest import at
 
 SHORT = ("train.steps=4", "data.eval=[]")
 INSIDE = ("optimizer.update=backward", "train.global_batch=2")
@@ -58,7 +58,7 @@ def test_the_run_is_the_one_without_and_resumes(make, transfers, master: str, ov
     whole = train.run(make(*kept, dir="whole"))
     assert not transfers.made, "states were not to leave the device"
     cfg = make(*kept, "optimizer.offload=true", dir="away")
-    train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     fetched = len(transfers.log)
     assert fetched > 20 and transfers.made
     away = train.run(override(cfg, ["run.resume=auto"]))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,9 @@ from octavo import train
 from octavo.config import override, to_yaml
 from octavo.train.rundir import read_rows, settings
 
-from .conftest import STEPS
+from .conftest import STEPS, at
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def at(step: int, number: int) -> Callable[[Mapping[str, Any]], None]:
-    """A hook that sends this process a signal once `step` is written."""
-
-    def hook(row: Mapping[str, Any]) -> None:
-        if row["step"] == step:
-            os.kill(os.getpid(), number)
-
-    return hook
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -40,7 +29,7 @@ def steps_of(directory: Path) -> list[int]:
 def test_sigterm_saves_and_leaves_and_auto_goes_on_bit_for_bit(make, recipe: str):
     whole = train.run(make(f"fp8.recipe={recipe}", dir="whole"))
     cfg = make(f"fp8.recipe={recipe}", dir="stopped")
-    first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    first = train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     assert (first.status, first.steps, first.exit_code) == ("stopped", 3, 143)
     assert not (first.dir / "result.json").exists()
     second = train.run(override(cfg, ["run.resume=auto"]))
@@ -55,11 +44,11 @@ def test_a_signal_in_the_last_step_leaves_no_run_finished_without_its_evaluation
     over = ("train.steps=3", *([] if evals else ["data.eval=[]"]))
     whole = train.run(make(*over, dir="whole"))
     cfg = make(*over, "run.log_every=5")
-    first = train.run(cfg, hooks=[at(1, signal.SIGTERM)])
-    first = train.run(override(cfg, ["run.resume=auto"]), hooks=[at(3, signal.SIGTERM)])
+    first = train.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    first = train.run(override(cfg, ["run.resume=auto"]), callbacks=[at(3, signal.SIGTERM)])
     assert first.status == "finished", "a signal after the last evaluation is too late"
     stopped = make(*over, "run.log_every=1", dir="last")
-    first = train.run(stopped, hooks=[at(2, signal.SIGTERM)])
+    first = train.run(stopped, callbacks=[at(2, signal.SIGTERM)])
     assert first.status == ("stopped" if evals else "finished")
     second = train.run(override(stopped, ["run.resume=auto"]))
     assert (second.status, second.steps) == ("finished", 3)
@@ -71,9 +60,9 @@ def test_what_a_stop_must_not_lose_is_written_whatever_log_every_says(make):
     """The stop step's row, the evaluation that was due with it, and the last health figures."""
     over = ("run.log_every=100", "run.eval_every=3", "run.health_every=2", "train.steps=5")
     cfg = make(*over)
-    first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    first = train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     assert first.steps == 3 and first.health
-    second = train.run(override(cfg, ["run.resume=auto"]), hooks=[at(4, signal.SIGTERM)])
+    second = train.run(override(cfg, ["run.resume=auto"]), callbacks=[at(4, signal.SIGTERM)])
     row = next(row for row in read_rows(first.dir / "metrics.jsonl") if row["step"] == 3)
     assert {"loss", "lr", "tokens", "eval"} <= row.keys()
     assert second.status == "stopped" and second.health
@@ -81,7 +70,7 @@ def test_what_a_stop_must_not_lose_is_written_whatever_log_every_says(make):
 
 def test_health_figures_outlive_a_resume(make):
     cfg = make("run.health_every=2", "train.steps=4", "data.eval=[]")
-    first = train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    first = train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     (first.dir / "metrics.jsonl").write_text("")
     from octavo.checkpoint.files import read_state
 
@@ -93,7 +82,7 @@ def test_health_figures_outlive_a_resume(make):
 
 def test_sigint_stops_too_and_the_handlers_return(make):
     before = signal.getsignal(signal.SIGTERM)
-    result = train.run(make("data.eval=[]"), hooks=[at(1, signal.SIGINT)])
+    result = train.run(make("data.eval=[]"), callbacks=[at(1, signal.SIGINT)])
     assert (result.status, result.exit_code) == ("stopped", 130)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -108,13 +97,18 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 cfg, moment = load_config(sys.argv[1]), sys.argv[2]
-hooks = []
+callbacks = []
 if moment == "mid-save":
     whole = files.publish
     files.publish = lambda directory, step: die() if step == 4 else whole(directory, step)
 else:
-    hooks = [lambda row: die() if row["step"] == int(moment) else None]
-train.run(cfg, hooks=hooks)
+    class Dies(train.Callback):
+        def end_step(self, run, step):
+            if step.number == int(moment):
+                die()
+
+    callbacks = [Dies()]
+train.run(cfg, callbacks=callbacks)
 """
 
 
@@ -202,7 +196,7 @@ def test_auto_begins_where_there_is_nothing_and_says_when_all_is_done(make, tmp_
 
 def test_changed_settings_are_named_and_refused_but_run_settings_may_change(make):
     over = ("data.eval=[]", "train.steps=4")
-    train.run(make(*over), hooks=[at(1, signal.SIGTERM)])
+    train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
     changed = make(*over, "run.resume=auto", "train.lr=1e-3", "fp8.recipe=rowwise", "run.seed=7")
     with pytest.raises(train.TrainError) as refused:
         train.run(changed)
@@ -216,9 +210,9 @@ def test_changed_settings_are_named_and_refused_but_run_settings_may_change(make
 def test_a_run_that_outgrew_its_card_goes_on_with_less_kept_to_the_same_bits(make):
     over = ("data.eval=[]", "train.steps=4", "fp8.activations=fp8")
     whole = train.run(make(*over, dir="whole"))
-    train.run(make(*over), hooks=[at(1, signal.SIGTERM)])
+    train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
     for how in ("selective", "full"):
-        result = train.run(make(*over, "run.resume=auto", f"train.recompute={how}"), hooks=[at(3, signal.SIGTERM)])
+        result = train.run(make(*over, "run.resume=auto", f"train.recompute={how}"), callbacks=[at(3, signal.SIGTERM)])
     assert result.losses() == whole.losses()
     compiled = make(*over[:2], "train.compile=true"), make(*over[:2], "train.compile=true", "train.recompute=full")
     assert settings(compiled[0]) != settings(compiled[1]), "the sums of another graph are others"
@@ -226,7 +220,7 @@ def test_a_run_that_outgrew_its_card_goes_on_with_less_kept_to_the_same_bits(mak
 
 def test_other_threads_than_before_are_told(make, monkeypatch):
     over = ("data.eval=[]", "train.steps=4")
-    train.run(make(*over), hooks=[at(1, signal.SIGTERM)])
+    train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)
     console = Console(record=True, width=300)
     train.run(make(*over, "run.resume=auto"), console=console)
@@ -277,7 +271,7 @@ def test_changed_data_is_noticed_by_a_resume(make, place: Path, tmp_path: Path):
     file = tmp_path / "rows.json"
     file.write_text(text)
     cfg = make(f"data.train=[{{path: {file}, images: {place / 'digits'}}}]", "data.eval=[]", "train.steps=4")
-    train.run(cfg, hooks=[at(1, signal.SIGTERM)])
+    train.run(cfg, callbacks=[at(1, signal.SIGTERM)])
     file.write_text(text.replace("0", "1", 1))
     with pytest.raises(train.TrainError, match=r"step_2 was made with other data: .*rows\.json had \d+ bytes"):
         train.run(override(cfg, ["run.resume=auto"]))

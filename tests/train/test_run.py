@@ -14,7 +14,7 @@ from octavo.config import load_config
 from octavo.models import load_processor
 from octavo.train.rundir import read_rows
 
-from .conftest import STEPS
+from .conftest import STEPS, Rows
 
 
 def rows_of(directory: Path) -> list[dict]:
@@ -40,7 +40,7 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory):
     )
     console = Console(record=True, width=200, force_terminal=False)
     seen: list[int] = []
-    result = train.run(cfg, console=console, label="arm", hooks=[lambda row: seen.append(row["step"])])
+    result = train.run(cfg, console=console, label="arm", callbacks=[Rows(lambda row: seen.append(row["step"]))])
     return cfg, result, console.export_text(), seen
 
 

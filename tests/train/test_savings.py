@@ -14,9 +14,9 @@ from octavo import train
 from octavo.config import override
 from octavo.train.rundir import read_rows
 
-from .conftest import STEPS
+from .conftest import STEPS, at
 from .test_ranks import losses, torchrun
-from .test_resume import at, killed
+from .test_resume import killed
 
 SHORT = "data.eval=[]"
 ROUNDED = ("optimizer={states: fp8, master: bf16+sr}", "fp8.activations=fp8", "fp8.param=true")
@@ -60,7 +60,7 @@ def test_it_trains_near_the_run_without_and_goes_on_bit_for_bit(make, over):
     whole = train.run(make(SHORT, *over, dir="whole"))
     assert list(whole.losses().values()) == pytest.approx(list(plain.values()), rel=5e-2)
     cfg = make(SHORT, *over, dir="stopped")
-    assert train.run(cfg, hooks=[at(2, signal.SIGTERM)]).steps == 3
+    assert train.run(cfg, callbacks=[at(2, signal.SIGTERM)]).steps == 3
     assert train.run(override(cfg, ["run.resume=auto"])).losses() == whole.losses()
 
 
@@ -112,7 +112,7 @@ def test_blocks_that_a_model_lacks_are_not_run_again(make, place: Path):
 
 def test_states_of_another_kind_are_not_resumed(make):
     cfg = make(SHORT, "optimizer.states=fp8")
-    train.run(cfg, hooks=[at(2, signal.SIGTERM)])
+    train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     with pytest.raises(Exception, match="optimizer.states"):
         train.run(override(cfg, ["run.resume=auto", "optimizer.states=bf16"]))
 

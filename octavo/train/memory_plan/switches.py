@@ -9,7 +9,7 @@ from typing import Any
 from octavo.config import Config
 from octavo.config.rules import check
 from octavo.train.errors import TrainError
-from octavo.train.footprint import Footprints, changed
+from octavo.train.memory_plan.footprint import Footprints, changed
 from octavo.train.tokens import Tokens
 
 # switch -> (values from the most memory to the least, or pairs of them; what it costs)
@@ -41,7 +41,7 @@ class Switch:
         return {"key": self.key, "value": self.value, "on": self.on, "bytes": self.bytes, "cost": self.cost}
 
 
-def switches(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
+def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
     """For each switch that is on, what it saves against off; for each other step down, what that would save."""
     cfg = sizes.cfg
     now = sizes.of(cfg, ranks).total
@@ -89,7 +89,7 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
     """
     rows, row = cfg.train.micro_batch, cfg.train.seq_length
     counts = {"foundation": rows * row, "lm_head": rows * row}
-    said = f"assumed: train.micro_batch {rows} x train.seq_length {row} tokens, rows of one length"
+    message = f"assumed: train.micro_batch {rows} x train.seq_length {row} tokens, rows of one length"
     image = 0
     vision = getattr(config, "vision_config", None)
     if "image_encoder" in components and vision is not None:
@@ -105,6 +105,6 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
             tiles = max(1, min(pixels // (height * width), (row - 2) // (length + 1)))
             image, out = tiles * (cells + 1), tiles * length
         counts |= {"image_encoder": rows * max(0, image), "image_projector": rows * max(0, out)}
-        said += f", in each an image of {max(0, image)} patches ({max(0, out)} of its tokens)"
+        message += f", in each an image of {max(0, image)} patches ({max(0, out)} of its tokens)"
     known = {name: n for name, n in counts.items() if name in components}
-    return Tokens(known, row, max(0, image)), f"{said}; --tokens says otherwise"
+    return Tokens(known, row, max(0, image)), f"{message}; --tokens says otherwise"

@@ -41,7 +41,7 @@ from octavo.train.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class FakeForward:
     """Bytes that one forward keeps, scaled to the whole model. ``blocks``: component -> all its repeating blocks;
     ``outside``: component -> what its other modules keep (embeddings' output, final norm, merger); ``largest``: the
     block that keeps most; ``copies``: 16-bit copies of weights that autocast makes and keeps until the step's backward.
@@ -57,28 +57,22 @@ class Rehearsal:
     shared: int
     recomputed: Mapping[str, int]
 
-    def times(self, rows: int) -> Rehearsal:
+    def times(self, rows: int) -> FakeForward:
         """What so many times the tokens keep, in rows of the same length."""
 
         def more(found: Mapping[str, int]) -> dict[str, int]:
             return {name: rows * size for name, size in found.items()}
 
-        return Rehearsal(
-            more(self.blocks),
-            more(self.outside),
-            more(self.largest),
-            self.copies,
-            rows * self.logits,
-            rows * self.shared,
-            more(self.recomputed),
-        )
+        names = ("blocks", "outside", "largest", "recomputed")
+        scaled = {name: more(getattr(self, name)) for name in names}
+        return replace(self, **scaled, logits=rows * self.logits, shared=rows * self.shared)
 
     @property
     def activations(self) -> int:
         return sum(self.blocks.values()) + sum(self.outside.values()) + self.copies
 
 
-def rehearse(
+def fake_forward(
     model: nn.Module,
     family: models.Family,
     plan: fp8.Plan,
@@ -87,7 +81,7 @@ def rehearse(
     autocast: bool,
     head_alone: bool = False,
     dressed: nn.Module | None = None,
-) -> Rehearsal:
+) -> FakeForward:
     """Count what a forward of these tokens keeps.
 
     Args:
@@ -131,7 +125,7 @@ def _counted(
     autocast: bool,
     head_alone: bool = False,
     balanced: bool = False,
-) -> Rehearsal:
+) -> FakeForward:
     """``balanced``: with the load-balancing loss of the routers that are left, of which ``logits`` then has a part for
     each."""
     dtype = model_dtype(cfg)
@@ -144,14 +138,15 @@ def _counted(
     _without_values(small, mode, dtype)
     some = replace(family, layer_globs=tuple(standing))
     build.keep_less(small, some, plan, _of_this(cfg, family), lambda text: None)
-    batch = _batch(small, family, tokens, mode)
+    batch = _batch(small, family, replace(tokens, image=0) if head_alone else tokens, mode)
     judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
     keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has none to predict
     computing = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     blocks = [(name, small.get_submodule(name)) for name in standing]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
-        with _nothing_older(), fp8.uncounted(), _RealIndices(), kept(small, blocks) as counted, computing:
+        counting = kept(small, blocks)
+        with _nothing_older(), fp8.uncounted(), _RealIndices(), counting as counted, _KnownDevice(), computing:
             if not autocast and "pixel_values" in batch:  # as octavo.train.forward does
                 batch["pixel_values"] = batch["pixel_values"].to(dtype)
             if balanced:
@@ -169,7 +164,7 @@ def _routers(plan: fp8.Plan) -> list[str]:
 
 def _of_this(cfg: Config, family: models.Family) -> Config:
     """The configuration without recomputation of components that the model lacks, and without what has to do with a
-    device: what is moved to the host is kept all the same, and counted by :mod:`octavo.train.footprint`."""
+    device: what is moved to the host is kept all the same, and counted by :mod:`octavo.train.memory_plan.footprint`."""
     ways = {component: how for component, how in cfg.train.recompute if component in family.components}
     there = {"offload_activations": False, "synchronize_per_layer": False}
     train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **there})
@@ -334,6 +329,16 @@ class _RealIndices(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _KnownDevice(TorchDispatchMode):
+    """Answers for the device of a fake tensor at once: half of what a forward asks of its tensors, and no operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
+        return func(*args, **(kwargs or {}))
+
+
+_DEVICE = torch.ops.prim.device.default
 _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
@@ -398,7 +403,7 @@ def _scaled(
     family: models.Family,
     standing: Mapping[str, int],
     weights: set[tuple[int, ...]],
-) -> Rehearsal:
+) -> FakeForward:
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}
     copies = shared = logits = 0
@@ -420,4 +425,4 @@ def _scaled(
         component, size = family.component_of(name) or "foundation", per_block.get(name, 0)
         blocks[component] = blocks.get(component, 0) + count * size
         largest[component] = max(largest.get(component, 0), size)
-    return Rehearsal(blocks, outside, largest, copies, logits, shared, {})
+    return FakeForward(blocks, outside, largest, copies, logits, shared, {})

@@ -1,7 +1,7 @@
 """The fastest setting that fits a card: every combination of switches, its bytes predicted, its time estimated.
 
-Bytes are those of :mod:`octavo.train.footprint`. Times are **estimates** for comparing settings with each other, made
-of FLOPs and bytes over assumed speeds; nothing is measured. Of a step with F the FLOPs of a forward over its tokens:
+Bytes are those of `footprint`. Times are **estimates** for comparing settings with each other, made of FLOPs and bytes
+over assumed speeds; nothing is measured. Of a step with F the FLOPs of a forward over its tokens:
 
     3 F                  forward and backward
     + F of a component   its blocks are recomputed in full; selective 0.65 of it (norms and MLP)
@@ -27,11 +27,15 @@ from typing import Any
 from octavo.config import Config
 from octavo.config.rules import check
 from octavo.train.errors import TrainError
-from octavo.train.footprint import Card, Footprint, Footprints, changed
+from octavo.train.memory_plan.activations import FakeForward
+from octavo.train.memory_plan.footprint import Card, Footprint, Footprints, changed
 from octavo.train.planning import micro_steps_of
-from octavo.train.rehearsal import Rehearsal
 
 FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed: FLOP/s of GEMMs, bytes/s of the card's memory and to the host
+ASSUMED = (
+    f"speeds of {FLOPS / 1e12:g} TFLOP/s, {HBM / 1e12:g} TB/s of the card's memory and {LINK / 1e9:g} GB/s to the "
+    "host, not measured"
+)
 SELECTIVE = 0.65
 TIE = 1.01
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -111,7 +115,7 @@ class Fit:
     tried: int
 
 
-def fit(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
+def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
     """Search. ``held``: dotted keys whose value in the configuration is not to be changed."""
     kept = frozenset(held)
     every = list(_settings(sizes, card, ranks, kept))
@@ -151,10 +155,10 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
     standing = [sizes.standing(base, ranks) for _, base in bases]
     limit = card.usable if min(standing, default=0) <= card.usable else max(standing, default=0)
     rows_of = {micro: micro * max(1, _rows(sizes) // cfg.train.micro_batch) for micro in batches}
-    found: dict[Any, Rehearsal | None] = {}  # what a forward keeps, by all that it depends on
+    found: dict[Any, FakeForward | None] = {}  # what a forward keeps, by all that it depends on
 
-    def kept_by(made: Config, way: Mapping[str, str]) -> Rehearsal | None:
-        key = (made.fp8.activations, made.optimizer.master == "fp32", made.train.logits, *way.values())
+    def kept_by(made: Config, way: Mapping[str, str]) -> FakeForward | None:
+        key = (made.fp8.activations, *sizes.forward_of(made), made.train.logits, *way.values())
         rows = rows_of[made.train.micro_batch]
         if key not in found:
             found[key] = _kept(sizes, made, way)
@@ -197,12 +201,12 @@ def _named(way: Mapping[str, str]) -> Any:
     return values.pop() if len(values) == 1 else dict(way)
 
 
-def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> Rehearsal | None:
+def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> FakeForward | None:
     """What a row keeps under these ways to recompute, put together of what each component keeps under its own.
 
     None: this model has nothing that could run again so."""
     chunked = changed(cfg, {"train.recompute": "none", "train.logits": "chunked"})
-    plain = sizes.rehearsal(chunked, 1)
+    plain = sizes.forward(chunked, 1)
     if cfg.train.logits == "full":
         plain = replace(plain, logits=sizes.logits_of(cfg))
     blocks, largest, recomputed = dict(plain.blocks), dict(plain.largest), {}
@@ -215,7 +219,7 @@ def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> Rehearsal |
             blocks[component], largest[component] = count * one, one
         else:
             try:
-                other = sizes.rehearsal(changed(chunked, {"train.recompute": how}), 1)
+                other = sizes.forward(changed(chunked, {"train.recompute": how}), 1)
             except TrainError:
                 return None
             blocks[component], largest[component] = other.blocks[component], other.largest[component]
@@ -224,7 +228,7 @@ def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> Rehearsal |
 
 
 def _seconds(
-    sizes: Footprints, cfg: Config, way: Mapping[str, str], found: Footprint, kept: Rehearsal, ranks: int
+    sizes: Footprints, cfg: Config, way: Mapping[str, str], found: Footprint, kept: FakeForward, ranks: int
 ) -> float:
     """An estimate of one step on one rank; see this file's head."""
     steps = micro_steps_of(cfg, ranks)

@@ -13,12 +13,11 @@ from torch import nn
 
 from octavo import data, fp8, models, parallel
 from octavo.config import Config
-from octavo.train import target
 from octavo.train.build import data_settings
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
+from octavo.train.finished.target import HIGH, Target, checkpoint_of, configuration, look
 from octavo.train.forward import Forward, autocasts
-from octavo.train.target import HIGH, Target, checkpoint_of, configuration
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -36,7 +35,7 @@ def load_run(
     One process. Raises TrainError where the directory is no run or has no such checkpoint.
     """
     configuration(Path(run_dir))
-    found = target.look(run_dir)
+    found = look(run_dir)
     model, processor, _ = found.open(step=step, recipe=recipe, say=say)
     return model, processor, found.run_config(recipe, "auto")
 
@@ -49,7 +48,7 @@ def evaluate_run(
     Raises TrainError where the run's configuration names no held-out data.
     """
     configuration(Path(run_dir))
-    return evaluate_target(target.look(run_dir), step=step, recipe=recipe, say=say)
+    return evaluate_target(look(run_dir), step=step, recipe=recipe, say=say)
 
 
 def evaluate_target(
@@ -63,7 +62,7 @@ def evaluate_target(
     say: Say = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Evaluate whatever `target.look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
+    """Evaluate whatever `look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
 
     cfg       whose data.eval is asked; None: the run's own
     progress  is told batches done and batches in all
@@ -172,12 +171,12 @@ def _judge(found: Target, cfg: Config, model: nn.Module, progress: Progress) -> 
     world = parallel.World(device=next(model.parameters()).device)
     wide = autocasts(found.cfg or cfg, world.device) and next(model.parameters()).dtype == torch.float32
     with fp8.count_gemms() as counts:
-        result = evaluate(model, _Told(evalset, progress), Forward(model, world, wide), world)
+        result = evaluate(model, _Counted(evalset, progress), Forward(model, world, wide), world)
     return {**result, "fp8_gemms": counts.total(fp8=True)}
 
 
-class _Told:
-    """Held-out batches whose passing is told."""
+class _Counted:
+    """Held-out batches that report their progress."""
 
     def __init__(self, evalset: data.EvalSet, progress: Progress) -> None:
         self.evalset, self.progress = evalset, progress

@@ -10,7 +10,7 @@ import pytest
 from octavo import data, models, train
 from octavo.models import tiny
 from octavo.train import losses, planning
-from octavo.train.footprint import Footprint, Footprints
+from octavo.train.memory_plan.footprint import Footprint, Footprints
 from octavo.train.rundir import read_rows
 from octavo.train.tokens import Tokens, _patches
 from tests.train.test_ranks import torchrun

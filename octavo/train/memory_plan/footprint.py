@@ -9,15 +9,15 @@
     logits        what the head and the loss keep
     workspace     the largest of what comes and goes within a step
 
-The first five follow from shapes and the plan (:mod:`octavo.train.static`), to the byte. Activations and logits are
-counted in a forward without values (:mod:`octavo.train.rehearsal`). The workspace is estimated here, formula by
-formula; nothing of it is measured. A run reports the same kinds (:mod:`octavo.train.memory`), the workspace excepted.
+The first five follow from shapes and the plan (`states`), to the byte. Activations and logits are counted in a forward
+without values (`activations`). The workspace is estimated here, formula by formula; nothing of it is measured. A run
+reports the same kinds (:mod:`octavo.train.memory`), the workspace excepted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,10 +29,11 @@ from octavo import fp8, models
 from octavo.config import Config
 from octavo.config.sections import RecomputeSection
 from octavo.fp8.planning import blocks_of, saving_of
-from octavo.train import base, planning, static
+from octavo.train import base, planning
 from octavo.train.errors import TrainError
-from octavo.train.forward import autocasts
-from octavo.train.rehearsal import Rehearsal, rehearse
+from octavo.train.forward import autocasts, model_dtype
+from octavo.train.memory_plan import states
+from octavo.train.memory_plan.activations import FakeForward, fake_forward
 from octavo.train.tokens import Tokens, attention_flops
 
 KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "workspace")
@@ -94,11 +95,12 @@ class Footprints:
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
         self.dressed = base.with_adapters(model, family, cfg)  # what is trained, and what runs
-        self.held = static.held(self.dressed, family)
-        self.reached = static.backward_reaches(self.dressed)
-        self.frozen = static.frozen_of(self.held)
-        self._rehearsals: dict[Any, Rehearsal] = {}
-        self._standing: dict[Any, dict[str, int]] = {}
+        self.held = states.held(self.dressed, family)
+        self.reached = states.backward_reaches(self.dressed)
+        self.frozen = states.frozen_of(self.held)
+        self._forwards: dict[Any, FakeForward] = {}
+        self._standing: dict[Any, int] = {}
+        self._gathered: dict[Any, int] = {}
         self._plans: dict[Any, fp8.Plan] = {_of_plan(cfg): plan}
         self._flops: dict[Any, Mapping[str, float]] = {}
 
@@ -112,42 +114,46 @@ class Footprints:
             self._plans[key] = replace(self.plan, policy=policy, blocks=blocks_of(self.model, *given))
         return self._plans[key]
 
-    def rehearsal(self, cfg: Config, rows: int) -> Rehearsal:
+    def forward(self, cfg: Config, rows: int) -> FakeForward:
         """What a forward of so many rows keeps: one is counted, and more keep as much each."""
-        key = (_of_plan(cfg)[:-2], _of_forward(cfg))
-        if key not in self._rehearsals:
-            kept = self._rehearse(cfg)
-            self._rehearsals[key] = replace(kept, recomputed=self._recomputed(cfg, kept))
-        return self._rehearsals[key].times(rows)
+        key = (_of_plan(cfg)[:-2], self.forward_of(cfg), cfg.train.recompute, cfg.train.logits)
+        if key not in self._forwards:
+            kept = self._fake_forward(cfg)
+            self._forwards[key] = replace(kept, recomputed=self._recomputed(cfg, kept))
+        return self._forwards[key].times(rows)
 
     def logits_of(self, cfg: Config) -> int:
         """What the head and the loss keep of one row, whatever the blocks keep."""
-        key = ("head", cfg.optimizer.master == "fp32", cfg.train.logits, cfg.train.precision)
-        if key not in self._rehearsals:
+        key = ("head", self.forward_of(cfg), cfg.train.logits)
+        if key not in self._forwards:
             plain = changed(cfg, {"train.recompute": "none", "fp8.activations": self.cfg.fp8.activations})
-            self._rehearsals[key] = self._rehearse(plain, head_alone=True)
-        return self._rehearsals[key].logits
+            self._forwards[key] = self._fake_forward(plain, head_alone=True)
+        return self._forwards[key].logits
 
-    def _rehearse(self, cfg: Config, head_alone: bool = False) -> Rehearsal:
-        autocast = autocasts(cfg, torch.device(self.device))
+    def forward_of(self, cfg: Config) -> tuple[torch.dtype, bool]:
+        """In what a forward computes: the dtype of the parameters, and whether autocast surrounds it."""
+        return model_dtype(cfg), autocasts(cfg, torch.device(self.device))
+
+    def _fake_forward(self, cfg: Config, head_alone: bool = False) -> FakeForward:
+        _, autocast = self.forward_of(cfg)
         tokens = _one_row(self.tokens)
-        return rehearse(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone, self.dressed)
+        return fake_forward(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone, self.dressed)
 
-    def _recomputed(self, cfg: Config, kept: Rehearsal) -> dict[str, int]:
+    def _recomputed(self, cfg: Config, kept: FakeForward) -> dict[str, int]:
         """What a block keeps while its backward runs that it did not keep before."""
         again = [component for component, how in cfg.train.recompute if how != "none" and kept.largest.get(component)]
         if not again:
             return {}
-        whole = self.rehearsal(changed(cfg, {"train.recompute": "none"}), 1)
+        whole = self.forward(changed(cfg, {"train.recompute": "none"}), 1)
         return {component: whole.largest[component] - kept.largest[component] for component in again}
 
     def of(self, cfg: Config, ranks: int = 1) -> Footprint:
         """The footprint of a configuration that differs from the first in switches of memory and ``micro_batch``."""
         rows = max(1, self.tokens.counts.get("foundation", 0) // self.tokens.row)
         rows = max(1, rows * cfg.train.micro_batch // self.cfg.train.micro_batch)
-        return self.put_together(cfg, self.rehearsal(cfg, rows), rows, ranks)
+        return self.put_together(cfg, self.forward(cfg, rows), rows, ranks)
 
-    def put_together(self, cfg: Config, kept: Rehearsal, rows: int, ranks: int = 1) -> Footprint:
+    def put_together(self, cfg: Config, kept: FakeForward, rows: int, ranks: int = 1) -> Footprint:
         """The footprint, given what a forward keeps."""
         tokens = _rows(self.tokens, rows)
         plan = self.plan_of(cfg)
@@ -179,21 +185,21 @@ class Footprints:
         return sum(still.values()) - (still["master"] + still["optimizer"] if cfg.optimizer.offload else 0)
 
     def _still(self, cfg: Config, plan: fp8.Plan, ranks: int) -> dict[str, int]:
-        """The kinds that stand between steps."""
-        dtype = cfg.lora and cfg.lora.dtype
-        key = (ranks, cfg.optimizer.master, cfg.optimizer.states, cfg.optimizer.update, dtype, _of_plan(cfg))
-        if key not in self._standing:
-            held = self.held
-            self._standing[key] = {
-                "weights": static.weights(cfg, held, ranks),
-                "master": static.master(cfg, held, ranks),
-                "gradients": static.gradients(cfg, held, ranks),
-                "optimizer": static.states(cfg, held, ranks),
-                "codes": static.codes(plan, self.reached, ranks, self.frozen),
-            }
-        return self._standing[key]
+        """The kinds that stand between steps, each counted once for all that it depends on."""
+        held, how, each = self.held, cfg.optimizer, (states.width(cfg), states.trained_width(cfg))
+        kinds: dict[str, tuple[Any, Callable[[], int]]] = {
+            "weights": (each, lambda: states.weights(cfg, held, ranks)),
+            "master": ((each, how.master), lambda: states.master(cfg, held, ranks)),
+            "gradients": ((each, how.update), lambda: states.gradients(cfg, held, ranks)),
+            "optimizer": (how.states, lambda: states.states(cfg, held, ranks)),
+            "codes": (_of_plan(cfg), lambda: states.codes(plan, self.reached, ranks, self.frozen)),
+        }
+        for kind, (on, count) in kinds.items():
+            if (kind, ranks, on) not in self._standing:
+                self._standing[kind, ranks, on] = count()
+        return {kind: self._standing[kind, ranks, on] for kind, (on, _) in kinds.items()}
 
-    def _workspace(self, cfg: Config, plan: fp8.Plan, kept: Rehearsal, tokens: Tokens, ranks: int) -> dict[str, int]:
+    def _workspace(self, cfg: Config, plan: fp8.Plan, kept: FakeForward, tokens: Tokens, ranks: int) -> dict[str, int]:
         """What comes and goes, at the moment when most of it is there while all activations still are:
 
         loss       the chunk of logits that is worked on (as a GEMM leaves it, in fp32, and its gradient in both), and
@@ -209,7 +215,7 @@ class Footprints:
         The first two are at different times: the larger counts, and with `update: backward` the head's gradient belongs
         to the first.
         """
-        each, about = static.width(cfg), self._about
+        each, about = states.width(cfg), self._about
         low = 2 if each == 2 or autocasts(cfg, torch.device(self.device)) else 4
         positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
         if cfg.train.logits == "chunked":
@@ -222,7 +228,7 @@ class Footprints:
             + kept.recomputed.get(name, 0)
             for name, wide in about.widest.items()
         )
-        inner, outer = (static.trained_width(cfg) * n for n in (about.largest_inside, about.largest))
+        inner, outer = (states.trained_width(cfg) * n for n in (about.largest_inside, about.largest))
         parts: dict[str, int] = {}
         if cfg.optimizer.update == "backward":
             first = loss + outer > blocks + inner
@@ -234,25 +240,29 @@ class Footprints:
         if plan.policy.weight_codes == "recast":
             parts["codes"] = about.codes
         if self.frozen:
-            parts["values"] = low * self._dequantized(plan)
+            parts["values"] = low * self._dequantized
         if ranks > 1:
-            parts["gathered"] = self._gathered(cfg, plan)
+            key = (states.width(cfg), cfg.lora and cfg.lora.dtype, _of_plan(cfg))
+            if key not in self._gathered:
+                self._gathered[key] = self._gather(cfg, plan)
+            parts["gathered"] = self._gathered[key]
         if cfg.optimizer.offload:
             parts["stream"] = STREAM
         return {name: size for name, size in parts.items() if size}
 
-    def _dequantized(self, plan: fp8.Plan) -> int:
+    @cached_property
+    def _dequantized(self) -> int:
         """Elements of the largest frozen FP8 weight whose values some GEMM asks for, one expert at a time."""
-        rows = {static.weight_name(row): row for row in plan.rows}
+        rows = {states.weight_name(row): row for row in self.plan.rows}
         sizes = [0]
         for p in self.held:
-            row = rows.get(static.stock_name(p.name)) if p.codes is not None else None
-            if row is not None and not static.multiplies_by_codes(row, p.codes):
+            row = rows.get(states.stock_name(p.name)) if p.codes is not None else None
+            if row is not None and not states.multiplies_by_codes(row, p.codes):
                 sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
         return max(sizes)
 
-    def _gathered(self, cfg: Config, plan: fp8.Plan) -> int:
-        whole, grads = static.gathered(cfg, self.held, plan), static.ungathered(cfg, self.held)
+    def _gather(self, cfg: Config, plan: fp8.Plan) -> int:
+        whole, grads = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
         blocks = max((size for name, size in whole.items() if name), default=0)
         of_grads = max((size for name, size in grads.items() if name), default=0)
         return whole.get("", 0) + grads.get("", 0) + 2 * blocks + 2 * of_grads
@@ -291,7 +301,7 @@ class Footprints:
         config = self.model.config
         vision = component == "image_encoder"
         width = (config.vision_config if vision else config.get_text_config()).hidden_size
-        return _one_row(self.tokens).counts.get(component, 0) * width * static.width(cfg)
+        return _one_row(self.tokens).counts.get(component, 0) * width * states.width(cfg)
 
     @cached_property
     def _about(self) -> _About:
@@ -313,7 +323,7 @@ class _About:
     codes: int
 
     @classmethod
-    def of(cls, held: tuple[static.Held, ...], plan: fp8.Plan) -> _About:
+    def of(cls, held: tuple[states.Held, ...], plan: fp8.Plan) -> _About:
         heads = [row.shape for row in plan.rows if row.component == "lm_head"]
         vocabulary, hidden = heads[0] if heads else (0, 0)
         widest: dict[str, int] = {}
@@ -328,7 +338,7 @@ class _About:
             frozenset(row.component for row in plan.rows if row.fp8),
             max((p.elements() for p in trained), default=0),
             max((p.elements() for p in trained if p.block), default=0),
-            max((static.codes_of(row, (row.recipe.fwd,)) for row in plan.rows if row.recipe), default=0),
+            max((states.codes_of(row, (row.recipe.fwd,)) for row in plan.rows if row.recipe), default=0),
         )
 
 
@@ -350,11 +360,6 @@ def _of_plan(cfg: Config) -> Any:
     """What of a configuration the plan depends on, among all that only changes memory."""
     parts = (cfg.fp8.image_encoder, cfg.fp8.image_projector, cfg.fp8.foundation)
     return (cfg.fp8.activations, *(p and p.activations for p in parts), cfg.fp8.weight_codes, cfg.fp8.param)
-
-
-def _of_forward(cfg: Config) -> Any:
-    train = cfg.train
-    return (cfg.optimizer.master == "fp32", train.recompute, train.logits, train.precision)
 
 
 def _one_row(tokens: Tokens) -> Tokens:

@@ -8,8 +8,8 @@ import pytest
 
 from octavo.config import load_config_text, override
 from octavo.train import planning
-from octavo.train.fit import TIE, _fastest, fit, settings_of
-from octavo.train.footprint import CONTEXT, FRAGMENTS, Card, Footprints
+from octavo.train.memory_plan.fit import TIE, _fastest, propose, settings_of
+from octavo.train.memory_plan.footprint import CONTEXT, FRAGMENTS, Card, Footprints
 from octavo.train.tokens import Tokens
 
 TRAIN = ("logits", "offload_activations", "recompute", "micro_batch")
@@ -35,7 +35,7 @@ def card(usable: float) -> Card:
 
 
 def test_room_enough_takes_the_fastest_and_of_equals_the_exact(all_of) -> None:
-    found = fit(all_of, card(1e12))
+    found = propose(all_of, card(1e12))
     assert found.best is not None and not found.faster
     assert found.best.relative <= TIE
     rounded = replace(found.best, settings={**found.best.settings, "optimizer.master": "bf16+sr"})
@@ -44,9 +44,9 @@ def test_room_enough_takes_the_fastest_and_of_equals_the_exact(all_of) -> None:
 
 
 def test_less_room_takes_switches_and_says_why(all_of, place) -> None:
-    roomy = fit(all_of, card(1e12)).best
+    roomy = propose(all_of, card(1e12)).best
     assert roomy is not None
-    tight = fit(all_of, card(0.5 * roomy.footprint.total))
+    tight = propose(all_of, card(0.5 * roomy.footprint.total))
     best = tight.best
     assert best is not None and best.over(tight.card) <= 0 and tight.reasons
     assert all(s.over(tight.card) > 0 and s.seconds < best.seconds for s in tight.faster)
@@ -66,13 +66,13 @@ data: {{train: [{{path: x.json}}]}}
 
 
 def test_settings_given_are_held(all_of) -> None:
-    roomy = fit(all_of, card(1e12)).best
+    roomy = propose(all_of, card(1e12)).best
     assert roomy is not None
-    found = fit(all_of, card(0.6 * roomy.footprint.total), held=["optimizer.states", "train.recompute"])
+    found = propose(all_of, card(0.6 * roomy.footprint.total), held=["optimizer.states", "train.recompute"])
     settings = (found.best or found.smallest).settings
     assert settings["optimizer.states"] == "fp32" and settings["train.recompute"] == "none"
 
 
 def test_nothing_fits(all_of) -> None:
-    found = fit(all_of, card(1e3))
+    found = propose(all_of, card(1e3))
     assert found.best is None and found.smallest.over(found.card) > 0 and found.ranks is None

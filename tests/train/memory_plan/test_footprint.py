@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from octavo.models import shapes
-from octavo.train import planning, static
+from octavo.train import planning
 from octavo.train.errors import TrainError
-from octavo.train.footprint import Card, Footprints, changed
-from octavo.train.switches import assumed, switches
+from octavo.train.memory_plan import states
+from octavo.train.memory_plan.footprint import Card, Footprints, changed
+from octavo.train.memory_plan.switches import assumed, savings
 from octavo.train.tokens import Tokens
 
 
@@ -27,7 +28,7 @@ def test_text_only_and_rows(make, place) -> None:
 
 
 def test_the_largest_shard_is_counted() -> None:
-    held = static.Held("w", (7, 5), True, "", "foundation")
+    held = states.Held("w", (7, 5), True, "", "foundation")
     assert [held.elements(n) for n in (1, 2, 3, 8)] == [35, 20, 15, 5]
 
 
@@ -40,7 +41,7 @@ def test_a_qwen3_8b_layer_keeps_what_the_target_says() -> None:
     def kib(*overrides: str) -> float:
         cfg = _shape("optimizer.master=bf16+sr", "train.seq_length=1024", *overrides)
         plan, _, _ = planning.plan_model(cfg, model, family)
-        return Footprints(cfg, model, family, plan, tokens).rehearsal(cfg, 1).blocks["foundation"] / 36 / 1024 / 1024
+        return Footprints(cfg, model, family, plan, tokens).forward(cfg, 1).blocks["foundation"] / 36 / 1024 / 1024
 
     assert 60 < kib("fp8.activations=fp8") <= 72
     assert kib("fp8.activations=fp8", "train.recompute=selective") == pytest.approx(45.8, abs=0.1)
@@ -102,7 +103,7 @@ def _shape(*overrides: str):
 def test_switches_save_what_turning_them_over_changes(make, place) -> None:
     cfg = make(f"model.path={place / 'text'}", "optimizer.states=fp8")
     all_of = sizes(cfg, Tokens({"foundation": 64, "lm_head": 64}, 64, 0))
-    found = {(s.key, s.value): s for s in switches(all_of)}
+    found = {(s.key, s.value): s for s in savings(all_of)}
     states = found["optimizer.states", "fp8"]
     elements = all_of.elements
     assert states.on and states.bytes == pytest.approx((8 - 2.0625) * elements, rel=0.01)

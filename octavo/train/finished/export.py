@@ -14,8 +14,8 @@ import torch
 from octavo import models
 from octavo.checkpoint.export import LARGEST, Exported, Progress, check_target, export
 from octavo.checkpoint.export.values import Value, values_of
-from octavo.train import target
 from octavo.train.errors import TrainError
+from octavo.train.finished.target import look
 
 
 def export_model(
@@ -41,7 +41,7 @@ def export_model(
     Raises TrainError for adapters, which octavo merge folds into a model, and for a step of what is no run; what
     `checkpoint.export.export` and opening raise.
     """
-    found = target.look(path)
+    found = look(path)
     if found.lora:
         kind = "a LoRA run" if found.kind == "run" else "an adapter"
         raise TrainError(

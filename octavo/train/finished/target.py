@@ -1,10 +1,10 @@
 """What a path holds, and its model: a run, a Hugging Face folder or a PEFT adapter, looked at once and opened alike.
 
-    found = target.look("runs/lora")              # reads configurations alone; errors say what was found instead
+    found = look("runs/lora")              # reads configurations alone; errors say what was found instead
     model, processor, notes = found.open()        # ready to evaluate or to generate
 
 =======  ===================  ======================================================================================
-kind     told by              opened as
+kind     known by             opened as
 =======  ===================  ======================================================================================
 run      config.yaml          its model.path, FP8 as it was trained, the newest whole checkpoint; of a LoRA run the
                               base with its codes, and the trained adapters
@@ -113,7 +113,7 @@ class Target:
         dtype        of what is not FP8. None: of a run its own; else BF16 on a GPU and fp32 on a CPU
         say          is told what happens on the way, such as damaged checkpoints that were passed over
 
-        Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError: each says what was found and the cure.
+        Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError: each says what was found and the fix.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.cfg is not None:
@@ -122,8 +122,8 @@ class Target:
             raise TrainError(f"step {step} chooses a checkpoint of a run, and {self.path} is no run directory")
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         model = self._load(dtype, device, load_in_fp8 or None, say)
-        told = () if self.adapter is not None and load_in_fp8 else self.notes  # they advise what was given
-        notes = [*told, *_convert(model, recipe, backend)]
+        known = () if self.adapter is not None and load_in_fp8 else self.notes  # they advise what was given
+        notes = [*known, *_convert(model, recipe, backend)]
         if self.adapter is not None:
             from octavo import adapters
 
@@ -164,7 +164,7 @@ class Target:
             model = self._load(wanted, device, self.kinds or codes, say)
             bases.freeze(model, family, cfg)
             fp8.apply(model, plan)
-            notes = [_told(model, plan)]
+            notes = [_about(model, plan)]
         else:
             model = self._load(wanted, device, load_in_fp8 or None, say)
             family = models.describe(model.config)
@@ -298,13 +298,13 @@ def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
     family = models.describe(model.config)
     policy = fitting(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
     if policy is None or recipe == "off":
-        return [_told(model, None)]
+        return [_about(model, None)]
     plan = fp8.plan(model, policy, family.components)
     fp8.apply(model, plan)
-    return [_told(model, plan)]
+    return [_about(model, plan)]
 
 
-def _told(model: nn.Module, plan: fp8.Plan | None) -> str:
+def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
     """What computes how."""
     codes = sum(1 for _ in fp8.frozen_weights(model))
     rows = [] if plan is None else [row for row in plan.rows if row.recipe is not None and row.backend is not None]
@@ -342,8 +342,8 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     notes, trained_kinds = [], {} if inside is None else kinds_of(inside)
     if trained_kinds:
         kinds = sorted({f"{kind}wise" for kind in trained_kinds.values()})
-        cure = f"--load-in-fp8 {kinds[0]}" if list(trained_kinds) == ["foundation"] else f"naming the run {run}"
-        notes.append(f"this adapter was trained over {' and '.join(kinds)} codes of its base: {cure} computes so again")
+        fix = f"--load-in-fp8 {kinds[0]}" if list(trained_kinds) == ["foundation"] else f"naming the run {run}"
+        notes.append(f"this adapter was trained over {' and '.join(kinds)} codes of its base: {fix} computes so again")
     if base is not None:
         return Target(folder, "adapter", _base_folder(base, folder), folder, moved=True, notes=tuple(notes))
     places = [] if not isinstance(named, str) or not named else [Path(named), folder / named]

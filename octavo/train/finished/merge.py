@@ -9,9 +9,9 @@ folder's high-precision weights by what FP8 rounds. Both can be had:
            changes better, since weights that lie between codes let some elements move for any change
     DIR    another folder of the same model, in the precision that it has
 
-Which one was used is said, with the gap between the two beside the adapter's own change. A merge into FP8 is measured
-on the very codes that are written (:mod:`octavo.adapters.merge_error`) and refused, with nothing written, if they round
-the adapter away.
+Which one was used is printed, with the gap between the two beside the adapter's own change. A merge into FP8 is
+measured on the very codes that are written (:mod:`octavo.adapters.merge_error`) and refused, with nothing written, if
+they round the adapter away.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from octavo.adapters.merge import folds
 from octavo.adapters.merge_error import KEPT, MergeErrors
 from octavo.checkpoint.export import Exported, Progress, check_target, export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
-from octavo.train import target
 from octavo.train.errors import TrainError
+from octavo.train.finished.target import HIGH, Opened, Target, look
 
 BASES = ("fp8", "high")
 
@@ -55,14 +55,14 @@ class Merged:
 
     def sentences(self) -> list[str]:
         """For people."""
-        said = [*self.exported.sentences(), *_survived(self.survival)]
+        lines = [*self.exported.sentences(), *_survived(self.survival)]
         if self.gap is not None:
             times = self.gap.relative / self.survival.relative if self.survival.relative else math.inf
-            said.append(
+            lines.append(
                 f"{self.gap.summary()}: {times:.3g} times the adapter's own change. Training saw the FP8 ones, "
                 "which were merged; --base high folds into the others"
             )
-        return said
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -75,7 +75,7 @@ class Merged:
         }
 
 
-def merge(
+def merge_model(
     path: str | Path,
     directory: str | Path,
     format: str = "bf16",
@@ -114,7 +114,7 @@ def merge(
         raise TrainError(
             "components are included in FP8, and bf16 has none; leave --include out, or choose an FP8 format"
         )
-    found = target.look(source, None if base in (None, *BASES) else base)
+    found = look(source, None if base in (None, *BASES) else base)
     if not found.lora:
         what = "is a whole model" if found.kind == "folder" else "trained all weights"
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
@@ -149,7 +149,7 @@ def _judged(
     if survival.lost:
         sentence = _refusal(survival, format, kind)
         if not anyway:
-            raise adapters.AdapterError(f"{sentence}. Nothing was written. {_cures(format, kind)}")
+            raise adapters.AdapterError(f"{sentence}. Nothing was written. {_fixes(format, kind)}")
         say(f"warning: {sentence}; written anyway")
 
 
@@ -172,40 +172,40 @@ def _refusal(survival: MergeErrors, format: str, kind: str) -> str:
     return f"{why}; the worst: {named}"
 
 
-def _cures(format: str, kind: str) -> str:
+def _fixes(format: str, kind: str) -> str:
     other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
     return f"Serve the adapter beside its base, or write --format bf16;{other} --anyway writes {format} nevertheless"
 
 
 def _survived(survival: MergeErrors) -> list[str]:
     """For people, after the folder is there."""
-    said = []
+    lines = []
     if not any(w.delta for w in survival.weights.values()):
         return ["the adapter changes nothing: its B is zero, as before training; what was written is the base"]
     if counted := survival.counted():
         worst = survival.worst(1)[0]
-        said.append(
+        lines.append(
             f"{survival.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "
             f"{survival.error:.3g} times the change; the worst, {worst.name}: {worst.kept:.1%}, {worst.error:.3g}"
         )
     if rounded := survival.rounded():
         worst = min(rounded, key=lambda w: w.kept)
-        said.append(
+        lines.append(
             f"BF16 rounds more than {1 - KEPT:.0%} of the change away in {len(rounded)} weights; the worst, "
             f"{worst.name}, which the adapter changes by {worst.relative:.2%} of its norm, keeps {worst.kept:.1%}"
         )
-    return said
+    return lines
 
 
 # Bases ----------------------------------------------------------------------------------------------------------------
 
 
-def _trained_kinds(found: target.Target) -> dict[str, str]:
+def _trained_kinds(found: Target) -> dict[str, str]:
     """component -> kind of the codes that the base was quantized to for training; nothing over another base."""
     return {} if found.moved else dict(found.trained_kinds) if found.cfg is None else found.kinds
 
 
-def _base(found: target.Target, asked: str | None) -> tuple[str, dict[str, str]]:
+def _base(found: Target, asked: str | None) -> tuple[str, dict[str, str]]:
     """("fp8" or "high", the kinds that the base was quantized to at load). Raises TrainError for what there is not."""
     coded, trained = found.quantization is not None, _trained_kinds(found)
     if asked == "high" and coded:
@@ -221,15 +221,15 @@ def _base(found: target.Target, asked: str | None) -> tuple[str, dict[str, str]]
     return ("fp8", trained) if asked != "high" and (coded or trained) else ("high", {})
 
 
-def _open(found: target.Target, kind: str, trained: Mapping[str, str], **how: Any) -> target.Opened:
+def _open(found: Target, kind: str, trained: Mapping[str, str], **how: Any) -> Opened:
     """The model with its adapters, its base in the precision that was chosen."""
     if found.cfg is not None and kind == "fp8" and not found.moved:  # as it was trained, and held against that
         return found.open(recipe="off", **how)
-    load_in_fp8 = target.HIGH if kind == "high" else trained or None
+    load_in_fp8 = HIGH if kind == "high" else trained or None
     return found.open(recipe="off", load_in_fp8=load_in_fp8, dtype=_dtype(found.base), **how)
 
 
-def _chosen(found: target.Target, kind: str, trained: Mapping[str, str]) -> str:
+def _chosen(found: Target, kind: str, trained: Mapping[str, str]) -> str:
     if kind == "high":
         return f"the adapter is folded into the high-precision weights of {found.base}"
     if trained:

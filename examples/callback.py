@@ -1,0 +1,29 @@
+"""A callback: a column of one's own in metrics.jsonl, and a line at the end.
+
+python examples/callback.py run.yaml
+"""
+
+import sys
+
+from rich.console import Console
+
+from octavo import train
+from octavo.config import load_config
+
+
+class BestLoss(train.Callback):
+    """The lowest loss so far. What a callback remembers is in no checkpoint, so a resumed run reads it again."""
+
+    def begin(self, run: train.Run) -> None:
+        self.best = run.row.get("best_loss", float("inf"))
+
+    def after_step(self, run: train.Run, step: train.Step) -> None:
+        self.best = min(self.best, step.row["loss"])
+        step.row["best_loss"] = self.best
+
+    def end(self, run: train.Run, result: train.RunResult) -> None:
+        run.say(f"best loss {self.best:.4f} in {result.steps} steps")
+
+
+if __name__ == "__main__":
+    train.run(load_config(sys.argv[1]), console=Console(), callbacks=[BestLoss()])

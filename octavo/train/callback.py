@@ -1,0 +1,180 @@
+"""What listens to a run. Proof, figures, refusals, evaluation, saving and the gain window are callbacks; so are yours.
+
+    class BestLoss(train.Callback):
+        def begin(self, run):
+            self.best = float("inf")
+
+        def after_step(self, run, step):
+            self.best = min(self.best, step.row["loss"])
+            step.row["best_loss"] = self.best  # a column of metrics.jsonl and TensorBoard
+
+        def end(self, run, result):
+            run.say(f"best loss {self.best:.4f}")
+
+    train.run(cfg, callbacks=[BestLoss()])
+
+Every rank calls every callback, in the order of the list and at the same moments. A collective inside one must
+therefore be reached on all ranks; print with `run.say` and write files where `run.world.is_main`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from octavo import parallel
+from octavo.config import Config
+from octavo.train import build, rundir
+from octavo.train.errors import TrainError
+from octavo.train.metrics import MetricsLog
+from octavo.train.progress import Display
+from octavo.train.result import RunResult
+from octavo.train.signals import StopRequest
+from octavo.train.step import Batches, Observe, StepResult
+
+
+@dataclass
+class Step:
+    """One step that is done.
+
+    number   1 for the first of the run
+    batches  this rank's micro-batches
+    result   what the step gave
+    row      its line of metrics.jsonl; callbacks may add entries, which must be JSON
+    wanted   True: the line is written though `run.log_every` would pass it over
+    """
+
+    number: int
+    batches: Batches
+    result: StepResult
+    row: dict[str, Any]
+    wanted: bool = False
+
+
+class Callback:
+    """Listens to a run. Override what you need; every method does nothing here.
+
+    What a method is given may be read. In `after_step` it may add entries to `step.row` and set `step.wanted`; whatever
+    else it changes (weights, gradients, batches) is no longer the run that was asked for.
+    An error stops the run: as a TrainError that names callback and step, with your error as its cause. The last
+    checkpoint stands, and run.resume=auto goes on from there. What a callback remembers is in no checkpoint.
+    """
+
+    def begin(self, run: Run) -> None:
+        """Everything is assembled and resumed; the first step of this session comes next."""
+
+    def before_step(self, run: Run, number: int, batches: Batches) -> Observe | None:
+        """This rank's micro-batches of step `number`, and what should be observed while it runs (it costs time)."""
+
+    def after_step(self, run: Run, step: Step) -> None:
+        """The weights are updated, or the step was skipped. Gradients are gone; the row is not written yet."""
+
+    def evaluated(self, run: Run, figures: Mapping[str, Any]) -> None:
+        """`figures` of the held-out data after step `run.step`; they go into the row of that step."""
+
+    def end_step(self, run: Run, step: Step) -> None:
+        """The row was handed to metrics.jsonl; the checkpoint of this step, where one is due, comes next."""
+
+    def saved(self, run: Run, checkpoint: Path) -> None:
+        """A checkpoint is whole and in its place."""
+
+    def end(self, run: Run, result: RunResult) -> None:
+        """The run finished or a signal stopped it; all of its files are written. Not called after an error."""
+
+
+@dataclass
+class Run:
+    """A run in progress.
+
+    job       what was assembled: cfg, world, model, loader, plan, stepper, progress (:mod:`octavo.train.build`)
+    first     the first step of this session
+    row       the last step's row
+    stopping  a signal came; this step is the session's last
+    eval, memory, gain    the last figures of each
+    """
+
+    job: build.Job
+    display: Display
+    request: StopRequest
+    first: int
+    log: MetricsLog | None
+    row: dict[str, Any]
+    eval: Mapping[str, Any] | None
+    memory: Mapping[str, int]
+    gain: Mapping[str, Any] | None
+    users: Sequence[Callback]
+    callbacks: Sequence[Callback] = ()
+    stopping: bool = False
+    fp8: bool = field(init=False)
+    _saved: int = -1
+
+    def __post_init__(self) -> None:
+        self.fp8 = any(row.fp8 for row in self.job.plan.rows)
+
+    @property
+    def cfg(self) -> Config:
+        return self.job.cfg
+
+    @property
+    def world(self) -> parallel.World:
+        return self.job.world
+
+    @property
+    def model(self) -> nn.Module:
+        return self.job.model
+
+    @property
+    def directory(self) -> Path:
+        return self.job.directory
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.job.progress.step
+
+    def say(self, text: str) -> None:
+        """A line for people, on the main rank."""
+        self.display.say(text)
+
+    def logs(self, number: int) -> bool:
+        """Whether a step's row is written in any case."""
+        return number % self.cfg.run.log_every == 0 or number in (self.first, self.cfg.train.steps)
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal reached any rank. A collective."""
+        return self.world.any(self.request.signal is not None)
+
+    def save(self) -> None:
+        """Write a checkpoint, unless this step has one. A collective."""
+        if self._saved == self.step:
+            return
+        if self.log is not None:
+            self.log.sync()
+        self._saved = self.step
+        self.tell("saved", build.save(self.job))
+
+    def reopen_log(self) -> None:
+        """Drop the row of the last step, which is written anew."""
+        if self.log is not None:
+            self.log.close()
+            rundir.truncate_metrics(self.directory / rundir.METRICS, self.step - 1)
+            self.log = MetricsLog(self.directory, self.cfg.run.tensorboard, self.first)
+
+    def tell(self, event: str, *given: Any) -> list[Any]:
+        """Call a method of all callbacks, in their order; what they return."""
+        return [self._call(callback, event, given) for callback in self.callbacks]
+
+    def _call(self, callback: Callback, event: str, given: Sequence[Any]) -> Any:
+        try:
+            return getattr(callback, event)(self, *given)
+        except Exception as error:
+            if callback not in self.users or isinstance(error, TrainError):
+                raise
+            raise TrainError(
+                f"the callback {type(callback).__name__} failed in {event} at step {self.step}: "
+                f"{type(error).__name__}: {error}. Mend or remove it, and continue with run.resume=auto"
+            ) from error

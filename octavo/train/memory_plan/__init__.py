@@ -1,0 +1,22 @@
+"""Memory before a run: its bytes by kind, what each switch saves, and the fastest setting that fits a card."""
+
+from octavo.train.memory_plan.fit import ASSUMED, Fit, Setting, gb, propose, settings_of
+from octavo.train.memory_plan.footprint import KINDS, Card, Footprint, Footprints, changed
+from octavo.train.memory_plan.switches import Switch, assumed, savings
+
+__all__ = [
+    "ASSUMED",
+    "KINDS",
+    "Card",
+    "Fit",
+    "Footprint",
+    "Footprints",
+    "Setting",
+    "Switch",
+    "assumed",
+    "changed",
+    "gb",
+    "propose",
+    "savings",
+    "settings_of",
+]

@@ -1,0 +1,58 @@
+"""How a run ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.train import rundir
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    dir      the run directory
+    status   "finished", or "stopped" (a signal; saved, continue with run.resume=auto)
+    steps    optimizer steps done
+    final    the last row of metrics.jsonl without eval, health, memory, gain, experts and base
+    eval     the last evaluation, None where there was none
+    health   the last FP8 health summary (worst and median figures)
+    memory   bytes by kind, as last measured
+    gain     what FP8 gained over high precision, where run.gain_steps asked for it; {"failed": why, "step"} without
+             the memory for it
+    base     of a run beside a frozen base: how many weights it has, that they are what they were, what its FP8 codes
+             take (base.json has their fingerprints)
+    skipped  steps that were not applied because loss or gradient were not finite
+    seconds  of training, all sessions of the run together
+    signal   the signal that stopped it
+    """
+
+    dir: Path
+    status: str
+    steps: int
+    final: Mapping[str, Any] = field(default_factory=dict)
+    eval: Mapping[str, Any] | None = None
+    health: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    gain: Mapping[str, Any] | None = None
+    base: Mapping[str, Any] | None = None
+    skipped: int = 0
+    seconds: float = 0.0
+    signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0; 128 + the signal's number for a run that a signal stopped (143 SIGTERM, 130 SIGINT)."""
+        return 0 if self.status == "finished" else 128 + (self.signal or signal.SIGTERM)
+
+    def losses(self) -> dict[int, float]:
+        """Step -> loss, as metrics.jsonl has them."""
+        rows = rundir.read_rows(self.dir / rundir.METRICS)
+        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "dir": str(self.dir)}

@@ -1,0 +1,68 @@
+"""What ends a run before its last step: a signal, steps that are not finite, steps without a token to learn from."""
+
+from __future__ import annotations
+
+from octavo.train import compiled
+from octavo.train.callback import Callback, Run, Step
+from octavo.train.errors import TrainError
+from octavo.train.nonfinite import first_source
+from octavo.train.result import RunResult
+
+PATIENCE = 10  # such steps in a row before the run gives up
+
+
+class Stopping(Callback):
+    """Asks between steps whether a signal reached any rank: such a run saves and leaves."""
+
+    def after_step(self, run: Run, step: Step) -> None:
+        run.stopping = run.asked_to_stop()
+        step.wanted |= run.stopping  # a row to continue from: its evaluation may be added later
+
+
+class NotFinite(Callback):
+    """Says that a step was not applied. After `PATIENCE` in a row (or all there are) it finds the layer and
+    stops."""
+
+    def after_step(self, run: Run, step: Step) -> None:
+        if not step.result.applied:
+            run.say(
+                f"step {step.number} skipped: loss {step.result.loss}, gradient norm {step.result.grad_norm}; the "
+                "weights stay as they are"
+            )
+
+    def end_step(self, run: Run, step: Step) -> None:
+        in_a_row, stepper = run.job.progress.in_a_row, run.job.stepper
+        if in_a_row < min(PATIENCE, run.cfg.train.steps):
+            return
+        with compiled.step(run.cfg.train.compile, eager=True):  # its hooks look inside blocks
+            where = first_source(run.model, lambda: [stepper.backward(batch, 1.0) for batch in step.batches])
+        raise TrainError(
+            f"{in_a_row} steps in a row, up to step {step.number}, had a loss or a gradient that is not finite: "
+            f"{where}. Lower train.lr, look at the data of these steps, or keep that layer out of FP8 with a rule "
+            "(recipe: off)"
+        )
+
+
+class NothingToLearn(Callback):
+    """A run whose steps hold no token with a loss trains nothing, and must not end as finished."""
+
+    def begin(self, run: Run) -> None:
+        self.empty = 0  # steps in a row
+
+    def end_step(self, run: Run, step: Step) -> None:
+        self.empty = 0 if step.result.loss_tokens else self.empty + 1
+        if self.empty == 1:
+            run.say(f"step {step.number} held no token with a loss")
+        if self.empty < min(PATIENCE, run.cfg.train.steps):
+            return
+        left_out = ", ".join(f"{count} {what}" for what, count in run.job.loader.report.counts.items()) or "none"
+        raise TrainError(
+            f"{self.empty} steps in a row, up to step {step.number}, held no token with a loss (rows left out so "
+            f"far: {left_out}; {run.directory / 'skipped.jsonl'} lists them with the reason). Raise "
+            "train.seq_length, lower data.max_pixels or data.min_pixels, or mend the rows"
+        )
+
+    def end(self, run: Run, result: RunResult) -> None:
+        if left_out := run.job.loader.report.counts:
+            listed = ", ".join(f"{count} {action}" for action, count in sorted(left_out.items()))
+            run.say(f"rows: {listed}; see {run.directory / 'skipped.jsonl'}")
