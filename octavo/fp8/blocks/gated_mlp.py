@@ -21,9 +21,9 @@ the stock module rounds silu(gate) and then the product, this one h alone; backw
 whose bias is trained, the gradients are written in the dtype of the GEMMs after all, since their sums must be exact.
 
 A module is recognised by its children gate_proj, up_proj, down_proj and act_fn, and must first give the stock forward's
-output on random input (:func:`agrees`). It takes the stock forward, layer by layer, whenever somebody looks inside:
-hooks on its children, an adapter around one of them, a step that takes health figures; under ``torch.compile``; and
-where a weight is not whole (a DTensor).
+output on random input (:func:`matches_stock`). It takes the stock forward, layer by layer, whenever somebody looks
+inside: hooks on its children, an adapter around one of them, a step that takes health figures; under ``torch.compile``;
+and where a weight is not whole (a DTensor).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.utils import skip_init
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.blocks import mlp
+from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp
 from octavo.fp8.dense import gemms
 from octavo.fp8.dense import sources as saved
 from octavo.fp8.dense.gemms import DENSE, Site
@@ -70,13 +70,13 @@ def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
     """Let gated MLPs of a model with FP8 layers run as one; returns (name, what stands against it or None) of each."""
     found = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
     fp8 = [(n, m) for n, m in found if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
-    return tuple((name, unite(module)) for name, module in fp8)
+    return tuple((name, fuse(module)) for name, module in fp8)
 
 
-def unite(module: nn.Module, saves: bool = False) -> str | None:
+def fuse(module: nn.Module, saves: bool = False) -> str | None:
     """Let this gated MLP of FP8 layers run as one (and keep gate and up in FP8, with ``saves``); returns what stands
     against it instead, if anything does."""
-    reason = obstacle(module, [planned(module._modules[name]) for name in CHILDREN])
+    reason = why_not(module, [planned(module._modules[name]) for name in CHILDREN])
     if reason is None:
         swap(module, GatedMlp, _saves=saves)
     return reason
@@ -87,12 +87,10 @@ def is_gated_mlp(module: nn.Module) -> bool:
     return all(module._modules.get(name) is not None for name in _KNOWN)
 
 
-def obstacle(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
+def why_not(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     """Why this gated MLP cannot run as one, None if it can. ``layers``: gate, up and down, None if not in FP8."""
-    if isinstance(module, Swapped):
-        return "fused before"
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance (an accelerate hook?)"
+    if (reason := exchanged(module)) is not None:
+        return reason
     more = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
     if more:
         return f"it holds {', '.join(more)} besides a gated MLP's layers"
@@ -102,16 +100,16 @@ def obstacle(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     gate, up, _ = found
     if gate.recipe != up.recipe or gate.backends != up.backends:
         return "gate_proj and up_proj have different recipes or backends"
-    reason = next((r for p in found if (r := _recipe_obstacle(p.recipe)) is not None), None)
+    reason = next((r for p in found if (r := _recipe_why_not(p.recipe)) is not None), None)
     if reason is not None:
         return reason
     shapes = [tuple(p.layer.weight.shape) for p in found]
     if shapes[1] != shapes[0] or shapes[2][1] != shapes[0][0]:
         return f"weights of {', '.join(map(str, shapes))} do not follow each other"
-    return agrees(module)
+    return matches_stock(module)
 
 
-def _recipe_obstacle(recipe: Recipe | None) -> str | None:
+def _recipe_why_not(recipe: Recipe | None) -> str | None:
     if recipe is None:
         return "not all of its layers are whole FP8 layers"
     if recipe.delayed is not None:
@@ -120,39 +118,21 @@ def _recipe_obstacle(recipe: Recipe | None) -> str | None:
     return f"{high[0]} stays in high precision" if high else None
 
 
-def agrees(module: nn.Module) -> str | None:
+def matches_stock(module: nn.Module) -> str | None:
     """Run the stock forward on small random layers of the weights' dtype: None if it is that of a gated SiLU MLP, else
     why not.
 
     Tolerance, element by element: four epsilons of the dtype of sum |h w_down| + |bias|, for h that is rounded twice
     there and once here, the outputs' own rounding, and sums in another order.
     """
-    layers: dict[str, nn.Linear] = {}
-    x = torch.empty(0)
-    generator = torch.Generator("cpu").manual_seed(0)  # torch.manual_seed would seed the GPUs, too
-    for name, (k, n) in zip(CHILDREN, ((24, 40), (24, 40), (40, 24)), strict=True):
-        own = module._modules[name]
-        assert isinstance(own, nn.Linear)
-        layers[name] = skip_init(nn.Linear, k, n, bias=own.bias is not None, dtype=own.weight.dtype, device="cpu")
-        for parameter in layers[name].parameters():
-            nn.init.normal_(parameter, std=0.5, generator=generator)
-        x = (2 * torch.randn(16, 24, generator=generator, device="cpu")).to(own.weight.dtype)
-    gate, up, down = (layers[name] for name in CHILDREN)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        try:
-            stock = type(module).forward(probe(module, {}, {**layers, "act_fn": module._modules["act_fn"]}), x)
-        except Exception as error:  # a forward that is not known may fail in any way
-            return f"its forward fails on three small layers ({type(error).__name__}: {error})"
-        h = (F.silu(gate(x).float()) * up(x).float()).to(x.dtype)
-        ours, bias = down(h), down.bias
-    if not isinstance(stock, Tensor) or stock.shape != ours.shape or stock.dtype != ours.dtype:
-        return "its forward does not return one tensor of the shape and dtype of its input"
-    size = h.float().abs() @ down.weight.detach().float().abs().t()
-    size = size if bias is None else size + bias.detach().float().abs()
-    gap = (stock.float() - ours.float()).abs()
-    if not bool((gap <= 4 * torch.finfo(x.dtype).eps * size).all()):
-        return f"its output is not down(silu(gate(x)) * up(x)): off by up to {float(gap.max()):.3g} on random input"
-    return None
+    layers, down, x = small_mlp({name: module._modules[name] for name in CHILDREN})
+    gate, up, _ = layers.values()
+    small = probe(module, {}, {**layers, "act_fn": module._modules["act_fn"]})
+
+    def product() -> Tensor:
+        return (F.silu(gate(x).float()) * up(x).float()).to(x.dtype)
+
+    return compare_mlp(small, x, product, down, "down(silu(gate(x)) * up(x))", 4, "three small layers")
 
 
 class GatedMlp(Swapped):
@@ -183,7 +163,7 @@ class GatedMlp(Swapped):
             return False
         if any(not is_whole(m.weight) or m.weight.device != x.device for m in linears):
             return False
-        return all(_recipe_obstacle(m.recipe) is None for m in linears)
+        return all(_recipe_why_not(m.recipe) is None for m in linears)
 
 
 def _seen_from_outside() -> bool:

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.blocks import rmsnorm
+from octavo.fp8.blocks.probe import exchanged, wrong_dtype
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.inputs import autocast_enabled, transformed, without_autocast
 from octavo.fp8.dense.swap import Swapped, swap
@@ -39,14 +40,12 @@ def is_norm(module: nn.Module) -> bool:
     )
 
 
-def obstacle(norm: nn.Module) -> str | None:
+def why_not(norm: nn.Module) -> str | None:
     """Why this norm cannot keep FP8 codes of its input, None if it can."""
     if not isinstance(norm, nn.LayerNorm):
-        return rmsnorm.obstacle_to_saving(norm)
-    if isinstance(norm, Swapped):
-        return "fused before"
-    if "forward" in norm.__dict__:
-        return "its forward was replaced on the instance (an accelerate hook?)"
+        return rmsnorm.why_not_save(norm)
+    if (reason := exchanged(norm)) is not None:
+        return reason
     if type(norm).forward is not nn.LayerNorm.forward:
         return f"{type(norm).__name__} is a LayerNorm with a forward of its own"
     if len(norm.normalized_shape) != 1:
@@ -54,15 +53,14 @@ def obstacle(norm: nn.Module) -> str | None:
     parameters = [p for p in norm._parameters.values() if p is not None]
     if any(not is_whole(p) for p in parameters):
         return "its weight is sharded already (apply the plan before fully_shard)"
-    wrong = next((p.dtype for p in parameters if p.dtype not in sources.DTYPES), None)
-    return None if wrong is None else f"its weight is {str(wrong).removeprefix('torch.')}"
+    return wrong_dtype("its weight is", parameters)
 
 
 def save(norm: nn.Module) -> str | None:
     """Let a norm keep FP8 codes of its input; returns what stands against it, if anything does."""
     if not isinstance(norm, nn.LayerNorm):
         return rmsnorm.save(norm)
-    reason = obstacle(norm)
+    reason = why_not(norm)
     if reason is None:
         swap(norm, LayerNorm)
     return reason

@@ -12,7 +12,7 @@ The forward, with P = M k pairs of a token and one of its k experts::
     gate_up_proj, the gate, down_proj on all R rows       [R, H] -> [R, H]    grouped_linear.py
     take each pair's row, weigh it, add a token's k       [R, H] -> [M, H]
 
-Before a module is converted this must give the stock module's output on random input (:func:`agrees`). GEMMs are
+Before a module is converted this must give the stock module's output on random input (:func:`matches_stock`). GEMMs are
 counted under ``<module>.gate_up_proj`` and ``<module>.down_proj``, a grouped one as one call of every expert. Where the
 experts run one by one, those without tokens run no GEMM and count as idle. Either way they get a gradient of zeros.
 """
@@ -54,7 +54,7 @@ def is_experts(module: nn.Module) -> bool:
     return all(w is not None and w.dim() == 3 for w in weights)
 
 
-def obstacle(module: nn.Module) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """Why FP8 experts cannot stand in for this module of experts; None if its structure is the known one."""
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(arguments) != 3 or not any(word in arguments[1] for word in ("index", "indices")):
@@ -71,7 +71,7 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def agrees(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
+def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
     """Run the stock module and ours, in high precision, on the same random input: None if they agree, else why not.
 
     The tolerance is that of a sum in the weights' dtype taken in another order.
