@@ -28,7 +28,7 @@ and where a weight is not whole (a DTensor).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,8 +41,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.blocks import mlp
 from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp
-from octavo.fp8.dense import gemms
-from octavo.fp8.dense import sources as saved
+from octavo.fp8.dense import gemms, sources
 from octavo.fp8.dense.gemms import DENSE, Site
 from octavo.fp8.dense.inputs import (
     Cast,
@@ -52,18 +51,16 @@ from octavo.fp8.dense.inputs import (
     cast_matrix,
     compute_dtype,
     once,
-    transformed,
     without_autocast,
 )
 from octavo.fp8.dense.linear import WHOLE, Linear
-from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, hooked, planned, probe, swap
+from octavo.fp8.dense.swap import Planned, Swapped, computable, hooked, planned, probe, swap
 from octavo.fp8.observe import recorder
-from octavo.fp8.weights.shards import is_whole, ordinary
+from octavo.fp8.weights.shards import is_whole
 
 CHILDREN = ("gate_proj", "up_proj", "down_proj")
 _KNOWN = {*CHILDREN, "act_fn"}
 _PARTS = mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
@@ -152,18 +149,16 @@ class GatedMlp(Swapped):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if recorder.watching() or transformed() or _seen_from_outside():
+        if recorder.watching() or _seen_from_outside() or not computable(x):
             return False
         if act is None or hooked(act) or len(self._modules) != len(_KNOWN):
             return False
-        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
-            return False
         linears = [m for m in layers if type(m) is Linear and not hooked(m)]
-        if len(linears) < len(CHILDREN) or compute_dtype(x) not in _DTYPES or x.shape[-1] != linears[0].weight.shape[1]:
+        if len(linears) < len(CHILDREN) or compute_dtype(x) not in sources.DTYPES:
             return False
         if any(not is_whole(m.weight) or m.weight.device != x.device for m in linears):
             return False
-        return all(_recipe_why_not(m.recipe) is None for m in linears)
+        return x.shape[-1] == linears[0].weight.shape[1] and all(_recipe_why_not(m.recipe) is None for m in linears)
 
 
 def _seen_from_outside() -> bool:
@@ -216,14 +211,14 @@ class _Mlp(torch.autograd.Function):
             (g, g_w), (u, u_w) = forward(0, x_row), forward(1, x_row)
             pair: list[Tensor | Quantized] = [g, u]
             if call.saves:
-                pair = [saved.keep(g), saved.keep(u)]
-                g, u = (_plain(q, given.dtype) for q in pair)
+                pair = [sources.keep(g), sources.keep(u)]
+                g, u = (sources.decoded(q, given.dtype) for q in pair)
             h_row, h_col = once(
                 _codes_of_h(down, g, u), down.x.row, down.x.col if needs.weights[2] and not call.saves else None
             )
             y, y_w = forward(2, h_row)
         again = needs.h or (call.saves and needs.weights[2])
-        _keep(
+        sources.save(
             ctx,
             x_col=x_col,
             h_col=h_col,
@@ -246,7 +241,7 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.forget()
-        kept, needs = _kept(ctx), ctx.needs
+        kept, needs = sources.saved(ctx), ctx.needs
         _, _, down = ctx.call.sites
         dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx: Tensor | None = None
@@ -257,7 +252,7 @@ class _Mlp(torch.autograd.Function):
             row, col = once(partial(cast_matrix, dy_MK), *wanted)
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
-            gate_MI, up_MI = (_plain(kept[name], ctx.compute_dtype) for name in ("gate", "up"))
+            gate_MI, up_MI = (sources.decoded(kept[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
                 h_col = kept["h_col"]
                 if ctx.call.saves:
@@ -274,13 +269,8 @@ class _Mlp(torch.autograd.Function):
         return dx, None, *dws, *dbs
 
 
-def _plain(kept: Quantized | Tensor | None, dtype: torch.dtype) -> Any:
-    """What was saved of gate or up, as numbers."""
-    return saved.value(kept, dtype) if isinstance(kept, Quantized) else kept
-
-
 def _codes_of_h(down: Site, gate: Tensor, up: Tensor) -> Cast:
-    backend = fused_backend("swiglu", down, gate.device)
+    backend = sources.fused_backend("swiglu", down, gate.device)
 
     def cast(row: CastRequest | None, col: CastRequest | None) -> Pair:
         return backend.swiglu_codes(gate, up, _spec(row), _spec(col))
@@ -302,7 +292,7 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
             if needs.biases[i]:
                 dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
         return once(partial(cast_matrix, pair[0]), row, col), once(partial(cast_matrix, pair[1]), row, col)
-    backend = fused_backend("swiglu_backward", site, dh.device)
+    backend = sources.fused_backend("swiglu_backward", site, dh.device)
     made: list[Quantized | None] = []
 
     def cast(row: CastRequest | None, col: CastRequest | None) -> Pair:
@@ -329,33 +319,3 @@ def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, kept: dict[str
 
 def _wgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, x_q: Quantized) -> Tensor:
     return gemms.wgrad(ctx.call.sites[at], DENSE, dy, dy_q, x_q, None, ctx.dtypes[at], ctx.seen[at])
-
-
-def _keep(ctx: Any, **named: Quantized | Tensor | None) -> None:
-    """Save what the backward asks for by name: the one place that says what a forward keeps."""
-    tensors: list[Tensor] = []
-    ctx.layout = {}
-    for name, value in named.items():
-        spec = value.spec if isinstance(value, Quantized) else None
-        ctx.layout[name] = None if value is None else (len(tensors), spec)
-        tensors += _flat(value)
-    ctx.save_for_backward(*tensors)
-
-
-def _flat(value: Quantized | Tensor | None) -> Iterator[Tensor]:
-    if isinstance(value, Quantized):
-        yield from (value.data, value.scale)
-    elif value is not None:
-        yield value
-
-
-def _kept(ctx: Any) -> dict[str, Any]:
-    saved = ctx.saved_tensors
-    out: dict[str, Any] = {}
-    for name, found in ctx.layout.items():
-        if found is None:
-            out[name] = None
-        else:
-            at, spec = found
-            out[name] = saved[at] if spec is None else Quantized(saved[at], saved[at + 1], spec)
-    return out

@@ -34,8 +34,8 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.blocks.probe import compare_mlp, exchanged, is_idle, layer_of, small_mlp, wrong_dtype
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.inputs import Source, behind, source_of, transformed, without_autocast
-from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
+from octavo.fp8.dense.inputs import Source, behind, source_of, without_autocast
+from octavo.fp8.dense.swap import Swapped, computable, hooked, probe, swap
 from octavo.fp8.weights.shards import is_whole, ordinary
 
 Act = Callable[[Tensor], Tensor]
@@ -151,9 +151,7 @@ class SavedMlp(Swapped):
 def run(module: nn.Module, found: Parts, x: Tensor) -> Tensor | None:
     """The output of an MLP by its children; None where it should take its stock forward."""
     act, last = module._modules[found.act], module._modules[found.last]
-    if act is None or last is None or hooked(act) or not ordinary(x) or transformed():
-        return None
-    if x.is_meta or not x.numel() or x.dtype not in sources.DTYPES:
+    if act is None or last is None or hooked(act) or not computable(x) or x.dtype not in sources.DTYPES:
         return None
     if not all(is_idle(m) for name, m in module._modules.items() if name not in found.names):
         return None

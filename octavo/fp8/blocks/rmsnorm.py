@@ -33,11 +33,11 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks.probe import exchanged, fails, layer_of, off, random, unlike, wrong_dtype
 from octavo.fp8.dense import inputs, sources
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.inputs import CastRequest, compute_dtype, transformed, without_autocast
+from octavo.fp8.dense.inputs import CastRequest, compute_dtype, without_autocast
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, planned, probe, swap
+from octavo.fp8.dense.swap import Planned, Swapped, computable, planned, probe, swap
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.weights.shards import is_whole, ordinary
+from octavo.fp8.weights.shards import is_whole
 
 FEEDS = (
     ("input_layernorm", "self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -207,11 +207,11 @@ class RmsNorm(Swapped):
 
     def other(self, x: Tensor) -> Tensor | None:
         weight = self._parameters.get("weight")
-        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
+        if weight is None or not is_whole(weight) or not computable(x):
             return None
-        if weight is None or not is_whole(weight) or weight.device != x.device or x.shape[-1] != weight.shape[0]:
+        if weight.device != x.device or x.shape[-1] != weight.shape[0]:
             return None
-        if x.dtype not in sources.DTYPES or weight.dtype not in sources.DTYPES or transformed():
+        if x.dtype not in sources.DTYPES or weight.dtype not in sources.DTYPES:
             return None
         # An FP8 layer that is one no longer (fp8.high_precision) wants the stock norm before it, too.
         layers = [m for m in self._feeds if isinstance(m, Linear) and _casts(m._site) != (None, None)]
@@ -219,7 +219,7 @@ class RmsNorm(Swapped):
             return None
         out = torch.promote_types(x.dtype, weight.dtype) if self._promotes else x.dtype
         if layers:
-            backend, (row, col) = fused_backend("rmsnorm", layers[0]._site, x.device), self._wanted(layers)
+            backend, (row, col) = sources.fused_backend("rmsnorm", layers[0]._site, x.device), self._wanted(layers)
         else:
             backend, row, col = sources.backend_of("rmsnorm", sources.SPEC, x.device), None, None
         saves = self._saves and torch.is_grad_enabled()
@@ -269,23 +269,20 @@ class _RmsNorm(torch.autograd.Function):
         for want, q in zip((call.row, call.col), codes, strict=True):
             if want is not None and q is not None:
                 call.made[want] = q
-        ctx.spec, ctx.x_shape, ctx.x_dtype = None if kept is None else kept.spec, x.shape, x.dtype
-        ctx.save_for_backward(*((x,) if kept is None else (kept.data, kept.scale)), weight, rstd_M)
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        sources.save(ctx, x=x if kept is None else kept, weight=weight, rstd=rstd_M)
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
         return torch.ops.aten._unsafe_view(y_MK, list(x.shape))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, weight, rstd_M = ctx.saved_tensors
+        x, weight, rstd_M = sources.saved(ctx).values()
         needs_x, needs_w = ctx.needs_input_grad[:2]
         dx = dw = None
         with without_autocast(dy):
             dy_MK = dy.reshape(-1, dy.shape[-1]).float()
-            if ctx.spec is None:
-                x_MK = kept[0].reshape(dy_MK.shape).float()
-            else:
-                x_MK = sources.value(Quantized(kept[0], kept[1], ctx.spec), torch.float32)
+            x_MK = sources.decoded(x, torch.float32).reshape(dy_MK.shape).float()
             n_MK = x_MK * rstd_M.unsqueeze(1)
             if needs_w:
                 dw = (dy_MK * n_MK).sum(0).to(weight.dtype)

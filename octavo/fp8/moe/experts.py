@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.blocks import mlp
 from octavo.fp8.dense import delayed, sources
 from octavo.fp8.dense.gemms import Site
@@ -334,17 +333,17 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, weights: Tensor) -> Tensor:
         kept = sources.keep(pairs) if ctx.needs_input_grad[1] else None
-        ctx.spec, ctx.dtypes = None if kept is None else kept.spec, (pairs.dtype, weights.dtype)
-        ctx.save_for_backward(weights, *(() if kept is None else (kept.data, kept.scale)))
+        ctx.dtypes = pairs.dtype, weights.dtype
+        sources.save(ctx, weights=weights, pairs=kept)
         return pairs * weights
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weights, *codes = ctx.saved_tensors
+        weights, kept = sources.saved(ctx).values()
         dpairs = (dy * weights).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dweights = None
-        if codes:
-            pairs = sources.value(Quantized(codes[0], codes[1], ctx.spec), ctx.dtypes[0])
+        if kept is not None:
+            pairs = sources.value(kept, ctx.dtypes[0])
             dweights = (dy * pairs).sum(1, keepdim=True).to(ctx.dtypes[1])
         return dpairs, dweights
