@@ -55,6 +55,7 @@ from octavo.fp8.dense.inputs import (
 )
 from octavo.fp8.dense.linear import WHOLE, Linear
 from octavo.fp8.dense.swap import Planned, Swapped, computable, hooked, planned, probe, swap
+from octavo.fp8.kernels.reference_fused import swiglu_backward
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.shards import is_whole
 
@@ -194,9 +195,10 @@ class _Mlp(torch.autograd.Function):
         asked = [call.grad and n for n in ctx.needs_input_grad]
         needs = _Needs(asked[0], tuple(asked[2:5]), tuple(asked[5:]))
         gate, _, down = call.sites
+        dgrads = (needs.x, needs.x, needs.h)
         seen = [
             recorder.begin(site.name, dgrad, wgrad, call.grad)
-            for site, dgrad, wgrad in zip(call.sites, (needs.x, needs.x, needs.h), needs.weights, strict=True)
+            for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
         given = Input(x, gate)
 
@@ -217,20 +219,11 @@ class _Mlp(torch.autograd.Function):
                 _codes_of_h(down, g, u), down.x.row, down.x.col if needs.weights[2] and not call.saves else None
             )
             y, y_w = forward(2, h_row)
+        weights = {f"w{i}": parameters[i] if due else None for i, due in enumerate(dgrads)}
+        codes = {f"q{i}": (g_w, u_w, y_w)[i] if due else None for i, due in enumerate(dgrads)}
         again = needs.h or (call.saves and needs.weights[2])
-        sources.save(
-            ctx,
-            x_col=x_col,
-            h_col=h_col,
-            gate=pair[0] if again else None,
-            up=pair[1] if again else None,
-            w0=parameters[0] if needs.x else None,
-            w1=parameters[1] if needs.x else None,
-            w2=parameters[2] if needs.h else None,
-            q0=g_w if needs.x else None,
-            q1=u_w if needs.x else None,
-            q2=y_w if needs.h else None,
-        )
+        kept_g, kept_u = pair if again else (None, None)
+        sources.save(ctx, x_col=x_col, h_col=h_col, gate=kept_g, up=kept_u, **weights, **codes)
         ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, given.forget
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
@@ -287,7 +280,7 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
     site, needs = ctx.call.sites[0], ctx.needs
     row, col = site.dy.row if needs.x else None, site.dy.col if any(needs.weights[:2]) else None
     if any(needs.biases[:2]):
-        pair = _swiglu_backward(dh, gate, up)
+        pair = swiglu_backward(dh, gate, up)
         for i, d in enumerate(pair):
             if needs.biases[i]:
                 dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
@@ -302,14 +295,6 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
     of_gate = once(cast, row, col)
     shared = row is not None and col is not None and row.spec == col.spec
     return of_gate, (made[2], made[2] if shared else made[3])
-
-
-def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """dgate and dup [M, I] of h = silu(gate) * up, computed in fp32, rounded once: what the fused kernel casts."""
-    d, g = dh.float(), gate.float()
-    s = torch.sigmoid(g)
-    silu = g * s
-    return (d * up.float() * (s + silu * (1.0 - s))).to(gate.dtype), (d * silu).to(gate.dtype)
 
 
 def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, kept: dict[str, Any]) -> Tensor:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import Groups
-
-if TYPE_CHECKING:
-    from octavo.fp8.arithmetic.adamw import Hyper, Piece
-    from octavo.fp8.arithmetic.moments import Agree
 
 OPS = (
     "quantize",

@@ -12,20 +12,17 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend
-
-if TYPE_CHECKING:
-    from octavo.fp8.arithmetic.adamw import Hyper, Piece
-    from octavo.fp8.arithmetic.moments import Agree
 
 OLDEST = (8, 9)  # Ada: the first tensor cores that multiply FP8
 WHOLE = ((-1, -1), (1, -1), (-1, 1))
