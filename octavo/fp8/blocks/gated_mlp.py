@@ -43,16 +43,7 @@ from octavo.fp8.blocks import mlp
 from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp
 from octavo.fp8.dense import gemms, sources
 from octavo.fp8.dense.gemms import DENSE, Site
-from octavo.fp8.dense.inputs import (
-    Cast,
-    CastRequest,
-    Input,
-    Pair,
-    cast_matrix,
-    compute_dtype,
-    once,
-    without_autocast,
-)
+from octavo.fp8.dense.inputs import Cast, CastRequest, Input, Pair, cast_matrix, compute_dtype, once, without_autocast
 from octavo.fp8.dense.linear import WHOLE, Linear
 from octavo.fp8.dense.swap import Planned, Swapped, computable, hooked, planned, probe, swap
 from octavo.fp8.kernels.reference_fused import swiglu_backward

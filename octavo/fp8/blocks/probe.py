@@ -67,15 +67,9 @@ def small_mlp(
 
 
 def compare_mlp(
-    small: nn.Module,
-    x: Tensor,
-    product: Callable[[], Tensor],
-    last: nn.Linear,
-    formula: str,
-    epsilons: int,
-    on: str,
+    small: nn.Module, x: Tensor, product: Callable[[], Tensor], last: nn.Linear, formula: str, epsilons: int, on: str,
     like: str = "shape and dtype",
-) -> str | None:
+) -> str | None:  # fmt: skip
     """None if the stock forward of ``small`` gives last(``product()``), else why not.
 
     Tolerance, element by element: ``epsilons`` of x's dtype of sum |h w| + |bias|, the magnitudes of the last product.

@@ -50,9 +50,9 @@ class ReferenceBackend(Backend):
             return None if op in _ALWAYS else f"it has no {op}"
         if op in grouped.OPS and (lack := grouped.lack(device)) is not None:
             return lack
-        return (
-            None if what.gemm(named) is not None else f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-        )
+        if what.gemm(named) is None:
+            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+        return None
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         """See ``octavo.fp8.arithmetic.cast.quantize``; the result is plain and contiguous for every contraction."""
@@ -102,15 +102,9 @@ class ReferenceBackend(Backend):
         return grouped.wgrad(_gemm, dy_q, x_q, groups, out_dtype)
 
     def rmsnorm_quantize(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        row: CastSpec | None,
-        col: CastSpec | None,
-        out: torch.dtype | None = None,
-        low: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+        out: torch.dtype | None = None, low: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
         return fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
 
     def swiglu_quantize(

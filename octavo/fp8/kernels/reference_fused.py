@@ -51,14 +51,9 @@ def _check_dtypes(name: str, *tensors: Tensor) -> None:
 
 
 def rmsnorm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    row: CastSpec | None,
-    col: CastSpec | None,
-    out: torch.dtype | None = None,
-    low: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+    out: torch.dtype | None = None, low: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     """(y [M, K] in ``out``, or x's dtype, rstd [M] fp32, y.to(``low``) under ``row`` and under ``col``).
 
     Raises:

@@ -207,18 +207,9 @@ def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias:
     recipe_a, recipe_b = _SCALINGS[product.kind]
     swizzle = SwizzleType.SWIZZLE_32_4_4 if product.kind == "mx" else None
     return F.scaled_mm(
-        product.a,
-        product.b,
-        product.scale_a,
-        recipe_a,
-        product.scale_b,
-        recipe_b,
-        swizzle_a=swizzle,
-        swizzle_b=swizzle,
-        bias=bias,
-        output_dtype=out_dtype,
-        use_fast_accum=fast,
-    )
+        product.a, product.b, product.scale_a, recipe_a, product.scale_b, recipe_b,
+        swizzle_a=swizzle, swizzle_b=swizzle, bias=bias, output_dtype=out_dtype, use_fast_accum=fast,
+    )  # fmt: skip
 
 
 def _gemm(op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

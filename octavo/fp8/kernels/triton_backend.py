@@ -129,15 +129,9 @@ class TritonBackend(Backend):
         return grouped.wgrad(dy_q, x_q, groups, out_dtype)
 
     def rmsnorm_quantize(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        row: CastSpec | None,
-        col: CastSpec | None,
-        out: torch.dtype | None = None,
-        low: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+        out: torch.dtype | None = None, low: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
         from octavo.fp8.kernels.triton_kernels import fused
 
         return fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
@@ -190,11 +184,8 @@ def _lacks(kind: str, index: int | None) -> str | None:
         if not torch.cuda.is_available():
             return None  # a plan for another machine
         found = torch.cuda.get_device_capability(index)
-        return (
-            None
-            if found >= OLDEST
-            else f"FP8 needs compute capability 8.9 or later, this GPU has {found[0]}.{found[1]}"
-        )
+        here = f"this GPU has {found[0]}.{found[1]}"
+        return None if found >= OLDEST else f"FP8 needs compute capability 8.9 or later, {here}"
     if kind == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None

@@ -209,12 +209,7 @@ def _biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
 
 
 def mixture(
-    module: nn.Module,
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    project: Project,
-    saves: bool = False,
+    module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project, saves: bool = False
 ) -> Tensor:
     """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
     ``saves``: what lies between the projections and behind them is kept in FP8. What :data:`BESIDE` makes of their
