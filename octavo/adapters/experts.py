@@ -67,7 +67,7 @@ def obstacle(module: nn.Module) -> str | None:
     """Why the rows of these experts cannot be computed one by one, as adapters want it; None if they can."""
     if isinstance(module, moe.Experts):  # held against the stock module when it was converted
         return None
-    return moe.obstacle(module) or (None if _is_meta(module) else moe.agrees(module))
+    return moe.why_not(module) or (None if _is_meta(module) else moe.matches_stock(module))
 
 
 def in_order(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.fp8.blocks.probe import layer_of
 from octavo.fp8.dense.inputs import Source
 from octavo.fp8.dense.linear import SOURCE
 from octavo.fp8.dense.swap import put
@@ -51,16 +52,11 @@ def outputs(model: nn.Module) -> Iterator[Attention]:
         if not any(all(held.get(name) is not None for name in names) for names in _INPUTS):
             continue
         for name in _OUTPUTS:
-            layer = _layer(held.get(name))
+            layer = layer_of(held.get(name))
             if isinstance(layer, nn.Linear):
                 inner = "" if layer is held[name] else ".base_layer"
                 yield Attention(path, layer, f"{path}.{name}{inner}" if path else f"{name}{inner}")
                 break
-
-
-def _layer(module: nn.Module | None) -> nn.Module | None:
-    inner = None if module is None else module._modules.get("base_layer")
-    return inner if isinstance(inner, nn.Module) else module
 
 
 def mark(attention: Attention) -> None:

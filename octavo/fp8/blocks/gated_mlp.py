@@ -21,14 +21,14 @@ the stock module rounds silu(gate) and then the product, this one h alone; backw
 whose bias is trained, the gradients are written in the dtype of the GEMMs after all, since their sums must be exact.
 
 A module is recognised by its children gate_proj, up_proj, down_proj and act_fn, and must first give the stock forward's
-output on random input (:func:`agrees`). It takes the stock forward, layer by layer, whenever somebody looks inside:
-hooks on its children, an adapter around one of them, a step that takes health figures; under ``torch.compile``; and
-where a weight is not whole (a DTensor).
+output on random input (:func:`matches_stock`). It takes the stock forward, layer by layer, whenever somebody looks
+inside: hooks on its children, an adapter around one of them, a step that takes health figures; under ``torch.compile``;
+and where a weight is not whole (a DTensor).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,47 +36,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.utils import skip_init
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.blocks import mlp
-from octavo.fp8.dense import gemms
-from octavo.fp8.dense import sources as saved
+from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp
+from octavo.fp8.dense import gemms, sources
 from octavo.fp8.dense.gemms import DENSE, Site
-from octavo.fp8.dense.inputs import (
-    Cast,
-    CastRequest,
-    Input,
-    Pair,
-    cast_matrix,
-    compute_dtype,
-    once,
-    transformed,
-    without_autocast,
-)
+from octavo.fp8.dense.inputs import Cast, CastRequest, Input, Pair, cast_matrix, compute_dtype, once, without_autocast
 from octavo.fp8.dense.linear import WHOLE, Linear
-from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, hooked, planned, probe, swap
+from octavo.fp8.dense.swap import Planned, Swapped, computable, hooked, planned, probe, swap
+from octavo.fp8.kernels.reference_fused import swiglu_backward
 from octavo.fp8.observe import recorder
-from octavo.fp8.weights.shards import is_whole, ordinary
+from octavo.fp8.weights.shards import is_whole
 
 CHILDREN = ("gate_proj", "up_proj", "down_proj")
 _KNOWN = {*CHILDREN, "act_fn"}
 _PARTS = mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
     """Let gated MLPs of a model with FP8 layers run as one; returns (name, what stands against it or None) of each."""
     found = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
     fp8 = [(n, m) for n, m in found if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
-    return tuple((name, unite(module)) for name, module in fp8)
+    return tuple((name, fuse(module)) for name, module in fp8)
 
 
-def unite(module: nn.Module, saves: bool = False) -> str | None:
+def fuse(module: nn.Module, saves: bool = False) -> str | None:
     """Let this gated MLP of FP8 layers run as one (and keep gate and up in FP8, with ``saves``); returns what stands
     against it instead, if anything does."""
-    reason = obstacle(module, [planned(module._modules[name]) for name in CHILDREN])
+    reason = why_not(module, [planned(module._modules[name]) for name in CHILDREN])
     if reason is None:
         swap(module, GatedMlp, _saves=saves)
     return reason
@@ -87,12 +76,10 @@ def is_gated_mlp(module: nn.Module) -> bool:
     return all(module._modules.get(name) is not None for name in _KNOWN)
 
 
-def obstacle(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
+def why_not(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     """Why this gated MLP cannot run as one, None if it can. ``layers``: gate, up and down, None if not in FP8."""
-    if isinstance(module, Swapped):
-        return "fused before"
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance (an accelerate hook?)"
+    if (reason := exchanged(module)) is not None:
+        return reason
     more = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
     if more:
         return f"it holds {', '.join(more)} besides a gated MLP's layers"
@@ -102,16 +89,16 @@ def obstacle(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     gate, up, _ = found
     if gate.recipe != up.recipe or gate.backends != up.backends:
         return "gate_proj and up_proj have different recipes or backends"
-    reason = next((r for p in found if (r := _recipe_obstacle(p.recipe)) is not None), None)
+    reason = next((r for p in found if (r := _recipe_why_not(p.recipe)) is not None), None)
     if reason is not None:
         return reason
     shapes = [tuple(p.layer.weight.shape) for p in found]
     if shapes[1] != shapes[0] or shapes[2][1] != shapes[0][0]:
         return f"weights of {', '.join(map(str, shapes))} do not follow each other"
-    return agrees(module)
+    return matches_stock(module)
 
 
-def _recipe_obstacle(recipe: Recipe | None) -> str | None:
+def _recipe_why_not(recipe: Recipe | None) -> str | None:
     if recipe is None:
         return "not all of its layers are whole FP8 layers"
     if recipe.delayed is not None:
@@ -120,39 +107,21 @@ def _recipe_obstacle(recipe: Recipe | None) -> str | None:
     return f"{high[0]} stays in high precision" if high else None
 
 
-def agrees(module: nn.Module) -> str | None:
+def matches_stock(module: nn.Module) -> str | None:
     """Run the stock forward on small random layers of the weights' dtype: None if it is that of a gated SiLU MLP, else
     why not.
 
     Tolerance, element by element: four epsilons of the dtype of sum |h w_down| + |bias|, for h that is rounded twice
     there and once here, the outputs' own rounding, and sums in another order.
     """
-    layers: dict[str, nn.Linear] = {}
-    x = torch.empty(0)
-    generator = torch.Generator("cpu").manual_seed(0)  # torch.manual_seed would seed the GPUs, too
-    for name, (k, n) in zip(CHILDREN, ((24, 40), (24, 40), (40, 24)), strict=True):
-        own = module._modules[name]
-        assert isinstance(own, nn.Linear)
-        layers[name] = skip_init(nn.Linear, k, n, bias=own.bias is not None, dtype=own.weight.dtype, device="cpu")
-        for parameter in layers[name].parameters():
-            nn.init.normal_(parameter, std=0.5, generator=generator)
-        x = (2 * torch.randn(16, 24, generator=generator, device="cpu")).to(own.weight.dtype)
-    gate, up, down = (layers[name] for name in CHILDREN)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        try:
-            stock = type(module).forward(probe(module, {}, {**layers, "act_fn": module._modules["act_fn"]}), x)
-        except Exception as error:  # a forward that is not known may fail in any way
-            return f"its forward fails on three small layers ({type(error).__name__}: {error})"
-        h = (F.silu(gate(x).float()) * up(x).float()).to(x.dtype)
-        ours, bias = down(h), down.bias
-    if not isinstance(stock, Tensor) or stock.shape != ours.shape or stock.dtype != ours.dtype:
-        return "its forward does not return one tensor of the shape and dtype of its input"
-    size = h.float().abs() @ down.weight.detach().float().abs().t()
-    size = size if bias is None else size + bias.detach().float().abs()
-    gap = (stock.float() - ours.float()).abs()
-    if not bool((gap <= 4 * torch.finfo(x.dtype).eps * size).all()):
-        return f"its output is not down(silu(gate(x)) * up(x)): off by up to {float(gap.max()):.3g} on random input"
-    return None
+    layers, down, x = small_mlp({name: module._modules[name] for name in CHILDREN})
+    gate, up, _ = layers.values()
+    small = probe(module, {}, {**layers, "act_fn": module._modules["act_fn"]})
+
+    def product() -> Tensor:
+        return (F.silu(gate(x).float()) * up(x).float()).to(x.dtype)
+
+    return compare_mlp(small, x, product, down, "down(silu(gate(x)) * up(x))", 4, "three small layers")
 
 
 class GatedMlp(Swapped):
@@ -172,18 +141,16 @@ class GatedMlp(Swapped):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if recorder.watching() or transformed() or _seen_from_outside():
+        if recorder.watching() or _seen_from_outside() or not computable(x):
             return False
         if act is None or hooked(act) or len(self._modules) != len(_KNOWN):
             return False
-        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
-            return False
         linears = [m for m in layers if type(m) is Linear and not hooked(m)]
-        if len(linears) < len(CHILDREN) or compute_dtype(x) not in _DTYPES or x.shape[-1] != linears[0].weight.shape[1]:
+        if len(linears) < len(CHILDREN) or compute_dtype(x) not in sources.DTYPES:
             return False
         if any(not is_whole(m.weight) or m.weight.device != x.device for m in linears):
             return False
-        return all(_recipe_obstacle(m.recipe) is None for m in linears)
+        return x.shape[-1] == linears[0].weight.shape[1] and all(_recipe_why_not(m.recipe) is None for m in linears)
 
 
 def _seen_from_outside() -> bool:
@@ -219,9 +186,10 @@ class _Mlp(torch.autograd.Function):
         asked = [call.grad and n for n in ctx.needs_input_grad]
         needs = _Needs(asked[0], tuple(asked[2:5]), tuple(asked[5:]))
         gate, _, down = call.sites
+        dgrads = (needs.x, needs.x, needs.h)
         seen = [
             recorder.begin(site.name, dgrad, wgrad, call.grad)
-            for site, dgrad, wgrad in zip(call.sites, (needs.x, needs.x, needs.h), needs.weights, strict=True)
+            for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
         given = Input(x, gate)
 
@@ -236,26 +204,17 @@ class _Mlp(torch.autograd.Function):
             (g, g_w), (u, u_w) = forward(0, x_row), forward(1, x_row)
             pair: list[Tensor | Quantized] = [g, u]
             if call.saves:
-                pair = [saved.keep(g), saved.keep(u)]
-                g, u = (_plain(q, given.dtype) for q in pair)
+                pair = [sources.keep(g), sources.keep(u)]
+                g, u = (sources.decoded(q, given.dtype) for q in pair)
             h_row, h_col = once(
                 _codes_of_h(down, g, u), down.x.row, down.x.col if needs.weights[2] and not call.saves else None
             )
             y, y_w = forward(2, h_row)
+        weights = {f"w{i}": parameters[i] if due else None for i, due in enumerate(dgrads)}
+        codes = {f"q{i}": (g_w, u_w, y_w)[i] if due else None for i, due in enumerate(dgrads)}
         again = needs.h or (call.saves and needs.weights[2])
-        _keep(
-            ctx,
-            x_col=x_col,
-            h_col=h_col,
-            gate=pair[0] if again else None,
-            up=pair[1] if again else None,
-            w0=parameters[0] if needs.x else None,
-            w1=parameters[1] if needs.x else None,
-            w2=parameters[2] if needs.h else None,
-            q0=g_w if needs.x else None,
-            q1=u_w if needs.x else None,
-            q2=y_w if needs.h else None,
-        )
+        kept_g, kept_u = pair if again else (None, None)
+        sources.save(ctx, x_col=x_col, h_col=h_col, gate=kept_g, up=kept_u, **weights, **codes)
         ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, given.forget
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
@@ -266,7 +225,7 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.forget()
-        kept, needs = _kept(ctx), ctx.needs
+        kept, needs = sources.saved(ctx), ctx.needs
         _, _, down = ctx.call.sites
         dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx: Tensor | None = None
@@ -277,7 +236,7 @@ class _Mlp(torch.autograd.Function):
             row, col = once(partial(cast_matrix, dy_MK), *wanted)
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
-            gate_MI, up_MI = (_plain(kept[name], ctx.compute_dtype) for name in ("gate", "up"))
+            gate_MI, up_MI = (sources.decoded(kept[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
                 h_col = kept["h_col"]
                 if ctx.call.saves:
@@ -294,13 +253,8 @@ class _Mlp(torch.autograd.Function):
         return dx, None, *dws, *dbs
 
 
-def _plain(kept: Quantized | Tensor | None, dtype: torch.dtype) -> Any:
-    """What was saved of gate or up, as numbers."""
-    return saved.value(kept, dtype) if isinstance(kept, Quantized) else kept
-
-
 def _codes_of_h(down: Site, gate: Tensor, up: Tensor) -> Cast:
-    backend = fused_backend("swiglu", down, gate.device)
+    backend = sources.fused_backend("swiglu", down, gate.device)
 
     def cast(row: CastRequest | None, col: CastRequest | None) -> Pair:
         return backend.swiglu_codes(gate, up, _spec(row), _spec(col))
@@ -317,12 +271,12 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
     site, needs = ctx.call.sites[0], ctx.needs
     row, col = site.dy.row if needs.x else None, site.dy.col if any(needs.weights[:2]) else None
     if any(needs.biases[:2]):
-        pair = _swiglu_backward(dh, gate, up)
+        pair = swiglu_backward(dh, gate, up)
         for i, d in enumerate(pair):
             if needs.biases[i]:
                 dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
         return once(partial(cast_matrix, pair[0]), row, col), once(partial(cast_matrix, pair[1]), row, col)
-    backend = fused_backend("swiglu_backward", site, dh.device)
+    backend = sources.fused_backend("swiglu_backward", site, dh.device)
     made: list[Quantized | None] = []
 
     def cast(row: CastRequest | None, col: CastRequest | None) -> Pair:
@@ -334,14 +288,6 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
     return of_gate, (made[2], made[2] if shared else made[3])
 
 
-def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """dgate and dup [M, I] of h = silu(gate) * up, computed in fp32, rounded once: what the fused kernel casts."""
-    d, g = dh.float(), gate.float()
-    s = torch.sigmoid(g)
-    silu = g * s
-    return (d * up.float() * (s + silu * (1.0 - s))).to(gate.dtype), (d * silu).to(gate.dtype)
-
-
 def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, kept: dict[str, Any]) -> Tensor:
     site, weight, w_q = ctx.call.sites[at], kept[f"w{at}"], kept[f"q{at}"]
     return gemms.dgrad(site, DENSE, dy, dy_q, weight, WHOLE, w_q, ctx.compute_dtype, ctx.seen[at])
@@ -349,33 +295,3 @@ def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, kept: dict[str
 
 def _wgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, x_q: Quantized) -> Tensor:
     return gemms.wgrad(ctx.call.sites[at], DENSE, dy, dy_q, x_q, None, ctx.dtypes[at], ctx.seen[at])
-
-
-def _keep(ctx: Any, **named: Quantized | Tensor | None) -> None:
-    """Save what the backward asks for by name: the one place that says what a forward keeps."""
-    tensors: list[Tensor] = []
-    ctx.layout = {}
-    for name, value in named.items():
-        spec = value.spec if isinstance(value, Quantized) else None
-        ctx.layout[name] = None if value is None else (len(tensors), spec)
-        tensors += _flat(value)
-    ctx.save_for_backward(*tensors)
-
-
-def _flat(value: Quantized | Tensor | None) -> Iterator[Tensor]:
-    if isinstance(value, Quantized):
-        yield from (value.data, value.scale)
-    elif value is not None:
-        yield value
-
-
-def _kept(ctx: Any) -> dict[str, Any]:
-    saved = ctx.saved_tensors
-    out: dict[str, Any] = {}
-    for name, found in ctx.layout.items():
-        if found is None:
-            out[name] = None
-        else:
-            at, spec = found
-            out[name] = saved[at] if spec is None else Quantized(saved[at], saved[at + 1], spec)
-    return out

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.blocks import rmsnorm
+from octavo.fp8.blocks.probe import exchanged, wrong_dtype
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.inputs import autocast_enabled, transformed, without_autocast
-from octavo.fp8.dense.swap import Swapped, swap
-from octavo.fp8.weights.shards import is_whole, ordinary
+from octavo.fp8.dense.inputs import autocast_enabled, without_autocast
+from octavo.fp8.dense.swap import Swapped, computable, swap
+from octavo.fp8.weights.shards import is_whole
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -39,14 +39,12 @@ def is_norm(module: nn.Module) -> bool:
     )
 
 
-def obstacle(norm: nn.Module) -> str | None:
+def why_not(norm: nn.Module) -> str | None:
     """Why this norm cannot keep FP8 codes of its input, None if it can."""
     if not isinstance(norm, nn.LayerNorm):
-        return rmsnorm.obstacle_to_saving(norm)
-    if isinstance(norm, Swapped):
-        return "fused before"
-    if "forward" in norm.__dict__:
-        return "its forward was replaced on the instance (an accelerate hook?)"
+        return rmsnorm.why_not_save(norm)
+    if (reason := exchanged(norm)) is not None:
+        return reason
     if type(norm).forward is not nn.LayerNorm.forward:
         return f"{type(norm).__name__} is a LayerNorm with a forward of its own"
     if len(norm.normalized_shape) != 1:
@@ -54,15 +52,14 @@ def obstacle(norm: nn.Module) -> str | None:
     parameters = [p for p in norm._parameters.values() if p is not None]
     if any(not is_whole(p) for p in parameters):
         return "its weight is sharded already (apply the plan before fully_shard)"
-    wrong = next((p.dtype for p in parameters if p.dtype not in sources.DTYPES), None)
-    return None if wrong is None else f"its weight is {str(wrong).removeprefix('torch.')}"
+    return wrong_dtype("its weight is", parameters)
 
 
 def save(norm: nn.Module) -> str | None:
     """Let a norm keep FP8 codes of its input; returns what stands against it, if anything does."""
     if not isinstance(norm, nn.LayerNorm):
         return rmsnorm.save(norm)
-    reason = obstacle(norm)
+    reason = why_not(norm)
     if reason is None:
         swap(norm, LayerNorm)
     return reason
@@ -74,9 +71,9 @@ class LayerNorm(Swapped):
     def other(self, x: Tensor) -> Tensor | None:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         own = [p for p in (weight, bias) if p is not None]
-        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel() or transformed():
+        if not computable(x) or x.dtype not in sources.DTYPES:
             return None
-        if x.dtype not in sources.DTYPES or x.shape[-1:] != self.normalized_shape or not torch.is_grad_enabled():
+        if x.shape[-1:] != self.normalized_shape or not torch.is_grad_enabled():
             return None
         out = _dtype_of(x)
         mixed = any(p.dtype != x.dtype for p in own) and out == x.dtype and x.device.type != "cpu"
@@ -113,20 +110,18 @@ class _LayerNorm(torch.autograd.Function):
             w, b = (None if p is None else p.detach().to(wide) for p in (weight, bias))
             y_MK, mean_M, rstd_M = torch.native_layer_norm(x_MK.to(wide), [x.shape[-1]], w, b, call.eps)
             kept = sources.keep(x_MK) if any(ctx.needs_input_grad) else None
-        codes = () if kept is None else (kept.data, kept.scale)
-        ctx.save_for_backward(weight, bias, mean_M.float(), rstd_M.float(), *codes)
-        ctx.spec, ctx.wide = None if kept is None else kept.spec, wide
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        sources.save(ctx, x=kept, weight=weight, bias=bias, mean=mean_M.float(), rstd=rstd_M.float())
+        ctx.wide, ctx.x_shape, ctx.x_dtype = wide, x.shape, x.dtype
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
         return torch.ops.aten._unsafe_view(y_MK.to(call.out), list(x.shape))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, mean_M, rstd_M, data, scale = ctx.saved_tensors
+        x, weight, bias, mean_M, rstd_M = sources.saved(ctx).values()
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         with without_autocast(dy):
-            x_MK = sources.value(Quantized(data, scale, ctx.spec), ctx.wide)
+            x_MK = sources.value(x, ctx.wide)
             dy_MK = dy.reshape(x_MK.shape).to(ctx.wide)
             w, b = (None if p is None else p.detach().to(ctx.wide) for p in (weight, bias))
             dx, dw, db = torch.ops.aten.native_layer_norm_backward(

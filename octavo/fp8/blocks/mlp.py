@@ -17,7 +17,7 @@ multiplies it. An adapter's own matrices keep h in 16 bits where they are traine
 well.
 
 A module is known by the names of its children (:data:`KINDS`), and must first give the stock forward's output on random
-input (:func:`agrees`). One with anything besides (dropout, a norm between) stays.
+input (:func:`matches_stock`). One with anything besides (dropout, a norm between) stays.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.utils import skip_init
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.blocks.probe import compare_mlp, exchanged, is_idle, layer_of, small_mlp, wrong_dtype
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.inputs import Source, behind, source_of, transformed, without_autocast
-from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
+from octavo.fp8.dense.inputs import Source, behind, source_of, without_autocast
+from octavo.fp8.dense.swap import Swapped, computable, hooked, probe, swap
 from octavo.fp8.weights.shards import is_whole, ordinary
 
 Act = Callable[[Tensor], Tensor]
@@ -72,15 +72,13 @@ def parts(module: nn.Module) -> Parts | None:
     return next((Parts(first, last, act) for first, last in KINDS if {*first, last} <= held), None)
 
 
-def obstacle(module: nn.Module) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """Why this MLP cannot keep FP8 codes, None if it can."""
     found = parts(module)
     assert found is not None
-    if isinstance(module, Swapped):
-        return "fused before"
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance (an accelerate hook?)"
-    more = [name for name, child in module._modules.items() if name not in found.names and not _idle(child)]
+    if (reason := exchanged(module)) is not None:
+        return reason
+    more = [name for name, child in module._modules.items() if name not in found.names and not is_idle(child)]
     more += [*module._parameters, *module._buffers]
     if more:
         return f"it holds {', '.join(more)} besides an MLP's layers"
@@ -92,67 +90,39 @@ def obstacle(module: nn.Module) -> str | None:
         return f"its activation {type(act).__name__} writes in place"
     if hooked(act):
         return f"its activation {type(act).__name__} has hooks"
-    layers = [_layer(module._modules[name]) for name in (*found.first, found.last)]
+    layers = [layer_of(module._modules[name]) for name in (*found.first, found.last)]
     if not all(isinstance(m, nn.Linear) for m in layers):
         return "not all of its layers are linear"
-    dtypes = [m.weight.dtype for m in layers if isinstance(m, nn.Linear)]
-    wrong = next((dtype for dtype in dtypes if dtype not in sources.DTYPES), None)
-    return agrees(module) if wrong is None else f"its weights are {str(wrong).removeprefix('torch.')}"
+    weights = [m.weight for m in layers if isinstance(m, nn.Linear)]
+    return wrong_dtype("its weights are", weights) or matches_stock(module)
 
 
-def _idle(child: nn.Module | None) -> bool:
-    """Modules that do nothing: None, Identity, Dropout of nothing."""
-    return child is None or isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
-
-
-def _layer(module: nn.Module | None) -> nn.Module | None:
-    inner = None if module is None else module._modules.get("base_layer")
-    return inner if isinstance(inner, nn.Module) else module
-
-
-def agrees(module: nn.Module) -> str | None:
+def matches_stock(module: nn.Module) -> str | None:
     """Run the stock forward on small random layers in fp32: None if it is last(act(first) * second), else why not.
 
     Tolerance: 16 epsilons of fp32 of the sum of the last product's magnitudes.
     """
     found = parts(module)
     assert found is not None
-    generator = torch.Generator("cpu").manual_seed(0)
-    layers: dict[str, nn.Module] = {}
-    for name in (*found.first, found.last):
-        k, n = (40, 24) if name == found.last else (24, 40)
-        bias = getattr(_layer(module._modules[name]), "bias", None) is not None
-        layers[name] = skip_init(nn.Linear, k, n, bias=bias, dtype=torch.float32, device="cpu")
-        for parameter in layers[name].parameters():
-            nn.init.normal_(parameter, std=0.5, generator=generator)
-    act = module._modules[found.act]
+    first, act = found.first, module._modules[found.act]
     assert act is not None
-    x = 2 * torch.randn(16, 24, generator=generator, device="cpu")
+    own = {name: layer_of(module._modules[name]) for name in (*first, found.last)}
+    layers, last, x = small_mlp(own, torch.float32)
     small = probe(module, {}, {**module._modules, **layers})
     small.__dict__["training"] = True
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-        try:
-            stock = type(module).forward(small, x)
-            h = act(layers[found.first[0]](x))
-        except Exception as error:  # a forward that is not known may fail in any way
-            return f"its forward fails on small layers ({type(error).__name__}: {error})"
-        h = h * layers[found.first[1]](x) if len(found.first) == 2 else h
-        last = layers[found.last]
-        ours, size = last(h), h.abs() @ last.weight.abs().t()  # type: ignore[operator]
-    if not isinstance(stock, Tensor) or stock.shape != ours.shape:
-        return "its forward does not return one tensor of the shape of its input"
-    size = size if last.bias is None else size + last.bias.detach().abs()  # type: ignore[operator]
-    gap = (stock - ours).abs()
-    if not bool((gap <= 16 * torch.finfo(torch.float32).eps * size).all()):
-        second = f" * {found.first[1]}(x)" if found.first[1:] else ""
-        formula = f"{found.last}({found.act}({found.first[0]}(x)){second})"
-        return f"its output is not {formula}: off by up to {float(gap.max()):.3g} on random input"
-    return None
+
+    def product() -> Tensor:
+        h = act(layers[first[0]](x))
+        return h * layers[first[1]](x) if len(first) == 2 else h
+
+    second = f" * {first[1]}(x)" if first[1:] else ""
+    formula = f"{found.last}({found.act}({first[0]}(x)){second})"
+    return compare_mlp(small, x, product, last, formula, 16, "small layers", "shape")
 
 
 def save(module: nn.Module) -> str | None:
     """Let this MLP keep FP8 codes; returns what stands against it, if anything does."""
-    reason = obstacle(module)
+    reason = why_not(module)
     if reason is None:
         found = parts(module)
         assert found is not None
@@ -163,7 +133,7 @@ def save(module: nn.Module) -> str | None:
 
 def prepare(module: nn.Module, found: Parts) -> None:
     """Let a last layer in high precision look for the source of its input; FP8 layers do of themselves."""
-    last = _layer(module._modules[found.last])
+    last = layer_of(module._modules[found.last])
     if type(last) is nn.Linear and "forward" not in last.__dict__:
         swap(last, HighLinear)
 
@@ -181,11 +151,9 @@ class SavedMlp(Swapped):
 def run(module: nn.Module, found: Parts, x: Tensor) -> Tensor | None:
     """The output of an MLP by its children; None where it should take its stock forward."""
     act, last = module._modules[found.act], module._modules[found.last]
-    if act is None or last is None or hooked(act) or not ordinary(x) or transformed():
+    if act is None or last is None or hooked(act) or not computable(x) or x.dtype not in sources.DTYPES:
         return None
-    if x.is_meta or not x.numel() or x.dtype not in sources.DTYPES:
-        return None
-    if not all(_idle(m) for name, m in module._modules.items() if name not in found.names):
+    if not all(is_idle(m) for name, m in module._modules.items() if name not in found.names):
         return None
     made = [module._modules[name](x) for name in found.first]  # type: ignore[misc]
     if not all(ordinary(t) and t.dtype in sources.DTYPES and t.numel() for t in made):

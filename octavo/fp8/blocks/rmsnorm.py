@@ -14,8 +14,9 @@ so (:mod:`octavo.fp8.dense.sources`): then y comes from x as ever, and the backw
 saves need not feed anybody: those of q and k, and the last one of a model, do it too.
 
 Which norm feeds which layers is known by the names of a block's children (:data:`FEEDS`). A norm must give the stock
-forward's output on random input and random weights first (:func:`agrees`): Gemma's, which multiply by 1 + weight, and
-norms that subtract a mean stay as they are. A norm whose codes nobody takes twice in a row makes none any more.
+forward's output on random input and random weights first (:func:`matches_stock`): Gemma's, which multiply by 1 +
+weight, and norms that subtract a mean stay as they are. A norm whose codes nobody takes twice in a row makes none any
+more.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.blocks.probe import exchanged, fails, layer_of, off, random, unlike, wrong_dtype
 from octavo.fp8.dense import inputs, sources
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.inputs import CastRequest, compute_dtype, transformed, without_autocast
+from octavo.fp8.dense.inputs import CastRequest, compute_dtype, without_autocast
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.dense.swap import Planned, Swapped, fused_backend, planned, probe, swap
+from octavo.fp8.dense.swap import Planned, Swapped, computable, planned, probe, swap
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.weights.shards import is_whole, ordinary
+from octavo.fp8.weights.shards import is_whole
 
 FEEDS = (
     ("input_layernorm", "self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -49,24 +51,23 @@ _POST = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 """In blocks with one of these, post_attention_layernorm is what it says: it comes behind attention, before no MLP."""
 
 _EPS = ("variance_epsilon", "eps")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MISSES = 2  # in a row, after which a norm makes no more codes
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
     """Let the norms before FP8 layers make their codes; returns (name, what stands against it or None) of each."""
     fp8 = [(name, norm, fp8_of(layers)) for name, norm, layers in fed(model)]
-    return tuple((name, unite(norm, layers)) for name, norm, layers in fp8 if layers)
+    return tuple((name, fuse(norm, layers)) for name, norm, layers in fp8 if layers)
 
 
 def fp8_of(layers: Sequence[nn.Module]) -> tuple[Linear, ...]:
     return tuple(m for m in layers if isinstance(m, Linear))
 
 
-def unite(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> str | None:
+def fuse(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> str | None:
     """Let a norm make the codes of the FP8 layers that it feeds (and keep codes of its input, with ``saves``); returns
     what stands against it, if anything does."""
-    reason = obstacle(norm, [p for m in layers if (p := planned(m)) is not None])
+    reason = why_not(norm, [p for m in layers if (p := planned(m)) is not None])
     if reason is None:
         _swap(norm, layers, saves)
     return reason
@@ -74,7 +75,7 @@ def unite(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> s
 
 def save(norm: nn.Module) -> str | None:
     """Let an RMSNorm keep FP8 codes of its input; returns what stands against it, if anything does."""
-    reason = obstacle_to_saving(norm)
+    reason = why_not_save(norm)
     if reason is None:
         _swap(norm, (), True)
     return reason
@@ -92,33 +93,25 @@ def fed(model: nn.Module) -> list[tuple[str, nn.Module, tuple[nn.Linear, ...]]]:
             norm, holder = parent._modules.get(name), parent._modules.get(neighbour)
             if norm is None or holder is None or (name == "post_attention_layernorm" and _POST & set(parent._modules)):
                 continue
-            layers = tuple(m for child in children if isinstance(m := _layer(holder._modules.get(child)), nn.Linear))
+            layers = tuple(m for child in children if isinstance(m := layer_of(holder._modules.get(child)), nn.Linear))
             if layers:
                 out.append((f"{path}.{name}" if path else name, norm, layers))
     return out
 
 
-def _layer(module: nn.Module | None) -> nn.Module | None:
-    """The linear layer itself, also inside an adapter that wraps it (PEFT's ``base_layer``)."""
-    inner = None if module is None else module._modules.get("base_layer")
-    return inner if isinstance(inner, nn.Module) else module
-
-
-def obstacle(norm: nn.Module, layers: Sequence[Planned]) -> str | None:
+def why_not(norm: nn.Module, layers: Sequence[Planned]) -> str | None:
     """Why this norm cannot make the codes of these FP8 layers, None if it can."""
-    return _structure(norm) or _behind(layers) or agrees(norm)
+    return _structure(norm) or _behind(layers) or matches_stock(norm)
 
 
-def obstacle_to_saving(norm: nn.Module) -> str | None:
+def why_not_save(norm: nn.Module) -> str | None:
     """Why this norm cannot keep FP8 codes of its input as an RMSNorm, None if it can."""
-    return _structure(norm) or agrees(norm)
+    return _structure(norm) or matches_stock(norm)
 
 
 def _structure(norm: nn.Module) -> str | None:
-    if isinstance(norm, Swapped):
-        return "fused before"
-    if "forward" in norm.__dict__:
-        return "its forward was replaced on the instance (an accelerate hook?)"
+    if (reason := exchanged(norm)) is not None:
+        return reason
     held = [n for n, p in norm._parameters.items() if p is not None] + list(norm._modules) + list(norm._buffers)
     weight = norm._parameters.get("weight")
     if held != ["weight"] or weight is None or weight.dim() != 1:
@@ -158,7 +151,7 @@ def _specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
     return row, None if col == row else col
 
 
-def agrees(norm: nn.Module) -> str | None:
+def matches_stock(norm: nn.Module) -> str | None:
     """Run the stock forward on random input and weights in the weight's dtype: None if it is an RMSNorm, else why not.
 
     Tolerance, element by element: two epsilons of the dtype of the stock module's value (it rounds twice, we once), and
@@ -167,9 +160,9 @@ def agrees(norm: nn.Module) -> str | None:
     weight = norm._parameters["weight"]
     eps = _eps(norm)
     assert weight is not None and eps is not None
-    if weight.dtype not in _DTYPES:
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
-    generator = torch.Generator("cpu").manual_seed(0)
+    if (reason := wrong_dtype("its weight is", (weight,))) is not None:
+        return reason
+    generator = random()
     own = torch.randn(weight.shape, generator=generator, device="cpu").to(weight.dtype)
     # Rows with a mean, rows of all sizes, among them those in which eps counts.
     x = torch.randn(12, weight.shape[0], generator=generator, device="cpu") + 0.5
@@ -177,19 +170,15 @@ def agrees(norm: nn.Module) -> str | None:
     try:
         stock = _stock(norm, own, x)
     except Exception as error:  # a forward that is not known may fail in any way
-        return f"its forward fails on a matrix ({type(error).__name__}: {error})"
-    if not isinstance(stock, Tensor) or stock.shape != x.shape or stock.dtype != x.dtype:
-        return "its forward does not return one tensor of the shape and dtype of its input"
+        return fails("a matrix", error)
+    if (reason := unlike(stock, x)) is not None:
+        return reason
     wide = x.float()
-    ours = (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * own.float()).to(x.dtype).float()
-    gap = (stock.float() - ours).abs()
+    ours = (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * own.float()).to(x.dtype)
     allowed = max(2 * torch.finfo(x.dtype).eps, 16 * torch.finfo(torch.float32).eps) * stock.float().abs()
-    if not bool((gap <= allowed + torch.finfo(x.dtype).tiny).all()):
-        return (
-            f"the output of {type(norm).__name__} is not x / rms(x) * weight: off by up to {float(gap.max()):.3g} on "
-            "random input (Gemma's norms multiply by 1 + weight)"
-        )
-    return None
+    allowed = allowed + torch.finfo(x.dtype).tiny
+    reason = off(stock, ours, allowed, f"the output of {type(norm).__name__} is not x / rms(x) * weight")
+    return None if reason is None else f"{reason} (Gemma's norms multiply by 1 + weight)"
 
 
 def _stock(norm: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
@@ -218,11 +207,11 @@ class RmsNorm(Swapped):
 
     def other(self, x: Tensor) -> Tensor | None:
         weight = self._parameters.get("weight")
-        if not ordinary(x) or x.is_meta or x.dim() == 0 or not x.numel():
+        if weight is None or not is_whole(weight) or not computable(x):
             return None
-        if weight is None or not is_whole(weight) or weight.device != x.device or x.shape[-1] != weight.shape[0]:
+        if weight.device != x.device or x.shape[-1] != weight.shape[0]:
             return None
-        if x.dtype not in _DTYPES or weight.dtype not in _DTYPES or transformed():
+        if x.dtype not in sources.DTYPES or weight.dtype not in sources.DTYPES:
             return None
         # An FP8 layer that is one no longer (fp8.high_precision) wants the stock norm before it, too.
         layers = [m for m in self._feeds if isinstance(m, Linear) and _casts(m._site) != (None, None)]
@@ -230,7 +219,7 @@ class RmsNorm(Swapped):
             return None
         out = torch.promote_types(x.dtype, weight.dtype) if self._promotes else x.dtype
         if layers:
-            backend, (row, col) = fused_backend("rmsnorm", layers[0]._site, x.device), self._wanted(layers)
+            backend, (row, col) = sources.fused_backend("rmsnorm", layers[0]._site, x.device), self._wanted(layers)
         else:
             backend, row, col = sources.backend_of("rmsnorm", sources.SPEC, x.device), None, None
         saves = self._saves and torch.is_grad_enabled()
@@ -280,23 +269,20 @@ class _RmsNorm(torch.autograd.Function):
         for want, q in zip((call.row, call.col), codes, strict=True):
             if want is not None and q is not None:
                 call.made[want] = q
-        ctx.spec, ctx.x_shape, ctx.x_dtype = None if kept is None else kept.spec, x.shape, x.dtype
-        ctx.save_for_backward(*((x,) if kept is None else (kept.data, kept.scale)), weight, rstd_M)
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        sources.save(ctx, x=x if kept is None else kept, weight=weight, rstd=rstd_M)
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
         return torch.ops.aten._unsafe_view(y_MK, list(x.shape))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, weight, rstd_M = ctx.saved_tensors
+        x, weight, rstd_M = sources.saved(ctx).values()
         needs_x, needs_w = ctx.needs_input_grad[:2]
         dx = dw = None
         with without_autocast(dy):
             dy_MK = dy.reshape(-1, dy.shape[-1]).float()
-            if ctx.spec is None:
-                x_MK = kept[0].reshape(dy_MK.shape).float()
-            else:
-                x_MK = sources.value(Quantized(kept[0], kept[1], ctx.spec), torch.float32)
+            x_MK = sources.decoded(x, torch.float32).reshape(dy_MK.shape).float()
             n_MK = x_MK * rstd_M.unsqueeze(1)
             if needs_w:
                 dw = (dy_MK * n_MK).sum(0).to(weight.dtype)

@@ -36,15 +36,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized, castable
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.registry import Backend, Selection, get, select
 from octavo.fp8.weights.cache import WeightSlice, codes_of
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
-
-_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 # --- what to do, as text ----------------------------------------------------------------------------------------------
 
@@ -195,17 +193,8 @@ _lib.define(
 )
 
 
-def _check_castable(x: Tensor) -> None:
-    if x.dtype not in _CASTABLE:
-        raise CastError(
-            f"Cannot quantize a tensor of {x.dtype}: FP8 casts start from float32, bfloat16 or float16. "
-            "Convert it first, for instance with x.float()."
-        )
-
-
 def _cast(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    nothing = _packed_fake(x, "", 0)
-    packed = [nothing, (x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32))]
+    packed = [_packed_fake(x, "", 1), _packed_fake(x, "", 0)]
     if row and col and row.split(":")[0] == col.split(":")[0]:
         (backend, row_spec), (_, col_spec) = _operand(row), _operand(col)
         both = backend.quantize_both(x, row_spec, col_spec)
@@ -223,7 +212,7 @@ def _cast(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if row or col:
-        _check_castable(x)
+        castable(x)
     return (*_packed_fake(x, row, 1), *_packed_fake(x, col, 0))
 
 
@@ -235,15 +224,9 @@ def _weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, contract: in
 
 
 def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    row: Tensor,
-    row_scale: Tensor,
-    col: Tensor,
-    col_scale: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, row: Tensor, row_scale: Tensor, col: Tensor, col_scale: Tensor,
     key: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y [M, N] in x's dtype. ``col`` and ``col_scale`` are for the backward alone."""
     fwd = gemms(key).fwd
     if not fwd:
@@ -270,16 +253,9 @@ def _dgrad_fake(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype
 
 
 def _wgrad(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    tokens: int,
-    outputs: int,
-    inputs: int,
-    dtype: torch.dtype,
-    key: str,
-) -> Tensor:
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, tokens: int, outputs: int, inputs: int,
+    dtype: torch.dtype, key: str,
+) -> Tensor:  # fmt: skip
     backend, a, b = _gemm(gemms(key).wgrad)
     dy_q = unpack(dy, dy_scale, tokens, outputs, a, 0)
     x_q = unpack(x, x_scale, tokens, inputs, b, 0)
@@ -287,16 +263,9 @@ def _wgrad(
 
 
 def _wgrad_fake(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    tokens: int,
-    outputs: int,
-    inputs: int,
-    dtype: torch.dtype,
-    key: str,
-) -> Tensor:
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, tokens: int, outputs: int, inputs: int,
+    dtype: torch.dtype, key: str,
+) -> Tensor:  # fmt: skip
     return dy.new_empty(outputs, inputs, dtype=dtype)
 
 

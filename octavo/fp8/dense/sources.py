@@ -29,17 +29,20 @@ a layer scale that is a bare parameter (InternVL's ``lambda_1 * x``) keeps x, an
 does). Residual additions and rotary embeddings keep nothing. A stock linear layer, which the plan left in high
 precision, keeps its input; so does a router. Compiled blocks (``torch.compile``) run and keep as the stock model does.
 
-This module holds what they share: casting to codes and back.
+This module holds what they share: casting to codes and back, and saving by name.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense.gemms import Site
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import Backend, select
 
@@ -66,11 +69,45 @@ def value(q: Quantized, dtype: torch.dtype) -> Tensor:
     return backend.dequantize(q, dtype)
 
 
+def save(ctx: Any, **named: Quantized | Tensor | None) -> None:
+    """Save tensors and codes for a backward, which finds them by name with :func:`saved`."""
+    tensors: list[Tensor | None] = []
+    ctx.saved_specs = {name: value.spec if isinstance(value, Quantized) else None for name, value in named.items()}
+    for value in named.values():
+        tensors += (value.data, value.scale) if isinstance(value, Quantized) else (value,)
+    ctx.save_for_backward(*tensors)
+
+
+def saved(ctx: Any) -> dict[str, Any]:
+    """What :func:`save` was given, by name."""
+    held = iter(ctx.saved_tensors)
+    return {
+        name: next(held) if spec is None else Quantized(next(held), next(held), spec)
+        for name, spec in ctx.saved_specs.items()
+    }
+
+
+def decoded(kept: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of what was saved: of codes in ``dtype``, a tensor as it is."""
+    return value(kept, dtype) if isinstance(kept, Quantized) else kept
+
+
+def fused_backend(op: str, site: Site, device: torch.device) -> Backend:
+    """Who runs a fused operation beside the GEMMs of a layer: their own backend if it can, else as for no layer. All of
+    them give the same codes."""
+    return _backend_of(registry.names(), op, site.recipe, device, site.backend.backend.name)
+
+
 def backend_of(op: str, spec: CastSpec, device: torch.device) -> Backend:
-    """Who runs an operation that belongs to no layer; remembered, since every layer of every step asks."""
-    return _backend_of(registry.names(), op, spec, device)
+    """Who runs an operation that belongs to no layer: see :func:`~octavo.fp8.kernels.registry.select`."""
+    return _backend_of(registry.names(), op, spec, device, None)
 
 
-@lru_cache(maxsize=256)
-def _backend_of(registered: tuple[str, ...], op: str, spec: CastSpec, device: torch.device) -> Backend:
-    return select(op, recipe_or_spec=spec, device=device).backend
+@lru_cache(maxsize=512)
+def _backend_of(
+    registered: tuple[str, ...], op: str, what: CastSpec | Recipe, device: torch.device, first: str | None
+) -> Backend:
+    """Remembered, since every layer of every step asks. ``registered`` forgets it with a new backend."""
+    if first is not None and registry.get(first).supports(op, what, device, None) is None:
+        return registry.get(first)
+    return select(op, recipe_or_spec=what, device=device).backend

@@ -7,17 +7,15 @@ the stock forward is one call away, and is taken whenever the other way cannot b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.inputs import transformed
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.kernels import registry
-from octavo.fp8.kernels.registry import Backend, select
+from octavo.fp8.weights.shards import ordinary
 
 STOCK = "_as_stock"
 """In the __dict__ of a swapped module whose class cannot be taken off for a moment: it computes as the stock one."""
@@ -126,16 +124,7 @@ def probe(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]
     return made
 
 
-def fused_backend(op: str, site: Site, device: torch.device) -> Backend:
-    """Who runs a fused operation beside the GEMMs of a layer: their own backend if it can, else the one that
-    :func:`~octavo.fp8.kernels.registry.select` chooses. All of them give the same codes."""
-    return _fused_backend(registry.names(), op, site.backend.backend.name, site.recipe, device)
-
-
-@lru_cache(maxsize=256)
-def _fused_backend(registered: tuple[str, ...], op: str, name: str, recipe: Recipe, device: torch.device) -> Backend:
-    """Remembered, since every layer of every step asks. ``registered`` forgets it with a new backend."""
-    own = registry.get(name)
-    if own.supports(op, recipe, device, None) is None:
-        return own
-    return select(op, recipe_or_spec=recipe, device=device).backend
+def computable(x: Tensor) -> bool:
+    """Whether a call with x may take another way than the stock one: x is a plain tensor with elements, and no
+    transform of torch.func is at work, which our gradients do not know."""
+    return ordinary(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not transformed()

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 
 CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 """The dimension of each operand that a GEMM sums over."""
@@ -50,6 +50,16 @@ class Operand(NamedTuple):
     scale: Tensor
     free: int
     contracted: int
+
+
+def check_fit(gemm: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int) -> None:
+    """Raises CastError unless a and b are matrices that agree in what is contracted, ``a_dim`` of a and ``b_dim`` of
+    b."""
+    if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
+        raise CastError(
+            f"gemm_{gemm}: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices "
+            f"that agree in dimension {a_dim} of the first and {b_dim} of the second. Flatten leading dimensions first."
+        )
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -17,30 +17,27 @@ in: autocast is switched off inside, and under a lowered precision the product i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic import cast
-from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import decode
+from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels import reference_fused as fused
 from octavo.fp8.kernels import reference_grouped as grouped
 from octavo.fp8.kernels.groups import Groups
+from octavo.fp8.kernels.layout import CONTRACTED, check_fit
 from octavo.fp8.kernels.registry import Backend
 
-if TYPE_CHECKING:
-    from octavo.fp8.arithmetic.adamw import Hyper, Piece
-    from octavo.fp8.arithmetic.moments import Agree
-
-_GEMMS = ("fwd", "dgrad", "wgrad")
 _ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward", "adamw")
 
 
 class ReferenceBackend(Backend):
-    """Plain PyTorch on any device: slow on a GPU, always right."""
+    """Plain PyTorch on any device: slow on a GPU, always right. What each method gives is said by :class:`Backend`."""
 
     name = "reference"
 
@@ -49,13 +46,13 @@ class ReferenceBackend(Backend):
     ) -> str | None:
         """Everything is supported, but not a GEMM that the recipe keeps in high precision."""
         named = op.removeprefix("grouped_")
-        if named not in _GEMMS or not isinstance(what, Recipe):
+        if named not in CONTRACTED or not isinstance(what, Recipe):
             return None if op in _ALWAYS else f"it has no {op}"
         if op in grouped.OPS and (lack := grouped.lack(device)) is not None:
             return lack
-        return (
-            None if what.gemm(named) is not None else f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-        )
+        if what.gemm(named) is None:
+            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+        return None
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         """See ``octavo.fp8.arithmetic.cast.quantize``; the result is plain and contiguous for every contraction."""
@@ -68,34 +65,27 @@ class ReferenceBackend(Backend):
     def quantize_with_scale(
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
     ) -> Quantized:
-        """See ``octavo.fp8.arithmetic.cast.quantize_with_scale``."""
         return cast.quantize_with_scale(x, scale, spec, amax)
 
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-        """See ``octavo.fp8.arithmetic.cast.dequantize``."""
         return cast.dequantize(q, dtype)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """y [M, N] = x [M, K] @ w [N, K].T + bias [N], contracting K."""
         if bias is None:
             return _gemm("fwd", x_q, 1, w_q, 1, out_dtype)
         y = _gemm("fwd", x_q, 1, w_q, 1, torch.float32) + bias.float()
         return y.to(out_dtype)
 
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """dx [M, K] = dy [M, N] @ w [N, K], contracting N."""
         return _gemm("dgrad", dy_q, 1, w_q, 0, out_dtype)
 
     def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """dw [N, K] = dy [M, N].T @ x [M, K], contracting M."""
         return _gemm("wgrad", dy_q, 0, x_q, 0, out_dtype)
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
-        """See :mod:`octavo.fp8.kernels.reference_grouped`, as for the methods below."""
         return grouped.quantize_rows(x, spec, groups)
 
     def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        """Codes of w [E, N, K], each expert alone."""
         return grouped.quantize_experts(w, spec)
 
     def grouped_fwd(
@@ -109,50 +99,33 @@ class ReferenceBackend(Backend):
         return grouped.dgrad(_gemm, dy_q, w_q, groups, out_dtype)
 
     def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        """dw [E, N, K], contracting each expert's rows."""
         return grouped.wgrad(_gemm, dy_q, x_q, groups, out_dtype)
 
     def rmsnorm_quantize(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        row: CastSpec | None,
-        col: CastSpec | None,
-        out: torch.dtype | None = None,
-        low: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
-        """See :mod:`octavo.fp8.kernels.reference_fused`."""
+        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+        out: torch.dtype | None = None, low: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
         return fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
 
     def swiglu_quantize(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Tensor, Quantized | None, Quantized | None]:
-        """See :mod:`octavo.fp8.kernels.reference_fused`."""
         return fused.swiglu_quantize(gate, up, row, col)
 
     def swiglu_backward_quantize(
         self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
-        """See :mod:`octavo.fp8.kernels.reference_fused`."""
         return fused.swiglu_backward_quantize(dh, gate, up, row, col)
 
     def adamw(
         self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
     ) -> None:
-        """See :mod:`octavo.fp8.arithmetic.adamw`."""
-        from octavo.fp8.arithmetic.adamw import reference
-
         reference(pieces, hyper, factor, agree)
 
 
 def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out_dtype: torch.dtype) -> Tensor:
     """Contract dimension ``a_dim`` of a with dimension ``b_dim`` of b; rows of the result from a, columns from b."""
-    if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
-        raise CastError(
-            f"gemm_{name}: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices "
-            f"that agree in dimension {a_dim} of the first and {b_dim} of the second. Flatten leading dimensions first."
-        )
+    check_fit(name, a_q, a_dim, b_q, b_dim)
     a, a_scale = _operand(a_q, a_dim)
     b, b_scale = _operand(b_q, b_dim)
     out = _matmul_fp32(a if a_dim == 1 else a.t(), b if b_dim == 0 else b.t())

@@ -51,14 +51,9 @@ def _check_dtypes(name: str, *tensors: Tensor) -> None:
 
 
 def rmsnorm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    row: CastSpec | None,
-    col: CastSpec | None,
-    out: torch.dtype | None = None,
-    low: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+    out: torch.dtype | None = None, low: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     """(y [M, K] in ``out``, or x's dtype, rstd [M] fp32, y.to(``low``) under ``row`` and under ``col``).
 
     Raises:
@@ -95,12 +90,16 @@ def swiglu_backward_quantize(
         CastError: shapes or dtypes that do not fit.
     """
     check_swiglu("swiglu_backward_quantize", dh, gate, up)
-    d, g, u = dh.detach().float(), gate.detach().float(), up.detach().float()
+    dgate_MI, dup_MI = swiglu_backward(dh.detach(), gate.detach(), up.detach())
+    return _cast(dgate_MI, row), _cast(dgate_MI, col), _cast(dup_MI, row), _cast(dup_MI, col)
+
+
+def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """(dgate, dup) [M, I] of h = silu(gate) * up, computed in fp32, rounded once: what the fused kernel casts."""
+    d, g = dh.float(), gate.float()
     s = torch.sigmoid(g)
     silu = g * s
-    dgate_MI = (d * u * (s + silu * (1.0 - s))).to(gate.dtype)
-    dup_MI = (d * silu).to(gate.dtype)
-    return _cast(dgate_MI, row), _cast(dgate_MI, col), _cast(dup_MI, row), _cast(dup_MI, col)
+    return (d * up.float() * (s + silu * (1.0 - s))).to(gate.dtype), (d * silu).to(gate.dtype)
 
 
 def _cast(y: Tensor, spec: CastSpec | None) -> Quantized | None:

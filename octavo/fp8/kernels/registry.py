@@ -9,32 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import Groups
 
-if TYPE_CHECKING:
-    from octavo.fp8.arithmetic.adamw import Hyper, Piece
-    from octavo.fp8.arithmetic.moments import Agree
-
 OPS = (
-    "quantize",
-    "dequantize",
-    "fwd",
-    "dgrad",
-    "wgrad",
-    "grouped_fwd",
-    "grouped_dgrad",
-    "grouped_wgrad",
-    "rmsnorm",
-    "swiglu",
-    "swiglu_backward",
-    "adamw",
+    *("quantize", "dequantize"),
+    *("fwd", "dgrad", "wgrad", "grouped_fwd", "grouped_dgrad", "grouped_wgrad"),
+    *("rmsnorm", "swiglu", "swiglu_backward", "adamw"),
 )
 """What a backend can be asked for: casts, the three GEMMs with their casts, the same for groups of experts, the two
 elementwise layers that emit quantized outputs, and the optimizer's step."""
@@ -140,15 +129,9 @@ class Backend:
         raise self._missing("grouped_wgrad")
 
     def rmsnorm_quantize(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        row: CastSpec | None,
-        col: CastSpec | None,
-        out: torch.dtype | None = None,
-        low: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+        out: torch.dtype | None = None, low: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
         """(y, rstd [M] fp32, y under ``row`` for contraction 1, y under ``col`` for contraction 0), x [M, K].
 
         y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), in fp32, rounded once to ``out`` (None: x's dtype);

@@ -31,7 +31,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.kernels.layout import CONTRACTED, Operand, k_major, lines, round_up
+from octavo.fp8.kernels.layout import CONTRACTED, Operand, check_fit, k_major, lines, round_up
 from octavo.fp8.kernels.reference import scaled
 from octavo.fp8.kernels.registry import Borrower
 
@@ -163,11 +163,7 @@ def lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
         CastError: no two matrices that fit each other, or casts that scaled_mm cannot multiply.
     """
     a_dim, b_dim = CONTRACTED[op]
-    if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
-        raise CastError(
-            f"gemm_{op}: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices "
-            f"that agree in dimension {a_dim} of the first and {b_dim} of the second. Flatten leading dimensions first."
-        )
+    check_fit(op, a_q, a_dim, b_q, b_dim)
     kind = kind_of(op, a_q.spec, b_q.spec)
     if kind is None:
         raise CastError(
@@ -211,18 +207,9 @@ def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias:
     recipe_a, recipe_b = _SCALINGS[product.kind]
     swizzle = SwizzleType.SWIZZLE_32_4_4 if product.kind == "mx" else None
     return F.scaled_mm(
-        product.a,
-        product.b,
-        product.scale_a,
-        recipe_a,
-        product.scale_b,
-        recipe_b,
-        swizzle_a=swizzle,
-        swizzle_b=swizzle,
-        bias=bias,
-        output_dtype=out_dtype,
-        use_fast_accum=fast,
-    )
+        product.a, product.b, product.scale_a, recipe_a, product.scale_b, recipe_b,
+        swizzle_a=swizzle, swizzle_b=swizzle, bias=bias, output_dtype=out_dtype, use_fast_accum=fast,
+    )  # fmt: skip
 
 
 def _gemm(op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -12,20 +12,17 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend
-
-if TYPE_CHECKING:
-    from octavo.fp8.arithmetic.adamw import Hyper, Piece
-    from octavo.fp8.arithmetic.moments import Agree
 
 OLDEST = (8, 9)  # Ada: the first tensor cores that multiply FP8
 WHOLE = ((-1, -1), (1, -1), (-1, 1))
@@ -132,15 +129,9 @@ class TritonBackend(Backend):
         return grouped.wgrad(dy_q, x_q, groups, out_dtype)
 
     def rmsnorm_quantize(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        row: CastSpec | None,
-        col: CastSpec | None,
-        out: torch.dtype | None = None,
-        low: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
+        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+        out: torch.dtype | None = None, low: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
         from octavo.fp8.kernels.triton_kernels import fused
 
         return fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
@@ -193,11 +184,8 @@ def _lacks(kind: str, index: int | None) -> str | None:
         if not torch.cuda.is_available():
             return None  # a plan for another machine
         found = torch.cuda.get_device_capability(index)
-        return (
-            None
-            if found >= OLDEST
-            else f"FP8 needs compute capability 8.9 or later, this GPU has {found[0]}.{found[1]}"
-        )
+        here = f"this GPU has {found[0]}.{found[1]}"
+        return None if found >= OLDEST else f"FP8 needs compute capability 8.9 or later, {here}"
     if kind == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None

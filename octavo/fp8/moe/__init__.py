@@ -1,6 +1,6 @@
 """Mixtures of experts: all experts of a layer at once."""
 
-from octavo.fp8.moe.experts import BESIDE, PROJECTIONS, Experts, agrees, is_experts, mixture, obstacle
+from octavo.fp8.moe.experts import BESIDE, PROJECTIONS, Experts, is_experts, matches_stock, mixture, why_not
 from octavo.fp8.moe.grouped_high import bias_grad as grouped_bias_grad
 from octavo.fp8.moe.grouped_high import dgrad as grouped_dgrad
 from octavo.fp8.moe.grouped_high import fwd as grouped_fwd
@@ -10,12 +10,12 @@ __all__ = [
     "BESIDE",
     "Experts",
     "PROJECTIONS",
-    "agrees",
     "grouped_bias_grad",
     "grouped_dgrad",
     "grouped_fwd",
     "grouped_wgrad",
     "is_experts",
+    "matches_stock",
     "mixture",
-    "obstacle",
+    "why_not",
 ]

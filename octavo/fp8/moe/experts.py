@@ -12,7 +12,7 @@ The forward, with P = M k pairs of a token and one of its k experts::
     gate_up_proj, the gate, down_proj on all R rows       [R, H] -> [R, H]    grouped_linear.py
     take each pair's row, weigh it, add a token's k       [R, H] -> [M, H]
 
-Before a module is converted this must give the stock module's output on random input (:func:`agrees`). GEMMs are
+Before a module is converted this must give the stock module's output on random input (:func:`matches_stock`). GEMMs are
 counted under ``<module>.gate_up_proj`` and ``<module>.down_proj``, a grouped one as one call of every expert. Where the
 experts run one by one, those without tokens run no GEMM and count as idle. Either way they get a gradient of zeros.
 """
@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.blocks import mlp
 from octavo.fp8.dense import delayed, sources
 from octavo.fp8.dense.gemms import Site
@@ -54,7 +53,7 @@ def is_experts(module: nn.Module) -> bool:
     return all(w is not None and w.dim() == 3 for w in weights)
 
 
-def obstacle(module: nn.Module) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """Why FP8 experts cannot stand in for this module of experts; None if its structure is the known one."""
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(arguments) != 3 or not any(word in arguments[1] for word in ("index", "indices")):
@@ -71,7 +70,7 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def agrees(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
+def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
     """Run the stock module and ours, in high precision, on the same random input: None if they agree, else why not.
 
     The tolerance is that of a sum in the weights' dtype taken in another order.
@@ -213,12 +212,7 @@ def _biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
 
 
 def mixture(
-    module: nn.Module,
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    project: Project,
-    saves: bool = False,
+    module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project, saves: bool = False
 ) -> Tensor:
     """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
     ``saves``: what lies between the projections and behind them is kept in FP8. What :data:`BESIDE` makes of their
@@ -337,17 +331,17 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, weights: Tensor) -> Tensor:
         kept = sources.keep(pairs) if ctx.needs_input_grad[1] else None
-        ctx.spec, ctx.dtypes = None if kept is None else kept.spec, (pairs.dtype, weights.dtype)
-        ctx.save_for_backward(weights, *(() if kept is None else (kept.data, kept.scale)))
+        ctx.dtypes = pairs.dtype, weights.dtype
+        sources.save(ctx, weights=weights, pairs=kept)
         return pairs * weights
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weights, *codes = ctx.saved_tensors
+        weights, kept = sources.saved(ctx).values()
         dpairs = (dy * weights).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dweights = None
-        if codes:
-            pairs = sources.value(Quantized(codes[0], codes[1], ctx.spec), ctx.dtypes[0])
+        if kept is not None:
+            pairs = sources.value(kept, ctx.dtypes[0])
             dweights = (dy * pairs).sum(1, keepdim=True).to(ctx.dtypes[1])
         return dpairs, dweights

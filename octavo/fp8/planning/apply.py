@@ -74,7 +74,7 @@ def _check_modules(modules: Mapping[str, nn.Module], by_module: Mapping[str, Seq
                 f"{name!r} got a forward of its own on the instance since the plan was made (an accelerate hook?), "
                 "which would bypass FP8. Apply the plan first and add the hooks afterwards."
             )
-        why = experts.agrees(module) if rows[0].kind == "experts" and not is_meta(module) else None
+        why = experts.matches_stock(module) if rows[0].kind == "experts" and not is_meta(module) else None
         if why is not None:
             raise PlanError(
                 f"{name!r} cannot be converted: {why}. Plan again on the loaded model, which leaves it out."
@@ -115,9 +115,9 @@ def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
         elif block.kind == EXPERTS:
             experts.mark(module)
         elif block.fused and block.kind == MLP:
-            why_not = gated_mlp.unite(module, saves)
+            why_not = gated_mlp.fuse(module, saves)
         elif block.fused:
-            why_not = rmsnorm.unite(module, rmsnorm.fp8_of(feeds.get(block.name, ())), saves)
+            why_not = rmsnorm.fuse(module, rmsnorm.fp8_of(feeds.get(block.name, ())), saves)
         else:
             why_not = layernorm.save(module) if block.kind == NORM else mlp.save(module)
         if why_not is not None:

@@ -76,11 +76,11 @@ def _fusing(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
         if gated_mlp.is_gated_mlp(module):
             layers = [planned(module._modules[child]) for child in gated_mlp.CHILDREN]
             if any(p is not None for p in layers):
-                out[name] = _fused(name, MLP, gated_mlp.obstacle(module, layers))
+                out[name] = _fused(name, MLP, gated_mlp.why_not(module, layers))
     for name, norm, linears in rmsnorm.fed(model):
         found = [p for layer in linears if (p := planned(layer)) is not None]
         if found:
-            out[name] = _fused(name, NORM, rmsnorm.obstacle(norm, found))
+            out[name] = _fused(name, NORM, rmsnorm.why_not(norm, found))
     return out
 
 
@@ -104,10 +104,10 @@ def _saving(
             continue
         parts = mlp.parts(module)
         if layernorm.is_norm(module):
-            out.append(_saved(name, NORM, layernorm.obstacle(module)))
+            out.append(_saved(name, NORM, layernorm.why_not(module)))
         elif parts is not None:
             kind = MLP if len(parts.first) == 2 else PLAIN
-            out.append(_saved(name, kind, mlp.obstacle(module)))
+            out.append(_saved(name, kind, mlp.why_not(module)))
         elif name in experts:
             out.append(_saved(name, EXPERTS, None))
         if name in attention:

@@ -69,7 +69,7 @@ def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | 
         if any(not is_whole(p) for p in module.parameters(recurse=False)):
             verdicts[key] = "experts already sharded (plan and apply before fully_shard)"
         else:
-            verdicts[key] = moe.obstacle(module) or (None if is_meta(module) else moe.agrees(module))
+            verdicts[key] = moe.why_not(module) or (None if is_meta(module) else moe.matches_stock(module))
     return verdicts[key]
 
 

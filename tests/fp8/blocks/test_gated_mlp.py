@@ -62,7 +62,7 @@ def run(module, x, inner=lambda m, x: m(x), needs_x=True):
 
 
 def report(counts):
-    return {n: dict(getattr(counts, n)) for n in ("calls", "flops", "due", "came", "gradless")}
+    return {n: dict(getattr(counts, n)) for n in ("calls", "flops", "expected", "ran", "no_grad")}
 
 
 def near(found, exact, dtype):

@@ -52,7 +52,7 @@ def pair(kind=Gated, recipe="blockwise", dtype=torch.float32, policy=None, toget
         fp8.apply(mlp, fp8.plan(mlp, fp8.Policy(recipe=recipe, fuse="off", **(policy or {}))))
     twin = copy.deepcopy(mlp)
     if together:
-        assert gated_mlp.unite(mlp) is None and gated_mlp.unite(twin, saves=True) is None
+        assert gated_mlp.fuse(mlp) is None and gated_mlp.fuse(twin, saves=True) is None
     else:
         assert saved_mlp.save(twin) is None
     return mlp, twin

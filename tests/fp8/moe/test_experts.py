@@ -59,9 +59,9 @@ def convert(module, recipe="blockwise", **kwargs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ours_is_the_stock_module(family):
     module = FAMILIES[family]()
-    assert moe.is_experts(module) and moe.obstacle(module) is None and moe.agrees(module) is None
+    assert moe.is_experts(module) and moe.why_not(module) is None and moe.matches_stock(module) is None
     module.bfloat16()
-    assert moe.agrees(module) is None
+    assert moe.matches_stock(module) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
