@@ -14,8 +14,9 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
 from octavo.fp8.kernels import registry
-from octavo.fp8.kernels.triton_kernels import adamw, aot
+from octavo.fp8.kernels.triton_kernels import adamw
 from octavo.fp8.kernels.triton_kernels.launch import launches
+from tests.fp8.kernels import aot
 
 # NaN in, NaN out; numpy, on which the interpreter runs, says so each time.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

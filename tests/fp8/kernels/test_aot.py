@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from octavo.fp8.kernels.triton_kernels import aot
+from tests.fp8.kernels import aot
 
 KERNELS = {"rmsnorm_rows", "rmsnorm_tile", "rstd_of_rows", "swiglu", "swiglu_backward", "gemm_kernel"}
 MODULES = {"cast", "gemm", "grouped", "fused"}
@@ -52,7 +52,7 @@ def test_every_form_compiles_for_every_architecture() -> None:
 BROKEN = """
 import triton
 import triton.language as tl
-from octavo.fp8.kernels.triton_kernels.launch import Variant
+from tests.fp8.kernels.forms import Variant
 
 @triton.jit
 def no_such(x, N: tl.constexpr):
@@ -92,7 +92,7 @@ def variants():
 def test_what_fails_is_listed_and_the_exit_code_says_so(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN, encoding="utf-8")
     code = (
-        "import sys; from octavo.fp8.kernels import aot; aot._modules = lambda: ['broken']; "
+        "import sys; from tests.fp8.kernels import aot; aot._modules = lambda: ['broken']; "
         "sys.exit(aot.main(['--arch', '90', '--arch', 'sm_89', '--json', sys.argv[1]]))"
     )
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -161,11 +161,7 @@ def test_help_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["--arch", "90", "-h"]):
         assert aot.main(words) == 0
         out = capsys.readouterr().out
-        assert (
-            "python -m octavo.fp8.kernels.triton_kernels.aot [--arch 90 ...]" in out
-            and "--only" in out
-            and "exit code" in out
-        )
+        assert "python -m tests.fp8.kernels.aot [--arch 90 ...]" in out and "--only" in out and "exit code" in out
 
 
 def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,17 +175,8 @@ def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.long
 def test_the_command_where_the_interpreter_is_on() -> None:
     """As typed in a shell; its words are handed to another process, which runs the command without the interpreter."""
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TRITON_INTERPRET": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "octavo.fp8.kernels.triton_kernels.aot",
-        "--first",
-        "--arch",
-        "sm_90",
-        "--only",
-        "swiglu",
-    ]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.fp8.kernels.aot", "--first", "--arch", "sm_90", "--only", "swiglu"]
+    done = subprocess.run(command, env=environ, cwd=Path(__file__).parents[3], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "swiglu" in done.stdout and ", 0 at fault" in done.stdout

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.triton_kernels import cast
 from octavo.fp8.kernels.triton_kernels.launch import launches
 
+ROOT = Path(__file__).parents[3]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), (64, 32))
 KINDS = ("fp32", "pow2", "e8m0")
@@ -282,7 +284,7 @@ import re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from octavo.fp8.kernels.triton_kernels import cast
+from tests.fp8.kernels.forms import cast
 
 for v in cast.variants():
     if v.name not in ("cast 1x128 both", "cast 1x128 rows"):
@@ -303,5 +305,5 @@ for v in cast.variants():
 
 def test_compiled_casts_round_once_and_move_sixteen_bytes_at_a_time():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,13 +26,15 @@ from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import tiles
-from octavo.fp8.kernels.triton_kernels.gemm import gemm, variants
+from octavo.fp8.kernels.triton_kernels.gemm import gemm
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
 from tests.fp8 import oracle
+from tests.fp8.kernels.forms.gemm import variants
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu holds the compiled kernels to the same")
 
+ROOT = Path(__file__).parents[3]
 DIMS = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}  # the contracted dimension of each operand
 TITLES = ("tensorwise", "rowwise", "blockwise", "blockwise hybrid", "mxfp8")
 POINTERS, DESCRIPTORS = Gpu(0, 1), Gpu(90, 132)
@@ -314,8 +317,8 @@ def test_small_products_take_small_tiles_and_each_form_its_own() -> None:
 
 COUNT = """
 import json, re
-from octavo.fp8.kernels import aot
-from octavo.fp8.kernels.triton_kernels import gemm
+from tests.fp8.kernels import aot
+from tests.fp8.kernels.forms import gemm
 found = {}
 for variant in gemm.variants():
     arch, which = variant.architectures[0], variant.name.split()[2]
@@ -331,7 +334,9 @@ def test_gradients_are_promoted_in_the_compiled_code() -> None:
     """Where tensor cores sum coarsely, each step's product of dgrad goes through one fp32 addition a value (64 a
     thread); forward GEMMs have none, and neither has SM100, whose sums are fp32."""
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COUNT], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT], env=environ, cwd=ROOT, capture_output=True, text=True, check=True
+    )
     found = json.loads(done.stdout)
     assert {key: adds for key, (adds, _) in found.items()} == {
         f"{arch} {which}": 64 if which == "dgrad" and arch != 100 else 0

@@ -1,4 +1,4 @@
-"""AdamW in one launch: tables of pieces for ``adamw_kernels.py``, and the forms it is compiled in.
+"""AdamW in one launch: tables of pieces for ``adamw_kernels.py``.
 
 Bytes an element that a step reads and writes, gradient in BF16 (8-bit states count their figures)::
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars, edges, part, reference, whole
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree
 from octavo.fp8.kernels.triton_kernels.adamw_kernels import COLUMNS, adamw_step
-from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
+from octavo.fp8.kernels.triton_kernels.launch import launch
 
 GROUPS, TILES = 8, 4  # groups a tile, tiles a program: 4096 elements
 WARPS = 4
@@ -141,30 +141,3 @@ def _aligned(piece: Piece, hyper: Hyper) -> bool:
     held = [piece.weight, piece.grad, *(piece.state[k.name] for k in LAYOUT[hyper.states] if k.row is None)]
     held += [piece.state[name] for name in ("master", "master_low") if name in piece.state]
     return not (piece.start % 16 or piece.weight.numel() % 16 or any(t.data_ptr() % 16 for t in held))
-
-
-def variants() -> list[Variant]:
-    """Every pair of states and master with BF16 gradients, the fp32 ones with fp32 gradients; and odd pieces."""
-    kinds = [
-        (states, master, "bf16" if master != "fp32" else "fp32", grad, aligned)
-        for states in LAYOUT
-        for master in ("fp32", "master", "bf16+16", "bf16+sr")
-        for grad in (("fp32", "bf16") if master == "fp32" else ("bf16",))
-        for aligned in ((True, False) if states == "fp8" else (True,))
-    ]
-    signature = {"places": "*i64", "numbers": "*fp32", "factor": "*fp32", "count": "i32", "top": "i32"}
-    signature |= dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
-    types = {"fp32": tl.float32, "bf16": tl.bfloat16}
-    return [
-        Variant(
-            f"adamw {states} {master} g={grad}{'' if aligned else ' odd'}",
-            adamw_step,
-            signature,
-            {"STATES": states, "MASTER": master, "W": types[weight], "G": types[grad], "ALIGNED": aligned}
-            | {"GROUPS": GROUPS, "TILES": TILES},
-            num_warps=WARPS,
-            num_stages=1,
-            fused=False,
-        )
-        for states, master, weight, grad, aligned in kinds
-    ]

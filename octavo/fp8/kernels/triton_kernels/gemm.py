@@ -17,7 +17,7 @@ from octavo.fp8.arithmetic.cast import CastError, Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.triton_kernels import cast, tiles
 from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
-from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
+from octavo.fp8.kernels.triton_kernels.launch import launch
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
 
 
@@ -160,12 +160,3 @@ def gemm(
         num_stages=tile.stages,
     )
     return out
-
-
-def variants() -> list[Variant]:
-    """The forms of every recipe, GEMM and architecture with the tile of a large product; all tiles of one of them."""
-    signature = {"out": "*bf16", "M": "i32", "N": "i32:16", "K": "i32"}
-    plain = {"BIAS": False, "bias": None}
-    found = tiles.forms("gemm", gemm_kernel, ("fwd", "dgrad", "wgrad"), signature, plain, every_tile=True)
-    with_bias = signature | {"bias": "*bf16"}
-    return found + tiles.forms("gemm+bias", gemm_kernel, ("fwd",), with_bias, {"BIAS": True})

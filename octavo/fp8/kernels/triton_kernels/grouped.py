@@ -27,7 +27,7 @@ from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import TILE, Groups
 from octavo.fp8.kernels.triton_kernels import cast, grouped_cast, tiles
 from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
-from octavo.fp8.kernels.triton_kernels.launch import Variant, launch
+from octavo.fp8.kernels.triton_kernels.launch import launch
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu
 
 
@@ -369,14 +369,3 @@ def _of_experts(q: Quantized, contract: int) -> _Held:
         )  # a scale for every row, as k_major has
     codes = held.codes.view(experts * rows, width)
     return _Held(codes, scale, scale.stride(), rows, held.free, held.contracted)
-
-
-def variants() -> list[Variant]:
-    """The forms of both kernels, of every recipe and architecture, with the tiles of large groups."""
-    common = {"out": "*bf16", "N": "i32:16", "a_stride_e": "i32:16", "b_stride_e": "i32:16"}
-    rows = common | {"owners": "*i32", "rows": "i32", "K": "i32", "b_rows": "i32:16", "b_all": "i32:16"}
-    found = tiles.forms(
-        "grouped", grouped_rows_kernel, ("fwd", "dgrad"), rows, {"BIAS": False, "bias": None, "OWNED": TILE}
-    )
-    across = common | {"starts": "*i32", "sizes": "*i32", "M": "i32"}
-    return found + tiles.forms("grouped", grouped_wgrad_kernel, ("wgrad",), across, {"OWNED": TILE})

@@ -14,8 +14,6 @@ these would leave multiprocessors without work. :func:`choose` takes the tile wi
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,9 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.fp8.arithmetic.cast import CastError, CastSpec
 from octavo.fp8.arithmetic.formats import E8M0
-from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.layout import ceil_div
-from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, Variant
+from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED
 
 GROUP = 8  # row tiles that go down together: see contraction.place
 STEP = 128
@@ -178,55 +175,3 @@ def source(codes: Tensor, rows: int, cols: int, block: tuple[int, int], tma: boo
 def plain(scale: Tensor) -> Tensor:
     """Scales as a kernel takes them: e8m0 as bytes."""
     return scale.view(torch.uint8) if scale.dtype is E8M0 else scale
-
-
-def forms(
-    name: str,
-    kernel: Any,
-    gemms: Sequence[str],
-    signature: Mapping[str, str],
-    constants_: Mapping[str, Any],
-    every_tile: bool = False,
-) -> list[Variant]:
-    """What ``kernel`` is compiled to for these GEMMs of all recipes, on each architecture; the same form once.
-
-    ``signature`` and ``constants_``: of the arguments that are not those of all GEMM kernels. ``every_tile``: of the
-    blockwise ones all tiles, not only that of a large product.
-    """
-    found: list[Variant] = []
-    seen: set[tuple[int, Form, Tile]] = set()
-    for arch, title, which in itertools.product((89, 90, 100, 120), _RECIPES, gemms):
-        casts = recipe(*title.split()).gemm(which)
-        assert casts is not None
-        dims = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}[which]
-        gpu = Gpu(arch, 132)
-        what = form(grain(casts.a, dims[0]), grain(casts.b, dims[1]), fast=which == "fwd", gpu=gpu)
-        large = choose(8192, 8192, what, gpu)
-        chosen = [t for t, _ in candidates(what, gpu)] if every_tile and title == "blockwise" else [large]
-        for tile in chosen:
-            if (arch, what, tile) in seen:
-                continue
-            seen.add((arch, what, tile))
-            types, ones = _described(what, tile)
-            types = {key: kind for key, kind in {**types, **signature}.items() if key not in constants_}
-            label = f"{name} {title} {which} {tile.m}x{tile.n}x{tile.k}"
-            fixed: dict[str, Any] = {**constants(what, tile), **ones, "GROUP_M": GROUP, **constants_}
-            found.append(Variant(label, kernel, types, fixed, tile.warps, tile.stages, (arch,)))
-    return found
-
-
-_RECIPES = ("tensorwise", "tensorwise e4m3", "rowwise", "blockwise", "blockwise hybrid", "mxfp8")
-
-
-def _described(what: Form, tile: Tile) -> tuple[dict[str, str], dict[str, int]]:
-    """(types, strides of 1) of the arguments that describe both operands, lying as casts write them."""
-    types: dict[str, str] = {}
-    ones: dict[str, int] = {}
-    for key, g, rows in (("a", what.a, tile.m), ("b", what.b, tile.n)):
-        code = "fp8e5" if g.e5m2 else "fp8e4nv"
-        types[key] = f"tensordesc<{code}[{rows}, {tile.k}]>" if what.tma else f"*{code}"
-        types |= {f"{key}_scale": "*u8" if g.e8m0 else "*fp32", f"{key}_held": "i32:16"}
-        along_rows = not g.e8m0 and g.free != 128
-        ones[f"{key}_stride_f" if along_rows else f"{key}_stride_k"] = 1
-        types[f"{key}_stride_k" if along_rows else f"{key}_stride_f"] = "i32:16" if along_rows else "i32"
-    return types, ones

@@ -1,9 +1,9 @@
 """Compile every Triton kernel ahead of time, for GPUs that need not be there, and report what came out.
 
-    python -m octavo.fp8.kernels.triton_kernels.aot [--arch 90 ...] [--only TEXT] [--first] [--jobs N] [--json FILE]
-    [--help]
+    python -m tests.fp8.kernels.aot [--arch 90 ...] [--only TEXT] [--first] [--jobs N] [--json FILE] [--help]
 
-Each module of ``triton_kernels/`` lists the forms of its kernels in ``variants()``. One line a form and architecture:
+from the root of the repository. Each module of ``forms/`` lists those of one file of kernels in ``variants()``. One
+line a form and architecture:
 registers a thread, shared memory a program, bytes of local memory a thread (spilled registers; they cost bandwidth),
 the tensor core instruction (wgmma: Hopper; tcgen05: Blackwell of data centres; mma: all others), and how wide the
 accesses to global memory are. The exit code is 1 if a form does not compile, needs more shared memory than the
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import pkgutil
@@ -32,6 +31,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from tests.fp8.kernels import forms
+from tests.fp8.kernels.forms import Variant
+
 ARCHS = (89, 90, 100, 120)
 """Ada, Hopper, Blackwell in data centres, Blackwell in workstations."""
 
@@ -43,8 +45,8 @@ SHARED = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 _TENSOR_CORE = (("tcgen05.mma", "tcgen05"), ("wgmma.mma_async", "wgmma"), ("mma.sync", "mma"))
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[A-Za-z0-9_:]+)*?(?:\.v(\d))?\.[bufs](\d+)\b")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-_PACKAGE = "octavo.fp8.kernels.triton_kernels"
-_SELF = "octavo.fp8.kernels.triton_kernels.aot"  # __name__ is "__main__" where this is the command
+_ROOT = Path(__file__).parents[3]
+_SELF = "tests.fp8.kernels.aot"  # __name__ is "__main__" where this is the command
 
 
 def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jobs: int = 1) -> list[dict[str, Any]]:
@@ -107,14 +109,12 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _modules() -> list[str]:
-    package = importlib.import_module(_PACKAGE)
-    return [f"{_PACKAGE}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
+    return [f"{forms.__name__}.{found.name}" for found in pkgutil.iter_modules(forms.__path__)]
 
 
-def _variants(module: str) -> list[Any]:
-    find = getattr(importlib.import_module(module), "variants", None)
-    # A module of shared parts may have a function of that name which takes arguments; its users list the forms.
-    return [] if find is None or find.__module__ != module or inspect.signature(find).parameters else find()
+def _variants(module: str) -> list[Variant]:
+    found: list[Variant] = importlib.import_module(module).variants()
+    return found
 
 
 def _chosen(archs: Sequence[int], first: bool, only: str) -> list[tuple[str, int, int]]:
@@ -145,7 +145,7 @@ def _compiled(module: str, index: int, arch: int) -> dict[str, Any]:
         return {**row, "error": f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"}
 
 
-def _compile(variant: Any, arch: int) -> Any:
+def _compile(variant: Variant, arch: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -206,7 +206,8 @@ def _elsewhere(archs: Sequence[int], first: bool, only: str, jobs: int) -> list[
         words = ["--json", str(file), "--jobs", str(jobs), "--only", only, *(["--first"] if first else [])]
         for arch in archs:
             words += ["--arch", str(arch)]
-        done = subprocess.run([sys.executable, "-m", _SELF, *words], env=environ, capture_output=True, text=True)
+        command = [sys.executable, "-m", _SELF, *words]
+        done = subprocess.run(command, env=environ, cwd=_ROOT, capture_output=True, text=True)
         if not file.exists():
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(last) if done.returncode == 2 else RuntimeError(f"compiling ahead of time failed: {last}")
