@@ -37,13 +37,17 @@ def read_config(path: str | Path) -> PreTrainedConfig:
             f"{folder} is not a folder: a model is loaded from a local Hugging Face folder (config.json, safetensors, "
             "tokenizer). Download it first, or make a small one with `octavo tiny`."
         )
-    raw = read_json(folder / "config.json")
-    if "auto_map" in raw:
+    read_quantization(folder)  # refuses what cannot be read
+    return stock_config(folder)
+
+
+def stock_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of the stock model of a folder, however its weights are stored."""
+    if "auto_map" in read_json(folder / "config.json"):
         raise ModelError(
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
         )
-    read_quantization(folder)  # refuses what cannot be read
     config = _auto_config(folder)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in QUANTIZED_KEYS:  # what the weights on disk are, not the model
@@ -54,7 +58,8 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 def _auto_config(folder: Path) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with quiet():
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         raise ModelError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
     except Exception as error:  # transformers' strict dataclasses raise their own kinds; the cause is kept

@@ -34,7 +34,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
-from octavo.checkpoint.export.names import Matrix, to_disk
+from octavo.checkpoint.export.names import Matrices, Matrix
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid, shared_cast
 from octavo.fp8.arithmetic import quantize, scale_from_amax
 from octavo.fp8.policy import template
@@ -246,7 +246,7 @@ class _Writer:
     ) -> None:
         self.plan, self.source, self.shards, self.device = plan, source, shards, device
         self.progress, self.written = progress, written
-        self.stock = models.empty(source, dtype=torch.bfloat16)
+        self.names = Matrices(models.empty(source, dtype=torch.bfloat16))
         self.spec = None if plan.kind is None else fp8.FROZEN[plan.kind]
         self.kinds: dict[str, Kind] = {}
         self.opened: Counter[str] = Counter()
@@ -324,7 +324,7 @@ class _Writer:
         self._together[name] = high
         if any(other not in self._together for other in group):
             return
-        tensors = to_disk(self.stock, {n: self._together.pop(n) for n in group}, self.plan.turned)
+        tensors = self.names.to_disk({n: self._together.pop(n) for n in group}, self.plan.turned)
         for disk, tensor in tensors.items():
             self._write(disk, tensor, disk).count += 1
 

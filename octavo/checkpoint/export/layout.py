@@ -21,7 +21,7 @@ import torch
 
 from octavo import fp8, models
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.export.names import BLOCK, Matrix, Names
+from octavo.checkpoint.export.names import BLOCK, Matrices, Matrix
 from octavo.models.quantization import FUSED, Quantization, by_parts, by_pattern, by_target, exact
 
 #: format -> the kind of its scales (`fp8.FROZEN` has their casts); bf16 has none
@@ -118,7 +118,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
     family = models.describe(stock)
     if lacking := [name for name in include if name not in family.components]:
         raise CheckpointError(f"{lacking[0]!r} cannot be included: a {family.name} has no such component")
-    names = Names(stock)
+    names = Matrices(stock)
     rows = fp8.topology(stock, family.components)
     kind = FORMATS[format]
     stays, matrices = _chosen(rows, names, kind, {"foundation", *include})
@@ -132,16 +132,16 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
         )
     if kind is not None:
         _check_names(taken, names, aliases)
-    plain, together, turned = names.plain({name for name in names.state if name not in matrices})
+    plain, together, turned = names.plain({name for name in names.weights if name not in matrices})
     return Layout(
         format,
         matrices,
         plain,
-        {name: together.get(name, (name,)) for name in names.state},
-        {name: tuple(t.shape) for name, t in names.state.items()},
-        {name: names.dtype(name, t) for name, t in names.state.items()},
-        names.tied,
-        frozenset(row.name for row in rows if row.kind == "experts" and names.stored(row)),
+        {name: together.get(name, (name,)) for name in names.weights},
+        {name: tuple(t.shape) for name, t in names.weights.items()},
+        {name: names.dtype(name, t) for name, t in names.weights.items()},
+        frozenset(names.tied),
+        frozenset(row.name for row in rows if row.kind == "experts" and names.transposed(row.name)),
         turned,
         {row.module: stays[row.name] for row in rows if row.name in stays},
         aliases,
@@ -151,7 +151,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
 
 
 def _chosen(
-    rows: Sequence[fp8.Row], names: Names, kind: str | None, wanted: set[str]
+    rows: Sequence[fp8.Row], names: Matrices, kind: str | None, wanted: set[str]
 ) -> tuple[dict[str, str], dict[str, tuple[Matrix, ...]]]:
     """(row -> why it stays in high precision, parameter -> its FP8 weights)."""
     stays: dict[str, str] = {}
@@ -175,7 +175,7 @@ def _chosen(
     return stays, {parameters[name]: pieces for name, pieces in found.items()}
 
 
-def _halves(found: Mapping[str, tuple[Matrix, ...]], stays: Mapping[str, str], names: Names) -> dict[str, str]:
+def _halves(found: Mapping[str, tuple[Matrix, ...]], stays: Mapping[str, str], names: Matrices) -> dict[str, str]:
     """Chosen rows that run as one GEMM with one that stays -> that reason. Engines want all of them in FP8, or none."""
     groups = {m.group for pieces in found.values() for m in pieces}
     broken = {group: name for name in stays for group in names.groups(name) if group in groups}
@@ -219,7 +219,7 @@ def _why_not(m: Matrix) -> str | None:
     return None
 
 
-def _check_names(taken: set[str], names: Names, aliases: Mapping[str, tuple[str, ...]]) -> None:
+def _check_names(taken: set[str], names: Matrices, aliases: Mapping[str, tuple[str, ...]]) -> None:
     """That no loader's way of reading the skip list takes a quantized layer for one that stays. It cannot happen with
     full names of the families known; a family in which it did must not be written wrongly."""
     skipped = [alias for found in aliases.values() for alias in found]

@@ -1,22 +1,18 @@
-"""Names, pieces and orientation of a model's weights on disk, by transformers' own way back from memory to disk.
-
-A model's parameters have names of modules; what is on disk is named by the family's own published checkpoints
-(`model.visual.blocks` in memory is `visual.blocks` on disk in Qwen2.5-VL). transformers converts on loading and back on
-saving; here its way back is asked for each parameter, so that scales are renamed as their weights are.
-"""
+"""The FP8 weights of an export: names, pieces and orientation, so that scales are renamed as their weights are."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.stock import EXPERTS, Stock
 from octavo.models.quantization import FUSED
 
 BLOCK = 128
@@ -52,27 +48,8 @@ class Matrix:
     shares: str
 
 
-class Names:
-    """Names on disk of a stock model on the meta device, by transformers' own way back."""
-
-    def __init__(self, stock: Any) -> None:
-        self.stock = stock
-        self.tied = frozenset(getattr(stock, "all_tied_weights_keys", {}))
-        self.state = {name: t for name, t in stock.state_dict().items() if name not in self.tied}
-        self.disk = {name: tuple(revert(stock, {name: t})) for name, t in self.state.items()}
-        self.modules = dict(stock.named_modules())
-        self._strict = getattr(stock, "_keep_in_fp32_modules_strict", None) or ()
-
-    def renamed(self, module: str) -> str:
-        """The name on disk of a module."""
-        for name in (f"{module}.weight", *(n for n in self.state if n.startswith(f"{module}."))):
-            found = self.disk.get(name, ())
-            leaf = name.removeprefix(f"{module}.")
-            if len(found) == 1 and found[0].endswith(f".{leaf}"):
-                return found[0].removesuffix(f".{leaf}")
-        # Its parameters are written in pieces (experts one by one), or it is tied: its parent's name, and its own.
-        parent, _, own = module.rpartition(".")
-        return f"{self.renamed(parent)}.{own}" if parent and parent in self.modules else module
+class Matrices(Stock):
+    """A stock model, and what its rows of a plan are on disk in FP8."""
 
     def aliases(self, module: str) -> tuple[str, ...]:
         """The names under which loaders look for a module in a skip list: transformers by that in memory, vLLM by that
@@ -104,10 +81,9 @@ class Names:
     def _experts(self, row: fp8.Row) -> Iterator[Matrix]:
         """Expert by expert; names by transformers' way back where it splits experts, else as Qwen writes them."""
         (n, k), count = row.shape, row.experts or 0
-        halves = 2 if row.name.endswith("gate_up_proj") else 1
-        disk = self.disk[row.name]
+        leaves = EXPERTS.get(row.name.rpartition(".")[2], EXPERTS["down_proj"])
+        halves, disk = len(leaves), self.disk[row.name]
         if len(disk) != halves * count:
-            leaves = ("gate_proj", "up_proj") if halves == 2 else ("down_proj",)
             disk = tuple(f"{self.renamed(row.module)}.{e}.{leaf}.weight" for leaf in leaves for e in range(count))
         else:
             disk = self._ordered(row, disk, halves)
@@ -119,17 +95,13 @@ class Names:
                     disk[half * count + e], row.name, row.module, (size, k), e, rows, row.module, f"{row.name}.{e}"
                 )
 
-    def stored(self, row: fp8.Row) -> bool:
-        """Whether a row of experts is stored as [E, K, N]."""
-        return bool(getattr(self.modules[row.module], "is_transposed", False))
-
     def _ordered(self, row: fp8.Row, disk: tuple[str, ...], halves: int) -> tuple[str, ...]:
         """The names of (half, expert) in that order, found by sending numbers through transformers' way back."""
         count = row.experts or 0
         numbers = torch.arange(halves * count).view(halves, count).T  # [E, halves]
         probe = numbers.repeat_interleave(row.shape[0] // halves, dim=1).unsqueeze(-1)  # [E, N, 1]
-        probe = probe.mT.contiguous() if self.stored(row) else probe
-        found = revert(self.stock, {row.name: probe})
+        probe = probe.mT.contiguous() if self.transposed(row.name) else probe
+        found = self.revert({row.name: probe})
         order = {int(t.reshape(-1)[0]): name for name, t in found.items()}
         if sorted(order) != list(range(halves * count)):
             raise CheckpointError(f"the experts of {row.name} do not lie one by one on disk; write bf16")
@@ -139,23 +111,33 @@ class Names:
         """Of parameters in high precision: names, dtypes and shapes on disk, what is converted together, and which
         experts are turned round."""
         users: dict[str, list[str]] = {}
-        for name in self.state:
+        for name in self.weights:
             if name in parameters:
                 for disk in self.disk[name]:
                     users.setdefault(disk, []).append(name)
-        together = {n: tuple(users[self.disk[n][0]]) for n in self.state if n in parameters}
+        together = {n: tuple(users[self.disk[n][0]]) for n in self.weights if n in parameters}
         turned = frozenset(n for n in together if self._turned(n))
         out: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for name, group in together.items():
-            found = to_disk(self.stock, {n: self.state[n] for n in group}, turned)
-            dtype = self.dtype(name, self.state[name])
+            found = self.to_disk({n: self.weights[n] for n in group}, turned)
+            dtype = self.dtype(name, self.weights[name])
             out[name] = {disk: (dtype, tuple(t.shape)) for disk, t in found.items()}
         return out, together, turned
+
+    def to_disk(self, state: Mapping[str, Tensor], turned: frozenset[str]) -> dict[str, Tensor]:
+        """Parameters as they are written in high precision: `revert`, and published experts turned round."""
+        found = self.revert({name: t for name, t in state.items() if name not in turned})
+        for name in state:
+            if name in turned:  # transformers, which goes by shapes, would turn it back
+                ((disk, t),) = self.revert({name: state[name]}).items()
+                found[disk] = t.mT
+        return found
 
     def dtype(self, name: str, t: Tensor) -> torch.dtype:
         if not t.is_floating_point():
             return t.dtype
-        return torch.float32 if any(re.search(part, name) for part in self._strict) else torch.bfloat16
+        strict = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return torch.float32 if any(re.search(part, name) for part in strict) else torch.bfloat16
 
     def _turned(self, name: str) -> bool:
         """Whether experts in one tensor are published as [E, K, N] where this transformers has them as [E, N, K].
@@ -163,40 +145,21 @@ class Names:
         It saves them as it has them, and reads both by their shape. vLLM and SGLang read the published one alone; so
         that is written, unless a square one would keep transformers from telling which it is.
         """
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        if self.state[name].dim() != 3 or not _is_experts(self.modules.get(name.rpartition(".")[0])):
+        if self.weights[name].dim() != 3 or not _is_experts(self.modules.get(name.rpartition(".")[0])):
             return False
-        if tuple(revert(self.stock, {name: self.state[name]}).values())[0].shape != self.state[name].shape:
+        if tuple(self.revert({name: self.weights[name]}).values())[0].shape != self.weights[name].shape:
             return False  # it is split, or turned already
-        mapping = get_model_conversion_mapping(self.stock, add_legacy=False)
+        mapping = get_model_conversion_mapping(self.model, add_legacy=False)
         leaf = ".".join(name.split(".")[-2:])
         turns = any(
             any(type(op).__name__ == "Transpose" and op.check_dims for op in getattr(entry, "operations", ()))
             and any(pattern.endswith(leaf) for pattern in entry.target_patterns)
             for entry in mapping
         )
-        return turns and self.state[name].shape[1] != self.state[name].shape[2]
+        return turns and self.weights[name].shape[1] != self.weights[name].shape[2]
 
 
 def _is_experts(module: nn.Module | None) -> bool:
     return module is not None and all(
         (w := module._parameters.get(name)) is not None and w.dim() == 3 for name in ("gate_up_proj", "down_proj")
     )
-
-
-def revert(stock: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters as transformers would save them: names, pieces and orientation."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(stock, dict(state))
-
-
-def to_disk(stock: Any, state: Mapping[str, Tensor], turned: frozenset[str]) -> dict[str, Tensor]:
-    """Parameters as they are written in high precision: `revert`, and published experts turned round."""
-    found = revert(stock, {name: t for name, t in state.items() if name not in turned})
-    for name in state:
-        if name in turned:  # transformers, which goes by shapes, would turn it back
-            ((disk, t),) = revert(stock, {name: state[name]}).items()
-            found[disk] = t.mT
-    return found

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.adapter import adapter_verdicts, check_adapter, check_factors, described, is_adapter
 from octavo.checkpoint.verify.against import compare, sources
 from octavo.checkpoint.verify.findings import FAIL, Compared, Findings, Verified
@@ -29,11 +30,11 @@ from octavo.checkpoint.verify.loaders import verdicts
 from octavo.checkpoint.verify.names import check_companions, check_config, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, pair_up
 from octavo.checkpoint.verify.skips import check_skips
-from octavo.checkpoint.verify.stock import Stock, read_stock
 from octavo.checkpoint.verify.values import Progress, scan, unnamed
-from octavo.models import ModelError
+from octavo.models import ModelError, empty
 from octavo.models.folder import check_generation_config, read_json
 from octavo.models.quantization import Quantization, parse, quantization_block
+from octavo.models.skeleton import stock_config
 
 
 def verify(
@@ -113,8 +114,8 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
             bare = block.get("quant_method") == "fp8" and not block.get("weight_block_size")
             found.fail("fp8-tensor" if bare else "quantization", str(error), "config.json")
     if stock is None and raw:
-        with _failing(found, "config.json", "config.json "):
-            stock = read_stock(folder, raw)
+        with _failing(found, "config.json"):
+            stock = Stock(empty(stock_config(folder)))
     looked.stock = stock
     if raw:
         check_config(folder, raw, block, headers, found)
@@ -136,12 +137,12 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
 
 
 @contextmanager
-def _failing(found: Findings, file: str, subject: str = "") -> Iterator[None]:
+def _failing(found: Findings, file: str) -> Iterator[None]:
     """What a reader refuses becomes a finding about the file."""
     try:
         yield
     except ModelError as error:
-        found.fail("config", f"{subject}{error}", file)
+        found.fail("config", str(error), file)
 
 
 def _listed(block: Mapping[str, Any] | None) -> bool:

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.findings import Findings, Verdict
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
-from octavo.checkpoint.verify.stock import read_stock
-from octavo.models import ModelError
+from octavo.models import ModelError, empty
 from octavo.models.folder import read_json
+from octavo.models.skeleton import stock_config
 
 STEM = "adapter_model"
 _PART = re.compile(r"base_model\.model\.(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight$")
@@ -134,9 +135,9 @@ def _rank(layer: str, config: Mapping[str, Any]) -> int | None:
 
 def _base(parts: Mapping[str, Mapping[str, Held]], base: Path, found: Findings) -> None:
     try:
-        stock = read_stock(base, read_json(base / "config.json"))
+        stock = Stock(empty(stock_config(base)))
     except ModelError as error:
-        found.fail("config", f"the base's config.json {error}; name the base with --against.", "config.json")
+        found.fail("config", f"the base cannot be looked up (name it with --against): {error}", "config.json")
         return
     for layer, pair in parts.items():
         a, b = pair.get("lora_A"), pair.get("lora_B")

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.findings import Compared, Findings
 from octavo.checkpoint.verify.headers import PIECE, Held
 from octavo.checkpoint.verify.scales import Pair
-from octavo.checkpoint.verify.stock import Stock
 from octavo.checkpoint.verify.values import Progress, experts, scales_fp32
 from octavo.fp8.arithmetic import decode
 
@@ -84,7 +84,7 @@ def sources(known: Mapping[str, Held], pairs: Iterable[Pair], stock: Stock) -> d
     out: dict[str, Source] = {}
     paired = {pair.weight.name: pair for pair in pairs}
     for name, held in known.items():
-        if name in stock.tied:
+        if name in stock.tied_on_disk:
             continue
         singles = stock.stacked.get(name)
         pair = paired.get(held.name)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
-from octavo.checkpoint.verify.stock import Stock
 
 #: what follows a weight's name where quantizers keep its scales; longest first
 SCALES = ("_scale_inv", "_scale_2", "_scale", "_zero_point")
@@ -37,7 +37,7 @@ def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, He
     for name, held in present.items():
         if scale_of(name) is not None and name not in stock.shapes:
             continue
-        own = name if name in stock.linears or name in stock.tied else stock.alias(name, present)
+        own = name if name in stock.linears or name in stock.tied_on_disk else stock.alias(name, present)
         if own is None:
             if not stock.is_ignored(name):
                 found.fail(
@@ -85,8 +85,8 @@ def _stacked_twice(known: Mapping[str, Held], stock: Stock, found: Findings) -> 
 
 
 def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
-    if name in stock.tied:
-        wanted = stock.shapes[stock.tied[name]]
+    if name in stock.tied_on_disk:
+        wanted = stock.shapes[stock.tied_on_disk[name]]
     else:
         wanted = stock.shapes.get(name) or (stock.linears[name].shape if name in stock.linears else ())
     turned = name in stock.stacked and held.shape == (*wanted[:-2], wanted[-1], wanted[-2])
@@ -204,7 +204,7 @@ def check_companions(folder: Path, vision: bool, found: Findings) -> None:
 
 def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick: bool, found: Findings) -> None:
     """Tied weights that are on disk twice: they must be the same bytes."""
-    for second, first in stock.tied.items():
+    for second, first in stock.tied_on_disk.items():
         two, one = known.get(second), known.get(first)
         if two is None or one is None:
             continue

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from octavo.checkpoint.stock import Linear, Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of
-from octavo.checkpoint.verify.stock import Linear, Stock, fused_groups
 from octavo.models.quantization import Quantization
 
 _OTHER = {"_scale_inv": "_scale", "_scale": "_scale_inv"}
@@ -239,12 +239,12 @@ def head_module(stock: Stock) -> str | None:
 
 def check_blocks(known: Mapping[str, Held], stock: Stock, q: Quantization | None, found: Findings) -> None:
     """What servers' block kernels ask of shapes, and that the shards of a fused matrix are of one kind."""
-    for group in fused_groups(stock):
+    for group in stock.fused_groups:
         _one_kind(group, known, found)
     if q is None or q.block is None:
         return
     r, c = q.block
-    inner = {layer.disk for group in fused_groups(stock) for layer in (group if group[0].expert else group[:-1])}
+    inner = {layer.disk for group in stock.fused_groups for layer in (group if group[0].expert else group[:-1])}
     for name, held in known.items():
         layer = stock.linears.get(name)
         if not held.fp8 or layer is None:

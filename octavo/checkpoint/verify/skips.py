@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from octavo.checkpoint.stock import Linear, Stock
 from octavo.checkpoint.verify.findings import LOADERS, Findings
 from octavo.checkpoint.verify.headers import Held
 from octavo.checkpoint.verify.scales import head_module
-from octavo.checkpoint.verify.stock import Linear, Stock
 from octavo.models.quantization import Quantization, by_parts, by_pattern, by_target, exact
 
 _TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
@@ -110,10 +110,10 @@ def _meaningless(stock: Stock, q: Quantization, key: str, found: Findings) -> No
     classes = {cls.__name__ for module in stock.model.modules() for cls in type(module).__mro__}
     for entry in q.skipped:
         known = {entry, f"model.{entry}", entry.removesuffix(".weight")}
-        if known & stock.modules or entry in classes:
+        if known & stock.names or entry in classes:
             continue
         rule = by_target if q.method == "compressed-tensors" else by_pattern
-        if any(rule(name, (entry,)) for name in stock.modules):
+        if any(rule(name, (entry,)) for name in stock.names):
             continue
         found.warn(
             "skip-nothing",

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Held
 from octavo.checkpoint.verify.names import scale_of
 from octavo.checkpoint.verify.scales import Pair
-from octavo.checkpoint.verify.stock import Stock, fused_groups
 from octavo.fp8.arithmetic import E4M3, NAN_CODE, decode
 
 Progress = Callable[[int, int, str], None]
@@ -267,7 +267,7 @@ def _judge(scanned: Sequence[_Scanned], found: Findings) -> None:
 
 def _shared(pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, found: Findings) -> None:
     """One scale a tensor: layers that servers fuse must share it, else codes are made anew under the largest."""
-    for group in fused_groups(stock):
+    for group in stock.fused_groups:
         held = [known.get(f"{layer.disk}.weight") for layer in group]
         mine = [pairs[h.name] for h in held if h is not None and h.name in pairs]
         if len(mine) < 2 or any(pair.block != (-1, -1) for pair in mine):
