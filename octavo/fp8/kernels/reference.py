@@ -125,7 +125,8 @@ class ReferenceBackend(Backend):
 
 def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out_dtype: torch.dtype) -> Tensor:
     """Contract dimension ``a_dim`` of a with dimension ``b_dim`` of b; rows of the result from a, columns from b."""
-    check_fit(name, a_q, a_dim, b_q, b_dim)
+    if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
+        check_fit(name, a_q, a_dim, b_q, b_dim)  # says why not
     a, a_scale = _operand(a_q, a_dim)
     b, b_scale = _operand(b_q, b_dim)
     out = _matmul_fp32(a if a_dim == 1 else a.t(), b if b_dim == 0 else b.t())
