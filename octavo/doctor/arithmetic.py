@@ -33,7 +33,9 @@ def _backend(name: str, device: str) -> list[Check]:
 
     backend, on = kernels.get(name), torch.device(device)
     lacks = {recipe_name: _lack(name, recipe_name, device) for recipe_name in RECIPES}
-    why = "; ".join(dict.fromkeys(filter(None, lacks.values()))) if all(lacks.values()) else backend.volunteers(on)
+    why = (
+        "; ".join(dict.fromkeys(filter(None, lacks.values()))) if all(lacks.values()) else backend.auto_unsupported(on)
+    )
     if why is not None:
         means = "it is never chosen here by itself"
         found = why if "not installed" in why else f"not tried: {why} ({backend.version()})"

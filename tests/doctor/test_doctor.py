@@ -50,7 +50,7 @@ def test_every_backend_is_listed_and_those_that_do_not_volunteer_are_not_run(mon
 def test_a_volunteer_is_tried_in_every_recipe_that_it_has(monkeypatch):
     """As on a GPU, where Triton and torch are chosen by themselves."""
     backend = registry.get("torch")
-    monkeypatch.setattr(type(backend), "volunteers", lambda self, device: None)
+    monkeypatch.setattr(type(backend), "auto_unsupported", lambda self, device: None)
     checks = {c.name: c for c in arithmetic.backends(("cpu",)) if c.name.startswith("torch")}
     assert {name for name, check in checks.items() if check.status == OK} == {
         "torch on cpu", "torch tensorwise on cpu", "torch rowwise on cpu", "torch delayed on cpu"

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.kernels.registry import Backend, Borrower
+from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend
 from octavo.fp8.weights import cache
 from octavo.fp8.weights.shards import ordinary
 from octavo.fp8.weights.versions import listen
@@ -93,7 +93,7 @@ def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> 
     where the first backend, or the one that lends it its casts, can do both: all backends give the same codes."""
     if row is not None and col is not None:
         first = row.backend
-        one = first is col.backend or isinstance(first, Borrower)
+        one = first is col.backend or isinstance(first, GemmOnlyBackend)
         if one or first.supports("quantize", col.spec, x.device, x.shape) is None:
             return first.quantize_both(x, row.spec, col.spec)
     return (

@@ -30,7 +30,7 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import TILE, Groups
 from octavo.fp8.kernels.layout import CONTRACTED, Operand, experts_k_major, k_major, lines
-from octavo.fp8.kernels.registry import Borrower, get
+from octavo.fp8.kernels.registry import GemmOnlyBackend, get
 from octavo.fp8.kernels.torch_backend import kind_of
 
 SOURCE = "github.com/deepseek-ai/DeepGEMM"
@@ -38,7 +38,7 @@ NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_f
 SQUARES, LINES = (1, 128, 128), (1, 1, 128)  # DeepGEMM's "recipes": block sides along m, n and k
 
 
-class DeepGemmBackend(Borrower):
+class DeepGemmBackend(GemmOnlyBackend):
     """Blockwise GEMMs of DeepGEMM, with the casts of another backend."""
 
     name = "deepgemm"
@@ -51,7 +51,7 @@ class DeepGemmBackend(Borrower):
                 continue
         return "deep_gemm, not installed" if importlib.util.find_spec("deep_gemm") is None else "deep_gemm"
 
-    def volunteers(self, device: torch.device) -> str | None:
+    def auto_unsupported(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "it runs on NVIDIA GPUs alone"
 
     def supports(

@@ -48,7 +48,7 @@ class Backend:
         """What measurements of this backend depend on, such as ``"triton 3.6.0"``."""
         return f"torch {torch.__version__}"
 
-    def volunteers(self, device: torch.device) -> str | None:
+    def auto_unsupported(self, device: torch.device) -> str | None:
         """None if automatic choice may take it on this device, else why it serves there only when asked by name."""
         return None
 
@@ -169,46 +169,48 @@ class Backend:
         return BackendError(f"Backend {self.name!r} has no {op}. Ask select() for one that has.")
 
 
-class Borrower(Backend):
+class GemmOnlyBackend(Backend):
     """A backend of GEMMs that takes its casts from others: from the one that :func:`select` chooses for the cast."""
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        return self._lender(spec, x).quantize(x, spec, contract)
+        return self._cast_backend(spec, x).quantize(x, spec, contract)
 
     def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
-        lender, other = self._lender(row, x), self._lender(col, x)
-        if lender is other:
-            return lender.quantize_both(x, row, col)
-        return lender.quantize(x, row, 1), other.quantize(x, col, 0)
+        caster, other = self._cast_backend(row, x), self._cast_backend(col, x)
+        if caster is other:
+            return caster.quantize_both(x, row, col)
+        return caster.quantize(x, row, 1), other.quantize(x, col, 0)
 
     def quantize_with_scale(
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
     ) -> Quantized:
-        return self._lender(spec, x).quantize_with_scale(x, scale, spec, amax, contract)
+        return self._cast_backend(spec, x).quantize_with_scale(x, scale, spec, amax, contract)
 
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return select("dequantize", recipe_or_spec=q.spec, device=q.data.device).backend.dequantize(q, dtype)
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
-        return self._lender(spec, x, "grouped_fwd").quantize_rows(x, spec, groups, contract)
+        return self._cast_backend(spec, x, "grouped_fwd").quantize_rows(x, spec, groups, contract)
 
     def quantize_rows_both(
         self, x: Tensor, row: CastSpec, col: CastSpec, groups: Groups
     ) -> tuple[Quantized, Quantized]:
-        lender, other = self._lender(row, x, "grouped_fwd"), self._lender(col, x, "grouped_fwd")
-        if lender is other:
-            return lender.quantize_rows_both(x, row, col, groups)
-        return lender.quantize_rows(x, row, groups, 1), other.quantize_rows(x, col, groups, 0)
+        caster, other = self._cast_backend(row, x, "grouped_fwd"), self._cast_backend(col, x, "grouped_fwd")
+        if caster is other:
+            return caster.quantize_rows_both(x, row, col, groups)
+        return caster.quantize_rows(x, row, groups, 1), other.quantize_rows(x, col, groups, 0)
 
     def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        return self._lender(spec, w, "grouped_fwd").quantize_experts(w, spec, contract)
+        return self._cast_backend(spec, w, "grouped_fwd").quantize_experts(w, spec, contract)
 
-    def _lender(self, spec: CastSpec, x: Tensor, op: str = "quantize") -> Backend:
-        return _lender(tuple(_backends), op, spec, x.device, x.shape)
+    def _cast_backend(self, spec: CastSpec, x: Tensor, op: str = "quantize") -> Backend:
+        return _cast_backend(tuple(_backends), op, spec, x.device, x.shape)
 
 
 @lru_cache(maxsize=4096)
-def _lender(registered: tuple[str, ...], op: str, spec: CastSpec, device: torch.device, shape: torch.Size) -> Backend:
+def _cast_backend(
+    registered: tuple[str, ...], op: str, spec: CastSpec, device: torch.device, shape: torch.Size
+) -> Backend:
     """Who casts, remembered, since every cast of every step asks. ``registered`` forgets it with a new backend."""
     return select(op, recipe_or_spec=spec, device=device, shape=shape).backend
 
@@ -283,7 +285,7 @@ def select(
     rejected: list[tuple[str, str]] = []
     for name in names():
         backend = _backends[name]
-        lack = backend.supports(op, recipe_or_spec, device, shape) or backend.volunteers(device)
+        lack = backend.supports(op, recipe_or_spec, device, shape) or backend.auto_unsupported(device)
         if lack is None:
             reason = "the only one registered" if len(_backends) == 1 else "the first in order of preference that can"
             return Selection(backend, reason, tuple(rejected))

@@ -33,7 +33,7 @@ from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.layout import CONTRACTED, Operand, check_fit, k_major, lines, round_up
 from octavo.fp8.kernels.reference import scaled
-from octavo.fp8.kernels.registry import Borrower
+from octavo.fp8.kernels.registry import GemmOnlyBackend
 
 _KINDS = {  # blocks as (across, along) the contraction
     ((-1, -1), (-1, -1)): "tensor",
@@ -67,7 +67,7 @@ class Product(NamedTuple):
     scale_b: Tensor
 
 
-class TorchBackend(Borrower):
+class TorchBackend(GemmOnlyBackend):
     """GEMMs of torch's own, with the casts of another backend."""
 
     name = "torch"
@@ -75,7 +75,7 @@ class TorchBackend(Borrower):
     def version(self) -> str:
         return f"torch {torch.__version__}" + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")
 
-    def volunteers(self, device: torch.device) -> str | None:
+    def auto_unsupported(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "on the CPU it is slower than the reference; ask for it by name"
 
     def supports(

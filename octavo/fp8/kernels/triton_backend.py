@@ -38,7 +38,7 @@ class TritonBackend(Backend):
     def version(self) -> str:
         return f"triton {_version()}"
 
-    def volunteers(self, device: torch.device) -> str | None:
+    def auto_unsupported(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "Triton's interpreter is for tests; ask for it by name"
 
     def supports(

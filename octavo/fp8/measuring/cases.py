@@ -162,7 +162,7 @@ def candidates(
     shape = (case.m, case.n, case.k)
     names = [requested]
     if requested == "auto":
-        names = [n for n in registry.names() if registry.get(n).volunteers(device) is None] + ["auto"]
+        names = [n for n in registry.names() if registry.get(n).auto_unsupported(device) is None] + ["auto"]
     for recipe in recipes:
         able: dict[str, dict[str, Selection]] = {}
         for name in names:

@@ -27,7 +27,7 @@ from octavo.fp8.dense.gemms import Dense
 from octavo.fp8.dense.inputs import CastRequest, Pair
 from octavo.fp8.dense.linear import Call, run_three_gemms
 from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
-from octavo.fp8.kernels.registry import Backend, Borrower, Selection
+from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend, Selection
 from octavo.fp8.moe import grouped_high
 from octavo.fp8.observe.recorder import Seen
 from octavo.fp8.weights.shards import is_whole
@@ -61,7 +61,11 @@ class Grouped(Dense):
 
     def cast(self, x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """In one pass where one backend can do both: all of them give the same codes."""
-        if row is not None and col is not None and (row.backend is col.backend or isinstance(row.backend, Borrower)):
+        if (
+            row is not None
+            and col is not None
+            and (row.backend is col.backend or isinstance(row.backend, GemmOnlyBackend))
+        ):
             return row.backend.quantize_rows_both(x, row.spec, col.spec, self.groups)
         return (
             None if row is None else row.backend.quantize_rows(x, row.spec, self.groups, 1),

@@ -435,12 +435,12 @@ def test_shape_and_strides_tell_inputs_of_one_memory_apart():
 
 
 def test_one_pass_where_a_backend_borrows_its_casts():
-    """A Borrower hands both casts to one lender, though the other GEMM's backend is another."""
-    from octavo.fp8.kernels.registry import Borrower
+    """A GemmOnlyBackend hands both casts to one caster, though the other GEMM's backend is another."""
+    from octavo.fp8.kernels.registry import GemmOnlyBackend
 
     made = []
 
-    class Lent(Borrower):
+    class Lent(GemmOnlyBackend):
         name = "lent"
 
         def quantize_both(self, x, row, col):

@@ -91,7 +91,9 @@ LAYERS: dict[str, Callable[[], bool]] = {
 OPERATIONS = sorted(
     name
     for name, method in vars(Backend).items()
-    if inspect.isfunction(method) and not name.startswith("_") and name not in ("version", "volunteers", "supports")
+    if inspect.isfunction(method)
+    and not name.startswith("_")
+    and name not in ("version", "auto_unsupported", "supports")
 )
 
 

@@ -255,8 +255,8 @@ def test_unknown_ops_and_taken_names(backends: None) -> None:
 
 def test_who_lends_a_cast_is_remembered_until_the_registry_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_kernels, x = get("torch"), torch.randn(3, 256)
-    assert torch_kernels._lender(CastSpec(), x).name == "reference"
+    assert torch_kernels._cast_backend(CastSpec(), x).name == "reference"
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     register(Picky())
-    assert torch_kernels._lender(CastSpec(), x).name == "picky"
-    assert torch_kernels._lender(CastSpec(), x[:, :100]).name == "reference"  # which casts no 100 columns
+    assert torch_kernels._cast_backend(CastSpec(), x).name == "picky"
+    assert torch_kernels._cast_backend(CastSpec(), x[:, :100]).name == "reference"  # which casts no 100 columns
