@@ -301,8 +301,10 @@ PATH = [
 
 @pytest.mark.parametrize(("here", "there"), list(itertools.pairwise(PATH)))
 def test_each_file_of_the_newcomers_path_names_the_next(here: str, there: str) -> None:
-    """In its docstring, by file or as a module."""
-    doc = ast.get_docstring(ast.parse((ROOT / here).read_text(encoding="utf-8"))) or ""
+    """In a docstring, by file or as a module."""
+    nodes = ast.walk(ast.parse((ROOT / here).read_text(encoding="utf-8")))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    doc = "\n".join(ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented))
     module = there.removesuffix(".py").replace("/", ".")
     assert there.removeprefix("octavo/") in doc or module in doc, f"{here} does not lead on to {there}"
     assert all(name.removeprefix("octavo/") in (ROOT / "docs/architecture.md").read_text() for name in PATH)

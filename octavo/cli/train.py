@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Read the file and run it: :mod:`octavo.train.loop`."""
     cfg = arguments.config(args)  # before torch is imported: a wrong file is answered at once
 
     from octavo import train

@@ -3,7 +3,7 @@
 The order matters. The plan is made and shown before a weight is read; freezing comes before the plan is applied (a
 frozen layer has no wgrad), FP8 before adapters (which stand around FP8 layers), both before sharding (FSDP2 swaps
 parameters inside the converted layers), sharding before the optimizer (it must hold the shards), and resuming last,
-when everything that is filled exists.
+when everything that is filled exists. What is assembled runs in :mod:`octavo.train.step`.
 """
 
 from __future__ import annotations

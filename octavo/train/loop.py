@@ -1,6 +1,7 @@
 """The job: `run(cfg)` enters the run directory, assembles, trains step by step, and says how it ended.
 
-What happens around a step is done by callbacks (:mod:`octavo.train.callback`), built in or a user's, in one order.
+What happens around a step is done by callbacks (:mod:`octavo.train.callback`), built in or a user's, in one order. What
+a run is made of is assembled in :mod:`octavo.train.build`.
 """
 
 from __future__ import annotations

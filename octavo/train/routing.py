@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.config import Config
+from octavo.fp8 import observe
 from octavo.fp8.moe import is_experts
-from octavo.fp8.observe import counts as observe
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 

@@ -1,4 +1,7 @@
-"""One optimizer step: micro-batches forward and backward, clip, check, update."""
+"""One optimizer step: micro-batches forward and backward, clip, check, update.
+
+What a linear layer does in it: :mod:`octavo.fp8.dense.linear`.
+"""
 
 from __future__ import annotations
 

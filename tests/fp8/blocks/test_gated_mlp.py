@@ -19,6 +19,7 @@ from octavo.fp8.blocks import gated_mlp
 from octavo.fp8.dense import inputs
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
+from octavo.fp8.kernels.reference_fused import swiglu_backward
 from octavo.fp8.weights import cache as weights
 from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
@@ -130,7 +131,7 @@ def test_each_cast_and_each_gemm_by_hand(recipe):
     dy = torch.linspace(-1, 2, y.numel()).view(y.shape).bfloat16()
     w_g, w_u, w_d = (quantize(getattr(plain, c).weight, r.dgrad.b) for c in CHILDREN)
     dh = ref.gemm_dgrad(quantize(dy, r.dgrad.a), w_d, torch.bfloat16)
-    dgate, dup = gated_mlp._swiglu_backward(dh, gate, up)
+    dgate, dup = swiglu_backward(dh, gate, up)
     exact = [t.float().requires_grad_() for t in (gate, up)]
     (nn.functional.silu(exact[0]) * exact[1]).backward(dh.float())
     for d, e in zip((dgate, dup), exact, strict=True):

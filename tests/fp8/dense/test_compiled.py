@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
+from octavo.fp8.dense import delayed
 from octavo.fp8.dense.gemms import Site, select_backends
 from tests import ranks
 
@@ -52,7 +53,7 @@ def convert(model: nn.Module, recipe: str | fp8.Recipe, backend: str = "auto") -
     chosen = recipe if isinstance(recipe, fp8.Recipe) else fp8.recipe(recipe)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            fp8.Linear.convert(module, Site(name, chosen, select_backends(chosen, CPU, backend)))
+            delayed.convert(module, Site(name, chosen, select_backends(chosen, CPU, backend)))
     return model
 
 
