@@ -15,6 +15,7 @@ from octavo import fp8
 from octavo.fp8.dense import inputs
 from octavo.fp8.dense.inputs import CastRequest, cast_matrix
 from octavo.fp8.kernels.registry import get
+from octavo.fp8.weights import cache
 from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
