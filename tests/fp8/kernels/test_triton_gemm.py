@@ -291,14 +291,14 @@ def test_tiles_fit_the_machine(sm: int) -> None:
     for variant in variants():
         if variant.architectures != (sm,):
             continue
-        c = variant.constants
-        assert (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"] * variant.num_stages <= SHARED[sm] - 1024
-        held_twice = not c["SCALED"] and (c["PROMOTE"] or c["A_SIDE"] or c["B_SIDE"])
-        sums = c["BLOCK_M"] * c["BLOCK_N"] * (2 if held_twice else 1) // (32 * variant.num_warps)
+        form, tile = variant.constants["FORM"], variant.constants["TILE"]
+        assert (tile.m + tile.n) * tile.k * variant.num_stages <= SHARED[sm] - 1024
+        held_twice = not form.scaled and (form.promote or form.a.side or form.b.side)
+        sums = tile.m * tile.n * (2 if held_twice else 1) // (32 * variant.num_warps)
         assert sums <= 128
-        assert c["B_FREE"] != 128 or c["BLOCK_N"] <= 128
-        assert c["TMA"] == (sm >= 90)
-        assert c["SCALED"] == (sm >= 100 and "mxfp8" in variant.name)
+        assert form.b.free != 128 or tile.n <= 128
+        assert form.tma == (sm >= 90)
+        assert form.scaled == (sm >= 100 and "mxfp8" in variant.name)
 
 
 def test_small_products_take_small_tiles_and_each_form_its_own() -> None:

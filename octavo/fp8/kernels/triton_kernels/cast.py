@@ -28,6 +28,7 @@ from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import Operand, ceil_div, round_up
 from octavo.fp8.kernels.triton_kernels import cast_tiles
+from octavo.fp8.kernels.triton_kernels.cast_tiles import Facts
 from octavo.fp8.kernels.triton_kernels.launch import launch
 
 SIDES = (1, 16, 32, 64, 128)  # of finite blocks: they divide every tile
@@ -125,7 +126,7 @@ def run(
     if amax is None:
         longer = {spec.block for spec, _ in jobs if not _holds(spec.block, tile, rows, cols, groups)}
         tops = _maxima(x, longer, groups) if longer else {}
-    forms: list[tuple[object, ...] | None] = [None, None]
+    forms: list[Facts | None] = [None, None]
     args: list[list[object]] = [[x, 0, x, 0, 0, 0, x, x], [x, 0, x, 0, 0, 0, x, x]]
     down, across = round_up(rows, layout.ALIGN), round_up(cols, layout.ALIGN)
     for out, (spec, contract) in zip(laid, jobs, strict=True):
@@ -160,12 +161,10 @@ def run(
     return laid
 
 
-def facts(
-    spec: CastSpec, from_tile: bool, given: bool, write_scale: bool, padding: tuple[int, int]
-) -> tuple[object, ...]:
-    """The constants that describe a cast to the kernel: see ``cast_tiles``."""
+def facts(spec: CastSpec, from_tile: bool, given: bool, write_scale: bool, padding: tuple[int, int]) -> Facts:
+    """The constant that describes a cast to the kernel."""
     e5m2, e8m0 = spec.format == "e5m2", spec.scale == "e8m0"
-    return (*spec.block, spec.scale != "fp32", e5m2, e8m0, write_scale, from_tile, given, *padding)
+    return Facts(*spec.block, spec.scale != "fp32", e5m2, e8m0, write_scale, from_tile, given, *padding)
 
 
 def allocate(x: Tensor, spec: CastSpec, contract: int, groups: Groups | None = None) -> Laid:

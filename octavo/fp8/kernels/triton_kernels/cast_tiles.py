@@ -21,17 +21,15 @@ load and ``st.global.v4.b32`` for both stores of codes, one ``cvt.rn.satfinite``
 value for the transposition; 127 registers and nothing spilled (32 bytes of them on 8.9, and 16 to 48 where rows are no
 multiple of 16 long); 40 registers for rows alone. ``tests/fp8/kernels/test_triton_cast.py`` looks again.
 
-A cast is described to the kernel by a tuple of constants, ``CAST`` (built by ``cast.facts``)::
-
-    0 rows of a block, -1: all     3 E5M2                                6 amax: taken from the tile, else given
-    1 columns, -1: all             4 scales are bytes (e8m0)             7 scale given (delayed scaling)
-    2 scales are powers of two     5 scale is written by this kernel     8, 9 scales of rows, columns padded to this
+A cast is described to the kernel by :class:`Facts`, its constant.
 
 Everything has a batch dimension for the experts of a mixture (``tl.program_id(1)``; one otherwise), and GROUPED says
 that rows are those of :mod:`octavo.fp8.kernels.groups`, where "all rows" means all of the tile's expert.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -45,6 +43,23 @@ from octavo.fp8.kernels.triton_kernels.bits import (
     scale_of,
     widen,
 )
+
+
+class Facts(NamedTuple):
+    """A cast, as a constant of the kernel. ``rows`` and ``cols`` of a block (-1: all); scales that are powers of two,
+    bytes (e8m0), written by this kernel, padded to ``pad_rows`` and ``pad_cols``; amax taken from the tile, else given;
+    scale given (delayed scaling)."""
+
+    rows: int
+    cols: int
+    pow2: bool
+    e5m2: bool
+    e8m0: bool
+    write_scale: bool
+    from_tile: bool
+    scale_given: bool
+    pad_rows: int
+    pad_cols: int
 
 
 @triton.jit
@@ -87,33 +102,13 @@ def _block_max(values, NR: tl.constexpr, HR: tl.constexpr, NC: tl.constexpr, HC:
 
 @triton.jit
 def _emit(
-    x,
-    real,
-    ragged,
-    batch,
-    pid_r,
-    pid_c,
-    group,
-    M,
-    K,
-    codes_ptr,
-    pitch,
-    scale_ptr,
-    scale_b,
-    scale_r,
-    scale_c,
-    amax_ptr,
-    given_ptr,
-    CAST: tl.constexpr,
-    CONTRACT: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
+    x, real, ragged, place, M, K, out, CAST: tl.constexpr, CONTRACT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
 ):
     """Cast the tile x [TR, TC] and store codes and scales; codes [rows, columns] for CONTRACT 1, transposed for 0."""
-    BR: tl.constexpr = CAST[0]
-    BC: tl.constexpr = CAST[1]
-    POW2: tl.constexpr = CAST[2]
-    E5M2: tl.constexpr = CAST[3]
+    batch, pid_r, pid_c, group = place
+    codes_ptr, pitch, scale_ptr, scale_b, scale_r, scale_c, amax_ptr, given_ptr = out
+    BR: tl.constexpr = CAST.rows
+    BC: tl.constexpr = CAST.cols
     NR: tl.constexpr = 1 if BR == -1 else TR // BR  # blocks in the tile
     NC: tl.constexpr = 1 if BC == -1 else TC // BC
     HR: tl.constexpr = TR // NR
@@ -127,17 +122,17 @@ def _emit(
     inside = (gr < grid_r) & (gc < grid_c)
     at = batch * grid_r * grid_c + gr * grid_c + gc
 
-    if CAST[6]:
+    if CAST.from_tile:
         top = _block_max(amax_bits(x), NR, HR, NC, HC)
     else:
         top = tl.load(amax_ptr + at, mask=inside, other=0) & 0x7FFFFFFF
-    if CAST[7]:
+    if CAST.scale_given:
         bad = top >= INF_BITS
         scale = tl.where(bad, float("nan"), tl.load(given_ptr + at, mask=inside, other=1.0))
     else:
-        scale, bad = scale_of(top, POW2, E5M2)
+        scale, bad = scale_of(top, CAST.pow2, CAST.e5m2)
     blocks = tl.reshape(x, [NR, HR, NC, HC])
-    codes = encode(blocks, scale[:, None, :, None], bad[:, None, :, None], POW2, E5M2)
+    codes = encode(blocks, scale[:, None, :, None], bad[:, None, :, None], CAST.pow2, CAST.e5m2)
     codes = tl.reshape(codes, [TR, TC])
     if ragged:  # a bad block's padding too is zero
         codes = tl.where(real, codes, 0)
@@ -156,18 +151,19 @@ def _emit(
         start = codes_ptr + (batch * free + col) * pitch + row
         tl.store(start + (c * pitch + r), codes, mask=(col + c < free) & (row + r < pitch))
 
-    if CAST[5]:
+    if CAST.write_scale:
         # Padding has no real elements and so the scale 1 already. Of the tiles that share a scale, the first writes.
-        writes = (gr < tl.cdiv(grid_r, CAST[8]) * CAST[8]) & (gc < tl.cdiv(grid_c, CAST[9]) * CAST[9])
+        writes = gr < tl.cdiv(grid_r, CAST.pad_rows) * CAST.pad_rows
+        writes &= gc < tl.cdiv(grid_c, CAST.pad_cols) * CAST.pad_cols
         if BR == -1:
             writes = writes & (pid_r == 0)
         if BC == -1:
             writes = writes & (pid_c == 0)
-        out = scale_ptr + batch * scale_b + gr * scale_r + gc * scale_c
-        if CAST[4]:
-            tl.store(out, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=writes)
+        where = scale_ptr + batch * scale_b + gr * scale_r + gc * scale_c
+        if CAST.e8m0:
+            tl.store(where, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=writes)
         else:
-            tl.store(out, scale, mask=writes)
+            tl.store(where, scale, mask=writes)
 
 
 @triton.jit
@@ -217,16 +213,13 @@ def cast_kernel(
         x_ptr, batch, stride_b, stride_r, stride_c, pid_r * TR, pid_c * TC, end, K, EVEN, UNIT, TR, TC
     )  # fmt: skip
     ragged = (pid_r * TR + TR > end) | (pid_c * TC + TC > K)
+    place = (batch, pid_r, pid_c, group)
     if CAST1 is not None:
-        _emit(
-            x, real, ragged, batch, pid_r, pid_c, group, M, K, codes1_ptr, pitch1, scale1_ptr, scale1_b, scale1_r,
-            scale1_c, amax1_ptr, given1_ptr, CAST1, 1, TR, TC,
-        )  # fmt: skip
+        out1 = (codes1_ptr, pitch1, scale1_ptr, scale1_b, scale1_r, scale1_c, amax1_ptr, given1_ptr)
+        _emit(x, real, ragged, place, M, K, out1, CAST1, 1, TR, TC)
     if CAST0 is not None:
-        _emit(
-            x, real, ragged, batch, pid_r, pid_c, group, M, K, codes0_ptr, pitch0, scale0_ptr, scale0_b, scale0_r,
-            scale0_c, amax0_ptr, given0_ptr, CAST0, 0, TR, TC,
-        )  # fmt: skip
+        out0 = (codes0_ptr, pitch0, scale0_ptr, scale0_b, scale0_r, scale0_c, amax0_ptr, given0_ptr)
+        _emit(x, real, ragged, place, M, K, out0, CAST0, 0, TR, TC)
 
 
 @triton.jit

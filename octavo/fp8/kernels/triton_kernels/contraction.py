@@ -4,11 +4,15 @@ Both operands lie with the contraction contiguous (``layout.k_major``); a tile t
 of b and walks along the contraction in steps of BLOCK_K::
 
     scales that hold for the whole contraction       acc += a . b                           * scales once, at the end
-    scales that change every 32 or 128 (SIDE)        acc += (a . b of one step) * scale_a * scale_b     at every step
+    scales that change every 32 or 128 (side)        acc += (a . b of one step) * scale_a * scale_b     at every step
     both 1x32 in e8m0, on SM100 and later            acc += a . b with the scales inside the tensor core
 
-How a scale belongs to codes is told by two numbers an operand: FREE, along its rows (0: one for all; 1: one each;
-128: one for 128 of them), and SIDE, along the contraction (0: one for all of it; 32; 128).
+How a scale belongs to codes is told by two numbers an operand (``tiles.Grain``): ``free``, along its rows (0: one for
+all; 1: one each; 128: one for 128 of them), and ``side``, along the contraction (0: one for all of it; 32; 128). A
+kernel is compiled for a ``FORM`` (``tiles.Form``) and a ``TILE`` (``tiles.Tile``). Each operand comes as two tuples::
+
+    codes     (descriptor or pointer, first row of the tile, rows that may be read, held: codes a row in memory)
+    scales    (pointer, first row of the tile, rows that there are, distance between rows, between steps)
 
 Accumulation. The FP8 tensor cores of Ada and Hopper keep about 14 bits of a running sum. So each step's product starts
 from zero and is added in fp32 (``PROMOTE``): never more than 128 products are summed coarsely. Per-tensor and per-row
@@ -48,29 +52,19 @@ def place(pid, rows, cols, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _scale(
-    ptr,
-    free,
-    limit,
-    step,
-    stride_f,
-    stride_k,
-    FREE: tl.constexpr,
-    SIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    E8M0: tl.constexpr,
-):
-    """The fp32 scales of rows free .. free + BLOCK at one step: a vector, or a scalar if they share one."""
-    if FREE == 1:
+def _scale(scales, step, GRAIN: tl.constexpr, BLOCK: tl.constexpr):
+    """The fp32 scales of the tile's BLOCK rows at one step: a vector, or a scalar if they share one."""
+    ptr, free, limit, stride_f, stride_k = scales
+    if GRAIN.free == 1:
         row = free + tl.arange(0, BLOCK)
-        if SIDE > 0 and not E8M0:  # there are scales up to a multiple of 16 (layout.py): loads of several at a time
+        if GRAIN.side > 0 and not GRAIN.e8m0:  # scales up to a multiple of 16 (layout.py): loads of several at a time
             limit = tl.cdiv(limit, 16) * 16
         raw = tl.load(ptr + row.to(tl.int64) * stride_f + step * stride_k, mask=row < limit, other=0)
-    elif FREE == 128:
+    elif GRAIN.free == 128:
         raw = tl.load(ptr + (free // 128) * stride_f + step * stride_k)
     else:
         raw = tl.load(ptr + step * stride_k)
-    if E8M0:
+    if GRAIN.e8m0:
         byte = raw.to(tl.int32)
         bits = tl.where(byte == 255, 0x7FC00000, tl.where(byte == 0, 0x00400000, byte << 23))
         return bits.to(tl.float32, bitcast=True)
@@ -107,28 +101,34 @@ def _far(scale):
 
 
 @triton.jit
-def _pointers(codes, free, limit, held, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Pointers to a tile at step 0; rows beyond ``limit`` become the last one."""
-    row = tl.minimum(free + tl.arange(0, BLOCK), limit - 1)
-    return codes + row.to(tl.int64)[:, None] * held + tl.arange(0, BLOCK_K)[None, :]
-
-
-@triton.jit
-def _load(source, free, k, held, BLOCK_K: tl.constexpr, TMA: tl.constexpr, E5M2: tl.constexpr):
-    """Codes [BLOCK, BLOCK_K] from k on. ``source``: a descriptor, or pointers at step 0."""
+def _source(codes, TMA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The descriptor, or pointers to a tile at step 0; rows beyond those that may be read become the last one."""
+    source, row, rows, held = codes
     if TMA:
-        codes = source.load([free, k])
+        return source
     else:
-        codes = tl.load(source + k, mask=(k + tl.arange(0, BLOCK_K) < held)[None, :], other=0.0)
-    if INTERPRETED:  # its own decoding of FP8 is wrong
-        return decode_bits(codes, E5M2)
-    else:
-        return codes
+        at = tl.minimum(row + tl.arange(0, BLOCK), rows - 1)
+        return source + at.to(tl.int64)[:, None] * tl.multiple_of(held, 16) + tl.arange(0, BLOCK_K)[None, :]
 
 
 @triton.jit
-def _e8m0(ptr, free, limit, step, steps, stride_f, stride_k, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+def _load(source, codes, k, TMA: tl.constexpr, BLOCK_K: tl.constexpr, E5M2: tl.constexpr):
+    """Codes [BLOCK, BLOCK_K] from k on."""
+    _, row, _, held = codes
+    if TMA:
+        found = source.load([row, k])
+    else:
+        found = tl.load(source + k, mask=(k + tl.arange(0, BLOCK_K) < held)[None, :], other=0.0)
+    if INTERPRETED:  # its own decoding of FP8 is wrong
+        return decode_bits(found, E5M2)
+    else:
+        return found
+
+
+@triton.jit
+def _e8m0(scales, step, steps, BLOCK: tl.constexpr, COUNT: tl.constexpr):
     """Bytes [BLOCK, COUNT] of 1x32 scales from ``step`` on; 1 beyond the edges."""
+    ptr, free, limit, stride_f, stride_k = scales
     row = free + tl.arange(0, BLOCK)
     col = step + tl.arange(0, COUNT)
     where = ptr + row.to(tl.int64)[:, None] * stride_f + col[None, :] * stride_k
@@ -136,116 +136,66 @@ def _e8m0(ptr, free, limit, step, steps, stride_f, stride_k, BLOCK: tl.constexpr
 
 
 @triton.jit
-def contract(
-    a,
-    b,
-    a_scale,
-    b_scale,
-    a_code_row,  # first row of the tile among the codes
-    b_code_row,
-    a_code_rows,  # rows of codes that may be read
-    b_code_rows,
-    a_row,  # the same among the scales
-    b_row,
-    a_rows,
-    b_rows,
-    first,  # the stretch of the contraction: multiples of 128, but for the end
-    last,
-    a_held,  # codes along the contraction in memory; zero from ``last`` on if the contraction ends there
-    b_held,
-    a_stride_f,
-    a_stride_k,
-    b_stride_f,
-    b_stride_k,
-    A_E5M2: tl.constexpr,
-    B_E5M2: tl.constexpr,
-    A_FREE: tl.constexpr,
-    B_FREE: tl.constexpr,
-    A_SIDE: tl.constexpr,
-    B_SIDE: tl.constexpr,
-    A_E8M0: tl.constexpr,
-    B_E8M0: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    SCALED: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """The tile [BLOCK_M, BLOCK_N] in fp32, all scales applied."""
+def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.constexpr):
+    """The tile in fp32, all scales applied. ``first`` and ``last``, the stretch of the contraction, are multiples of
+    128, but for its end; codes are zero from there on."""
+    A: tl.constexpr = FORM.a
+    B: tl.constexpr = FORM.b
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if TMA:
-        a_source = a
-        b_source = b
-    else:
-        a_source = _pointers(a, a_code_row, a_code_rows, tl.multiple_of(a_held, 16), BLOCK_M, BLOCK_K)
-        b_source = _pointers(b, b_code_row, b_code_rows, tl.multiple_of(b_held, 16), BLOCK_N, BLOCK_K)
+    a_source = _source(a, FORM.tma, BLOCK_M, BLOCK_K)
+    b_source = _source(b, FORM.tma, BLOCK_N, BLOCK_K)
     for k in range(first, last, BLOCK_K):
         k = tl.multiple_of(k, BLOCK_K)
-        a_codes = _load(a_source, a_code_row, k, a_held, BLOCK_K, TMA, A_E5M2)
-        b_codes = _load(b_source, b_code_row, k, b_held, BLOCK_K, TMA, B_E5M2)
-        if SCALED:
+        a_codes = _load(a_source, a, k, FORM.tma, BLOCK_K, A.e5m2)
+        b_codes = _load(b_source, b, k, FORM.tma, BLOCK_K, B.e5m2)
+        if FORM.scaled:
             steps = tl.cdiv(last, 32)
-            COUNT: tl.constexpr = BLOCK_K // 32
-            sa = _e8m0(a_scale, a_row, a_rows, k // 32, steps, a_stride_f, a_stride_k, BLOCK_M, COUNT)
-            sb = _e8m0(b_scale, b_row, b_rows, k // 32, steps, b_stride_f, b_stride_k, BLOCK_N, COUNT)
-            A_KIND: tl.constexpr = "e5m2" if A_E5M2 else "e4m3"
-            B_KIND: tl.constexpr = "e5m2" if B_E5M2 else "e4m3"
+            sa = _e8m0(a_scales, k // 32, steps, BLOCK_M, BLOCK_K // 32)
+            sb = _e8m0(b_scales, k // 32, steps, BLOCK_N, BLOCK_K // 32)
+            A_KIND: tl.constexpr = "e5m2" if A.e5m2 else "e4m3"
+            B_KIND: tl.constexpr = "e5m2" if B.e5m2 else "e4m3"
             acc = tl.dot_scaled(a_codes, sa, A_KIND, b_codes.T, sb, B_KIND, acc)
-        elif A_SIDE > 0 or B_SIDE > 0:
-            if A_SIDE > 0:  # before the product, so that the loads are under way beside it
-                step = k // A_SIDE
-                sa = _scale(a_scale, a_row, a_rows, step, a_stride_f, a_stride_k, A_FREE, A_SIDE, BLOCK_M, A_E8M0)
-            if B_SIDE > 0:
-                step = k // B_SIDE
-                sb = _scale(b_scale, b_row, b_rows, step, b_stride_f, b_stride_k, B_FREE, B_SIDE, BLOCK_N, B_E8M0)
+        elif A.side > 0 or B.side > 0:
+            if A.side > 0:  # before the product, so that the loads are under way beside it
+                sa = _scale(a_scales, k // A.side, A, BLOCK_M)
+            if B.side > 0:
+                sb = _scale(b_scales, k // B.side, B, BLOCK_N)
             part = tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
-            if A_SIDE > 0 and B_SIDE > 0 and (A_FREE != 1 or B_FREE != 1):  # one of them at most is a vector
+            if A.side > 0 and B.side > 0 and (A.free != 1 or B.free != 1):  # one of them at most is a vector
                 sa, sb = _apart(sa, sb)
-                ROWS: tl.constexpr = A_FREE == 1
-                FREE: tl.constexpr = A_FREE if ROWS else B_FREE
+                ROWS: tl.constexpr = A.free == 1
+                FREE: tl.constexpr = A.free if ROWS else B.free
                 part = _times(_times(part, sa, FREE, ROWS), sb, FREE, ROWS)
             else:
-                if A_SIDE > 0:
-                    part = _times(part, sa, A_FREE, True)
-                if B_SIDE > 0:
-                    part = _times(part, sb, B_FREE, False)
+                if A.side > 0:
+                    part = _times(part, sa, A.free, True)
+                if B.side > 0:
+                    part = _times(part, sb, B.free, False)
             acc += part
-        elif PROMOTE:
+        elif FORM.promote:
             acc += tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
         else:
             acc = tl.dot(a_codes, b_codes.T, acc)
-    if A_SIDE == 0:
-        sa = _scale(a_scale, a_row, a_rows, 0, a_stride_f, a_stride_k, A_FREE, A_SIDE, BLOCK_M, A_E8M0)
-        sa, later = _far(sa)
-        acc = _times(acc, sa, A_FREE, True)
-    if B_SIDE == 0:
-        sb = _scale(b_scale, b_row, b_rows, 0, b_stride_f, b_stride_k, B_FREE, B_SIDE, BLOCK_N, B_E8M0)
-        acc = _times(acc, sb, B_FREE, False)
-    if A_SIDE == 0:
-        acc = _times(acc, later, A_FREE, True)
+    if A.side == 0:
+        sa, later = _far(_scale(a_scales, 0, A, BLOCK_M))
+        acc = _times(acc, sa, A.free, True)
+    if B.side == 0:
+        acc = _times(acc, _scale(b_scales, 0, B, BLOCK_N), B.free, False)
+    if A.side == 0:
+        acc = _times(acc, later, A.free, True)
     return acc
 
 
 @triton.jit
-def store(
-    out,
-    acc,
-    row,
-    col,
-    rows,
-    cols,
-    width,
-    bias,
-    BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def store(out, acc, row, col, rows, cols, bias, BIAS: tl.constexpr, TILE: tl.constexpr):
     """Add bias [cols] in fp32, round once, write the part of the tile that lies within [rows, cols]."""
-    r = row + tl.arange(0, BLOCK_M)
-    c = col + tl.arange(0, BLOCK_N)
+    r = row + tl.arange(0, TILE.m)
+    c = col + tl.arange(0, TILE.n)
     if BIAS:
         tl.debug_barrier()  # the scales' registers are free before the bias takes its own: fewer spill on SM100
         acc += widen(tl.load(bias + c, mask=c < cols, other=0))[None, :]
-    where = out + r.to(tl.int64)[:, None] * width + c[None, :]
+    where = out + r.to(tl.int64)[:, None] * cols + c[None, :]
     tl.store(where, round_to(acc, out.dtype.element_ty), mask=(r < rows)[:, None] & (c < cols)[None, :])

@@ -70,14 +70,9 @@ class _Out:
         self.quantized = Quantized(data, scale if contract == 1 else scale.t(), spec)
 
 
-def _constants(kind: str, spec: CastSpec | None, contract: int) -> dict[str, Any]:
-    if spec is None:
-        return {f"{kind}_G": 0, f"{kind}_POW2": True, f"{kind}_E5M2": False}
-    return {
-        f"{kind}_G": max(spec.block[contract], 0),
-        f"{kind}_POW2": spec.scale != "fp32",
-        f"{kind}_E5M2": spec.format == "e5m2",
-    }
+def _cast(spec: CastSpec | None, contract: int) -> tuple[int, bool, bool] | None:
+    """What a kernel has to know of a cast: see ``fused_kernels._store_row``."""
+    return None if spec is None else (max(spec.block[contract], 0), spec.scale != "fp32", spec.format == "e5m2")
 
 
 def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
@@ -89,7 +84,7 @@ def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
 
 def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int) -> dict[str, Any]:
     """The constants of a tile's program that quantizes under these specs itself."""
-    constants = _constants("ROW", row, 1) | _constants("COL", col, 0)
+    constants: dict[str, Any] = {"ROW": _cast(row, 1), "COL": _cast(col, 0)}
     if col is None:
         return constants | {"BM": 32, "BK": TILE, "num_warps": 4}
     constants |= {"BM": TILE, "BK": TILE, "num_warps": 16}
@@ -198,8 +193,8 @@ def _rmsnorm(
     if by_rows:
         wide = max(TILE, triton.next_power_of_2(cols))
         high = max(1, 4096 // wide)
-        constants = {name.removeprefix("ROW_"): value for name, value in _constants("ROW", row, 1).items()}
-        constants |= {"UNIT": unit, "BM": high, "BK": wide, "num_warps": max(4, wide // 1024)} | dtypes
+        constants = dtypes | {"CAST": _cast(row, 1), "UNIT": unit, "BM": high, "BK": wide}
+        constants["num_warps"] = max(4, wide // 1024)
         programs = ceil_div(round_up(rows, ALIGN), high)
         launch(kernels.rmsnorm_rows, (programs,), x, weight, rstd, y, *_pair(row_out), *size, eps, **constants)
     else:

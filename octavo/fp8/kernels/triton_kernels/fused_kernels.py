@@ -35,29 +35,17 @@ def _codes(x, scale, bad, POW2: tl.constexpr, E5M2: tl.constexpr):
 
 
 @triton.jit
-def _store_row(
-    y,
-    codes,
-    scales,
-    row,
-    col,
-    M,
-    K,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    G: tl.constexpr,
-    POW2: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+def _store_row(y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr):
     """Quantize y [BM, BK] fp32 (0 outside [M, K]) at (row, col) in blocks (1, G) and store it, padding included; G = 0:
-    the row is one block, and y holds all of it.
+    the row is one block, and y holds all of it. CAST is (G, whether scales are powers of two, whether codes are E5M2).
 
     Codes lie [M up to 16, K up to G], scales one block of columns after the other (e8m0: one row after the other).
     """
+    G: tl.constexpr = CAST[0]
     SPAN: tl.constexpr = BK if G == 0 else G
     blocks = tl.reshape(y, [BM, BK // SPAN, SPAN])
-    scale, bad = scale_of(tl.max(amax_bits(blocks), axis=2, keep_dims=True), POW2, E5M2)
-    out = tl.reshape(_codes(blocks, scale, bad, POW2, E5M2), [BM, BK])
+    scale, bad = scale_of(tl.max(amax_bits(blocks), axis=2, keep_dims=True), CAST[1], CAST[2])
+    out = tl.reshape(_codes(blocks, scale, bad, CAST[1], CAST[2]), [BM, BK])
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
     if (row + BM > M) | (col + BK > K):  # the NaN of a bad block at the edge goes no further than the edge
@@ -79,25 +67,13 @@ def _store_row(
 
 
 @triton.jit
-def _store_col(
-    y,
-    codes,
-    scales,
-    row,
-    col,
-    M,
-    K,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    G: tl.constexpr,
-    POW2: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+def _store_col(y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr):
     """As :func:`_store_row` for blocks (G, 1): codes lie [K up to 16, M up to G], scales one block of rows after the
     other (e8m0: one column after the other)."""
+    G: tl.constexpr = CAST[0]
     blocks = tl.reshape(y, [BM // G, G, BK])
-    scale, bad = scale_of(tl.max(amax_bits(blocks), axis=1, keep_dims=True), POW2, E5M2)
-    out = tl.reshape(_codes(blocks, scale, bad, POW2, E5M2), [BM, BK])
+    scale, bad = scale_of(tl.max(amax_bits(blocks), axis=1, keep_dims=True), CAST[1], CAST[2])
+    out = tl.reshape(_codes(blocks, scale, bad, CAST[1], CAST[2]), [BM, BK])
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
     if (row + BM > M) | (col + BK > K):
@@ -147,9 +123,7 @@ def rmsnorm_rows(
     UNIT: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    G: tl.constexpr,
-    POW2: tl.constexpr,
-    E5M2: tl.constexpr,
+    CAST: tl.constexpr,
     OUT: tl.constexpr,
     LOW: tl.constexpr,
 ):
@@ -168,7 +142,7 @@ def rmsnorm_rows(
     if y is not None:
         tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     if codes is not None:
-        _store_row(_lowered(out, LOW), codes, scales, row, 0, M, K, BM, BK, G, POW2, E5M2)
+        _store_row(_lowered(out, LOW), codes, scales, row, 0, M, K, BM, BK, CAST)
 
 
 @triton.jit
@@ -201,12 +175,8 @@ def rmsnorm_tile(
     UNIT: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    ROW_G: tl.constexpr,
-    ROW_POW2: tl.constexpr,
-    ROW_E5M2: tl.constexpr,
-    COL_G: tl.constexpr,
-    COL_POW2: tl.constexpr,
-    COL_E5M2: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
     OUT: tl.constexpr,
     LOW: tl.constexpr,
 ):
@@ -225,9 +195,9 @@ def rmsnorm_tile(
     if y is not None:
         tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     if row_codes is not None:
-        _store_row(_lowered(out, LOW), row_codes, row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
+        _store_row(_lowered(out, LOW), row_codes, row_scales, row, col, M, K, BM, BK, ROW)
     if col_codes is not None:
-        _store_col(_lowered(_again(out), LOW), col_codes, col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
+        _store_col(_lowered(_again(out), LOW), col_codes, col_scales, row, col, M, K, BM, BK, COL)
 
 
 @triton.jit
@@ -268,12 +238,8 @@ def swiglu(
     UNIT: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    ROW_G: tl.constexpr,
-    ROW_POW2: tl.constexpr,
-    ROW_E5M2: tl.constexpr,
-    COL_G: tl.constexpr,
-    COL_POW2: tl.constexpr,
-    COL_E5M2: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
 ):
     """A tile of h = silu(gate) * up and its codes in one or two layouts."""
     K = K * UNIT
@@ -289,9 +255,9 @@ def swiglu(
     if h is not None:
         tl.store(h + wide * K + cols[None, :], out, mask=inside)
     if row_codes is not None:
-        _store_row(widen(out), row_codes, row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
+        _store_row(widen(out), row_codes, row_scales, row, col, M, K, BM, BK, ROW)
     if col_codes is not None:
-        _store_col(widen(_again(out)), col_codes, col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
+        _store_col(widen(_again(out)), col_codes, col_scales, row, col, M, K, BM, BK, COL)
 
 
 @triton.jit
@@ -317,12 +283,8 @@ def swiglu_backward(
     UNIT: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    ROW_G: tl.constexpr,
-    ROW_POW2: tl.constexpr,
-    ROW_E5M2: tl.constexpr,
-    COL_G: tl.constexpr,
-    COL_POW2: tl.constexpr,
-    COL_E5M2: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
 ):
     """A tile of dgate, or of dup, and its codes in one or two layouts; dgate and dup themselves only where asked.
 
@@ -343,9 +305,9 @@ def swiglu_backward(
         if dup is not None:
             tl.store(dup + wide * K + cols[None, :], d_up, mask=inside)
         if up_row is not None:
-            _store_row(widen(d_up), up_row, up_row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
+            _store_row(widen(d_up), up_row, up_row_scales, row, col, M, K, BM, BK, ROW)
         if up_col is not None:
-            _store_col(widen(_again(d_up)), up_col, up_col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2)
+            _store_col(widen(_again(d_up)), up_col, up_col_scales, row, col, M, K, BM, BK, COL)
     else:
         u = tl.load(up + wide * (up_stride * UNIT) + cols[None, :], mask=inside, other=0.0)
         s = sigmoid(widen(g))
@@ -354,8 +316,6 @@ def swiglu_backward(
         if dgate is not None:
             tl.store(dgate + wide * K + cols[None, :], d_gate, mask=inside)
         if gate_row is not None:
-            _store_row(widen(d_gate), gate_row, gate_row_scales, row, col, M, K, BM, BK, ROW_G, ROW_POW2, ROW_E5M2)
+            _store_row(widen(d_gate), gate_row, gate_row_scales, row, col, M, K, BM, BK, ROW)
         if gate_col is not None:
-            _store_col(
-                widen(_again(d_gate)), gate_col, gate_col_scales, row, col, M, K, BM, BK, COL_G, COL_POW2, COL_E5M2
-            )
+            _store_col(widen(_again(d_gate)), gate_col, gate_col_scales, row, col, M, K, BM, BK, COL)

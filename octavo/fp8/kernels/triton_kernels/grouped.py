@@ -24,7 +24,8 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastError, Quantized
 from octavo.fp8.kernels import layout
-from octavo.fp8.kernels.groups import TILE, Groups
+from octavo.fp8.kernels.groups import TILE as OWNED_ROWS
+from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.triton_kernels import cast, grouped_cast, tiles
 from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
 from octavo.fp8.kernels.triton_kernels.launch import launch
@@ -53,70 +54,36 @@ def grouped_rows_kernel(
     b_stride_e,
     b_stride_f,
     b_stride_k,
-    A_E5M2: tl.constexpr,
-    B_E5M2: tl.constexpr,
-    A_FREE: tl.constexpr,
-    B_FREE: tl.constexpr,
-    A_SIDE: tl.constexpr,
-    B_SIDE: tl.constexpr,
-    A_E8M0: tl.constexpr,
-    B_E8M0: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    SCALED: tl.constexpr,
-    TMA: tl.constexpr,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
     BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     OWNED: tl.constexpr,
 ):
     """fwd and dgrad: a tile of rows [rows, K] times its owner's b [N, K]; ``owners`` [rows / OWNED]."""
-    i, j = place(tl.program_id(0), rows // BLOCK_M, tl.cdiv(N, BLOCK_N), GROUP_M)
-    row = i * BLOCK_M
-    col = j * BLOCK_N
+    i, j = place(tl.program_id(0), rows // TILE.m, tl.cdiv(N, TILE.n), GROUP_M)
+    row = i * TILE.m
+    col = j * TILE.n
     expert = tl.load(owners + row // OWNED)
     if expert < 0:
+        BLOCK_M: tl.constexpr = TILE.m
+        BLOCK_N: tl.constexpr = TILE.n
         nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        store(out, nothing, row, col, rows, N, N, bias, False, BLOCK_M, BLOCK_N)
+        store(out, nothing, row, col, rows, N, bias, False, TILE)
         return
+    a_scale += expert * a_stride_e
+    b_scale += expert.to(tl.int64) * b_stride_e
     acc = contract(
-        a,
-        b,
-        a_scale + expert * a_stride_e,
-        b_scale + expert.to(tl.int64) * b_stride_e,
-        row,
-        expert * b_rows + col,
-        rows,
-        b_all,
-        row,
-        col,
-        rows,
-        N,
+        (a, row, rows, a_held),
+        (b, expert * b_rows + col, b_all, b_held),
+        (a_scale, row, rows, a_stride_f, a_stride_k),
+        (b_scale, col, N, b_stride_f, b_stride_k),
         0,
         K,
-        a_held,
-        b_held,
-        a_stride_f,
-        a_stride_k,
-        b_stride_f,
-        b_stride_k,
-        A_E5M2,
-        B_E5M2,
-        A_FREE,
-        B_FREE,
-        A_SIDE,
-        B_SIDE,
-        A_E8M0,
-        B_E8M0,
-        PROMOTE,
-        SCALED,
-        TMA,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
+        FORM,
+        TILE,
     )
-    store(out, acc, row, col, rows, N, N, bias + expert * N if BIAS else bias, BIAS, BLOCK_M, BLOCK_N)
+    store(out, acc, row, col, rows, N, bias + expert * N if BIAS else bias, BIAS, TILE)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -138,69 +105,33 @@ def grouped_wgrad_kernel(
     b_stride_e,
     b_stride_f,
     b_stride_k,
-    A_E5M2: tl.constexpr,
-    B_E5M2: tl.constexpr,
-    A_FREE: tl.constexpr,
-    B_FREE: tl.constexpr,
-    A_SIDE: tl.constexpr,
-    B_SIDE: tl.constexpr,
-    A_E8M0: tl.constexpr,
-    B_E8M0: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    SCALED: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
     GROUP_M: tl.constexpr,
     OWNED: tl.constexpr,
 ):
     """One tile of one expert's [M, N]: a [M, rows] contracted with b [N, rows] over that expert's rows."""
-    down = tl.cdiv(M, BLOCK_M)
-    across = tl.cdiv(N, BLOCK_N)
+    down = tl.cdiv(M, TILE.m)
+    across = tl.cdiv(N, TILE.n)
     expert = tl.program_id(0) // (down * across)
     i, j = place(tl.program_id(0) % (down * across), down, across, GROUP_M)
-    row = i * BLOCK_M
-    col = j * BLOCK_N
+    row = i * TILE.m
+    col = j * TILE.n
     first = tl.multiple_of(tl.load(starts + expert), OWNED)
     last = first + tl.cdiv(tl.load(sizes + expert), OWNED) * OWNED  # rows beyond an expert's own hold zero codes
+    a_scale += expert.to(tl.int64) * a_stride_e
+    b_scale += expert.to(tl.int64) * b_stride_e
     acc = contract(
-        a,
-        b,
-        a_scale + expert.to(tl.int64) * a_stride_e,
-        b_scale + expert.to(tl.int64) * b_stride_e,
-        row,
-        col,
-        M,
-        N,
-        row,
-        col,
-        M,
-        N,
+        (a, row, M, a_held),
+        (b, col, N, b_held),
+        (a_scale, row, M, a_stride_f, a_stride_k),
+        (b_scale, col, N, b_stride_f, b_stride_k),
         first,
         last,
-        a_held,
-        b_held,
-        a_stride_f,
-        a_stride_k,
-        b_stride_f,
-        b_stride_k,
-        A_E5M2,
-        B_E5M2,
-        A_FREE,
-        B_FREE,
-        A_SIDE,
-        B_SIDE,
-        A_E8M0,
-        B_E8M0,
-        PROMOTE,
-        SCALED,
-        TMA,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
+        FORM,
+        TILE,
     )
-    store(out + expert.to(tl.int64) * M * N, acc, row, col, M, N, N, out, False, BLOCK_M, BLOCK_N)
+    store(out + expert.to(tl.int64) * M * N, acc, row, col, M, N, out, False, TILE)
 
 
 class _Held(NamedTuple):
@@ -275,26 +206,12 @@ def _rows(
         (groups.rows // tile.m * layout.ceil_div(b.free, tile.n),),
         tiles.source(a.codes, groups.rows, a.contracted, (tile.m, tile.k), form.tma),
         tiles.source(b.codes, b.codes.shape[0], b.contracted, (tile.n, tile.k), form.tma),
-        out,
-        a.scale,
-        b.scale,
-        bias,
-        groups.tiles,
-        groups.rows,
-        b.free,
-        a.contracted,
-        a.codes.stride(0),
-        b.codes.stride(0),
-        b.rows,
-        b.codes.shape[0],
-        *a.strides,
-        *b.strides,
-        **tiles.constants(form, tile),
+        *(out, a.scale, b.scale, bias, groups.tiles),
+        *(groups.rows, b.free, a.contracted, a.codes.stride(0), b.codes.stride(0), b.rows, b.codes.shape[0]),
+        *(*a.strides, *b.strides),
+        **tiles.options(form, tile),
         BIAS=bias is not None,
-        GROUP_M=tiles.GROUP,
-        OWNED=TILE,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        OWNED=OWNED_ROWS,
     )
     return out
 
@@ -323,22 +240,10 @@ def wgrad(dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtyp
         (groups.experts * layout.ceil_div(a.free, tile.m) * layout.ceil_div(b.free, tile.n),),
         tiles.source(a.codes, a.free, groups.rows, (tile.m, tile.k), form.tma),
         tiles.source(b.codes, b.free, groups.rows, (tile.n, tile.k), form.tma),
-        out,
-        a.scale,
-        b.scale,
-        groups.starts,
-        groups.sizes,
-        a.free,
-        b.free,
-        a.codes.stride(0),
-        b.codes.stride(0),
-        *a.strides,
-        *b.strides,
-        **tiles.constants(form, tile),
-        GROUP_M=tiles.GROUP,
-        OWNED=TILE,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        *(out, a.scale, b.scale, groups.starts, groups.sizes),
+        *(a.free, b.free, a.codes.stride(0), b.codes.stride(0), *a.strides, *b.strides),
+        **tiles.options(form, tile),
+        OWNED=OWNED_ROWS,
     )
     return out
 

@@ -38,7 +38,7 @@ class Gpu(NamedTuple):
 
 
 class Grain(NamedTuple):
-    """How an operand's scales belong to its codes (FREE and SIDE of ``contraction``), and the formats of both."""
+    """How an operand's scales belong to its codes (see ``contraction``), and the formats of both."""
 
     free: int
     side: int
@@ -153,15 +153,9 @@ def candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:
     return [(t, r) for t, r in found if (what.a.free != 128 or t.m <= 128) and (what.b.free != 128 or t.n <= 128)]
 
 
-def constants(what: Form, tile: Tile) -> dict[str, Any]:
-    """The constexpr arguments that all GEMM kernels share."""
-    both = {
-        f"{name}_{key.upper()}": value
-        for name, g in (("A", what.a), ("B", what.b))
-        for key, value in g._asdict().items()
-    }
-    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
-    return both | {"PROMOTE": what.promote, "SCALED": what.scaled, "TMA": what.tma} | blocks
+def options(what: Form, tile: Tile) -> dict[str, Any]:
+    """The arguments of a launch that all GEMM kernels share."""
+    return {"FORM": what, "TILE": tile, "GROUP_M": GROUP, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def source(codes: Tensor, rows: int, cols: int, block: tuple[int, int], tma: bool) -> Tensor | TensorDescriptor:

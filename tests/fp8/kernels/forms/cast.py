@@ -18,7 +18,7 @@ def cast_variant(name: str, jobs: Sequence[cast.Job], shape: tuple[int, int], gi
     tile = cast._tile(jobs, *shape, given)
     signature = {"x_ptr": "*bf16", **dict.fromkeys(("stride_b", "stride_r", "stride_c", "M", "K", "across"), "i32")}
     signature |= dict.fromkeys(("sizes_ptr", "starts_ptr", "tiles_ptr"), "*i32")
-    forms: list[tuple[object, ...] | None] = [None, None]
+    forms: list[cast_tiles.Facts | None] = [None, None]
     for c in (0, 1):
         signature |= {
             f"codes{c}_ptr": "*u8",

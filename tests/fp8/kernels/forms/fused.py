@@ -72,8 +72,8 @@ def variants() -> list[Variant]:
                     found.append(Variant(f"{title} codes of bf16", kernel, signature, lowered, warps, maxnreg=most))
     kernel = kernels.rmsnorm_rows
     for wide, spec in ((128, blockwise[0]), (4096, blockwise[0]), (16384, CastSpec(block=(1, -1))), (4096, None)):
-        constants = {k.removeprefix("ROW_"): v for k, v in fused._constants("ROW", spec, 1).items()}
-        constants |= {"UNIT": 4, "BM": max(1, 4096 // wide), "BK": wide} | _dtypes("bf16", "bf16")
+        constants = _dtypes("bf16", "bf16") | {"CAST": fused._cast(spec, 1)}
+        constants |= {"UNIT": 4, "BM": max(1, 4096 // wide), "BK": wide}
         signature, absent = _signature(kernel, ["x", "weight", "y"], spec, None)
         title = f"{kernel.__name__} {wide} {spec or 'plain'}"
         found.append(Variant(title, kernel, signature, constants | absent, max(4, wide // 1024)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.triton_kernels.gemm import gemm_kernel
-from octavo.fp8.kernels.triton_kernels.tiles import GROUP, Form, Gpu, Tile, candidates, choose, constants, form, grain
+from octavo.fp8.kernels.triton_kernels.tiles import GROUP, Form, Gpu, Tile, candidates, choose, form, grain
 from tests.fp8.kernels.forms import Variant
 
 
@@ -26,12 +26,12 @@ def forms(
     kernel: Any,
     gemms: Sequence[str],
     signature: Mapping[str, str],
-    constants_: Mapping[str, Any],
+    constants: Mapping[str, Any],
     every_tile: bool = False,
 ) -> list[Variant]:
     """What ``kernel`` is compiled to for these GEMMs of all recipes, on each architecture; the same form once.
 
-    ``signature`` and ``constants_``: of the arguments that are not those of all GEMM kernels. ``every_tile``: of the
+    ``signature`` and ``constants``: of the arguments that are not those of all GEMM kernels. ``every_tile``: of the
     blockwise ones all tiles, not only that of a large product.
     """
     found: list[Variant] = []
@@ -49,9 +49,9 @@ def forms(
                 continue
             seen.add((arch, what, tile))
             types, ones = _described(what, tile)
-            types = {key: kind for key, kind in {**types, **signature}.items() if key not in constants_}
+            types = {key: kind for key, kind in {**types, **signature}.items() if key not in constants}
             label = f"{name} {title} {which} {tile.m}x{tile.n}x{tile.k}"
-            fixed: dict[str, Any] = {**constants(what, tile), **ones, "GROUP_M": GROUP, **constants_}
+            fixed: dict[str, Any] = {"FORM": what, "TILE": tile, "GROUP_M": GROUP, **ones, **constants}
             found.append(Variant(label, kernel, types, fixed, tile.warps, tile.stages, (arch,)))
     return found
 

@@ -24,8 +24,8 @@ def variants() -> list[Variant]:
         forms = {}
         for key in ("CAST1", "CAST0"):
             form = v.constants[key]
-            # The scales of whole columns and experts are written before: cast_tiles, constant 5.
-            forms[key] = form if form is None or block[0] != -1 else (*form[:5], False, *form[6:])
+            # The scales of whole columns and experts are written before.
+            forms[key] = form if form is None or block[0] != -1 else form._replace(write_scale=False)
         found.append(v._replace(constants={**v.constants, **forms, "GROUPED": True}))
     ints = ("stride_b", "stride_r", "stride_c", "M", "K", "across")
     pointers = ("rows_ptr", "cols_ptr", "all_ptr", "sizes_ptr", "starts_ptr", "tiles_ptr")
