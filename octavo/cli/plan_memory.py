@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.cli import terminal
+from octavo.train.fit import fit, gb, settings_of
+from octavo.train.footprint import KINDS, Card, Footprints
+from octavo.train.switches import assumed, switches
 
 
 def predicted(cfg: Any, model: Any, family: Any, plan: Any, given: Any) -> tuple[Any, str]:
     """(what sizes configurations of this model, the sentence on the tokens that it assumes)."""
-    from octavo.train.footprint import Footprints
-    from octavo.train.switches import assumed
-
     if given is None:
         tokens, message = assumed(cfg, family.components, model.config)
     else:
@@ -24,9 +24,6 @@ def predicted(cfg: Any, model: Any, family: Any, plan: Any, given: Any) -> tuple
 
 def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     """Everything that is printed, for programs."""
-    from octavo.train.footprint import Card
-    from octavo.train.switches import switches
-
     out: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
         out["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
@@ -40,10 +37,6 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
 
 def show(sizes: Any, message: str, args: Any) -> None:
     """The table, whether it fits, and what switches buy."""
-    from octavo.train.fit import gb
-    from octavo.train.footprint import KINDS, Card
-    from octavo.train.switches import switches
-
     one = sizes.of(sizes.cfg, 1)
     columns, found = ["memory", "one GPU"], [one]
     if args.ranks > 1:
@@ -75,8 +68,6 @@ def show(sizes: Any, message: str, args: Any) -> None:
 
 def fits(card: Any, total: int, ranks: int) -> str:
     """One sentence: what is there, what is kept free and why, what is left or lacking."""
-    from octavo.train.fit import gb
-
     left = card.usable - total
     where = f"{card.name} a GPU" if ranks > 1 else card.name
     reserve = (
@@ -88,9 +79,6 @@ def fits(card: Any, total: int, ranks: int) -> str:
 
 def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
     """The proposal as YAML, its reasons and what is faster and does not fit. Exit code 1 where nothing fits."""
-    from octavo.train.fit import fit, gb, settings_of
-    from octavo.train.footprint import Card
-
     card = Card.parse(args.fit)
     found = fit(sizes, card, args.ranks, held)
     if args.json:
@@ -151,8 +139,6 @@ def _about(kind: str, footprint: Any) -> str:
     if kind == "activations":
         return ", ".join(f"{n / 1024:.1f} KiB a token of {name}" for name, n in footprint.per_token.items())
     if kind == "workspace":
-        from octavo.train.fit import gb
-
         return ", ".join(f"{name} {gb(n)}" for name, n in footprint.parts.items())
     return ""
 
