@@ -64,8 +64,6 @@ class TextProcessor:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.chat_template = tokenizer.chat_template
-        self.apply_chat_template, self.save_pretrained = tokenizer.apply_chat_template, tokenizer.save_pretrained
-        self.decode, self.batch_decode = tokenizer.decode, tokenizer.batch_decode
 
     def __call__(self, text: str | Sequence[str] | None = None, images: Any = None, **kwargs: Any) -> BatchFeature:
         if images is not None and len(images):
@@ -77,6 +75,22 @@ class TextProcessor:
         encoded = self.tokenizer(text, **kwargs)
         encoded.pop("token_type_ids", None)
         return BatchFeature(dict(encoded))
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """The tokenizer's chat template."""
+        return self.tokenizer.apply_chat_template(conversation, **kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        """The tokenizer's decode."""
+        return self.tokenizer.decode(*args, **kwargs)
+
+    def batch_decode(self, *args: Any, **kwargs: Any) -> list[str]:
+        """The tokenizer's batch_decode."""
+        return self.tokenizer.batch_decode(*args, **kwargs)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """The tokenizer's save_pretrained."""
+        self.tokenizer.save_pretrained(directory)
 
 
 # model_type -> (processor, image processor)
