@@ -99,8 +99,7 @@ def save(
                 directory.mkdir(parents=True, exist_ok=True)
                 files.sweep(directory)
                 tmp.mkdir()
-        with _dcp("write", tmp), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*process group is not.*|.*single process.*")
+        with _dcp("write", tmp):
             dcp.save(
                 state,
                 storage_writer=SafeWriter(tmp),
@@ -214,8 +213,7 @@ def load(
             if name.startswith("extra.")
         }
         state.update(extra)
-    with _dcp("read", path), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*process group is not.*|.*single process.*")
+    with _dcp("read", path):
         dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
     fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
     if optimizer is not None:
@@ -301,7 +299,9 @@ def _shared(verb: str, path: Path, world: Ranks):
 def _dcp(verb: str, path: Path):
     """DCP's exception (a BaseException around a dictionary of ranks) as ours. DCP itself tells all ranks."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*process group is not.*|.*single process.*")
+            yield
     except CheckpointException as caught:
         _, (error, _) = min(caught.failures.items(), key=lambda item: item[0])
         raise CheckpointError(_words(verb, path, error)) from error

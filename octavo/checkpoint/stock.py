@@ -175,6 +175,13 @@ class Stock:
             found[disk] = tuple(f"{prefix}.{e}.{one}.weight" for e in many for one in EXPERTS[leaf])
         return found
 
+    @cached_property
+    def head(self) -> str | None:
+        """The name on disk of the output projection's weight."""
+        module = self.model.get_output_embeddings()
+        names = [name for name, one in self.modules.items() if one is module]
+        return next((disk for disk, layer in self.linears.items() if layer.module in names), None)
+
     def transposed(self, parameter: str) -> bool:
         """Whether experts lie in memory as [E, K, N]."""
         return is_transposed(self.modules[parameter.rpartition(".")[0]])

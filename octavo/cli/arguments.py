@@ -21,11 +21,7 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
         "file", metavar="FILE.yaml", nargs=file, help="the configuration (octavo schema lists its keys)"
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDES_HELP)
-    add_fp8_flags(parser)
-
-
-def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
-    """The three flags known from elsewhere; each is another name of an override."""
+    # flags known from elsewhere; each is another name of an override
     group = parser.add_argument_group("FP8 (the same as fp8.recipe=, fp8.format=, fp8.param=true)")
     names = _names(RecipeName)
     group.add_argument("--fp8-recipe", metavar="NAME", type=one_word, choices=names, help=", ".join(names))

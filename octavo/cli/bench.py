@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from octavo.cli import terminal
+from octavo.cli import arguments, terminal
 
 SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step", "memory")
 
@@ -24,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="cuda or cpu; default: the GPU if there is one")
     parser.add_argument("--small", action="store_true", help="small sizes (always so on a CPU)")
     parser.add_argument("--shape", metavar="NAME", help="the published size of models (default qwen3_vl_8b)")
-    parser.add_argument("--tokens", type=_positive, metavar="N", help="tokens of a call, instead of each suite's own")
-    parser.add_argument("--layers", type=_positive, metavar="N", help="step: only the first N decoder blocks")
+    parser.add_argument("--tokens", type=arguments.positive, metavar="N", help="of a call, instead of each suite's own")
+    parser.add_argument("--layers", type=arguments.positive, metavar="N", help="step: only the first N decoder blocks")
     parser.add_argument(
         "--budget", type=_seconds, metavar="SECONDS", help="let a suite begin no case after so many seconds"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON and a PNG there, a pair for each suite")
-    parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
+    arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,12 +82,6 @@ def _show(result: Any) -> None:
         print(f"note: {len(noisy)} of {len(result.rows)} rows vary by more than 50 % between quartiles: noise")
     if result.small:
         print("note: small sizes; FP8 on a CPU is emulated, so these ratios say nothing about a GPU")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

@@ -33,7 +33,11 @@ def show(report: Any, everything: bool) -> None:
     rows = _all_rows(report) if everything else _short_rows(report)
     terminal.show_table(("", "what", "found"), rows)
     for check in report.of("fail", "warn", *(["absent"] if everything else [])):
-        terminal.note_below(f"{check.status}: {check.name}: {check.found}", means=check.means, fix=check.fix)
+        print(f"\n{check.status}: {check.name}: {check.found}")
+        if check.means:
+            print(f"  means: {check.means}")
+        if check.fix:
+            print(f"  fix:   {check.fix}")
     failures = report.of("fail")
     print()
     if failures:

@@ -26,11 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN_OR_MODEL", help="a run directory, or a model folder")
     parser.add_argument("directory", metavar="DIR", help="where to: new, empty, or an earlier export")
     parser.add_argument("--format", metavar="NAME", choices=FORMATS, required=True, help=", ".join(FORMATS))
+    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one weight file, default 5GB")
+    add_shared(parser)
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """The options of export that merge has too."""
     parser.add_argument(
         "--include", metavar="COMPONENT", choices=INCLUDE, nargs="+", action="extend", default=[],
         help=f"in FP8 too, beside the language model's layers: {', '.join(INCLUDE)}",
     )  # fmt: skip
-    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one weight file, default 5GB")
     parser.add_argument(
         "--step", type=arguments.positive, metavar="N", help="of a run: this checkpoint, not the newest"
     )

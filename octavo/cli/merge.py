@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.cli import arguments, terminal
-from octavo.cli.export import FORMATS, INCLUDE, device
+from octavo.cli import terminal
+from octavo.cli.export import FORMATS, add_shared, device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder (default: fp8 where training saw codes)",
     )
     parser.add_argument("--anyway", action="store_true", help="write FP8 though it rounds the adapter away")
-    parser.add_argument(
-        "--include", metavar="COMPONENT", choices=INCLUDE, nargs="+", action="extend", default=[],
-        help=f"in FP8 too, beside the language model's layers: {', '.join(INCLUDE)}",
-    )  # fmt: skip
-    parser.add_argument("--step", type=arguments.positive, metavar="N", help="of a run: this checkpoint")
-    parser.add_argument("--device", metavar="NAME", help="cpu or cuda; default: a GPU if there is one")
-    arguments.add_json(parser)
+    add_shared(parser)
 
 
 def run(args: argparse.Namespace) -> int:

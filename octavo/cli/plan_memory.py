@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.cli import terminal
+from octavo.train.memory_plan import ASSUMED, KINDS, Card, Footprints, assumed, gb, propose, savings, settings_of
 
 
 def predicted(cfg: Any, model: Any, family: Any, plan: Any, given: Any) -> tuple[Any, str]:
     """(what sizes configurations of this model, the sentence on the tokens that it assumes)."""
-    from octavo.train.memory_plan import Footprints, assumed
-
     if given is None:
         tokens, message = assumed(cfg, family.components, model.config)
     else:
@@ -23,8 +22,6 @@ def predicted(cfg: Any, model: Any, family: Any, plan: Any, given: Any) -> tuple
 
 def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     """Everything that is printed, for programs."""
-    from octavo.train.memory_plan import Card, savings
-
     out: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
         out["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
@@ -38,8 +35,6 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
 
 def show(sizes: Any, message: str, args: Any) -> None:
     """The table, whether it fits, and what switches buy."""
-    from octavo.train.memory_plan import KINDS, Card, gb, savings
-
     one = sizes.of(sizes.cfg, 1)
     columns, found = ["memory", "one GPU"], [one]
     if args.ranks > 1:
@@ -71,8 +66,6 @@ def show(sizes: Any, message: str, args: Any) -> None:
 
 def fits(card: Any, total: int, ranks: int) -> str:
     """One sentence: what is there, what is kept free and why, what is left or lacking."""
-    from octavo.train.memory_plan import gb
-
     left = card.usable - total
     where = f"{card.name} a GPU" if ranks > 1 else card.name
     reserve = (
@@ -84,8 +77,6 @@ def fits(card: Any, total: int, ranks: int) -> str:
 
 def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
     """The proposal as YAML, its reasons and what is faster and does not fit. Exit code 1 where nothing fits."""
-    from octavo.train.memory_plan import ASSUMED, Card, gb, propose, settings_of
-
     card = Card.parse(args.fit)
     found = propose(sizes, card, args.ranks, held)
     if args.json:
@@ -147,8 +138,6 @@ def _about(kind: str, footprint: Any) -> str:
     if kind == "activations":
         return ", ".join(f"{n / 1024:.1f} KiB a token of {name}" for name, n in footprint.per_token.items())
     if kind == "workspace":
-        from octavo.train.memory_plan import gb
-
         return ", ".join(f"{name} {gb(n)}" for name, n in footprint.parts.items())
     return ""
 

@@ -50,27 +50,9 @@ def plain_table(
     return "\n".join([*head, line(columns), line(["-" * w for w in widths]), *map(line, rows)])
 
 
-def show_pairs(pairs: Mapping[str, str], *, title: str = "") -> None:
-    """Names and values, one a line."""
-    width = max(map(len, pairs), default=0)
-    if title:
-        print(title)
-    for name, value in pairs.items():
-        print(f"  {name:<{width}}  {value}")
-
-
 def note(text: str) -> None:
     """A line beside the result: on stderr, so that stdout stays the result alone."""
     print(text, file=sys.stderr)
-
-
-def note_below(text: str, *, means: str, fix: str) -> None:
-    """A finding on stdout with what it means and its fix, set off below a table."""
-    print(f"\n{text}")
-    if means:
-        print(f"  means: {means}")
-    if fix:
-        print(f"  fix:   {fix}")
 
 
 def console(*, stderr: bool = True) -> Any:

@@ -48,4 +48,7 @@ def conclude(result: Any) -> None:
         pairs["FP8 gain"] = f"{100 * result.gain['gain']:+.1f} % in forward and backward, measured over high precision"
     if result.skipped:
         pairs["skipped steps"] = str(result.skipped)
-    terminal.show_pairs(pairs, title=f"{result.status} after step {result.steps}: {result.dir}")
+    print(f"{result.status} after step {result.steps}: {result.dir}")
+    width = max(map(len, pairs), default=0)
+    for name, value in pairs.items():
+        print(f"  {name:<{width}}  {value}")

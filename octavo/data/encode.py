@@ -97,10 +97,8 @@ class Encoder:
     @property
     def pad_id(self) -> int:
         """The token that fills short rows; it is masked, so any will do."""
-        for found in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if found is not None:
-                return found
-        return 0
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((found for found in ids if found is not None), 0)
 
     def encode(self, conversation: Conversation) -> Sample:
         """One conversation as a `Sample`. Raises `BadSample` (or its subclass `LongSample`), with on_long="error"
@@ -225,7 +223,7 @@ class Encoder:
         runs = _runs(image_mask, opens)
         if sample.image_grid_thw is None:
             # Every tile of an image takes as many tokens.
-            tokens = np.array([self._content(ids[start:stop]) for start, stop in runs])
+            tokens = np.array([np.sum(ids[start:stop] == self.processor.image_token_id) for start, stop in runs])
             rows = tokens * len(sample.pixel_values) // tokens.sum()
         else:
             rows = sample.image_grid_thw.prod(axis=1)
@@ -234,9 +232,6 @@ class Encoder:
                 where = np.flatnonzero(image_mask)
                 runs = [(int(where[a]), int(where[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False)]
         return [_Run(start, stop, int(count)) for (start, stop), count in zip(runs, rows, strict=True)]
-
-    def _content(self, ids: np.ndarray) -> int:
-        return int((ids == self.processor.image_token_id).sum())
 
 
 @dataclass(frozen=True)

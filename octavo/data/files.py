@@ -11,6 +11,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,31 +131,15 @@ def _not_utf8(path: Path, offset: int, line: int) -> DataError:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """JSONL when the first filled line is a whole JSON value and the file is not one list."""
-    for _, _, line in _numbered_lines(path):
-        text = line.decode("utf-8-sig").strip()
-        if not text:
-            continue
-        if path.suffix.lower() in (".jsonl", ".ndjson"):
-            return True
-        if not text.startswith("{"):
-            return False
-        try:
-            json.loads(text)
-        except json.JSONDecodeError:
-            return False
-        return not _has_single_line(path)
-    return False
-
-
-def _has_single_line(path: Path) -> bool:
-    """Whether a file named .json holds one filled line: then it is one JSON value, not JSONL."""
-    filled = 0
-    for _, _, line in _numbered_lines(path):
-        filled += bool(line.strip())
-        if filled > 1:
-            return False
-    return True
+    """By its name; else JSONL where the first of several filled lines is a whole JSON object."""
+    lines = (line.decode("utf-8-sig").strip() for _, _, line in _numbered_lines(path))
+    first, *more = list(islice(filter(None, lines), 2)) or [""]
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
+        return bool(first)
+    try:
+        return bool(more) and isinstance(json.loads(first), dict)
+    except json.JSONDecodeError:
+        return False
 
 
 def _read_json(path: Path) -> JsonRows:

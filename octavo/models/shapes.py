@@ -31,23 +31,10 @@ from octavo.models.skeleton import empty
 
 
 def _qwen3_text(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": 151936,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5000000.0,
-            "mrope_section": [24, 20, 20],
-            "mrope_interleaved": True,
-        },
-        **more,
-    }
+    sections = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 5000000.0, **sections}
+    more |= {"head_dim": 128, "rope_parameters": rope}
+    return _decoder(151936, hidden, intermediate, layers, heads, kv_heads, 262144, **more)
 
 
 def _qwen3_vision(out: int, large: bool) -> dict[str, Any]:

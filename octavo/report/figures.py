@@ -116,17 +116,13 @@ def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.array([steps[p].mean() for p in parts]), np.array([np.nanmean(values[p]) for p in parts])
 
 
-def _color(name: str) -> str:
-    return PALETTE[name]
-
-
 def loss_figure(curves: Sequence[Curve]) -> Figure:
     """Loss of each run over the steps: raw, faint; smoothed, strong. A log axis where the loss falls twentyfold."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     axes = figure.subplots()
     # High precision last, so that it is not hidden below the curves that should follow it.
     for curve in sorted(curves, key=lambda c: {"noise": 0, "fp8": 1, "reference": 2}[c.kind]):
-        color = _color(curve.color)
+        color = PALETTE[curve.color]
         axes.plot(*_thin(curve.steps, curve.losses), color=color, lw=0.6, alpha=0.28)
         smoothed = smooth(curve.losses, window_for(len(curve.losses)))
         style = {"reference": (0, (4, 2)), "noise": "-", "fp8": "-"}[curve.kind]
@@ -175,14 +171,14 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
             bands = ((upper, np.abs(apart), "another seed, either sign"), (lower, noise, "noise of the seed"))
             for axes, values, label in bands:
                 x, y = _thin(steps, values)
-                axes.fill_between(x, -y, y, color=_color("noise"), alpha=0.45, lw=0, label=label)
+                axes.fill_between(x, -y, y, color=PALETTE["noise"], alpha=0.45, lw=0, label=label)
         else:
-            upper.plot(*_thin(steps, apart), color=_color(curve.color), lw=1.7, label=curve.label)
-            lower.plot(*_thin(steps, gap), color=_color(curve.color), lw=1.7, label=curve.label)
+            upper.plot(*_thin(steps, apart), color=PALETTE[curve.color], lw=1.7, label=curve.label)
+            lower.plot(*_thin(steps, gap), color=PALETTE[curve.color], lw=1.7, label=curve.label)
     for axes in (upper, lower):
-        axes.axhline(0, color=_color("base"), lw=1, ls=(0, (4, 2)))
+        axes.axhline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
         axes.margins(x=0.01)
-    lower.axhspan(-100 * tolerated, 100 * tolerated, color=_color("good"), alpha=0.18, lw=0,
+    lower.axhspan(-100 * tolerated, 100 * tolerated, color=PALETTE["good"], alpha=0.18, lw=0,
                   label=f"{100 * tolerated:g} %")  # fmt: skip
     upper.set(title=f"Loss minus high precision's (mean over {window} steps)", ylabel="nats per token")
     lower.set(
@@ -223,14 +219,14 @@ def _dots(axes: Axes, health: Sequence[LayerHealth], figure_name: str, scale: fl
             continue
         color, marker = _ROLE_STYLE[role]
         size = 26 if len(health) <= 60 else 9
-        axes.scatter(range(len(health)), scale * np.array(values), s=size, marker=marker, color=_color(color),
+        axes.scatter(range(len(health)), scale * np.array(values), s=size, marker=marker, color=PALETTE[color],
                      alpha=0.85, lw=0, label=role.replace("_", ", "))  # fmt: skip
 
 
 def _threshold(axes: Axes, value: float, color: str, text: str) -> None:
-    axes.axhline(value, color=_color(color), lw=1, ls=(0, (2, 2)))
+    axes.axhline(value, color=PALETTE[color], lw=1, ls=(0, (2, 2)))
     axes.annotate(text, (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 2), textcoords="offset points",
-                  ha="right", va="bottom", fontsize=8, color=_color(color))  # fmt: skip
+                  ha="right", va="bottom", fontsize=8, color=PALETTE[color])  # fmt: skip
 
 
 def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], title: str) -> Figure:
@@ -255,20 +251,20 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
     _threshold(middle, 100 * UNDERFLOW_WARN, "warn", "fwd, dgrad operands warn above")
     _threshold(middle, 100 * UNDERFLOW_FAIL, "bad", "fail above")
     for axes in more:
-        axes.scatter(range(len(layers)), cosines, s=26 if few else 9, marker="D", color=_color("fp8-4"), lw=0)
+        axes.scatter(range(len(layers)), cosines, s=26 if few else 9, marker="D", color=PALETTE["fp8-4"], lw=0)
         axes.set(title="Cosine of the weight gradient to high precision's", ylabel="cosine")
         axes.set_ylim(min(float(np.nanmin(cosines)), COSINE_MIN) - 0.01, 1.004)
         _threshold(axes, COSINE_MIN, "warn", "warns below")
     for axes in panels:
         for i, (_, first, last) in enumerate(_spans([components.get(name, "") for name in layers])):
             if i % 2 == 0:
-                axes.axvspan(first - 0.5, last + 0.5, color=_color("band"), lw=0, zorder=0)
+                axes.axvspan(first - 0.5, last + 0.5, color=PALETTE["band"], lw=0, zorder=0)
         axes.set_xlim(-0.5, len(layers) - 0.5)
     for name, first, last in _spans([components.get(name, "") for name in layers]):
         centre = ((first + last) / 2, 1)
         top.annotate(name.replace("_", " "), centre, xycoords=("data", "axes fraction"), va="top",
                      xytext=(0, -4), textcoords="offset points", ha="center", fontsize=9,
-                     color=_color("soft"))  # fmt: skip
+                     color=PALETTE["soft"])  # fmt: skip
     top.set_ylim(top=top.get_ylim()[1] + 3)
     for axes, columns in ((top, 3), (middle, 5)):
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, borderpad=0, handletextpad=0.1)
@@ -299,11 +295,11 @@ def memory_figure(
         left = 0.0
         for i, kind in enumerate(kinds):
             width = memory.get(kind, 0) / size
-            axes.barh(row, width, left=left, height=0.62, color=_color(f"kind-{min(i, 5)}"),
+            axes.barh(row, width, left=left, height=0.62, color=PALETTE[f"kind-{min(i, 5)}"],
                       label=kinds[kind] if row == 0 else None)  # fmt: skip
             left += width
         axes.annotate(f"{left:.1f} {name}", (left, row), xytext=(5, 0), textcoords="offset points", va="center",
-                      fontsize=9, color=_color("ink"))  # fmt: skip
+                      fontsize=9, color=PALETTE["ink"])  # fmt: skip
     axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)

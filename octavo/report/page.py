@@ -24,6 +24,7 @@ from octavo.report import figures, savings
 from octavo.report.judge import Run, Verdict, accuracy, last_step
 from octavo.report.rundir import ReportError, RunRecord
 from octavo.report.verdict import GAP_TOLERATED, percent
+from octavo.train.metrics import finite
 
 Records = Sequence[tuple[Run, RunRecord]]
 
@@ -47,7 +48,7 @@ ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad":
 def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ...]:
     """Write the report of a trial into ``directory``; returns the paths, the page first."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = document(verdict) | {"savings": _finite(savings_of(verdict, records))}
+    data = document(verdict) | {"savings": finite(savings_of(verdict, records))}
     drawings, images = draw(records, directory)
     page = directory / "report.html"
     page.write_text(render(verdict, records, drawings, data["created"]), encoding="utf-8")
@@ -57,7 +58,7 @@ def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ..
 
 def document(verdict: Verdict) -> dict[str, Any]:
     """``report.json``: verdict, checks and everything measured, as plain JSON; what is not a finite number is null."""
-    return _finite(
+    return finite(
         {
             "octavo": octavo.__version__,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -71,16 +72,6 @@ def document(verdict: Verdict) -> dict[str, Any]:
             **verdict.data,
         }
     )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def curves_of(records: Records) -> list[figures.Curve]:

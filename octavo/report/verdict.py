@@ -21,7 +21,6 @@ NOISE_FACTOR = 2.0
 # Stretches that a run is cut into to estimate the noise -> how many standard deviations hold 19 times out of 20, by
 # Student's t for as many differences whose mean is known to be zero.
 STRETCHES = {6: 2.45, 20: 2.09}
-UNDERFLOW_HEALTHY = 0.008
 UNDERFLOW_WARN, UNDERFLOW_FAIL = 0.01, 0.05  # operands of fwd and dgrad
 UNDERFLOW_WARN_WGRAD = 0.20  # operands of wgrad
 SQNR_WARN = {"e4m3": 25.0, "e5m2": 20.0}

@@ -73,6 +73,8 @@ def finite(value: Any) -> Any:
     """The same JSON value with None for what is not finite."""
     if isinstance(value, Mapping):
         return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -197,8 +197,8 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
     [
         (["gem"], "invalid choice: 'gem'"),
         ([], "required: SUITE"),
-        (["gemm", "--tokens", "0"], "0 is not a whole number of at least 1"),
-        (["gemm", "--tokens", "x"], "x is not a whole number of at least 1"),
+        (["gemm", "--tokens", "0"], "expected a whole number of at least 1, found '0'"),
+        (["gemm", "--tokens", "x"], "expected a whole number of at least 1, found 'x'"),
         (["gemm", "--budget", "nan"], "nan is not a number of seconds"),
         (["gemm", "--budget", "-1"], "-1 is not a number of seconds"),
         (["gemm", "--device", "tpu"], "--device tpu is not here"),

@@ -49,7 +49,7 @@ def source(tmp_path_factory):
 def expected(model, plan) -> dict[str, torch.Tensor]:
     """What the files should stand for, by casts of whole parameters: nothing of what wrote them is used."""
     shared: dict[str, list[torch.Tensor]] = {}
-    state = {name: t for name, t in model.state_dict().items() if name not in plan.tied}
+    state = {name: t for name, t in model.state_dict().items() if name not in plan.names.tied}
     for name, matrices in plan.matrices.items():
         for m in matrices:
             w = state[name] if m.slot is None else state[name][m.slot]
@@ -151,7 +151,8 @@ def test_bf16_experts_in_one_tensor_lie_as_they_are_published(source, tmp_path):
     stem = "model.language_model.layers.0.mlp.experts"
     assert read(tmp_path / "out", f"{stem}.down_proj").shape == (4, 128, 256)  # [E, I, H]
     # gate and up together are square here (2 * 128 = 256), which no shape can tell: as transformers saves it
-    assert layout(folder, "bf16").turned == {f"model.language_model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
+    turned = layout(folder, "bf16").names.turned
+    assert turned == {f"model.language_model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
 
 
 def test_a_block_export_says_what_every_loader_looks_for(source, tmp_path):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from string import Formatter
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from octavo.checkpoint.verify import against as verify_against
 from octavo.checkpoint.verify import headers as verify_headers
 from octavo.checkpoint.verify import loaders as verify_loaders
 from octavo.checkpoint.verify.findings import VERDICTS
+from octavo.checkpoint.verify.sentences import SENTENCES
 from octavo.cli.main import main
 from octavo.models.quantization import by_parts
 from tests.checkpoint import planted
@@ -205,16 +208,24 @@ def test_values_on_e4m3s_grid(copy: Good) -> None:
     assert verified.ok and {f.kind for f in verified.findings} == {"cast-through-fp8", "zero-weight"}
 
 
-def test_every_kind_of_finding_has_its_consequence() -> None:
-    used: set[str] = set()
+def test_every_kind_of_finding_has_its_sentence_and_its_consequence() -> None:
+    """Each check gives its sentence the values that it names, and no others."""
+    kinds: set[str] = set()
     for file in Path(verify_loaders.__file__).parent.glob("*.py"):
-        if file.name == "adapter.py":
-            continue
         for node in ast.walk(ast.parse(file.read_text())):
             called = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if called in ("fail", "warn", "add") and node.args and isinstance(node.args[0], ast.Constant):
-                used.add(node.args[0].value)
-    assert used and used <= verify_loaders.CONSEQUENCES.keys()
+            if called not in ("fail", "warn", "add") or not node.args or not isinstance(node.args[0], ast.Constant):
+                continue
+            kind, given = node.args[0].value, {keyword.arg for keyword in node.keywords}
+            if file.name != "adapter.py":
+                kinds.add(kind.partition("/")[0])
+            if not given & {"text", None}:  # None: a dictionary of values
+                fields = [field for _, field, _, _ in Formatter().parse(SENTENCES[kind]) if field]
+                wanted = {re.split(r"[.\[]", field)[0] for field in fields}
+                assert not given - wanted - {"tensor"}, kind
+                assert wanted - given <= {"file", "name"} or wanted - given <= {"held", "shape"}, kind
+    kinds |= {kind.partition("/")[0] for kind in SENTENCES if not kind.startswith("adapter-")}
+    assert kinds <= verify_loaders.CONSEQUENCES.keys()
     for does in verify_loaders.CONSEQUENCES.values():
         assert does.keys() <= {"transformers", "vLLM", "SGLang"}
         assert all(d.verdict in VERDICTS for d in does.values())

@@ -40,7 +40,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
 from octavo.models.folder import INDEX, write_config
 from octavo.models.headers import Header, index_of
-from octavo.models.quantization import read_quantization
+from octavo.models.quantization import Quantization, read_quantization
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -86,17 +86,11 @@ def hf_to_dcp(
     source, destination = _ends(source, destination)
     folder = folders.read_folder(source)
     quantization = read_quantization(source) if (source / CONFIG).is_file() else None
-    shards, opens = folder.shards, values.of_folder(folder)
-    if to_bf16:
-        shards, opens = values.in_bf16(shards, opens, quantization, source)
-    elif quantization is not None:
-        values.scales_of(shards, quantization, source)  # bytes are copied; codes and scales still have to be a pair
     prefix = "base_model.model.model." if lora_base else "model."
-    keys: Keys = {entry.name: ((entry.name, prefix + entry.name),) for shard in shards for entry in shard.entries}
-    if tie_weights:
-        keys |= _tied(keys, prefix, source)
     options = {"lora_base": lora_base, "to_bf16": to_bf16, "tie_weights": tie_weights}
-    return _to_dcp("hf_to_dcp", folder, shards, opens, keys, destination, options, workers, say, progress)
+    return _to_dcp(
+        "hf_to_dcp", folder, quantization, lambda name: prefix + name, destination, options, workers, say, progress
+    )
 
 
 def lora_hf_to_dcp(
@@ -111,12 +105,8 @@ def lora_hf_to_dcp(
     """Write a PEFT adapter folder as a DCP checkpoint. See `hf_to_dcp`."""
     source, destination = _ends(source, destination)
     folder = folders.read_folder(source, adapter=True)
-    shards, opens = folder.shards, values.of_folder(folder)
-    if to_bf16:
-        shards, opens = values.in_bf16(shards, opens, None, source)
-    keys: Keys = {e.name: ((e.name, dcp.adapter_key(e.name)),) for shard in shards for e in shard.entries}
     options = {"to_bf16": to_bf16}
-    return _to_dcp("lora_hf_to_dcp", folder, shards, opens, keys, destination, options, workers, say, progress)
+    return _to_dcp("lora_hf_to_dcp", folder, None, dcp.adapter_key, destination, options, workers, say, progress)
 
 
 def dcp_to_hf(
@@ -175,15 +165,23 @@ def dcp_to_hf(
 def _to_dcp(
     command: str,
     folder: Folder,
-    shards: tuple[Header, ...],
-    opens: values.Opens,
-    keys: Keys,
+    quantization: Quantization | None,
+    key: Callable[[str], str],
     destination: Path,
     options: Mapping[str, Any],
     workers: int | None,
     say: Say,
     progress: Progress,
 ) -> Converted:
+    """`key`: what a tensor of the folder is called in DCP, below `model`."""
+    shards, opens = folder.shards, values.of_folder(folder)
+    if options["to_bf16"]:
+        shards, opens = values.in_bf16(shards, opens, quantization, folder.path)
+    elif quantization is not None:
+        values.scales_of(shards, quantization, folder.path)  # bytes are copied; codes and scales must still be pairs
+    keys: Keys = {entry.name: ((entry.name, key(entry.name)),) for shard in shards for entry in shard.entries}
+    if options.get("tie_weights"):
+        keys |= _tied(keys, key, folder.path)
     if folder.left:
         say(f"left behind: {', '.join(folder.left[:4])}{' ...' if len(folder.left) > 4 else ''}")
     with begin(destination, {"command": command, "source": _identity(folder.path), **options}) as work:
@@ -210,14 +208,14 @@ def _to_dcp(
     return _result(destination, shards, kept)
 
 
-def _tied(keys: Keys, prefix: str, source: Path) -> Keys:
+def _tied(keys: Keys, key: Callable[[str], str], source: Path) -> Keys:
     """The embeddings under a second key, that of the output projection."""
     embeddings = [name for name in keys if name.endswith("embed_tokens.weight")]
     if "lm_head.weight" in keys or len(embeddings) != 1:
         found = "lm_head.weight of its own" if "lm_head.weight" in keys else f"{len(embeddings)} embed_tokens.weight"
         raise CheckpointError(f"tie_weights was asked, and {source} has {found}: nothing is tied. Leave it out")
     name = embeddings[0]
-    return {name: (*keys[name], ("", f"{prefix}lm_head.weight"))}
+    return {name: (*keys[name], ("", key("lm_head.weight")))}
 
 
 # Shared --------------------------------------------------------------------------------------------------------------

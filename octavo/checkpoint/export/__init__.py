@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import atomic, fp8, models
+from octavo import atomic, fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
-from octavo.checkpoint.export.names import Matrices, Matrix
+from octavo.checkpoint.export.names import Matrix
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid, shared_cast
 from octavo.fp8.arithmetic import quantize, scale_from_amax
 from octavo.fp8.policy import template
@@ -246,7 +246,6 @@ class _Writer:
     ) -> None:
         self.plan, self.source, self.shards, self.device = plan, source, shards, device
         self.progress, self.written = progress, written
-        self.names = Matrices(models.empty(source, dtype=torch.bfloat16))
         self.spec = None if plan.kind is None else fp8.FROZEN[plan.kind]
         self.kinds: dict[str, Kind] = {}
         self.opened: Counter[str] = Counter()
@@ -257,7 +256,7 @@ class _Writer:
         self._together: dict[str, Tensor] = {}  # parameters that wait for those they are converted with
 
     def take(self, name: str, value: Value) -> None:
-        if name in self.plan.tied:
+        if name in self.plan.names.tied:
             return
         if name not in self.plan.together or name in self._seen:
             why = "came twice" if name in self._seen else f"is unknown to the model of {self.source}"
@@ -287,7 +286,7 @@ class _Writer:
 
     def _check(self, name: str, value: Value) -> None:
         """That a value has the parameter's shape, and no NaN or infinity."""
-        shape = self.plan.shapes[name]
+        shape = tuple(self.plan.names.weights[name].shape)
         values = value.values if isinstance(value, Trained) else value
         if isinstance(values, Tensor):
             found, wanted = tuple(values.shape), shape
@@ -317,14 +316,14 @@ class _Writer:
         group = self.plan.together[name]
         high = self._high(name, value)
         if high.is_floating_point():
-            high = high.to(self.plan.dtypes[name])
+            high = high.to(self.plan.names.dtype(name))
             if not bool(torch.isfinite(high).all()):
                 raise CheckpointError(f"{name} has values beyond {str(high.dtype)[6:]}, which would become infinite")
         self.written(name, None, None, high)
         self._together[name] = high
         if any(other not in self._together for other in group):
             return
-        tensors = self.names.to_disk({n: self._together.pop(n) for n in group}, self.plan.turned)
+        tensors = self.plan.names.to_disk({n: self._together.pop(n) for n in group})
         for disk, tensor in tensors.items():
             self._write(disk, tensor, disk).count += 1
 
@@ -405,7 +404,7 @@ class _Writer:
 def _error(q: fp8.Quantized, values: Tensor) -> tuple[float, float]:
     """(|written - value| / |value| in norms, the largest error / the largest value); zeros have none."""
     values = values.float()
-    error = fp8.dequantize(fp8.Quantized(q.data.contiguous(), q.scale.contiguous(), q.spec)).to(values.device) - values
+    error = decoded(q).to(values.device) - values
     norm, amax = float(torch.linalg.vector_norm(values)), float(values.abs().max())
     if not amax:
         return 0.0, 0.0

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,11 +38,8 @@ class Layout:
     plain     parameters in high precision -> their names on disk, with dtype and shape; a group of parameters that is
               converted together stands under each of its names
     together  parameter -> the parameters that are converted with it (itself alone, usually); all parameters, in order
-    shapes    parameter -> its shape in memory
-    dtypes    parameter -> what it is written in, in high precision
-    tied      second names of parameters, which are not written
+    names     the stock model, its parameters and their names on disk
     stored    parameters of experts that are stored as [E, K, N] in memory
-    turned    parameters of experts that are written the other way round than they are stored
     skipped   every linear layer in high precision, by the name in memory -> why
     aliases   the same layers -> the names under which loaders may look for them
     components  linear layers -> their component
@@ -54,11 +50,8 @@ class Layout:
     matrices: Mapping[str, tuple[Matrix, ...]]
     plain: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
     together: Mapping[str, tuple[str, ...]]
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
-    tied: frozenset[str]
+    names: Matrices
     stored: frozenset[str]
-    turned: frozenset[str]
     skipped: Mapping[str, str]
     aliases: Mapping[str, tuple[str, ...]]
     components: Mapping[str, str]
@@ -132,17 +125,14 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
         )
     if kind is not None:
         _check_names(taken, names, aliases)
-    plain, together, turned = names.plain({name for name in names.weights if name not in matrices})
+    plain, together = names.plain({name for name in names.weights if name not in matrices})
     return Layout(
         format,
         matrices,
         plain,
         {name: together.get(name, (name,)) for name in names.weights},
-        {name: tuple(t.shape) for name, t in names.weights.items()},
-        {name: names.dtype(name, t) for name, t in names.weights.items()},
-        frozenset(names.tied),
+        names,
         frozenset(row.name for row in rows if row.kind == "experts" and names.transposed(row.name)),
-        turned,
         {row.module: stays[row.name] for row in rows if row.name in stays},
         aliases,
         {row.module: row.component for row in rows},
@@ -223,16 +213,13 @@ def _check_names(taken: set[str], names: Matrices, aliases: Mapping[str, tuple[s
     """That no loader's way of reading the skip list takes a quantized layer for one that stays. It cannot happen with
     full names of the families known; a family in which it did must not be written wrongly."""
     skipped = [alias for found in aliases.values() for alias in found]
+    by_name = partial(by_target, types=())  # by no class: lists of an export hold full names
+    rules = {"vLLM": exact, "SGLang": by_parts, "transformers": by_pattern, "compressed-tensors": by_name}
     for module in sorted(taken):
         for name in names.aliases(module):
-            rules = {"vLLM": exact, "SGLang": by_parts, "transformers": by_pattern, "compressed-tensors": by_target}
             for loader, rule in rules.items():
-                if (hit := next((other for other in skipped if _hits(rule, name, other)), None)) is not None:
+                if (hit := next((other for other in skipped if rule(name, (other,))), None)) is not None:
                     raise CheckpointError(
                         f"{name} would be in FP8, and {loader} would take it for {hit}, which stays in BF16: the names "
                         "cannot be told apart in a skip list. Use fp8-dynamic, or bf16"
                     )
-
-
-def _hits(rule: Any, name: str, other: str) -> bool:
-    return rule(name, (other,), ()) if rule is by_target else rule(name, (other,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -107,35 +108,38 @@ class Matrices(Stock):
             raise CheckpointError(f"the experts of {row.name} do not lie one by one on disk; write bf16")
         return tuple(order[i] for i in range(halves * count))
 
-    def plain(self, parameters: set[str]) -> tuple[dict, dict[str, tuple[str, ...]], frozenset[str]]:
-        """Of parameters in high precision: names, dtypes and shapes on disk, what is converted together, and which
-        experts are turned round."""
+    def plain(self, parameters: set[str]) -> tuple[dict, dict[str, tuple[str, ...]]]:
+        """Of parameters in high precision: names, dtypes and shapes on disk, and what is converted together."""
         users: dict[str, list[str]] = {}
         for name in self.weights:
             if name in parameters:
                 for disk in self.disk[name]:
                     users.setdefault(disk, []).append(name)
         together = {n: tuple(users[self.disk[n][0]]) for n in self.weights if n in parameters}
-        turned = frozenset(n for n in together if self._turned(n))
         out: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for name, group in together.items():
-            found = self.to_disk({n: self.weights[n] for n in group}, turned)
-            dtype = self.dtype(name, self.weights[name])
-            out[name] = {disk: (dtype, tuple(t.shape)) for disk, t in found.items()}
-        return out, together, turned
+            found = self.to_disk({n: self.weights[n] for n in group})
+            out[name] = {disk: (self.dtype(name), tuple(t.shape)) for disk, t in found.items()}
+        return out, together
 
-    def to_disk(self, state: Mapping[str, Tensor], turned: frozenset[str]) -> dict[str, Tensor]:
+    def to_disk(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters as they are written in high precision: `revert`, and published experts turned round."""
-        found = self.revert({name: t for name, t in state.items() if name not in turned})
+        found = self.revert({name: t for name, t in state.items() if name not in self.turned})
         for name in state:
-            if name in turned:  # transformers, which goes by shapes, would turn it back
+            if name in self.turned:  # transformers, which goes by shapes, would turn it back
                 ((disk, t),) = self.revert({name: state[name]}).items()
                 found[disk] = t.mT
         return found
 
-    def dtype(self, name: str, t: Tensor) -> torch.dtype:
-        if not t.is_floating_point():
-            return t.dtype
+    @cached_property
+    def turned(self) -> frozenset[str]:
+        """The experts that are written the other way round than they are stored."""
+        return frozenset(name for name in self.weights if self._turned(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a parameter in high precision is written in."""
+        if not self.weights[name].is_floating_point():
+            return self.weights[name].dtype
         strict = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
         return torch.float32 if any(re.search(part, name) for part in strict) else torch.bfloat16
 

@@ -112,7 +112,7 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
         except ModelError as error:
             unread = True
             bare = block.get("quant_method") == "fp8" and not block.get("weight_block_size")
-            found.fail("fp8-tensor" if bare else "quantization", str(error), "config.json")
+            found.fail("fp8-tensor" if bare else "quantization", "config.json", text=str(error))
     if stock is None and raw:
         with _failing(found, "config.json"):
             stock = Stock(empty(stock_config(folder)))
@@ -142,7 +142,7 @@ def _failing(found: Findings, file: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        found.fail("config", str(error), file)
+        found.fail("config", file, text=str(error))
 
 
 def _listed(block: Mapping[str, Any] | None) -> bool:
@@ -160,12 +160,7 @@ def _separate_experts(looked: _Looked, found: Findings) -> None:
     for name, singles in looked.stock.stacked.items():
         first = next((looked.known[s] for s in singles if s in looked.known), None)
         if name not in looked.known and first is not None:
-            found.warn(
-                "experts-apart",
-                "is an expert by itself, as vLLM and SGLang read FP8; transformers reads this family's experts "
-                f"stacked alone ({name!r}): for it, export in bf16, or load with octavo.",
-                first,
-            )
+            found.warn("experts-apart", first, name=name)
             return
 
 

@@ -36,18 +36,14 @@ def check_adapter(folder: Path, base: Path | None, found: Findings) -> tuple[Hea
     try:
         config = read_json(folder / "adapter_config.json")
     except ModelError as error:
-        found.fail("config", str(error), "adapter_config.json")
+        found.fail("config", "adapter_config.json", text=str(error))
         return headers, {}
     _config(config, found)
     parts = _parts(headers, found)
     for layer, pair in parts.items():
         _pair(layer, pair, config, found)
     if not parts and headers.tensors:
-        found.fail(
-            "adapter-empty",
-            f"{folder.name}/{STEM}.safetensors holds no lora_A and lora_B; save the adapter with save_pretrained.",
-            f"{STEM}.safetensors",
-        )
+        found.fail("adapter-empty", f"{STEM}.safetensors", folder=folder)
     named = config.get("base_model_name_or_path")
     if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
         base = Path(named)
@@ -59,19 +55,15 @@ def check_adapter(folder: Path, base: Path | None, found: Findings) -> tuple[Hea
 def _config(config: Mapping[str, Any], found: Findings) -> None:
     file = "adapter_config.json"
     if config.get("peft_type") != "LORA":
-        found.fail("config", f"{file} has peft_type {config.get('peft_type')!r}; Octavo knows LORA alone.", file)
+        found.fail("config/peft-type", file, peft_type=config.get("peft_type"))
     rank = config.get("r")
     if type(rank) is not int or rank < 1:
-        found.fail("config", f"{file} has r = {rank!r}, no rank; write the adapter again.", file)
+        found.fail("config/rank", file, rank=rank)
     for key in ("lora_alpha", "target_modules"):
         if config.get(key) is None and not (key == "target_modules" and config.get("target_parameters")):
-            found.fail("config", f"{file} lacks {key}, without which PEFT cannot rebuild it; write it again.", file)
+            found.fail("config/key", file, key=key)
     if not config.get("base_model_name_or_path"):
-        found.warn(
-            "adapter-base",
-            f"{file} names no base_model_name_or_path: nobody can tell what it belongs to; add the base's name.",
-            file,
-        )
+        found.warn("adapter-base", file)
 
 
 def _parts(headers: Headers, found: Findings) -> dict[str, dict[str, Held]]:
@@ -80,19 +72,9 @@ def _parts(headers: Headers, found: Findings) -> dict[str, dict[str, Held]]:
         if match := _PART.match(name):
             parts.setdefault(match["layer"], {})[match["part"]] = held
         elif not _VECTOR.match(name) and "lora_" in name:
-            found.fail(
-                "adapter-names",
-                "is not PEFT's name of a factor (base_model.model.X.lora_A.weight); save the adapter with "
-                "save_pretrained.",
-                held,
-            )
+            found.fail("adapter-names", held)
         if held.dtype not in ("F32", "BF16", "F16"):
-            found.fail(
-                "adapter-dtype",
-                f"is {held.dtype}; factors are F32, BF16 or F16 (PEFT casts them to the base's FP8 with "
-                "autocast_adapter_dtype=False): train and save them in one of these.",
-                held,
-            )
+            found.fail("adapter-dtype", held)
     return parts
 
 
@@ -101,28 +83,14 @@ def _pair(layer: str, pair: Mapping[str, Held], config: Mapping[str, Any], found
     if a is None or b is None:
         there = a or b
         assert there is not None
-        found.fail(
-            "adapter-half",
-            f"has no {'lora_B' if b is None else 'lora_A'} beside it; save the adapter again.",
-            there,
-        )
+        found.fail("adapter-half", there, lacks="lora_B" if b is None else "lora_A")
         return
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
-        found.fail(
-            "adapter-shape",
-            f"is {list(a.shape)} and {b.name!r} {list(b.shape)}: they have no rank in common ([r, K] and [N, r]); save "
-            "the adapter again.",
-            a,
-        )
+        found.fail("adapter-shape", a, b=b, other=list(b.shape))
         return
     rank = _rank(layer, config)
     if rank and a.shape[0] % rank:
-        found.fail(
-            "adapter-rank",
-            f"has rank {a.shape[0]}, and adapter_config.json says {rank}: PEFT scales by alpha / r of the config; "
-            "take the config that belongs to it.",
-            a,
-        )
+        found.fail("adapter-rank", a, rank=rank)
 
 
 def _rank(layer: str, config: Mapping[str, Any]) -> int | None:
@@ -137,7 +105,7 @@ def _base(parts: Mapping[str, Mapping[str, Held]], base: Path, found: Findings) 
     try:
         stock = Stock(empty(stock_config(base)))
     except ModelError as error:
-        found.fail("config", f"the base cannot be looked up (name it with --against): {error}", "config.json")
+        found.fail("config/base", "config.json", error=error)
         return
     for layer, pair in parts.items():
         a, b = pair.get("lora_A"), pair.get("lora_B")
@@ -148,18 +116,16 @@ def _base(parts: Mapping[str, Mapping[str, Held]], base: Path, found: Findings) 
         if weight is None and module.endswith(".experts"):
             continue  # a stack of experts: which of its two parameters only nesting tells
         if weight is None:
-            found.fail(
-                "adapter-layer",
-                f"belongs to {module!r}, which the base {base.name} does not have; name the base that it was trained "
-                "on with --against.",
-                a,
-            )
+            found.fail("adapter-layer", a, module=module, base=base)
         elif (b.shape[0], a.shape[-1]) != tuple(weight.shape[:2]) and len(weight.shape) == 2:
             found.fail(
-                "adapter-shape",
-                f"adds [{b.shape[0]}, {a.shape[-1]}] to {module!r}, which is {list(weight.shape)} in {base.name}; "
-                "name the base that it was trained on with --against.",
+                "adapter-shape/base",
                 a,
+                rows=b.shape[0],
+                columns=a.shape[-1],
+                module=module,
+                wanted=list(weight.shape),
+                base=base,
             )
 
 
@@ -167,11 +133,7 @@ def check_factors(headers: Headers, zero: Mapping[str, bool], found: Findings) -
     """An adapter whose every B is zero was never trained. `zero`: name -> whether all values are zero."""
     seen = [name for name in zero if ".lora_B" in name]
     if seen and all(zero[name] for name in seen):
-        found.warn(
-            "adapter-untrained",
-            "is zero, as is every lora_B: the adapter adds nothing; save it after training.",
-            headers.tensors[seen[0]],
-        )
+        found.warn("adapter-untrained", headers.tensors[seen[0]])
 
 
 def adapter_verdicts(found: Findings, config: Mapping[str, Any]) -> tuple[Verdict, ...]:

@@ -115,20 +115,9 @@ def compare(
 ) -> list[Compared]:
     """Every tensor of both, worst first; adds findings for names, shapes and errors."""
     for name in here.keys() - there.keys():
-        found.fail(
-            "against-names",
-            f"{name!r} in {here[name].held.file} is not in the reference: it is another model's folder, or was added; "
-            "compare with the folder that this one was made from.",
-            here[name].held.file,
-            name,
-        )
+        found.fail("against-names/extra", here[name].held.file, name)
     for name in there.keys() - here.keys():
-        found.fail(
-            "against-names",
-            f"{name!r} of the reference ({there[name].held.file}) is missing here; export again.",
-            "",
-            name,
-        )
+        found.fail("against-names/missing", tensor=name, there=there[name].held)
     both = [name for name in here if name in there]
     total, done, out = sum(here[n].held.size for n in both), 0, []
     for name in both:
@@ -137,13 +126,7 @@ def compare(
             progress(done, total, f"against: {name}")
         done += a.held.size
         if a.shape != b.shape:
-            found.fail(
-                "against-shape",
-                f"{name!r} in {a.held.file} is {list(a.shape)} and {list(b.shape)} in the reference; compare with the "
-                "folder that this one was made from.",
-                a.held.file,
-                name,
-            )
+            found.fail("against-shape", a.held.file, name, shape=list(a.shape), other=list(b.shape))
             continue
         out.append(_one(name, a, b, found))
     return sorted(out, key=lambda c: (_ORDER[c.status], -(math.inf if c.error is None else c.error)))
@@ -168,21 +151,9 @@ def _one(name: str, a: Source, b: Source, found: Findings) -> Compared:
     if status == "bad":
         why = f"; {cause}" if cause else ""
         much = f"differs from the reference by {error:.3g} of its norm" if error is not None else "is not zero as there"
-        found.fail(
-            "error",
-            f"{name!r} in {file} {much}, where a correct cast stays below {bound:.3g} (worst row {ratio:.3g} times its "
-            f"bound){why}; export it again.",
-            file,
-            name,
-        )
+        found.fail("error", file, name, much=much, bound=bound, ratio=ratio, why=why)
     elif status == "suspicious":
-        found.warn(
-            "error",
-            f"{name!r} in {file} has a row {ratio:.3g} times beyond the bound of one cast ({bound:.3g} of its norm): "
-            "it may have been quantized twice; export it from the original.",
-            file,
-            name,
-        )
+        found.warn("error/suspicious", file, name, ratio=ratio, bound=bound)
     return Compared(name, file, error, sqnr, bound, status, codes, cause)
 
 

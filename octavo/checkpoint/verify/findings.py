@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.verify.sentences import SENTENCES
+
 FAIL, WARN = "fail", "warn"
 LOADERS = ("transformers", "vLLM", "SGLang")
 #: what a loader may do. A folder that gives cause for several gets the last of them: who refuses loads no garbage.
@@ -74,17 +76,21 @@ class Findings:
 
     items: list[Finding] = field(default_factory=list)
 
-    def fail(self, kind: str, text: str, at: Any = "", tensor: str = "") -> None:
-        """`at`: the tensor (a `Held`), which with its file becomes the subject of the sentence; or the file's name."""
-        self._add(FAIL, kind, text, at, tensor)
+    def fail(self, kind: str, at: Any = "", tensor: str = "", **values: Any) -> None:
+        """`kind`: of `SENTENCES`, whose words take `values`; or `text` is the sentence. `at`: the tensor (a `Held`),
+        which with its file becomes the sentence's subject; or the file's name."""
+        self._add(FAIL, kind, at, tensor, values)
 
-    def warn(self, kind: str, text: str, at: Any = "", tensor: str = "") -> None:
-        self._add(WARN, kind, text, at, tensor)
+    def warn(self, kind: str, at: Any = "", tensor: str = "", **values: Any) -> None:
+        self._add(WARN, kind, at, tensor, values)
 
-    def _add(self, status: str, kind: str, text: str, at: Any, tensor: str) -> None:
-        if not isinstance(at, str):
-            at, tensor, text = at.file, at.name, f"{at.name!r} in {at.file} {text}"
-        self.items.append(Finding(status, kind, at, tensor, text))
+    def _add(self, status: str, kind: str, at: Any, tensor: str, values: dict[str, Any]) -> None:
+        held = None if isinstance(at, str) else at
+        about = {"file": at, "name": tensor} if held is None else {"held": held, "shape": list(held.shape)}
+        text = values["text"] if "text" in values else SENTENCES[kind].format(**{**about, **values})
+        if held is not None:
+            at, tensor, text = held.file, held.name, f"{held.name!r} in {held.file} {text}"
+        self.items.append(Finding(status, kind.partition("/")[0], at, tensor, text))
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.items)

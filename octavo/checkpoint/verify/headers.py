@@ -109,34 +109,20 @@ def read_folder(folder: Path, found: Findings, stem: str = "model") -> Headers:
     _pickles(folder, found, any(folder.glob("*.safetensors")))
     if single.exists():
         if placed is not None:
-            found.warn(
-                "two-layouts",
-                f"{folder.name} holds both {single.name} and {index.name}: transformers reads the single file, vLLM "
-                "what the index names; delete the one that is old.",
-                index.name,
-            )
+            found.warn("two-layouts", index.name, folder=folder, single=single)
         _add(headers, single, found)
     elif placed is not None:
         _shards(folder, index, placed, headers, found)
     elif not any(f.kind in ("only-pickles", "index") for f in found):
-        found.fail("no-weights", f"{folder} holds no {single.name} and no {index.name}: there are no weights to load.")
+        found.fail("no-weights", folder=folder, single=single, index=index)
     listed = {path.name for path in headers.files} | set((placed or {}).values())
     for path in sorted(folder.glob("*.safetensors")):
         if path.name in listed or not listed:
             continue
         if placed:
-            found.warn(
-                "extra-shard",
-                f"{path.name} is not named by {index.name}: loaders leave it out; delete it, or write the index again.",
-                path.name,
-            )
+            found.warn("extra-shard/unnamed", path.name, index=index)
         elif path.name.startswith(stem):
-            found.fail(
-                "extra-shard",
-                f"{path.name} stands beside {single.name} without an index: transformers leaves it out, vLLM and "
-                "SGLang read both; delete the one that is old.",
-                path.name,
-            )
+            found.fail("extra-shard/beside", path.name, single=single)
     return headers
 
 
@@ -144,26 +130,16 @@ def _pickles(folder: Path, found: Findings, safetensors: bool) -> None:
     pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern) if p.is_file() and is_pickle(p))
     weights = [name for name in pickles if name.endswith(".bin") or "model" in name]
     if weights and not safetensors:
-        found.fail(
-            "only-pickles",
-            f"{weights[0]} is a pickle, which can run code when it is read, and there are no safetensors beside it; "
-            "save the model with save_pretrained (safetensors is its format).",
-            weights[0],
-        )
+        found.fail("only-pickles", weights[0])
     elif weights:
-        found.warn(
-            "pickle-beside",
-            f"{weights[0]} is a pickle beside the safetensors ({len(weights)} such files): no loader here needs it; "
-            "delete it.",
-            weights[0],
-        )
+        found.warn("pickle-beside", weights[0], count=len(weights))
 
 
 def _read_index(index: Path, found: Findings) -> dict[str, str] | None:
     try:
         return weight_map(index)
     except ModelError as error:
-        found.fail("index", str(error), index.name)
+        found.fail("index", index.name, text=str(error))
         return None
 
 
@@ -174,13 +150,7 @@ def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers,
             _add(headers, folder / name, found)
         else:
             lost = sorted(t for t, shard in placed.items() if shard == name)
-            found.fail(
-                "missing-shard",
-                f"{name} is missing, though {index.name} places {lost[0]!r} and {len(lost) - 1} more tensors in it; "
-                "download the shard again.",
-                name,
-                lost[0],
-            )
+            found.fail("missing-shard", name, lost[0], index=index, more=len(lost) - 1)
             missing.add(name)
     there = {path.name for path in headers.files}
     for tensor, shard in placed.items():
@@ -188,33 +158,14 @@ def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers,
         if shard in missing or (shard not in there and held is None):
             continue
         if held is None:
-            found.fail(
-                "index-tensor",
-                f"{shard} lacks {tensor!r}, which {index.name} places in it; download both again.",
-                shard,
-                tensor,
-            )
+            found.fail("index-tensor", shard, tensor, index=index)
         elif held.file != shard and not any(held.name == second.name for _, second in headers.doubles):
-            found.fail(
-                "index-entry",
-                f"{index.name} places {tensor!r} in {shard}, but {held.file} holds it; write the index again.",
-                index.name,
-                tensor,
-            )
+            found.fail("index-entry/elsewhere", index.name, tensor, shard=shard, held=held)
     for tensor, held in headers.tensors.items():
         if tensor not in placed:
-            found.fail(
-                "index-entry",
-                f"has no entry in {index.name}: who reads by the index misses it; write the index again.",
-                held,
-            )
+            found.fail("index-entry/none", held, index=index)
     for first, second in headers.doubles:
-        found.fail(
-            "duplicate",
-            f"is in {first.file} too: which one is loaded depends on the loader; keep the one that belongs and write "
-            "the index again.",
-            second,
-        )
+        found.fail("duplicate", second, first=first)
 
 
 def _add(headers: Headers, path: Path, found: Findings) -> None:
@@ -223,10 +174,10 @@ def _add(headers: Headers, path: Path, found: Findings) -> None:
         header = read(path)
     except HeaderError as error:
         what = "truncated" if error.kind == "truncated" else "damaged"
-        found.fail(error.kind, f"{path.name} is {what}: {error}.", path.name)
+        found.fail(error.kind, path.name, text=f"{path.name} is {what}: {error}.")
         return
     except OSError as error:
-        found.fail("header", f"{path.name} cannot be read: {error.strerror}.", path.name)
+        found.fail("header/unread", path.name, why=error.strerror)
         return
     start = len(header.head)
     for entry in header.entries:

@@ -40,12 +40,7 @@ def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, He
         own = name if name in stock.linears or name in stock.tied_on_disk else stock.alias(name, present)
         if own is None:
             if not stock.is_ignored(name):
-                found.fail(
-                    "extra",
-                    f"is {list(held.shape)}, and the model of config.json does not have it; take the config.json that "
-                    "belongs to these weights, or write them without it.",
-                    held,
-                )
+                found.fail("extra", held)
             continue
         known[own] = held
         _shape(own, held, stock, found)
@@ -61,13 +56,7 @@ def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, He
             lost = [name]
         for one in lost:
             wanted = list(stock.linears[one].shape if one in stock.linears else shape)
-            found.fail(
-                "missing",
-                f"{one!r} {wanted} is in no file of {headers.folder.name}: transformers would fill it with random "
-                "numbers and only warn; write the checkpoint again, or take the config.json that belongs to it.",
-                "",
-                one,
-            )
+            found.fail("missing", tensor=one, wanted=wanted, folder=headers.folder)
     return known
 
 
@@ -75,13 +64,7 @@ def _stacked_twice(known: Mapping[str, Held], stock: Stock, found: Findings) -> 
     for name, singles in stock.stacked.items():
         double = [single for single in singles if single in known]
         if name in known and double:
-            found.fail(
-                "duplicate",
-                f"{known[name].file} holds the experts stacked as {name!r}, and {known[double[0]].file} one by one "
-                f"({double[0]!r}); keep one of them.",
-                known[name].file,
-                name,
-            )
+            found.fail("duplicate/stacked", known[name].file, name, other=known[double[0]], single=double[0])
 
 
 def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
@@ -92,23 +75,14 @@ def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
     turned = name in stock.stacked and held.shape == (*wanted[:-2], wanted[-1], wanted[-2])
     if held.shape != tuple(wanted) and not turned:
         hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
-        found.fail(
-            "shape",
-            f"has shape {list(held.shape)} where the model of config.json has {list(wanted)}{hint}; write it again, "
-            "or take the config.json that belongs to these weights.",
-            held,
-        )
+        found.fail("shape", held, wanted=list(wanted), hint=hint)
 
 
 def _dtype(held: Held, name: str, found: Findings) -> None:
     if held.dtype not in _FLOATS:
-        found.fail(
-            "dtype",
-            f"is {held.dtype}; weights are BF16, F16, F32 or FP8 codes (F8_E4M3): write it again in one of them.",
-            held,
-        )
+        found.fail("dtype", held)
     elif held.dtype == "F8_E5M2":
-        found.fail("e5m2", "is F8_E5M2, and loaders take weights in F8_E4M3 alone; quantize it again.", held)
+        found.fail("e5m2", held)
 
 
 def check_config(
@@ -117,38 +91,15 @@ def check_config(
     """quantization_config, dtype and architectures of config.json against the files."""
     codes = [held for held in headers.tensors.values() if held.fp8]
     if codes and block is None:
-        dangling = any(scale_of(name) for name in headers.tensors)
-        found.fail(
-            "quantization-lost",
-            f"config.json has no quantization_config, but {len(codes)} tensors are FP8 codes, e.g. {codes[0].name!r} "
-            f"in {codes[0].file}{'; their scales are there' if dangling else ' and no scales are there'}: loaders "
-            "would take codes for values. Put the quantization_config back (the export that wrote the codes has it), "
-            "or export the model again.",
-            codes[0].file,
-            codes[0].name,
-        )
+        dangling = "scales" if any(scale_of(name) for name in headers.tensors) else "none"
+        found.fail(f"quantization-lost/{dangling}", codes[0].file, codes[0].name, count=len(codes))
     if block is not None and not codes and headers.tensors:
-        found.fail(
-            "quantization-without-codes",
-            "config.json has a quantization_config, but no tensor is FP8: vLLM and SGLang would wait for scales; "
-            "remove the block from config.json, or write the quantized weights.",
-            "config.json",
-        )
+        found.fail("quantization-without-codes", "config.json")
     if not raw.get("architectures"):
-        found.fail(
-            "architectures",
-            "config.json names no architectures: vLLM and SGLang choose the model's class by it; add e.g. "
-            '"architectures": ["Qwen3ForCausalLM"].',
-            "config.json",
-        )
+        found.fail("architectures", "config.json")
     _config_dtype(raw, headers, found)
     if any(str(raw.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):
-        found.fail(
-            "config-dtype",
-            "config.json gives float8 as the dtype: loaders would cast every tensor to codes without scales; write "
-            '"dtype": "bfloat16".',
-            "config.json",
-        )
+        found.fail("config-dtype/float8", "config.json")
 
 
 def _config_dtype(raw: Mapping[str, Any], headers: Headers, found: Findings) -> None:
@@ -162,44 +113,23 @@ def _config_dtype(raw: Mapping[str, Any], headers: Headers, found: Findings) -> 
         return
     most = _DTYPES[sizes.most_common(1)[0][0]]
     if dtype is None:
-        found.warn(
-            "config-dtype",
-            f'config.json names no dtype, and most values are {most}: loaders would guess; add "dtype": "{most}".',
-            "config.json",
-        )
+        found.warn("config-dtype/none", "config.json", most=most)
     elif str(dtype).removeprefix("torch.") != most and str(dtype) != "auto" and "float8" not in str(dtype):
-        found.warn(
-            "config-dtype",
-            f"config.json gives dtype {dtype}, and most values on disk are {most}: loaders round them while loading; "
-            f'write "dtype": "{most}" if that is not meant.',
-            "config.json",
-        )
+        found.warn("config-dtype/other", "config.json", dtype=dtype, most=most)
 
 
 def check_companions(folder: Path, vision: bool, found: Findings) -> None:
     """Tokenizer, chat template and, for models of images, the processor: what a server needs beside weights."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        found.warn(
-            "companions",
-            f"{folder.name} has no tokenizer ({', '.join(_TOKENIZERS[:2])}): servers cannot start from it; copy the "
-            "tokenizer files of the model it was made from.",
-        )
+        found.warn("companions/tokenizer", folder=folder, files=", ".join(_TOKENIZERS[:2]))
     template = any((folder / name).is_file() for name in _TEMPLATES)
     config = folder / "tokenizer_config.json"
     if not template and not (
         config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
     ):
-        found.warn(
-            "companions",
-            f"{folder.name} has no chat template (chat_template.jinja): servers refuse chat requests; copy it from the "
-            "model it was made from.",
-        )
+        found.warn("companions/template", folder=folder)
     if vision and not any((folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json")):
-        found.warn(
-            "companions",
-            f"{folder.name} has no preprocessor_config.json, though the model takes images; copy it from the model it "
-            "was made from.",
-        )
+        found.warn("companions/processor", folder=folder)
 
 
 def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick: bool, found: Findings) -> None:
@@ -213,16 +143,6 @@ def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick:
             pairs = zip(two.rows(), one.rows(), strict=True)
             same = all(a.view(torch.uint8).equal(b.view(torch.uint8)) for (_, a), (_, b) in pairs)
         if not same:
-            found.fail(
-                "tied",
-                f"differs from {one.name!r}, though config.json ties them (tie_word_embeddings): loaders keep one of "
-                "the two; set tie_word_embeddings to false, or write the folder without it.",
-                two,
-            )
+            found.fail("tied", two, one=one)
         else:
-            found.warn(
-                "tied-twice",
-                f"repeats {one.name!r}, which config.json ties it to: it costs {two.size} bytes for nothing; write "
-                "the folder without it.",
-                two,
-            )
+            found.warn("tied-twice", two, one=one)

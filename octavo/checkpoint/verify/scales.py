@@ -61,28 +61,13 @@ def _scales_of(held: Held, headers: Headers, q: Quantization | None, found: Find
     right, wrong = q.scale_suffix, _OTHER[q.scale_suffix]
     scale, stray = there[right], there[wrong]
     if scale is None and stray is not None:
-        found.fail(
-            "scale-name",
-            f"holds the scales of {held.name!r}; quant_method {q.method!r} reads {held.name + right!r} ({wrong} is "
-            f"{_METHOD[wrong]!r}'s name): rename them, or write the config of the other method.",
-            stray,
-        )
+        found.fail("scale-name", stray, weight=held, q=q, right=held.name + right, wrong=wrong, method=_METHOD[wrong])
         return stray
     if scale is None:
-        found.fail(
-            "scale-missing",
-            f"is FP8 and has no scales {held.name + right!r}: loaders would take codes for values; export it again, "
-            "or copy the scales from the checkpoint that it came from.",
-            held,
-        )
+        found.fail("scale-missing", held, right=held.name + right)
         return None
     if stray is not None:
-        found.fail(
-            "scale-both",
-            f"holds scales of {held.name!r}, and so does {scale.name!r}; remove the former, which quant_method "
-            f"{q.method!r} does not read.",
-            stray,
-        )
+        found.fail("scale-both", stray, weight=held, scale=scale, q=q)
     return scale
 
 
@@ -90,11 +75,7 @@ def _block(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
     """The block by the config where the scales fit it, else by the scales; None where no block fits them."""
     _dtype(held, scale, q, found)
     if len(held.shape) < 2:
-        found.fail(
-            "fp8-elsewhere",
-            f"is FP8 with {len(held.shape)} dimensions; only matrices are: write it in BF16.",
-            held,
-        )
+        found.fail("fp8-elsewhere/vector", held, dimensions=len(held.shape))
         return None
     lead, (n, k) = held.shape[:-2], held.shape[-2:]
     shape = scale.shape
@@ -108,20 +89,11 @@ def _block(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
         return q.spec.block
     guessed = _guess(n, k, shape[len(lead) :])
     what = "x".join(str(side) for side in q.block) if q.block else q.kind
+    about = {"weight": held, "of": list(held.shape), "what": what, "wanted": list(wanted)}
     if shape == (*lead, *q.grid(n, k)[::-1]):
-        found.fail(
-            "scale-transposed",
-            f"has shape {list(shape)}, the transpose of the grid {list(wanted)} of {held.name!r} {list(held.shape)} "
-            f"in blocks of {what}; transpose it, or export again.",
-            scale,
-        )
+        found.fail("scale-transposed", scale, **about)
         return None
-    found.fail(
-        "scale-grid",
-        f"has shape {list(shape)}, and {held.name!r} {list(held.shape)} in blocks of {what} needs "
-        f"{list(wanted)}{_as_if(guessed)}; export it again, or correct the block in quantization_config.",
-        scale,
-    )
+    found.fail("scale-grid", scale, **about, fits=_as_if(guessed))
     return guessed
 
 
@@ -152,13 +124,8 @@ def _dtype(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
     powers = q is not None and q.scale_format == "ue8m0"
     if scale.dtype in _SCALE_DTYPES or (scale.dtype == "F8_E8M0" and powers):
         return
-    if scale.dtype == "F8_E8M0":
-        why = 'is F8_E8M0, and quantization_config lacks "scale_fmt": "ue8m0", by which loaders know it; add it'
-    elif scale.dtype == "F16":
-        why = "is F16, whose smallest values round scales of ordinary weights; write F32"
-    else:
-        why = f"is {scale.dtype}; scales are F32, BF16 or, with scale_fmt ue8m0, F8_E8M0: export again"
-    found.fail("scale-dtype", f"{why}.", scale)
+    case = {"F8_E8M0": "/unsaid", "F16": "/half"}.get(scale.dtype, "")
+    found.fail(f"scale-dtype{case}", scale)
 
 
 def _dangling(headers: Headers, q: Quantization | None, found: Findings) -> None:
@@ -168,73 +135,32 @@ def _dangling(headers: Headers, q: Quantization | None, found: Findings) -> None
         if weight is None:
             wanted = f"{name.removesuffix('.weight')}.input_scale"
             if static and held.fp8 and wanted not in headers.tensors:
-                found.fail(
-                    "scale-missing",
-                    f"has no {wanted!r}, though quantization_config says that activations have fixed scales; export "
-                    "it with dynamic activations.",
-                    held,
-                )
+                found.fail("scale-missing/input", held, wanted=wanted)
         elif name.endswith(".input_scale"):
             if q is not None and not static:
-                found.fail(
-                    "scale-dangling",
-                    f"is there, and quantization_config has {q.activations} activations; remove it, or write "
-                    "activation_scheme static.",
-                    held,
-                )
+                found.fail("scale-dangling/input", held, q=q)
         elif (scaled := headers.tensors.get(weight)) is None or not scaled.fp8:
-            why = "has no weight beside it: the weight was left out"
-            if scaled is not None:
-                why = f"scales {weight!r}, which is {scaled.dtype} and no code: codes may have been cast without it"
-            found.fail("scale-dangling", f"{why}; export again.", held)
+            case = "/value" if scaled is not None else ""
+            found.fail(f"scale-dangling{case}", held, weight=weight, scaled=scaled)
 
 
 def check_places(known: Mapping[str, Held], stock: Stock, q: Quantization | None, found: Findings) -> None:
     """FP8 where no loader dequantizes: embeddings, norms, routers; and lm_head, which servers do not quantize."""
-    head = _head(stock)
     for name, held in known.items():
         if not held.fp8:
             continue
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if leaf == "gate" or "router" in leaf:
             kind = "router"
-            why = (
-                "is the router of the experts in FP8: no loader reads codes there, and it decides which expert runs; "
-                "write it in BF16 and list it among the layers that are not quantized"
-            )
         elif name in stock.stacked:
             kind = "stacked"
-            why = (
-                "holds stacked experts in FP8; servers read FP8 experts one by one "
-                f"({stock.stacked[name][0]!r}): export again"
-            )
         elif name not in stock.linears:
             kind = "fp8-elsewhere"
-            why = "is FP8, and it is no linear layer's weight: no loader dequantizes it; write it in BF16"
-        elif name == head:
+        elif name == stock.head:
             kind = "head"
-            why = (
-                "is the output projection in FP8: vLLM and SGLang read it in high precision and would take codes for "
-                "values; write it in BF16 and list it as not quantized"
-            )
         else:
             continue
-        found.fail(kind, f"{why}.", held)
-
-
-def _head(stock: Stock) -> str | None:
-    module = stock.model.get_output_embeddings()
-    if module is None:
-        return None
-    names = {id(m): n for n, m in stock.model.named_modules()}
-    name = names.get(id(module))
-    return next((disk for disk, layer in stock.linears.items() if layer.module == name), None)
-
-
-def head_module(stock: Stock) -> str | None:
-    """The disk name of the output projection's module."""
-    name = _head(stock)
-    return None if name is None else name.removesuffix(".weight")
+        found.fail(kind, held, single=next(iter(stock.stacked.get(name, ())), ""))
 
 
 def check_blocks(known: Mapping[str, Held], stock: Stock, q: Quantization | None, found: Findings) -> None:
@@ -251,26 +177,11 @@ def check_blocks(known: Mapping[str, Held], stock: Stock, q: Quantization | None
             continue
         n, k = held.shape[-2:]
         if k % c:
-            found.fail(
-                "block-k",
-                f"has K = {k}, which is no multiple of {c}: vLLM's and SGLang's kernels quantize activations in "
-                f"groups of {c}; keep this layer in BF16 and list it.",
-                held,
-            )
+            found.fail("block-k", held, k=k, c=c)
         if n % r and layer.disk in inner:
-            found.fail(
-                "block-n",
-                f"has N = {n}, no multiple of {r}, and servers put another layer below it in one matrix, whose "
-                "blocks would not match; keep the layers of this matrix in BF16 and list them.",
-                held,
-            )
+            found.fail("block-n", held, n=n, r=r)
         elif n % r and n > r:
-            found.warn(
-                "block-ragged",
-                f"has N = {n}, no multiple of {r}: transformers on a CPU takes blocks of {n // -(-n // r)} rows "
-                "there, an error or wrong values; keep it in BF16 if that matters.",
-                held,
-            )
+            found.warn("block-ragged", held, n=n, r=r, rows=n // -(-n // r))
 
 
 def _one_kind(group: tuple[Linear, ...], known: Mapping[str, Held], found: Findings) -> None:
@@ -279,10 +190,4 @@ def _one_kind(group: tuple[Linear, ...], known: Mapping[str, Held], found: Findi
     codes = [h for h in there if h.fp8]
     if codes and len(codes) < len(there):
         other = next(h for h in there if not h.fp8)
-        found.fail(
-            "fused-mixed",
-            f"{codes[0].name!r} in {codes[0].file} is FP8 and {other.name!r} is {other.dtype}; vLLM and SGLang put "
-            "them into one matrix and refuse it: quantize all of them, or none, and list them together.",
-            codes[0].file,
-            codes[0].name,
-        )
+        found.fail("fused-mixed", codes[0].file, codes[0].name, other=other)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from octavo.checkpoint.stock import Linear, Stock
 from octavo.checkpoint.verify.findings import LOADERS, Findings
 from octavo.checkpoint.verify.headers import Held
-from octavo.checkpoint.verify.scales import head_module
 from octavo.models.quantization import Quantization, by_parts, by_pattern, by_target, exact
 
 _TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
@@ -44,7 +43,7 @@ def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed
     """Each layer under each loader's rule, and names of the list that mean nothing. `listed`: there is a list."""
     key = "modules_to_not_convert" if q.method == "fp8" else "ignore"
     moved = tuple(stock.to_module_prefix(name) for name in q.skipped)
-    head = head_module(stock)
+    head = stock.head and stock.head.removesuffix(".weight")
     done: set[str] = set()
     for name, layer in _layers(known, stock):
         held = known.get(name)
@@ -60,25 +59,11 @@ def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed
             continue
         done.add(layer.disk)
         file = held.file if held is not None else "config.json"
-        who = _and(wrong)
+        about = {"who": _and(wrong), "s": "s" * (len(wrong) == 1), "key": key}
         if codes:
-            found.fail(
-                "skip-covers-fp8",
-                f"{name!r} is FP8 in {file}, but {who} leave{'s' * (len(wrong) == 1)} it unquantized by {key} in "
-                f"config.json{_culprit(layer, q)}, and would take its codes for values; take that entry out, and write "
-                "full names.",
-                file,
-                name,
-            )
+            found.fail("skip-covers-fp8", file, name, **about, culprit=_culprit(layer, q))
         else:
-            found.fail(
-                "skip-missing",
-                f"{name!r} is {held.dtype if held else 'tied'} in {file}, but {who} take{'s' * (len(wrong) == 1)} "
-                f"it for FP8 and wait{'s' * (len(wrong) == 1)} for its scales; add {layer.disk!r} to {key} in "
-                "config.json.",
-                file,
-                name,
-            )
+            found.fail("skip-missing", file, name, **about, dtype=held.dtype if held else "tied", layer=layer)
     _meaningless(stock, q, key, found)
 
 
@@ -115,11 +100,7 @@ def _meaningless(stock: Stock, q: Quantization, key: str, found: Findings) -> No
         rule = by_target if q.method == "compressed-tensors" else by_pattern
         if any(rule(name, (entry,)) for name in stock.names):
             continue
-        found.warn(
-            "skip-nothing",
-            f"{entry!r} in {key} of config.json names nothing in this model; take it out, or correct it.",
-            "config.json",
-        )
+        found.warn("skip-nothing", "config.json", entry=entry, key=key)
 
 
 def _and(names: list[str]) -> str:

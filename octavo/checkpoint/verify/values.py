@@ -106,12 +106,7 @@ def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
             grid = torch.cat(rows)
             peaks.append(grid.amax(0, keepdim=True) if block[0] == -1 else grid)
     if nans:
-        found.fail(
-            "nan-codes",
-            f"holds {nans} NaN codes (0x7F or 0xFF): its layer answers NaN; export it again from weights that are "
-            "finite.",
-            held,
-        )
+        found.fail("nan-codes", held, nans=nans)
     if pair is None or not peaks:
         return None
     codes = torch.stack(peaks) if len(held.shape) > 2 else peaks[0]
@@ -124,12 +119,7 @@ def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
     zero = int((codes == 0).sum())
     if zero and not bad:
         where = torch.nonzero(codes == 0)[0].tolist()
-        found.warn(
-            "zero-block",
-            f"has {zero} of {codes.numel()} blocks of zeros only, the first at {where}; right where the weight is "
-            "zero there, else it was lost: export again.",
-            held,
-        )
+        found.warn("zero-block", held, zero=zero, blocks=codes.numel(), where=where)
     if not bool(alive.any()):
         return None
     value = decode(codes[alive].view(E4M3.dtype))
@@ -167,9 +157,9 @@ def _bad_scales(pair: Pair, scale: Tensor, codes: Tensor, found: Findings) -> bo
             )
             found.fail(
                 kind,
-                f"holds {count} scales that are {what}, the first at {where}{note}; a scale is "
-                "positive, 1 for a block of zeros: export again.",
                 pair.scale,
+                text=f"holds {count} scales that are {what}, the first at {where}{note}; a scale is "
+                "positive, 1 for a block of zeros: export again.",
             )
     return wrong
 
@@ -189,33 +179,15 @@ def _values(held: Held, linear: bool, found: Findings) -> None:
         if on_grid:
             on_grid = bool((piece.to(E4M3.dtype).to(piece.dtype) == piece).all())
     if bad:
-        found.fail(
-            "nan-values",
-            f"holds {bad} values that are NaN or infinite; write it again from weights that are finite.",
-            held,
-        )
+        found.fail("nan-values", held, bad=bad)
     if not linear or not held.size:
         return
     if peak == 0:
-        found.warn(
-            "zero-weight",
-            "is zero everywhere; right for a layer that starts at zero, else it was lost: write it again.",
-            held,
-        )
+        found.warn("zero-weight", held)
     elif on_grid and peak >= _CODES and peak <= E4M3.max:
-        found.fail(
-            "codes-as-values",
-            f"is {held.dtype}, but each of its values is an E4M3 value, up to {peak:g}: FP8 codes were cast without "
-            "their scales (as `.to(torch.bfloat16)` does); export again, dequantized.",
-            held,
-        )
+        found.fail("codes-as-values", held, peak=peak)
     elif on_grid and distinct >= _MANY:
-        found.warn(
-            "cast-through-fp8",
-            f"is {held.dtype}, but each of its values is an E4M3 value, up to {peak:g}: it was cast to FP8 without a "
-            "scale and back, and small values are lost; write it again from the original.",
-            held,
-        )
+        found.warn("cast-through-fp8", held, peak=peak)
 
 
 def _judge(scanned: Sequence[_Scanned], found: Findings) -> None:
@@ -226,43 +198,16 @@ def _judge(scanned: Sequence[_Scanned], found: Findings) -> None:
         peers = others[len(others) // 2]
         if seen.ones:
             how = "plain values cast to FP8" if seen.code < _FILLED else "codes of a scaled cast"
-            found.fail(
-                "unscaled",
-                f"has no scale but 1, and its codes (largest {seen.code:g}) look like {how}: the scales were lost or "
-                "never made; export it again.",
-                weight,
-            )
+            found.fail("unscaled", weight, seen=seen, how=how)
         elif seen.peak > _TALL and seen.inverse < _PLAIN:
-            found.fail(
-                "reciprocal",
-                f"looks like reciprocals, a suspicion: {weight.name!r} reaches {seen.peak:.3g} with code * scale and "
-                f"{seen.inverse:.3g} with code / scale; scales are multipliers, also where they are called inv: "
-                "store 1 / scale, or make it sure with --against.",
-                scale,
-            )
+            found.fail("reciprocal", scale, weight=weight, seen=seen)
         elif seen.peak > _TALL:
-            found.warn(
-                "magnitude",
-                f"reaches {seen.peak:.3g} with its scales, beyond any trained weight, a suspicion; compare it with "
-                "the original: --against.",
-                weight,
-            )
+            found.warn("magnitude", weight, seen=seen)
         elif seen.peak < _SMALL and _SMALL < seen.root < _PLAIN:
             add = found.fail if seen.peak < peers / _BELOW else found.warn
-            add(
-                "double-scaled",
-                f"reaches only {seen.peak:.3g} with its scales (other layers {peers:.3g}), a suspicion that they "
-                f"were squared or applied twice (their roots give {seen.root:.3g}); export again, or make it sure "
-                "with --against.",
-                weight,
-            )
+            add("double-scaled", weight, seen=seen, peers=peers)
         elif seen.code < _FILLED and seen.pair.block != (-1, -1):
-            found.warn(
-                "unfilled",
-                f"has {seen.code:g} as its largest codes where a scale from amax makes them 224 to 448, a "
-                "suspicion that codes and scales are of different casts; compare it with the original: --against.",
-                weight,
-            )
+            found.warn("unfilled", weight, seen=seen)
 
 
 def _shared(pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, found: Findings) -> None:
@@ -278,13 +223,7 @@ def _shared(pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, 
                 f"{layer.disk.rpartition('.')[2]} {s:.4g}" for layer, s in zip(group, scales, strict=True)
             )
             first = mine[0].scale
-            found.warn(
-                "scale-unshared",
-                f"differs from its neighbours' ({names}): vLLM and SGLang fuse these layers and quantize them again "
-                "under the largest, so that what they serve is not what is on disk; export with one scale for all "
-                "of them (fp8-tensor does).",
-                first,
-            )
+            found.warn("scale-unshared", first, names=names)
 
 
 def unnamed(headers: Mapping[str, Held]) -> dict[str, Held]:
