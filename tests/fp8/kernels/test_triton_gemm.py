@@ -35,6 +35,12 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu holds the com
 DIMS = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}  # the contracted dimension of each operand
 TITLES = ("tensorwise", "rowwise", "blockwise", "blockwise hybrid", "mxfp8")
 POINTERS, DESCRIPTORS = Gpu(0, 1), Gpu(90, 132)
+SIZES = (
+    (48, 3420 % 128, POINTERS),
+    (80, 4304 % 256, DESCRIPTORS),
+    (144, 1176 % 512, POINTERS),
+    (276, 130, DESCRIPTORS),
+)
 SMALL = Tile(64, 64, 128, 4, 3)
 SHARED = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes a program may have
 
@@ -105,17 +111,12 @@ def test_odd_sizes(title: str, m: int, n: int, k: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("m", [1, 17, 127, 128, 129, 300])
+@pytest.mark.parametrize(("m", "others"), zip([1, 17, 127, 128, 129, 300], [SIZES[:2], SIZES[2:]] * 3, strict=True))
 @pytest.mark.parametrize("which", DIMS)
 @pytest.mark.parametrize("title", TITLES)
-def test_many_sizes(title: str, which: str, m: int) -> None:
-    sizes = (
-        (48, 3420 % 128, POINTERS),
-        (80, 4304 % 256, DESCRIPTORS),
-        (144, 1176 % 512, POINTERS),
-        (276, 130, DESCRIPTORS),
-    )
-    for n, k, gpu in sizes:
+def test_many_sizes(title: str, which: str, m: int, others: tuple[tuple[int, int, Gpu], ...]) -> None:
+    """Both forms with every number of tokens, every other size with three of them."""
+    for n, k, gpu in others:
         a, b = operands(title, which, m, n, k)
         got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu)
         check(got, a, DIMS[which][0], b, DIMS[which][1])
@@ -314,7 +315,7 @@ def test_small_products_take_small_tiles_and_each_form_its_own() -> None:
 
 COUNT = """
 import json, re
-from octavo.fp8.kernels import aot
+from octavo.fp8.kernels.triton_kernels import aot
 from octavo.fp8.kernels.triton_kernels import gemm
 found = {}
 for variant in gemm.variants():
