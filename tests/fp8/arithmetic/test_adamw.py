@@ -120,15 +120,7 @@ def test_fp32_states_follow_torch():
     assert float((ours - theirs.detach()).norm() / (ours - w).norm()) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("states", "grad_dtype"),
-    [
-        ("fp32", torch.float32),
-        ("fp8", torch.bfloat16),
-        pytest.param("fp32", torch.bfloat16, marks=pytest.mark.long),
-        pytest.param("fp8", torch.float32, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("states", "grad_dtype"), [("fp32", torch.float32), ("fp8", torch.bfloat16)])
 def test_a_bf16_weight_and_16_bits_train_exactly_as_an_fp32_weight(grad_dtype, states):
     n = 700
     high = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -136,8 +128,8 @@ def test_a_bf16_weight_and_16_bits_train_exactly_as_an_fp32_weight(grad_dtype, s
     split_state, whole_state = fresh(high, 0, states, "bf16+16"), fresh(whole, 0, states, "fp32")
     split_hyper = Hyper(1e-3, weight_decay=0.01, states=states, master="bf16+16")
     whole_hyper = Hyper(1e-3, weight_decay=0.01, states=states)
-    for step in range(1, 1001):
-        g = (gradient(n, step) * 0.995**step).to(grad_dtype)
+    for step in range(1, 301):
+        g = (gradient(n, step) * 0.98**step).to(grad_dtype)
         on_cpu([Piece(high, g, split_state, 0, 0, step)], split_hyper, None, None)
         on_cpu([Piece(whole, g, whole_state, 0, 0, step)], whole_hyper, None, None)
     bits = (high.view(torch.int16).to(torch.int32) << 16) + split_state["master_low"]

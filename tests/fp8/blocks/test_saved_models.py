@@ -67,10 +67,8 @@ CASES = {
 
 LONG = pytest.mark.long
 FAMILIES = [
-    ("qwen3", "on"), ("qwen3_vl", "off"), pytest.param("qwen3", "off", marks=LONG),
-    pytest.param("qwen3_vl", "on", marks=LONG), pytest.param("qwen2_5_vl", "on", marks=LONG),
+    ("qwen3", "on"), ("qwen3_vl", "off"), pytest.param("qwen3_vl", "on", marks=LONG),
     pytest.param("qwen2_5_vl", "off", marks=LONG), pytest.param("internvl", "on", marks=LONG),
-    pytest.param("internvl", "off", marks=LONG),
 ]  # fmt: skip
 
 

@@ -227,9 +227,10 @@ def test_any_matrix(rows, cols, block, kind, fmt, dtype, contract, power, turned
 @pytest.mark.long
 @pytest.mark.parametrize("cols", [3420, 4304, 1152, 1176])
 def test_the_widths_of_vision_towers(cols):
-    for rows, block in itertools.product((1, 130), ((1, 128), (128, 1), (1, -1), (-1, 1), (32, 1))):
-        spec, x = CastSpec("e4m3", block, "pow2"), spread(rows, cols)
-        for contract in (1, 0):
+    for block in ((1, 128), (128, 1), (1, -1), (-1, 1), (32, 1)):
+        spec = CastSpec("e4m3", block, "pow2")
+        for rows, contract in zip((1, 130), (1, 0) if cols in (3420, 1152) else (0, 1), strict=True):
+            x = spread(rows, cols)
             q = cast.quantize(x, spec, contract)
             assert_same(q, x, spec)
             assert_laid(q, contract)
@@ -252,13 +253,15 @@ def test_codes_of_one_contraction_are_laid_out_for_the_other(block):
 def test_dequantize_is_the_references(block):
     x = spread(40, 150)
     x[3, 3] = float("nan")
-    for fmt, kind, dtype in (("e4m3", "e8m0", torch.bfloat16), ("e5m2", "fp32", torch.float16)):
-        for contract in (1, 0):
-            q = cast.quantize(x, CastSpec(fmt, block, kind), contract)
-            for to in (dtype, torch.float32):
-                got, want = cast.dequantize(q, to), reference.dequantize(q, to)
-                assert got.dtype == want.dtype and got.is_contiguous()
-                assert bool(((got == want) | (got.isnan() & want.isnan())).all())
+    for fmt, kind, contract, dtypes in (
+        ("e4m3", "e8m0", 1, (torch.bfloat16, torch.float32)),
+        ("e5m2", "fp32", 0, (torch.float16,)),
+    ):
+        q = cast.quantize(x, CastSpec(fmt, block, kind), contract)
+        for to in dtypes:
+            got, want = cast.dequantize(q, to), reference.dequantize(q, to)
+            assert got.dtype == want.dtype and got.is_contiguous()
+            assert bool(((got == want) | (got.isnan() & want.isnan())).all())
     lead = spread(6, 40).view(2, 3, 40)
     q = cast.quantize(lead, CastSpec("e4m3", (1, 32), "pow2"), 0)
     assert torch.equal(cast.dequantize(q, torch.float64), reference.dequantize(q, torch.float64))

@@ -38,6 +38,12 @@ ROOT = Path(__file__).parents[3]
 DIMS = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}  # the contracted dimension of each operand
 TITLES = ("tensorwise", "rowwise", "blockwise", "blockwise hybrid", "mxfp8")
 POINTERS, DESCRIPTORS = Gpu(0, 1), Gpu(90, 132)
+SIZES = (
+    (48, 3420 % 128, POINTERS),
+    (80, 4304 % 256, DESCRIPTORS),
+    (144, 1176 % 512, POINTERS),
+    (276, 130, DESCRIPTORS),
+)
 SMALL = Tile(64, 64, 128, 4, 3)
 SHARED = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes a program may have
 
@@ -108,17 +114,12 @@ def test_odd_sizes(title: str, m: int, n: int, k: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("m", [1, 17, 127, 128, 129, 300])
+@pytest.mark.parametrize(("m", "others"), zip([1, 17, 127, 128, 129, 300], [SIZES[:2], SIZES[2:]] * 3, strict=True))
 @pytest.mark.parametrize("which", DIMS)
 @pytest.mark.parametrize("title", TITLES)
-def test_many_sizes(title: str, which: str, m: int) -> None:
-    sizes = (
-        (48, 3420 % 128, POINTERS),
-        (80, 4304 % 256, DESCRIPTORS),
-        (144, 1176 % 512, POINTERS),
-        (276, 130, DESCRIPTORS),
-    )
-    for n, k, gpu in sizes:
+def test_many_sizes(title: str, which: str, m: int, others: tuple[tuple[int, int, Gpu], ...]) -> None:
+    """Both forms with every number of tokens, every other size with three of them."""
+    for n, k, gpu in others:
         a, b = operands(title, which, m, n, k)
         got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu)
         check(got, a, DIMS[which][0], b, DIMS[which][1])
