@@ -53,7 +53,7 @@ def _lack(backend: str, recipe_name: str, device: str) -> str | None:
     import torch
 
     from octavo.fp8 import kernels
-    from octavo.fp8.arithmetic import recipe
+    from octavo.fp8.arithmetic.recipe import recipe
 
     made, on = recipe(recipe_name), torch.device(device)
     found = [kernels.get(backend).supports(op, made, on, (TOKENS, OUTPUTS, INPUTS)) for op in ("fwd", "dgrad", "wgrad")]
@@ -65,7 +65,7 @@ def _more(backend: str, device: str) -> str:
     import torch
 
     from octavo.fp8 import kernels
-    from octavo.fp8.arithmetic import recipe
+    from octavo.fp8.arithmetic.recipe import recipe
 
     can = [
         op for op in MORE if kernels.get(backend).supports(op, recipe("blockwise"), torch.device(device), None) is None
