@@ -1,7 +1,12 @@
-"""Run a function on several ranks, each its own process with what torchrun would have put into its environment."""
+"""Run a function on several ranks, each its own process with what torchrun would have put into its environment.
+
+Ranks are forks where there is no GPU: a new interpreter takes seconds to import torch, on every rank. What CUDA holds
+does not survive a fork, so with a GPU they are started anew.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -11,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which torch imports when it is first needed: on every rank, were it not here
 import torch.multiprocessing as mp
+
+START = "spawn" if torch.cuda.is_available() else "fork"
 
 
 def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """`function(world, *args)` on `size` ranks; what each returned (JSON), in rank order. A failing rank fails all."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(size, port, folder, function, args), nprocs=size)
+        mp.start_processes(_rank, (size, port, folder, function, args), nprocs=size, start_method=START)
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
 
 
@@ -37,6 +45,7 @@ def _rank(rank: int, size: int, port: int, folder: str, function: Callable[..., 
     )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU would be refused; these tests are about gloo
     torch.set_num_threads(1)
+    gc.freeze()  # a fork holds all objects of the tests before it; who looks through objects means its own
     world = parallel.setup(threads=1)
     result = function(world, *args)
     (Path(folder) / str(rank)).write_text(json.dumps(result))

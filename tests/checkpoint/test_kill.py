@@ -2,50 +2,68 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from octavo import atomic
 from octavo.checkpoint import files, latest
+from tests import ranks
 from tests.checkpoint.models import One, fresh, load, same, save, small, train, trained
 
-ROOT = Path(__file__).resolve().parents[2]
-SAVER = """
-import sys, torch
-torch.set_num_threads(1)
-from tests.checkpoint.models import save, trained
-model, optimizer = trained()
-print("ready", flush=True)
-step = int(sys.argv[2])
-while True:
-    step += 1
-    model.seen.fill_(step)
-    save(sys.argv[1], step, model, optimizer, keep=2, rows=step)
-    # The same step again: replacing is another thing a kill may interrupt.
-    save(sys.argv[1], step, model, optimizer, keep=2, rows=step)
-    print(step, flush=True)
-"""
+# A fork has torch imported, so that there is a save to kill at once; ranks.START says where forks are not to be had.
+CONTEXT = multiprocessing.get_context(ranks.START)
+
+
+def _save_on(directory: Path, step: int, told: Connection) -> None:
+    """Save for ever, telling of each step."""
+    torch.set_num_threads(1)
+    model, optimizer = trained()
+    told.send("ready")
+    while True:
+        step += 1
+        model.seen.fill_(step)
+        save(directory, step, model, optimizer, keep=2, rows=step)
+        # The same step again: replacing is another thing a kill may interrupt.
+        save(directory, step, model, optimizer, keep=2, rows=step)
+        told.send(step)
+
+
+def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
+    """A process at work that has said that it is ready, and the end of the pipe that it tells by."""
+    read, write = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=work, args=(*args, write))
+    process.start()
+    write.close()  # so that reading ends with the process
+    assert read.recv() == "ready"
+    return process, read
+
+
+def _told(read: Connection) -> Iterator[Any]:
+    with contextlib.suppress(EOFError):
+        while True:
+            yield read.recv()
 
 
 def _kill_while_saving(directory: Path, start: int, delay: float) -> int:
     """Let a process save in a loop and kill it `delay` seconds after its first save began; the last step it told."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(directory), str(start)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    process, read = _started(_save_on, directory, start)
     time.sleep(delay)
-    os.kill(process.pid, signal.SIGKILL)
-    told = process.stdout.read().split()
-    assert process.wait() == -signal.SIGKILL
-    return int(told[-1]) if told else start
+    process.kill()
+    told = [start, *_told(read)]
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    return told[-1]
 
 
 def _check(directory: Path, told: int) -> int:
@@ -78,21 +96,18 @@ def test_many_kills(tmp_path):
         step = _check(tmp_path, _kill_while_saving(tmp_path, step, generator.random()))
 
 
-TRAINER = """
-import sys, torch
-torch.set_num_threads(1)
-from octavo import checkpoint
-from tests.checkpoint.models import One, load, save, small, train
-model, optimizer = small()
-path = checkpoint.latest(sys.argv[1], One())
-step = load(path, model, optimizer).step if path else 0
-print("ready", flush=True)
-while step < int(sys.argv[2]):
-    loss, = train(model, optimizer, range(step, step + 1))
-    step += 1
-    save(sys.argv[1], step, model, optimizer, keep=2)
-    print(step, loss.hex(), flush=True)
-"""
+def _train_on(directory: Path, until: int, told: Connection) -> None:
+    """Go on from the latest checkpoint, saving at each step and telling of its loss."""
+    torch.set_num_threads(1)
+    model, optimizer = small()
+    path = latest(directory, One())
+    step = load(path, model, optimizer).step if path else 0
+    told.send("ready")
+    while step < until:
+        (loss,) = train(model, optimizer, range(step, step + 1))
+        step += 1
+        save(directory, step, model, optimizer, keep=2)
+        told.send((step, loss))
 
 
 @pytest.mark.long
@@ -102,18 +117,16 @@ def test_a_run_of_small_states_killed_in_mid_save_goes_on_bit_for_bit(tmp_path):
     straight = train(model, optimizer, range(12))
     seen: dict[int, float] = {}
 
-    def go_on(until: int) -> int:
+    def go_on(until: int) -> int | None:
         """Let a process train and save at every step; kill it soon after it told of step `until`, in its next save."""
-        command = [sys.executable, "-c", TRAINER, str(tmp_path), "12"]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        for line in process.stdout:
-            step, loss = line.split()
-            seen[int(step)] = float.fromhex(loss)
-            if int(step) == until:
+        process, read = _started(_train_on, tmp_path, 12)
+        for step, loss in _told(read):
+            seen[step] = loss
+            if step == until:
                 time.sleep(0.01)
                 process.kill()
-        return process.wait()
+        process.join()
+        return process.exitcode
 
     assert go_on(4) == -signal.SIGKILL and max(seen) < 12
     assert go_on(12) in (0, -signal.SIGKILL)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,31 +113,30 @@ def test_two_ranks_sum_gather_and_fail_together():
     assert second["told"] == "WorldError: rank 0 failed, and rank 1 with it: ZeroDivisionError: division by zero"
 
 
-SURVIVOR = """
-import os
-from octavo.parallel import WorldError, setup
-world = setup(threads=1)
-world.barrier()
-if world.rank == 1:
-    os._exit(3)
-try:
+def _survive(rank: int, port: int, told: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    world = setup(threads=1)
     world.barrier()
-except WorldError as error:
-    print(error, flush=True)
-os._exit(0)
-"""
+    if rank == 1:
+        os._exit(3)
+    try:
+        world.barrier()
+    except WorldError as error:
+        told.write_text(str(error))
+    os._exit(0)
 
 
-def test_a_dead_rank_is_noticed_not_waited_for():
+def test_a_dead_rank_is_noticed_not_waited_for(tmp_path):
     """Without torchrun, which would end the survivor before it could speak."""
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    survivor, dead = (
-        subprocess.Popen([sys.executable, "-c", SURVIVOR], env={**env, "RANK": rank}, stdout=subprocess.PIPE, text=True)
-        for rank in "01"
-    )
-    assert dead.wait(60) == 3
-    words, _ = survivor.communicate(timeout=30)
+    context, port = multiprocessing.get_context(ranks.START), ranks.free_port()
+    survivor, dead = (context.Process(target=_survive, args=(rank, port, tmp_path / "told")) for rank in (0, 1))
+    for process in (survivor, dead):
+        process.start()
+    dead.join(60)
+    survivor.join(30)
+    assert (dead.exitcode, survivor.exitcode) == (3, 0)
+    words = (tmp_path / "told").read_text()
     assert "rank 0 of 2 waited for the others in vain: one of them has died or hangs" in words
 
 

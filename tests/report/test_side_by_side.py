@@ -28,6 +28,7 @@ def sleeping(marker: Path) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.long
 def test_an_arm_that_fails_is_named_with_its_last_words(cfg, tmp_path: Path) -> None:
     """The model folder of the synthetic configuration does not exist, so the real command fails."""
     with pytest.raises(ReportError, match=r"(?s)FP8 blockwise failed .*fp8-blockwise\.log:.*config\.json is missing"):

@@ -43,7 +43,7 @@ def test_the_first_form_of_each_kernel_is_one_of_it_an_architecture() -> None:
 
 DRAWN = """
 import sys
-from octavo.fp8.kernels.triton_kernels import aot
+from tests.fp8.kernels import aot
 
 def drawn(archs, first, only):
     forms = {}
