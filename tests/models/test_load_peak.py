@@ -17,32 +17,42 @@ from tests.models.fp8_folders import BLOCK, LINEAR
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY = 20, 2048, 6144, 32000
 
-# In a process of its own: everything is imported and done once with a small model of the family, then measured.
+# In a process of its own: all is imported once, and each kind is loaded in a fork, first a small model of the family,
+# so that everything was done once, then the large one, measured.
 MEASURE = """
-import json, sys, torch
+import json, os, sys, torch
 from octavo import fp8, models
-small, folder, kind = sys.argv[1:]
-asked = None if kind == "folder" else kind
-models.load(small, torch.bfloat16, load_in_fp8=asked or "block")
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-peaks = {"RssAnon": 0, "VmRSS": 0}
-def look(done, total):
-    for key in peaks:
-        peaks[key] = max(peaks[key], status(key))
-open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts anew
-before = {key: status(key) for key in ("VmHWM", "RssAnon", "VmRSS")}
-model = models.load(folder, torch.bfloat16, load_in_fp8=asked, progress=look)
-peaks["VmHWM"] = status("VmHWM")
-codes = [fp8.codes_of_frozen(w) for _, w in fp8.frozen_weights(model)]
-size = sum(q.data.nbytes + q.scale.nbytes for q in codes)
-size += sum(p.nbytes for p in model.parameters() if not fp8.is_frozen(p)) + sum(b.nbytes for b in model.buffers())
-quantized = sum(q.data.numel() for q in codes)
-per = sum(q.data.nbytes + q.scale.nbytes for q in codes) / quantized
-count = sum(p.numel() for p in model.parameters())
-grown = {key: peaks[key] - before[key] for key in peaks}
-print(json.dumps({"size": size, "parameters": count, "quantized": quantized, "per": per, **grown}))
+def measure(kind, folder):
+    asked = None if kind == "folder" else kind
+    models.load(small, torch.bfloat16, load_in_fp8=asked or "block")
+    peaks = {"RssAnon": 0, "VmRSS": 0}
+    def look(done, total):
+        for key in peaks:
+            peaks[key] = max(peaks[key], status(key))
+    open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts anew
+    before = {key: status(key) for key in ("VmHWM", "RssAnon", "VmRSS")}
+    model = models.load(folder, torch.bfloat16, load_in_fp8=asked, progress=look)
+    peaks["VmHWM"] = status("VmHWM")
+    codes = [fp8.codes_of_frozen(w) for _, w in fp8.frozen_weights(model)]
+    size = sum(q.data.nbytes + q.scale.nbytes for q in codes)
+    size += sum(p.nbytes for p in model.parameters() if not fp8.is_frozen(p)) + sum(b.nbytes for b in model.buffers())
+    quantized = sum(q.data.numel() for q in codes)
+    per = sum(q.data.nbytes + q.scale.nbytes for q in codes) / quantized
+    count = sum(p.numel() for p in model.parameters())
+    grown = {key: peaks[key] - before[key] for key in peaks}
+    found = {"kind": kind, "size": size, "parameters": count, "quantized": quantized, "per": per, **grown}
+    print(json.dumps(found), flush=True)
+small = sys.argv[1]
+models.load(small, torch.bfloat16)
+for kind, folder in zip(sys.argv[2::2], sys.argv[3::2]):
+    if os.fork() == 0:
+        measure(kind, folder)
+        os._exit(0)
+    assert os.wait()[1] == 0, kind
 """
+KINDS = ("row", "block", "tensor", "folder")
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -110,25 +120,27 @@ def write_shard(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], see
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """What loading each kind took."""
     place = tmp_path_factory.mktemp("billion")
     small = tiny.write("qwen3", place / "small", size="mini")
-    return {"small": small, "bf16": written(place / "bf16", small, False), "fp8": written(place / "fp8", small, True)}
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's counts of memory are Linux's")
-@pytest.mark.parametrize("kind", ["row", "block", "tensor", "folder"])
-def test_the_peak_is_the_model(folders, kind):
-    folder = folders["fp8" if kind == "folder" else "bf16"]
+    plain, coded = written(place / "bf16", small, False), written(place / "fp8", small, True)
+    pairs = [str(word) for kind in KINDS for word in (kind, coded if kind == "folder" else plain)]
     ran = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folders["small"]), str(folder), kind],
+        [sys.executable, "-c", MEASURE, str(small), *pairs],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    found = json.loads(ran.stdout)
+    return {found["kind"]: found for found in map(json.loads, ran.stdout.splitlines())}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's counts of memory are Linux's")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_peak_is_the_model(measured: dict[str, dict[str, float]], kind: str) -> None:
+    found = measured[kind]
     ratios = {key: found[key] / found["size"] for key in ("VmHWM", "VmRSS", "RssAnon")}
     print(
         f"{kind}: {found['parameters'] / 1e9:.2f}e9 parameters, {found['size'] / 1e6:.0f} MB of model, "
