@@ -157,11 +157,10 @@ area(
         "fp8/test_linear.py",
     ),
     (
-        "wgrad-takes-dgrad-codes-of-dy", "fp8/linear.py",
-        "dy_row if same else None if col is None else cast(col, 0)",
-        "dy_row if same or (dy_row is not None and col is not None) else None if col is None else cast(col, 0)",
-        "wgrad multiplies by the codes of dy that dgrad took",
-        "fp8/test_linear.py", "fp8/test_delayed.py",
+        "wgrad-takes-dgrad-codes-of-dy", "fp8/shared_input.py",
+        "first.quantize_both(x, row.spec, col.spec)", "(first.quantize(x, row.spec, 1),) * 2",
+        "wgrad multiplies by the codes that the other GEMM took",
+        "fp8/test_linear.py",
     ),
     (
         "wgrad-transposed", "fp8/kernels/reference.py",

@@ -3,6 +3,7 @@ cover it, until one fails.
 
     python tests/mutants/run.py --check                     # is every fragment where the list says?
     python tests/mutants/run.py --out tests/mutants/before.json
+    python tests/mutants/run.py --caught-in tests/mutants/before.json --out tests/mutants/after.json
     python tests/mutants/run.py --only adamw-no-first-correction --tree ../other/checkout
 
 A fault that no test notices has survived. ``--out`` keeps what was found, and names that it has already are left out,
@@ -174,6 +175,7 @@ def _write(path: Path, text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults alone")
+    parser.add_argument("--caught-in", type=Path, metavar="FILE.json", help="those alone that were caught there")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="keep what is found here; skip what it has")
     parser.add_argument("--tree", type=Path, default=ROOT, metavar="DIR", help="the checkout to judge (this one)")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in a copy of its own")
@@ -185,6 +187,9 @@ def main() -> int:
     if unknown := set(asked.only or ()) - set(by_name):
         sys.exit(f"there is no fault {', '.join(sorted(unknown))}")
     chosen = [by_name[name] for name in asked.only] if asked.only else list(FAULTS)
+    if asked.caught_in:
+        before = json.loads(asked.caught_in.read_text(encoding="utf-8"))
+        chosen = [fault for fault in chosen if "caught" in before.get(fault.name, {})]
     lost = []
     for fault in chosen:
         try:
