@@ -201,11 +201,14 @@ def test_codes_are_found_by_the_storage_of_the_weight_and_reused():
 
 
 def test_a_part_of_a_weight_is_not_the_weight():
+    torch.manual_seed(0)
     module, x = layer(), torch.randn(4, 40)
     full = forward(module, module.weight, x)
     part = forward(module, module.weight.detach()[:8], x)
+    alone = forward(module, module.weight.detach()[:8].clone(), x)
     assert weights.codes_of(module.weight[:8]) is None and weights.codes_of(module.weight[8:]) is None
-    assert torch.equal(part, full[:, :8]) and module._site.codes.casts == 1
+    assert torch.equal(part, alone) and module._site.codes.casts == 1
+    torch.testing.assert_close(part, full[:, :8])  # other sums of a GEMM of 24 columns, at most
 
 
 def test_copies_pickles_and_moved_layers_are_found_and_dead_ones_forgotten():

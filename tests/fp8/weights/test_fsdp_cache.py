@@ -1,13 +1,9 @@
 """FSDP2: the gathered weight keeps version 0 while its values change; codes must follow and must not outlive
 resharding."""
 
-import socket
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -15,14 +11,9 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from octavo import fp8
+from tests import ranks
 
 STEPS, MICRO = 3, 2
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Block(nn.Module):
@@ -83,13 +74,12 @@ def reference(recipe, fused, size):
     return losses
 
 
-def worker(rank, size, port, recipe, cases):
-    torch.set_num_threads(1)
-    with ranks(rank, size, dist.TCPStore("127.0.0.1", port, size, rank == 0)) as mesh:
-        for fused, reshard, recompute in cases:
-            check(recipe, fused, reshard, recompute, mesh, rank, size, reference(recipe, fused, size))
-        delayed(rank, size)
-        ddp(rank, size)
+def worker(world, recipe, cases):
+    want = {fused: reference(recipe, fused, world.size) for fused in (True, False)}
+    for fused, reshard, recompute in cases:
+        check(recipe, fused, reshard, recompute, world.mesh, world.rank, world.size, want[fused])
+    delayed(world.rank, world.size)
+    ddp(world.rank, world.size)
 
 
 def ddp(rank, size):
@@ -102,20 +92,14 @@ def ddp(rank, size):
     assert (mean / size).tolist() == pytest.approx(want, rel=1e-3)
 
 
-@contextmanager
-def ranks(rank, size, store):
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    try:
-        yield dist.device_mesh.init_device_mesh("cpu", (size,))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def alone():
     """A mesh of this one process."""
-    with ranks(0, 1, dist.HashStore()) as mesh:
-        yield mesh
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 def check(recipe, fused, reshard, recompute, mesh, rank, size, want):
@@ -166,7 +150,7 @@ def test_one_rank_never_uses_stale_codes(alone, recipe, case):
     ],
 )
 def test_two_ranks_never_use_stale_codes(recipe, cases):
-    mp.spawn(worker, args=(2, free_port(), recipe, cases), nprocs=2)
+    ranks.run(worker, 2, recipe, cases)
 
 
 def test_weights_gathered_in_bf16_are_cast_from_bf16(alone):
