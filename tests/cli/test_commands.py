@@ -136,6 +136,9 @@ def test_plan_of_a_file(here, capsys):
     folded = len(text.splitlines())
     assert main(["plan", "run.yaml", "--all"]) == 0
     assert len(capsys.readouterr().out.splitlines()) > folded
+
+
+def test_plan_of_a_file_as_json(here, capsys):
     assert main(["plan", "run.yaml", "--fp8-recipe", "tensorwise", "--fp8-format", "e4m3", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["family"] == "qwen3_vl" and 0 < plan["share"] < 1  # the projector stays
@@ -208,10 +211,12 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
 
 
 def test_the_plan_is_shown_though_its_file_cannot_be_written(here, tmp_path, monkeypatch, capsys):
-    def full(self, target):
+    from octavo import atomic
+
+    def full(source, target):
         raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(atomic.os, "replace", full)
     assert main(["plan", "run.yaml", "--save", str(tmp_path / "deep" / "plan.json")]) == 1
     got = capsys.readouterr()
     assert "linear FLOPs in FP8" in got.out and "No space left on device" in got.err
