@@ -25,6 +25,7 @@ START = "spawn" if torch.cuda.is_available() else "fork"
 def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """`function(world, *args)` on `size` ranks; what each returned (JSON), in rank order. A failing rank fails all."""
     port = free_port()
+    gc.collect()  # the garbage of earlier groups: its threads are here, and a fork that collected it would wait for them
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (size, port, folder, function, args), nprocs=size, start_method=START)
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
@@ -38,6 +39,7 @@ def free_port() -> int:
 
 
 def _rank(rank: int, size: int, port: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
+    gc.freeze()  # what the parent made is the parent's to collect; who looks through objects means its own
     from octavo import parallel
 
     os.environ.update(
@@ -45,7 +47,6 @@ def _rank(rank: int, size: int, port: int, folder: str, function: Callable[..., 
     )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU would be refused; these tests are about gloo
     torch.set_num_threads(1)
-    gc.freeze()  # a fork holds all objects of the tests before it; who looks through objects means its own
     world = parallel.setup(threads=1)
     result = function(world, *args)
     (Path(folder) / str(rank)).write_text(json.dumps(result))
