@@ -25,7 +25,7 @@ START = "spawn" if torch.cuda.is_available() else "fork"
 def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """`function(world, *args)` on `size` ranks; what each returned (JSON), in rank order. A failing rank fails all."""
     port = free_port()
-    gc.collect()  # the garbage of earlier groups: its threads are here, and a fork that collected it would wait for them
+    gc.collect()  # of earlier groups, whose threads are here: a fork that collected them would wait for ever
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (size, port, folder, function, args), nprocs=size, start_method=START)
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
