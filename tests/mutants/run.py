@@ -10,8 +10,9 @@ A fault that no test notices has survived. ``--out`` keeps what was found, and n
 so that an interrupted run goes on where it stopped; give a new file to judge another revision.
 
 A fragment is looked for with any white space between its words. Where its file is gone, or no longer has it, the one
-file of ``octavo/`` that has it is taken, and a test file that moved is found by its name. A fragment found nowhere or
-in two places is an error, said before anything runs: mend the list, keeping the fault's name and what it breaks.
+file of ``octavo/`` that has it is taken, and a test file that moved within its folder of ``tests/`` is found by its
+name. A fragment found nowhere or in two places is an error, said before anything runs: mend the list, keeping the
+fault's name and what it breaks.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Lost(Exception):
 def spots(fault: Fault, text: str) -> list[tuple[int, int]]:
     """Where the fragment stands in ``text``, whatever white space is between its words."""
     pattern = r"\s+".join(map(re.escape, fault.old.split()))
+    pattern = (r"\b" if fault.old[0].isalnum() else "") + pattern + (r"\b" if fault.old[-1].isalnum() else "")
     return [match.span() for match in re.finditer(pattern, text)]
 
 
@@ -90,9 +92,9 @@ def covering(fault: Fault, tree: Path) -> list[str]:
     for word in (word for tests in fault.tests for word in shlex.split(tests)):
         if word.startswith("tests/") and not (tree / word.partition("::")[0]).exists():
             file, colons, test = word.partition("::")
-            moved = list((tree / "tests").rglob(Path(file).name))
+            moved = list((tree / Path(*Path(file).parts[:2])).rglob(Path(file).name))
             if len(moved) != 1:
-                raise Lost(f"{fault.name}: {file}, which covers it, is gone, and {len(moved)} files have its name")
+                raise Lost(f"{fault.name}: {file}, which covers it, is gone, and {len(moved)} beside it have its name")
             word = f"{moved[0].relative_to(tree)}{colons}{test}"
         words.append(word)
     return words
