@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo import fp8, models, train
-from octavo.fp8.memory import recompute
+from octavo.fp8 import recompute
 from octavo.models import tiny
 from octavo.parallel import World
 from octavo.train import losses, planning, routing

@@ -470,8 +470,8 @@ def test_backends_never_run_under_autocast(monkeypatch):
 def test_biases_sum_in_fp32_what_autocast_lowered(monkeypatch):
     """dgate and dup are bf16 there, biases fp32: their gradient is the fp32 sum, and no sum in 16 bits."""
     _, twin = pair(bias=True)
-    seen, own = [], gated_mlp._swiglu_backward
-    monkeypatch.setattr(gated_mlp, "_swiglu_backward", lambda *a: seen.append(own(*a)) or seen[-1])
+    seen, own = [], gated_mlp.swiglu_backward
+    monkeypatch.setattr(gated_mlp, "swiglu_backward", lambda *a: seen.append(own(*a)) or seen[-1])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = twin(torch.randn(150, 72))
     dy = torch.randn(y.shape).to(y.dtype)

@@ -168,9 +168,9 @@ def test_an_operation_of_the_reference_would_show(name: str) -> None:
 
 
 def test_the_kernels_are_the_interpreters() -> None:
-    for name in fused_kernels.__all__:
-        kernel = getattr(fused_kernels, name)
-        assert type(kernel).__name__ == "InterpretedFunction", f"{name} is a {type(kernel).__name__}"
+    made = {n: type(f).__name__ for n, f in vars(fused_kernels).items() if "Function" in type(f).__name__}
+    made = {n: kind for n, kind in made.items() if kind in ("InterpretedFunction", "JITFunction")}
+    assert len(made) >= 5 and set(made.values()) == {"InterpretedFunction"}, made
 
 
 @pytest.mark.parametrize("layer", LAYERS)
