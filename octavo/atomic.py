@@ -1,7 +1,7 @@
 """Files and folders that are there whole or as they were before, whatever stops the writing: a kill, a full disk.
 
 Everything is written aside, on the same disk, and then renamed into place. What a kill leaves aside is removed by the
-next one who writes there.
+next one who writes there, but for files that several processes may write: each has a name of its own aside.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 _NO_ROOM = {
     errno.ENOSPC: "the disk is full",
@@ -25,7 +26,7 @@ _LITTLE = 1 << 20
 
 def write_text(file: Path, text: str, shared: bool = False) -> None:
     """Write a file, also safe from a power cut. `shared`: processes may write it at once, and the last one wins."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp" if shared else f".{file.name}.tmp")
+    aside = file.with_name(f".{file.name}.{uuid4().hex}.tmp" if shared else f".{file.name}.tmp")
     try:
         with open(aside, "w", encoding="utf-8") as out:
             out.write(text)

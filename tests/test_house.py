@@ -48,7 +48,6 @@ FP8_LEVEL_OF = {package: i for i, level in enumerate(FP8_LEVELS) for package in 
 SHARDS = (
     "octavo.fp8.weights.shards",
     "octavo.fp8.weights.fp8_",
-    "octavo.fp8.weights.frozen_tensor",
     "octavo.fp8.optim.",
     "octavo.parallel",
     "octavo.checkpoint",

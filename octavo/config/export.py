@@ -31,7 +31,8 @@ _Representer.add_representer(str, _Representer.represent_text)
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration, every default written out. Loading it gives an equal :class:`Config`."""
+    """The resolved configuration, every default written out. Loading it gives an equal :class:`Config`,
+    but for a word of an older version, which is written as what it means."""
     yaml = YAML()
     yaml.Representer = _Representer
     yaml.width = 4096

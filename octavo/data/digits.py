@@ -82,6 +82,7 @@ def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int =
         return found
     with atomic.folder(directory, DataError, replace=False) as made:
         _write(made, settings, console)
+        atomic.sync_tree(made)
     return found
 
 

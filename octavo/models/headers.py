@@ -85,15 +85,17 @@ def is_pickle(file: Path) -> bool:
 
 def read(file: Path) -> Header:
     """The header of a file, checked against the file's size. Raises HeaderError and OSError."""
-    if is_pickle(file):
-        why = "it is a pickle under another name, which can run code when it is read"
-        raise HeaderError(why, "pickle", "Save the model as safetensors")
     size = file.stat().st_size
     with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
+        length, first = int.from_bytes(opened.read(8), "little"), opened.read(1)
+        # The first bytes of a safetensors file are a length, which may be any number, a pickle's first bytes too.
+        if (first != b"{" or length > size - 8) and is_pickle(file):
+            why = "it is a pickle under another name, which can run code when it is read"
+            raise HeaderError(why, "pickle", "Save the model as safetensors")
         if size < 8 or length > min(_LONGEST, size - 8):
             kind = "header" if size >= 8 and length > _LONGEST else "truncated"
             raise HeaderError(f"it has {size} bytes and announces a header of {length}", kind)
+        opened.seek(8)
         raw = opened.read(length)
     try:
         text = raw.decode()

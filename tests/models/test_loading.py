@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo import models
 from octavo.fp8.arithmetic.master import join
-from octavo.models import loading
+from octavo.models import headers, loading
 
 
 @pytest.fixture
@@ -137,6 +137,21 @@ def test_a_truncated_file(folder, keep):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     refused(folder, r"model\.safetensors is damaged or truncated \(\d+ bytes\)")
+
+
+@pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
+def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path, length: int):
+    """0x80 and a protocol, as a pickle begins: 640 bytes of header are 80 02 00 ... in a file."""
+    file = tmp_path / "model.safetensors"
+    for n in range(1, length):
+        save_file({"a" * n: torch.ones(2)}, file)
+        if int.from_bytes(file.read_bytes()[:8], "little") >= length:
+            break
+    assert int.from_bytes(file.read_bytes()[:8], "little") == length
+    assert [entry.name for entry in headers.read(file).entries] == ["a" * n]
+    file.write_bytes(b"\x80\x04\x95" + bytes(64))
+    with pytest.raises(headers.HeaderError, match="a pickle under another name"):
+        headers.read(file)
 
 
 def test_a_header_that_promises_too_much(folder):

@@ -1,4 +1,4 @@
-"""The models room and the FP8 core together: what was swapped does not leak, what is a dummy does not count."""
+"""The models package and the FP8 core together: what was swapped does not leak, what is a dummy does not count."""
 
 from __future__ import annotations
 

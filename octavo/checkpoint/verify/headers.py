@@ -138,7 +138,7 @@ def _pickles(folder: Path, found: Findings, safetensors: bool) -> None:
 def _read_index(index: Path, found: Findings) -> dict[str, str] | None:
     try:
         return weight_map(index)
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         found.fail("index", index.name, text=str(error))
         return None
 

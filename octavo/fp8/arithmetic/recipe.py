@@ -51,7 +51,7 @@ _BLOCKS: dict[str, tuple[tuple[int, int], ...]] = {
 
 
 class RecipeError(ValueError):
-    """A recipe that does not exist or cannot be: the message names the cure."""
+    """A recipe that does not exist or cannot be: the message names the fix."""
 
 
 @dataclass(frozen=True)

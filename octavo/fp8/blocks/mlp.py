@@ -10,9 +10,9 @@ values as decoded from E4M3 codes in blocks of 1 x 128::
 What a forward keeps: the codes of a and b. Not a, act(a), b, h, nor the codes of h. Everything is computed in the dtype
 of a, as the stock module does; the activation is the module's own, and so is its derivative (autograd's, on a^).
 
-First layers and the last one are called as modules: in whatever recipe, also in high precision, fused with their
-sister, with hooks or an adapter around them. The last layer finds out by itself that its input can be made again
-(:class:`octavo.fp8.dense.sources.Source`): an FP8 layer casts it in backward, a stock one (:class:`HighLinear`)
+First layers and the last one are called as modules: in whatever recipe, also in high precision, with hooks or an
+adapter around them. The last layer finds out by itself that its input can be made again
+(:class:`octavo.fp8.dense.inputs.Source`): an FP8 layer casts it in backward, a stock one (:class:`HighLinear`)
 multiplies it. An adapter's own matrices keep h in 16 bits where they are trained, unless they ask for the source as
 well.
 

@@ -308,8 +308,8 @@ def _lacks(
     found = [(name, _backends[name].supports(op, what, device, shape)) for name in names() if name != skip]
     able = [name for name, lack in found if lack is None]
     parts = [f"{name}: {lack}" for name, lack in found if lack is not None]
-    cure = f"Use backend='auto' or {', '.join(map(repr, able))}." if able else "No other backend can either."
-    return " ".join([cure, *(f"({part})" for part in parts)])
+    fix = f"Use backend='auto' or {', '.join(map(repr, able))}." if able else "No other backend can either."
+    return " ".join([fix, *(f"({part})" for part in parts)])
 
 
 def quantize(x: Tensor, spec: CastSpec, backend: str = "auto") -> Quantized:
