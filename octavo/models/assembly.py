@@ -190,8 +190,7 @@ def refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
         ("mismatched_keys", "of another shape than the model's"),
         ("error_msgs", "reported while loading"),
     ):
-        found = sorted(_named(item) for item in info.get(key, ()))
-        if found:
+        if found := sorted(_named(item) for item in info.get(key, ())):
             wrong.append(f"{len(found)} {what}: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}")
     if wrong:
         raise ModelError(
@@ -317,8 +316,7 @@ def _finish(model: PreTrainedModel, folder: Path, found: Sources, device: torch.
     made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
     model.tie_weights(missing_keys=set(model.state_dict()) - made, recompute_mapping=False)
     _make_buffers(model)
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if left:
+    if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
         raise ModelError(
             f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers makes them "
             "in a way that Octavo does not know. Load without FP8, or use transformers 5.23."
