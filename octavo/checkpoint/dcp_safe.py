@@ -187,8 +187,7 @@ class TensorsOnly(DefaultLoadPlanner):
                     f"the checkpoint's {name} is {_kind_of(entry.properties.dtype, entry.size)}, the run's is "
                     f"{_kind(wanted)}: it was written by another model or another setting of optimizer or precision"
                 )
-        missing = sorted(set(self.state_dict) - set(self.metadata.state_dict_metadata))
-        if missing:
+        if missing := sorted(set(self.state_dict) - set(self.metadata.state_dict_metadata)):
             raise CheckpointError(
                 f"the checkpoint lacks {len(missing)} tensors that this run has, first {missing[0]}: it was written "
                 "by another model, or with other parameters frozen"

@@ -277,8 +277,7 @@ class _Writer:
                 self._shared(self._waiting.pop(m.shares))
 
     def finish(self) -> None:
-        missing = [name for name in self.plan.together if name not in self._seen]
-        if missing:
+        if missing := [name for name in self.plan.together if name not in self._seen]:
             raise CheckpointError(
                 f"{len(missing)} parameters of the model never came, first {missing[0]}: the weights are not those of "
                 f"the model of {self.source}"
