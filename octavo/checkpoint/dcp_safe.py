@@ -77,12 +77,9 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
     dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ADMITTED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which is none of the classes that DCP writes"
-            ) from None
+        if (module, name) not in _ADMITTED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is none of the classes that DCP writes")
+        return _ADMITTED[module, name]
 
     def load_build(self) -> None:
         # BUILD sets attributes on whatever lies on the stack; on a class, a function or an enum member it would
@@ -258,9 +255,8 @@ def read_item(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; it holds {name}") from error
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} was refused: {name} is no plain tensor ({str(error).splitlines()[0]})"
-        ) from error
+        why = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} was refused: {name} is no plain tensor ({why})") from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged at {name}: {str(error).splitlines()[0]}") from error
     if not isinstance(tensor, torch.Tensor):

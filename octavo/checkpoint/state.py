@@ -134,10 +134,7 @@ def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str],
     Raises CheckpointError if there are checkpoints but none is whole: starting over in silence would be wrong.
     """
     directory = Path(directory)
-    found: dict[str, Any] = {}
-    if world.rank == 0:
-        found = _look(directory, say)
-    found = world.gather_objects(found)[0]
+    found = world.gather_objects(_look(directory, say) if world.rank == 0 else {})[0]
     if found["step"] is not None:
         return files.place(directory, found["step"])
     if found["problems"]:

@@ -91,17 +91,12 @@ def foreign(directory: Path, like: str | Path | None, say: Say) -> Back:
         say(f"passed over, because {there} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
     say("not converted by Octavo: there are no checksums to compare")
 
-    def opens(entry: Entry) -> Any:
-        return _reshaped(reader, keys[entry.name], entry.shape)
+    @contextmanager
+    def opens(entry: Entry) -> Iterator[torch.Tensor]:
+        with reader.tensor(keys[entry.name]) as tensor:
+            yield tensor.reshape(entry.shape)
 
     return Back(tuple(shards), opens, nowhere, folder)
-
-
-@contextmanager
-def _reshaped(reader: dcp.Reader, key: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    """A tensor of a reader in the folder's shape."""
-    with reader.tensor(key) as tensor:
-        yield tensor.reshape(shape)
 
 
 def _match(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, str]:
