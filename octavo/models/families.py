@@ -59,11 +59,8 @@ class Family:
 
     def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """The repeating blocks, (name, module), in `named_modules` order."""
-        return [
-            (name, module)
-            for name, module in model.named_modules()
-            if any(matches(glob, name) for glob in self.layer_globs)
-        ]
+        globs = self.layer_globs
+        return [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
 
 
 def _below(*names: str) -> tuple[str, ...]:
