@@ -77,12 +77,9 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
     dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ADMITTED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which is none of the classes that DCP writes"
-            ) from None
+        if (module, name) not in _ADMITTED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is none of the classes that DCP writes")
+        return _ADMITTED[module, name]
 
     def load_build(self) -> None:
         # BUILD sets attributes on whatever lies on the stack; on a class, a function or an enum member it would
@@ -187,8 +184,7 @@ class TensorsOnly(DefaultLoadPlanner):
                     f"the checkpoint's {name} is {_kind_of(entry.properties.dtype, entry.size)}, the run's is "
                     f"{_kind(wanted)}: it was written by another model or another setting of optimizer or precision"
                 )
-        missing = sorted(set(self.state_dict) - set(self.metadata.state_dict_metadata))
-        if missing:
+        if missing := sorted(set(self.state_dict) - set(self.metadata.state_dict_metadata)):
             raise CheckpointError(
                 f"the checkpoint lacks {len(missing)} tensors that this run has, first {missing[0]}: it was written "
                 "by another model, or with other parameters frozen"
@@ -259,9 +255,8 @@ def read_item(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; it holds {name}") from error
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} was refused: {name} is no plain tensor ({str(error).splitlines()[0]})"
-        ) from error
+        why = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} was refused: {name} is no plain tensor ({why})") from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged at {name}: {str(error).splitlines()[0]}") from error
     if not isinstance(tensor, torch.Tensor):

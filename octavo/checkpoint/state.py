@@ -100,12 +100,7 @@ def save(
                 files.sweep(directory)
                 tmp.mkdir()
         with _dcp("write", tmp):
-            dcp.save(
-                state,
-                storage_writer=SafeWriter(tmp),
-                planner=EachOnce(),
-                no_dist=world.size == 1,
-            )
+            dcp.save(state, storage_writer=SafeWriter(tmp), planner=EachOnce(), no_dist=world.size == 1)
         mine: dict[str, dict[str, int]] = {}
         with _shared("read back", tmp, world):
             names = [f"__{world.rank}_*.distcp", *([".metadata"] if world.rank == 0 else [])]
@@ -139,10 +134,7 @@ def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str],
     Raises CheckpointError if there are checkpoints but none is whole: starting over in silence would be wrong.
     """
     directory = Path(directory)
-    found: dict[str, Any] = {}
-    if world.rank == 0:
-        found = _look(directory, say)
-    found = world.gather_objects(found)[0]
+    found = world.gather_objects(_look(directory, say) if world.rank == 0 else {})[0]
     if found["step"] is not None:
         return files.place(directory, found["step"])
     if found["problems"]:
@@ -196,8 +188,7 @@ def load(
             if bad := files.problem(path, name, entry):
                 raise CheckpointError(bad)
     with _shared("read", path, world):
-        unlisted = {entry.name for entry in path.glob("*.distcp")} - set(document["files"])
-        if unlisted:
+        if unlisted := {entry.name for entry in path.glob("*.distcp")} - set(document["files"]):
             raise CheckpointError(f"{path / min(unlisted)} is not in the list of {files.STATE}: it was added later")
         metadata = SafeReader(path).read_metadata()
         trained_only = document.get("holds") == TRAINED
@@ -290,8 +281,7 @@ def _shared(verb: str, path: Path, world: Ranks):
         yield
     except (OSError, RuntimeError, TypeError, ValueError) as caught:
         error = caught
-    words = [w for w in world.gather_objects(None if error is None else _words(verb, path, error)) if w]
-    if words:
+    if words := [w for w in world.gather_objects(None if error is None else _words(verb, path, error)) if w]:
         raise CheckpointError(words[0]) from error
 
 

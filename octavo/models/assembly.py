@@ -136,12 +136,8 @@ def _complete(folder: Path, model: PreTrainedModel, found: Sources) -> None:
     ignored |= {pattern for end, pattern in _OLD_BUFFERS.items() if any(name.endswith(end) for name in buffers)}
     unknown = _without({str(entry) for entry in found.unknown}, ignored, lambda text: text.split(" ", 1)[0])
     lacks = {name for origin in found.origins for name in origin.lacks}
-    shapes = {} if missing or lacks else {n: s for o in found.origins for n, s in _misfits(model, o)}
-    info = {
-        "missing_keys": missing | lacks,
-        "unexpected_keys": unknown,
-        "mismatched_keys": [(name, disk, wanted) for name, (disk, wanted) in shapes.items()],
-    }
+    shapes = [] if missing or lacks else [misfit for o in found.origins for misfit in _misfits(model, o)]
+    info = {"missing_keys": missing | lacks, "unexpected_keys": unknown, "mismatched_keys": shapes}
     refuse_incomplete(folder, info)
     for origin in found.origins:
         wanted = model.get_parameter_or_buffer(origin.name).dtype
@@ -162,22 +158,22 @@ def _without(names: set[str], patterns: Any, name_of: Callable[[str], str] = lam
     return {name for name in names if not any(re.search(pattern, name_of(name)) for pattern in patterns)}
 
 
-def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, tuple[Any, Any]]]:
-    """(tensors on disk, (their shape, the shape wanted)) of an origin that does not fit; rules say so themselves."""
+def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, Any, Any]]:
+    """(tensors on disk, their shape, the shape wanted) of an origin that does not fit; rules say so themselves."""
     if origin.converter is not None:
         return []
     wanted = tuple(model.get_parameter_or_buffer(origin.name).shape)
     if not origin.experts:
         entry = origin.slots[0][0].stored
-        return [] if entry.shape == wanted else [(str(entry), (entry.shape, wanted))]
+        return [] if entry.shape == wanted else [(str(entry), entry.shape, wanted)]
     if len(origin.slots) != wanted[0]:
         more = origin.slots[-1][0].stored
-        return [(str(more), ((len(origin.slots), *more.shape[-2:]), wanted))]
+        return [(str(more), (len(origin.slots), *more.shape[-2:]), wanted)]
     turned = is_transposed(model.get_submodule(origin.name.rpartition(".")[0]))
     height, width = wanted[:0:-1] if turned else wanted[1:]
     for pieces in origin.slots:
         if sum(piece.shape[0] for piece in pieces) != height or {piece.shape[1] for piece in pieces} != {width}:
-            return [(str(pieces[0].stored), (pieces[0].stored.shape, wanted))]
+            return [(str(pieces[0].stored), pieces[0].stored.shape, wanted)]
     return []
 
 
@@ -190,8 +186,7 @@ def refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
         ("mismatched_keys", "of another shape than the model's"),
         ("error_msgs", "reported while loading"),
     ):
-        found = sorted(_named(item) for item in info.get(key, ()))
-        if found:
+        if found := sorted(_named(item) for item in info.get(key, ())):
             wrong.append(f"{len(found)} {what}: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}")
     if wrong:
         raise ModelError(
@@ -317,8 +312,7 @@ def _finish(model: PreTrainedModel, folder: Path, found: Sources, device: torch.
     made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
     model.tie_weights(missing_keys=set(model.state_dict()) - made, recompute_mapping=False)
     _make_buffers(model)
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if left:
+    if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
         raise ModelError(
             f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers makes them "
             "in a way that Octavo does not know. Load without FP8, or use transformers 5.23."
@@ -346,9 +340,8 @@ def _make_buffers(model: PreTrainedModel) -> None:
             module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
         for parameter, value in held.items():  # it would start them anew
             if value is not None:
-                module._parameters[parameter] = nn.Parameter(
-                    torch.empty_like(value, device="meta"), value.requires_grad
-                )
+                meta = torch.empty_like(value, device="meta")
+                module._parameters[parameter] = nn.Parameter(meta, value.requires_grad)
         with torch.no_grad():
             owner._init_weights(module)
         module._parameters.update(held)

@@ -46,8 +46,7 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> str:
     ALL_ATTENTION_FUNCTIONS.register(name, _called_as_transformers_does(attention))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
     model.set_attn_implementation(name)
-    left = [path or type(model).__name__ for path, part in parts if part.config._attn_implementation != name]
-    if left:
+    if left := [path or type(model).__name__ for path, part in parts if part.config._attn_implementation != name]:
         raise ModelError(
             f"{', '.join(left)} of {type(model).__name__} would not take another attention function in this version of "
             "transformers. Leave its attention as it is"

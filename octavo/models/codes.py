@@ -47,8 +47,7 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
                 "Take config.json from the checkpoint that these weights come from."
             )
         return Paired(tuple(by_name.values()), {})
-    wrong = [entry for entry in codes if entry.dtype is not torch.float8_e4m3fn]
-    if wrong:
+    if wrong := [entry for entry in codes if entry.dtype is not torch.float8_e4m3fn]:
         raise ModelError(f"{folder}: {_some(wrong)} holds codes in {wrong[0].dtype}; Octavo reads e4m3 alone.")
     suffix = quantization.scale_suffix
     scales = {c.name: by_name[c.name + suffix] for c in codes if c.name + suffix in by_name}
@@ -66,15 +65,13 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
         unused = [entry for entry in by_name.values() if entry.name.endswith(ends)]
         used |= {entry.name for entry in unused}
     rest = tuple(entry for entry in by_name.values() if entry.name not in used)
-    lone = [entry for entry in rest if _base(entry.name) in by_name]
-    if lone:
+    if lone := [entry for entry in rest if _base(entry.name) in by_name]:
         base = by_name[_base(lone[0].name)]
         raise ModelError(
             f"{folder}: {_some(lone)} is a scale, and {base} holds {base.dtype} and no FP8 codes. Either the codes "
             "were overwritten by values or the scale was left behind; write the checkpoint again."
         )
-    orphans = [entry for entry in rest if entry.name.endswith((".weight_scale_inv", ".weight_scale"))]
-    if orphans:
+    if orphans := [entry for entry in rest if entry.name.endswith((".weight_scale_inv", ".weight_scale"))]:
         raise ModelError(
             f"{folder}: {_some(orphans)} is a scale without codes: {_base(orphans[0].name)} is missing. Write the "
             "checkpoint again, or download it again."

@@ -15,7 +15,7 @@ blocks, an output projection), so that a family nobody listed works too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -59,11 +59,8 @@ class Family:
 
     def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """The repeating blocks, (name, module), in `named_modules` order."""
-        return [
-            (name, module)
-            for name, module in model.named_modules()
-            if any(matches(glob, name) for glob in self.layer_globs)
-        ]
+        globs = self.layer_globs
+        return [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
 
 
 def _below(*names: str) -> tuple[str, ...]:
@@ -74,33 +71,34 @@ def _below(*names: str) -> tuple[str, ...]:
 _TEXT = {"foundation": _below("model.language_model"), "lm_head": ("lm_head",)}
 
 
-def _qwen_vl(*, deepstack: bool, pos_embed: bool) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    encoder = ["model.visual.patch_embed", "model.visual.blocks", "model.visual.rotary_pos_emb"]
-    projector = ["model.visual.merger"]
-    if pos_embed:
-        encoder.append("model.visual.pos_embed")
-    if deepstack:
-        projector.append("model.visual.deepstack_merger_list")
+def _vision(
+    name: str, tower: str, blocks: str, encoder: tuple[str, ...], projector: tuple[str, ...], pixels: tuple[str, ...]
+) -> Family:
     components = {"image_encoder": _below(*encoder), "image_projector": _below(*projector), **_TEXT}
-    return components, ("model.visual.blocks.*", "model.language_model.layers.*")
+    layers = (f"{tower}.{blocks}.*", "model.language_model.layers.*")
+    return Family(name, components, layers, True, "model.language_model", tower, pixel_inputs=pixels)
 
 
-def _internvl() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    components = {
-        "image_encoder": _below("model.vision_tower"),
-        "image_projector": _below("model.multi_modal_projector"),
-        **_TEXT,
-    }
-    return components, ("model.vision_tower.encoder.layer.*", "model.language_model.layers.*")
+def _qwen_vl(name: str, encoder: tuple[str, ...] = (), projector: tuple[str, ...] = ()) -> Family:
+    """`encoder`, `projector`: what the third generation has beside the second's modules."""
+    encoder = tuple(f"model.visual.{part}" for part in ("patch_embed", "blocks", "rotary_pos_emb", *encoder))
+    projector = tuple(f"model.visual.{part}" for part in ("merger", *projector))
+    return _vision(name, "model.visual", "blocks", encoder, projector, ("pixel_values", "image_grid_thw"))
 
 
-_GRID = ("pixel_values", "image_grid_thw")
-# family -> (components and blocks, the tower's module, what forward wants for images)
+_THIRD = (("pos_embed",), ("deepstack_merger_list",))
 _VISION = {
-    "qwen3_vl": (_qwen_vl(deepstack=True, pos_embed=True), "model.visual", _GRID),
-    "qwen3_vl_moe": (_qwen_vl(deepstack=True, pos_embed=True), "model.visual", _GRID),
-    "qwen2_5_vl": (_qwen_vl(deepstack=False, pos_embed=False), "model.visual", _GRID),
-    "internvl": (_internvl(), "model.vision_tower", ("pixel_values",)),
+    "qwen3_vl": _qwen_vl("qwen3_vl", *_THIRD),
+    "qwen3_vl_moe": _qwen_vl("qwen3_vl_moe", *_THIRD),
+    "qwen2_5_vl": _qwen_vl("qwen2_5_vl"),
+    "internvl": _vision(
+        "internvl",
+        "model.vision_tower",
+        "encoder.layer",
+        ("model.vision_tower",),
+        ("model.multi_modal_projector",),
+        ("pixel_values",),
+    ),  # fmt: skip
 }
 assert tuple(_VISION) == VISION_FAMILIES
 
@@ -119,24 +117,12 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
             f"{type(model_or_config).__name__} has no `config`: Octavo describes Hugging Face models; load the folder "
             "with octavo.models.load."
         )
-    family = _vision(model_or_config) if is_vision_config(config) else _text(model_or_config)
+    if is_vision_config(config):
+        family = replace(_VISION[config.model_type], image_token_id=config.image_token_id)
+    else:
+        family = _text(model_or_config)
     _check(model_or_config, family)
     return family
-
-
-def _vision(model: PreTrainedModel) -> Family:
-    config = model.config
-    (components, layers), tower, pixel_inputs = _VISION[config.model_type]
-    return Family(
-        name=config.model_type,
-        components=components,
-        layer_globs=layers,
-        has_vision=True,
-        language_model="model.language_model",
-        tower=tower,
-        image_token_id=config.image_token_id,
-        pixel_inputs=pixel_inputs,
-    )
 
 
 def _text(model: PreTrainedModel) -> Family:

@@ -29,13 +29,8 @@ def generate(
     differ in number, when there is nothing to answer or no chat template to write it by, and when max_new_tokens is
     below one.
     """
-    asked = sum(
-        1
-        for message in messages
-        if not isinstance(message["content"], str)
-        for part in message["content"]
-        if part.get("type") == "image"
-    )
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    asked = sum(part.get("type") == "image" for content in contents for part in content)
     if asked != len(images):
         raise ModelError(f"the messages hold {asked} image parts but {len(images)} images were given; they must agree.")
     if not messages or max_new_tokens < 1:

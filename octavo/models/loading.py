@@ -68,11 +68,9 @@ def load(
     if kinds or own:
         with shards:
             build = partial(skeleton, config, dtype, attn_implementation)
-            return assemble(
-                folder, build, shards, quantization, kinds, dtype, torch.device(device), keep_fp8, say, progress
-            )
-    model = _load_stock(folder, config, dtype, attn_implementation)
-    return model.to(device)
+            on = torch.device(device)
+            return assemble(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say, progress)
+    return _load_stock(folder, config, dtype, attn_implementation).to(device)
 
 
 def _load_stock(

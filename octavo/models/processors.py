@@ -24,18 +24,17 @@ from octavo.models.folder import read_json
 from octavo.models.skeleton import VISION_FAMILIES
 
 
-class Qwen3VLImageTextProcessor(Qwen3VLProcessor):
+class _WithoutVideo:
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template)  # type: ignore[call-arg]
+
+
+class Qwen3VLImageTextProcessor(_WithoutVideo, Qwen3VLProcessor):
     """Qwen3VLProcessor for images and text (dense and MoE)."""
 
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
-        super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
-
-class Qwen25VLImageTextProcessor(Qwen2_5_VLProcessor):
+class Qwen25VLImageTextProcessor(_WithoutVideo, Qwen2_5_VLProcessor):
     """Qwen2_5_VLProcessor for images and text."""
-
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
-        super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
 
 class InternVLImageTextProcessor(InternVLProcessor):
@@ -152,9 +151,8 @@ def load_processor(
         reason = " ".join(str(error).split())[:400]
         raise ModelError(f"{folder}: the image processor cannot be loaded: {reason}") from error
     _limit(image_processor, given)
-    more = {}
-    if processor_class is InternVLImageTextProcessor:
-        more["image_seq_length"] = _image_seq_length(folder, raw)
+    internvl = processor_class is InternVLImageTextProcessor
+    more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
     return processor_class(image_processor, tokenizer, chat_template=_chat_template(folder, tokenizer), **more)
 
 
@@ -179,22 +177,18 @@ def _limit(image_processor: Any, given: dict[str, int]) -> None:
     if low is not None and high is not None and low > high:
         raise ModelError(f"min_pixels {low} is above max_pixels {high}. Swap them or remove one.")
     if isinstance(image_processor, Qwen2VLImageProcessorPil):
-        unit = (image_processor.patch_size * image_processor.merge_size) ** 2
-        what = "token"
+        unit, what = (image_processor.patch_size * image_processor.merge_size) ** 2, "token"
     else:
-        unit = image_processor.size["height"] * image_processor.size["width"]
-        what = "tile"
+        unit, what = image_processor.size["height"] * image_processor.size["width"], "tile"
     for key, value in given.items():
         if value < unit:
             raise ModelError(f"{key} {value} is less than one {what} of this model. Give at least {unit}.")
     if isinstance(image_processor, Qwen2VLImageProcessorPil):
         size = dict(image_processor.size)
         if high is not None:
-            size["longest_edge"] = high
-            size["shortest_edge"] = min(size["shortest_edge"], high)
+            size |= {"longest_edge": high, "shortest_edge": min(size["shortest_edge"], high)}
         if low is not None:
-            size["shortest_edge"] = low
-            size["longest_edge"] = max(size["longest_edge"], low)
+            size |= {"shortest_edge": low, "longest_edge": max(size["longest_edge"], low)}
         image_processor.size = type(image_processor.size)(**size)
     else:
         if high is not None:

@@ -266,8 +266,7 @@ def _parse_weights(weights: Any, at: str) -> tuple[str, tuple[int, int] | None]:
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     defaults = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
     for key, value in wanted.items():
-        given = weights.get(key, defaults[key])
-        if given != value:
+        if (given := weights.get(key, defaults[key])) != value:
             raise ModelError(f"{at}.weights.{key} is {given!r}, and Octavo reads {value!r} alone (FP8). {_FIX}")
     strategy = weights.get("strategy")
     if strategy not in _STRATEGIES:
@@ -362,11 +361,5 @@ def _inputs(q: Quantization) -> dict[str, Any] | None:
 
 
 def _arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
-    return {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "group_size": None,
-        "strategy": strategy,
-        "dynamic": dynamic,
-    }
+    fp8_words = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {**fp8_words, "group_size": None, "strategy": strategy, "dynamic": dynamic}

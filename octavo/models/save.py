@@ -92,10 +92,8 @@ def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tenso
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     return {
-        name: _values(tensor).to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        name: (tensor.detach().dequantize() if fp8.is_frozen(tensor) else tensor.detach()).to(
+            "cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        )
         for name, tensor in weights.items()
     }
-
-
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.detach().dequantize() if fp8.is_frozen(tensor) else tensor.detach()

@@ -113,8 +113,7 @@ def sources(model: PreTrainedModel, stored: Iterable[Stored], experts: Container
         entry = kept.collected[0][1]
         if name in experts and len(entry.shape) == 3:
             turned = is_transposed(model.get_submodule(name.rpartition(".")[0]))
-            slots = tuple((Piece(entry, index, turned),) for index in range(entry.shape[0]))
-            origins.append(Origin(name, slots, experts=True))
+            origins.append(Origin(name, _stack(entry, turned), experts=True))
         else:
             origins.append(Origin(name, ((Piece(entry),),)))
     return Sources(origins, unknown, twice, [rule for rule in rules if rule.was_used()])
@@ -186,7 +185,9 @@ def _slots(
     for op in rule.operations:
         if type(op) is MergeModulelist and op.dim == 0 and not merged:
             merged = True
-        elif type(op) is Concatenate and op.dim in (1, 2) and merged and along is None and _plain(op):
+        elif type(op) is Concatenate and op.dim in (1, 2) and merged and along is None:
+            if getattr(op, "num_shards_attribute", None) is not None:
+                return None
             along = op.dim
         elif type(op) is Transpose and {op.dim0, op.dim1} == {1, 2}:
             disk = collected[0][1].shape
@@ -200,14 +201,13 @@ def _slots(
         return None
     if merged:
         return _merged(rule, collected, shape[0], turned)
-    if len(collected) != 1 or len(collected[0][1].shape) != 3:
-        return None
     entry = collected[0][1]
-    return tuple((Piece(entry, index, turned),) for index in range(entry.shape[0])), ()
+    return (_stack(entry, turned), ()) if len(collected) == 1 and len(entry.shape) == 3 else None
 
 
-def _plain(op: Concatenate) -> bool:
-    return getattr(op, "num_shards_attribute", None) is None
+def _stack(entry: Stored, turned: bool) -> tuple[tuple[Piece, ...], ...]:
+    """A slot for each expert of a tensor that holds all of them."""
+    return tuple((Piece(entry, index, turned),) for index in range(entry.shape[0]))
 
 
 def _merged(

@@ -104,11 +104,10 @@ class Stream:
         """(first row, rows) of the pieces of a slot one below the other, in the dtype on disk, a few at a time."""
         row = 0
         for piece in pieces:
-            if piece.at is not None:
-                whole = self.shards.read(piece.stored, (piece.at, piece.at + 1))[0]
-                yield row, whole.mT if piece.turned else whole
-            elif piece.turned or not piece.stored.shape:
-                whole = self.shards.read(piece.stored)
+            if piece.at is not None or piece.turned or not piece.stored.shape:
+                one = None if piece.at is None else (piece.at, piece.at + 1)
+                whole = self.shards.read(piece.stored, one)
+                whole = whole if one is None else whole[0]
                 yield row, whole.mT if piece.turned else whole
             else:
                 for begin, end in chunks(piece.stored.shape):
@@ -125,7 +124,7 @@ class Stream:
             if parts is not None:
                 cast_into(*into, spec, partial(parts, slot))
             elif origin.experts:
-                cast_into(*into, spec, partial(_once, self._slot(pieces)))
+                cast_into(*into, spec, partial(iter, [(0, self._slot(pieces))]))
             else:
                 cast_into(*into, spec, partial(self._rows, pieces))
             if not bool(torch.isfinite(into[1]).all()):
@@ -143,10 +142,7 @@ class Stream:
         if transposed:
             shape[-2:] = shape[:-3:-1]
         n, k = shape[-2:]
-        grid = (
-            1 if spec.block[0] == -1 else -(-n // spec.block[0]),
-            1 if spec.block[1] == -1 else -(-k // spec.block[1]),
-        )
+        grid = [1 if block == -1 else -(-size // block) for size, block in zip((n, k), spec.block, strict=True)]
         codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         return codes, torch.empty((*shape[:-2], *grid), dtype=torch.float32, device=self.device), transposed
 
@@ -180,12 +176,8 @@ class Stream:
             codes = torch.empty((height, width), dtype=torch.float8_e4m3fn)
             self._codes(pieces, codes)
             for begin, end in chunks((height, width), max(1, spec.block[0])):
-                yield (
-                    begin,
-                    fp8.dequantize(
-                        fp8.Quantized(codes[begin:end], scale_rows(scales[slot], spec, begin, end), spec), dtype
-                    ),
-                )
+                q = fp8.Quantized(codes[begin:end], scale_rows(scales[slot], spec, begin, end), spec)
+                yield begin, fp8.dequantize(q, dtype)
 
         return parts
 
@@ -212,16 +204,14 @@ class Stream:
             rule = ", ".join(type(op).__name__ for op in origin.converter.operations) if origin.converter else ""
             raise ModelError(
                 f"{codes[0]} holds FP8 codes, and on the way to {origin.name} its tensor goes through {rule}, for "
-                "which Octavo has no way with codes. Load with keep_fp8=False: the "
-                "values are dequantized first."
+                "which Octavo has no way with codes. Load with keep_fp8=False: the values are dequantized first."
             )
         values = {}
         for entry in origin.stored:
             if entry.is_codes:
                 alone = Origin(origin.name, ((Piece(entry),),))
-                values[entry.name] = torch.cat(
-                    [rows for _, rows in self._decoded(alone, self.dtype_of(origin.name))(0)]
-                )
+                decoded = self._decoded(alone, self.dtype_of(origin.name))
+                values[entry.name] = torch.cat([rows for _, rows in decoded(0)])
             else:
                 values[entry.name] = self.shards.read(entry)
         for name, value in run_rule(origin, self.model, values).items():
@@ -231,8 +221,7 @@ class Stream:
                     f"{list(self._shape(name))}. Check that config.json and the weights belong together."
                 )
             if name in self.kinds:
-                weight = fp8.freeze_weight(value.to(self.device), self.kinds[name], self.dtype_of(name))
-                self._place(name, weight)
+                self._place(name, fp8.freeze_weight(value.to(self.device), self.kinds[name], self.dtype_of(name)))
             else:
                 self._place(name, value.to(self.device, self.dtype_of(name)))
 
@@ -291,7 +280,7 @@ def cast_into(
         if not bool(torch.isfinite(whole)):
             return
     for row, values in parts():
-        values = _castable(values).to(codes.device)
+        values = (values.float() if values.dtype is torch.float64 else values).to(codes.device)
         if whole is None:
             q = fp8.quantize(values, spec, "reference")
             scale_rows(scale, spec, row, row + values.shape[0]).copy_(q.scale)
@@ -306,11 +295,3 @@ def _finite(values: Tensor, stored: Stored) -> Tensor:
     if values.is_floating_point() and not all(bool(torch.isfinite(part).all()) for part in flat.split(_CHUNK)):
         raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")
     return values
-
-
-def _once(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    yield 0, values
-
-
-def _castable(values: Tensor) -> Tensor:
-    return values.float() if values.dtype is torch.float64 else values

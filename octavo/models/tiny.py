@@ -24,7 +24,7 @@ from octavo.models.errors import ModelError
 from octavo.models.folder import quiet
 from octavo.models.skeleton import is_vision_config
 from octavo.models.tiny_configs import CONFIGS, INTERNVL_IMAGE, PATCH, SIZES
-from octavo.models.tokens import INTERNVL, LLAMA, MPT, QWEN, QWEN_VL, Special, train_tokenizer
+from octavo.models.tokens import INTERNVL, LLAMA, QWEN, QWEN_VL, Special, train_tokenizer
 
 FAMILIES = tuple(CONFIGS)
 _SPECIAL: Mapping[str, Special] = {
@@ -35,18 +35,13 @@ _SPECIAL: Mapping[str, Special] = {
     "qwen3": QWEN,
     "qwen3_moe": QWEN,
     "llama": LLAMA,
-    "mpt": MPT,
+    "mpt": QWEN,
 }
 _HALF = [0.5, 0.5, 0.5]
 
 
 def write(
-    family: str,
-    directory: str | Path,
-    *,
-    seed: int = 0,
-    size: str | None = None,
-    texts: Iterable[str] | None = None,
+    family: str, directory: str | Path, *, seed: int = 0, size: str | None = None, texts: Iterable[str] | None = None
 ) -> Path:
     """Write a small checkpoint of `family` into `directory` and return the directory.
 
@@ -106,8 +101,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
 def _require_same(made: Path, target: Path, family: str) -> None:
     here, there = {p.name for p in made.iterdir()}, {p.name for p in target.iterdir()}
     _, different, unreadable = filecmp.cmpfiles(made, target, sorted(here & there), shallow=False)
-    wrong = sorted((here ^ there) | set(different) | set(unreadable))
-    if wrong:
+    if wrong := sorted((here ^ there) | set(different) | set(unreadable)):
         raise ModelError(
             f"{target} is not empty and is not the tiny {family} that would be written: {', '.join(wrong[:4])} differ"
             f"{'' if len(wrong) > 1 else 's'}. Name another directory, or delete this one."

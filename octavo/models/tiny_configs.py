@@ -50,20 +50,16 @@ def _rope(head_dim: int) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
 
 
-def _qwen3_vision(size: str, out: int) -> dict[str, Any]:
-    depth = 4 if size == "small" else 2
+def _qwen_vision(out: int, **more: Any) -> dict[str, Any]:
     return {
-        "depth": depth,
         "hidden_size": 64,
-        "intermediate_size": 256 if size == "small" else 128,
         "num_heads": 4,
         "patch_size": PATCH,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "out_hidden_size": out,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [1, 2] if size == "small" else [0],
         "initializer_range": 0.06,
+        **more,
     }
 
 
@@ -76,11 +72,20 @@ def _vision_ids(ids: Ids) -> dict[str, int]:
     }
 
 
+def _qwen3_parts(size: str, text: dict[str, Any], tied: bool, ids: Ids) -> dict[str, Any]:
+    """What a Qwen3-VL configuration is made of, dense or MoE."""
+    depth, mlp, deepstack = (4, 256, [1, 2]) if size == "small" else (2, 128, [0])
+    more = {"num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
+    return {
+        "text_config": {**text, "rope_parameters": {**_rope(32), "mrope_interleaved": True}},
+        "vision_config": _qwen_vision(text["hidden_size"], depth=depth, intermediate_size=mlp, **more),
+        "tie_word_embeddings": tied,
+        **_vision_ids(ids),
+    }
+
+
 def _qwen3_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    text = _text(size, vocab, head_dim=32)
-    text["rope_parameters"] = {**_rope(32), "mrope_interleaved": True}
-    vision = _qwen3_vision(size, text["hidden_size"])
-    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **_vision_ids(ids))
+    return Qwen3VLConfig(**_qwen3_parts(size, _text(size, vocab, head_dim=32), True, ids))
 
 
 def _moe_text(size: str, vocab: int) -> dict[str, Any]:
@@ -89,30 +94,16 @@ def _moe_text(size: str, vocab: int) -> dict[str, Any]:
 
 
 def _qwen3_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    text = _moe_text(size, vocab)
-    text["tie_word_embeddings"] = False
-    text["rope_parameters"] = {**_rope(32), "mrope_interleaved": True}
-    vision = _qwen3_vision(size, text["hidden_size"])
-    return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **_vision_ids(ids))
+    text = {**_moe_text(size, vocab), "tie_word_embeddings": False}
+    return Qwen3VLMoeConfig(**_qwen3_parts(size, text, False, ids))
 
 
 def _qwen2_5_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     text = _text(size, vocab)
     text["rope_parameters"] = _rope(text["hidden_size"] // text["num_attention_heads"])
     text["bos_token_id"], text["eos_token_id"] = ids["<|endoftext|>"], ids["<|im_end|>"]
-    vision = {
-        "depth": 3 if size == "small" else 2,
-        "hidden_size": 64,
-        "intermediate_size": 172,  # ragged, as the published 3420 is
-        "num_heads": 4,
-        "patch_size": PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": text["hidden_size"],
-        "initializer_range": 0.06,
-    }
+    more = {"depth": 3 if size == "small" else 2, "window_size": 16, "fullatt_block_indexes": [1]}
+    vision = _qwen_vision(text["hidden_size"], intermediate_size=172, **more)  # ragged, as the published 3420 is
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **_vision_ids(ids))
 
 
@@ -141,14 +132,6 @@ def _internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-def _qwen3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Qwen3Config(**_text(size, vocab, head_dim=32, tie_word_embeddings=True))
-
-
-def _qwen3_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Qwen3MoeConfig(**_moe_text(size, vocab), tie_word_embeddings=True)
-
-
 def _llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     text = _text(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
     return LlamaConfig(**text)
@@ -170,8 +153,8 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen2_5_vl": _qwen2_5_vl,
     "internvl": _internvl,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
+    "qwen3": lambda size, vocab, ids: Qwen3Config(**_text(size, vocab, head_dim=32, tie_word_embeddings=True)),
+    "qwen3_moe": lambda size, vocab, ids: Qwen3MoeConfig(**_moe_text(size, vocab), tie_word_embeddings=True),
     "llama": _llama,
     "mpt": _mpt,
 }

@@ -70,7 +70,7 @@ class Special:
 _CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QWEN_VISION = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
-QWEN = Special(_CHATML_TOKENS, _chatml(""), eos="<|im_end|>", pad="<|endoftext|>")
+QWEN = Special(_CHATML_TOKENS, _chatml(""), eos="<|im_end|>", pad="<|endoftext|>")  # MPT's too
 QWEN_VL = Special(
     _CHATML_TOKENS + _QWEN_VISION,
     _chatml("<|vision_start|><|image_pad|><|vision_end|>"),
@@ -89,7 +89,6 @@ INTERNVL = Special(
         "video_token": "<video>",
     },
 )
-MPT = Special(_CHATML_TOKENS, _chatml(""), eos="<|im_end|>", pad="<|endoftext|>")
 LLAMA = Special(("<unk>", "<s>", "</s>"), _LLAMA, eos="</s>", pad="<unk>", bos="<s>")
 
 

@@ -799,7 +799,7 @@ area(
     ),
     (
         "export-expert-order", "checkpoint/export/names.py",
-        "disk[half * count + e]", "disk[e * halves + half]",
+        "half, e = divmod(i, count)", "e, half = divmod(i, halves)",
         "gate and up of experts are written under other names",
         "checkpoint/test_export.py",
     ),

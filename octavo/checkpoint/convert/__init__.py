@@ -134,11 +134,9 @@ def dcp_to_hf(
             f"{directory} was converted by Octavo and knows the folder that it came from; leave out like ({like})"
         )
     back = own(directory, manifest) if manifest is not None else foreign(directory, like, say)
-    shards, opens, places = back.shards, back.opens, back.place
-    beside = back.folder
+    shards, opens, places, beside = back.shards, back.opens, back.place, back.folder
     if to_bf16:
-        config = beside.path / CONFIG
-        quantization = read_quantization(beside.path) if config.is_file() else None
+        quantization = read_quantization(beside.path) if (beside.path / CONFIG).is_file() else None
         shards, opens = values.in_bf16(shards, opens, quantization, directory)
         places = nowhere
     task = {"command": "dcp_to_hf", "source": _identity(directory), "to_bf16": to_bf16}

@@ -87,22 +87,16 @@ def foreign(directory: Path, like: str | Path | None, say: Say) -> Back:
             tensors.append((entry.name, dtype, entry.shape))
         same = all(dtype == entry.dtype for (_, dtype, _), entry in zip(tensors, shard.entries, strict=True))
         shards.append(shard if same else compose(shard.file, tensors))
-    spare = sorted(set(reader.keys()) - set(keys.values()))
-    if spare:
+    if spare := sorted(set(reader.keys()) - set(keys.values())):
         say(f"passed over, because {there} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
     say("not converted by Octavo: there are no checksums to compare")
 
-    def opens(entry: Entry) -> Any:
-        return _reshaped(reader, keys[entry.name], entry.shape)
+    @contextmanager
+    def opens(entry: Entry) -> Iterator[torch.Tensor]:
+        with reader.tensor(keys[entry.name]) as tensor:
+            yield tensor.reshape(entry.shape)
 
     return Back(tuple(shards), opens, nowhere, folder)
-
-
-@contextmanager
-def _reshaped(reader: dcp.Reader, key: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    """A tensor of a reader in the folder's shape."""
-    with reader.tensor(key) as tensor:
-        yield tensor.reshape(shape)
 
 
 def _match(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, str]:
@@ -116,8 +110,7 @@ def _match(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, 
     wanted = list(wanted)
     way = max(ways, key=lambda way: sum(way(name) in keys for name in wanted))
     found = {name: way(name) for name in wanted}
-    lacking = [name for name, key in found.items() if key not in keys]
-    if lacking:
+    if lacking := [name for name, key in found.items() if key not in keys]:
         raise CheckpointError(
             f"{directory} lacks {len(lacking)} of {len(wanted)} tensors, first {found[lacking[0]]} (for {lacking[0]}); "
             f"it holds such keys as {min(keys, default='none')}: it was trained from another model"

@@ -208,12 +208,9 @@ class Reader:
         self.directory = directory
         metadata = SafeReader(directory, pass_over_bytes=True).read_metadata()
         entries = metadata.state_dict_metadata
-        below = f"{MODEL}."
-        nested = any(key.startswith((f"{below}{MODEL}.", f"{below}base_model.")) for key in entries)
-        self._prefix = below if nested else ""
-        self._entries = {
-            key.removeprefix(self._prefix): entry for key, entry in entries.items() if key.startswith(self._prefix)
-        }
+        nested = any(key.startswith((f"{MODEL}.{MODEL}.", f"{MODEL}.base_model.")) for key in entries)
+        at = self._prefix = f"{MODEL}." if nested else ""
+        self._entries = {key.removeprefix(at): entry for key, entry in entries.items() if key.startswith(at)}
         self._pieces: dict[str, list[tuple[MetadataIndex, Any]]] = {}
         for index, info in metadata.storage_data.items():
             self._pieces.setdefault(index.fqn, []).append((index, info))
@@ -238,11 +235,8 @@ class Reader:
             part = read_item(self.directory / info.relative_path, info, key)
             offsets = tuple(index.offset) if index.offset is not None else (0,) * part.dim()
             ends = [start + n for start, n in zip(offsets, part.shape, strict=False)]
-            if (
-                part.dim() != whole.dim()
-                or part.dtype != whole.dtype
-                or any(end > n for end, n in zip(ends, whole.shape, strict=True))
-            ):
+            same = part.dim() == whole.dim() and part.dtype == whole.dtype
+            if not same or any(end > n for end, n in zip(ends, whole.shape, strict=True)):
                 raise CheckpointError(
                     f"{self.directory / info.relative_path}: {key} holds {list(part.shape)} of {part.dtype} at "
                     f"{list(offsets)} where {list(whole.shape)} of {whole.dtype} was announced"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,14 +60,8 @@ def read_folder(path: Path, adapter: bool = False) -> Folder:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; name a local Hugging Face folder")
     there = sorted(entry.name for entry in path.iterdir() if entry.is_file())
-    index = path / INDEX
-    if adapter:
-        files, placed = [ADAPTER], None
-    elif index.is_file() and SINGLE not in there:
-        placed = weight_map(index)
-        files = sorted(set(placed.values()))
-    else:
-        files, placed = [SINGLE], None
+    placed = weight_map(path / INDEX) if not adapter and INDEX in there and SINGLE not in there else None
+    files = [ADAPTER if adapter else SINGLE] if placed is None else sorted(set(placed.values()))
     for name in files:
         if name not in there:
             raise CheckpointError(_missing(path, name, there, placed is not None))
@@ -150,7 +144,7 @@ def mapped(place: Place, dtype: torch.dtype, shape: Iterable[int]) -> Iterator[T
     del flat  # the map is released with its last tensor
 
 
-def pieces(place: Place, tell: Callable[[int], None] = lambda n: None) -> Iterator[memoryview]:
+def pieces(place: Place) -> Iterator[memoryview]:
     """The bytes at a place, a mebibyte at a time; checked against its checksum once all were given."""
     buffer = bytearray(min(_PIECE, max(place.size, 1)))
     view, left, crc = memoryview(buffer), place.size, 0
@@ -165,7 +159,6 @@ def pieces(place: Place, tell: Callable[[int], None] = lambda n: None) -> Iterat
                     crc = zlib.crc32(view[:got], crc)
                 yield view[:got]
                 left -= got
-                tell(got)
     except FileNotFoundError as error:
         raise CheckpointError(f"{place.file} is missing") from error
     if place.crc is not None and crc != place.crc:

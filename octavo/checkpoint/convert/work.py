@@ -152,8 +152,7 @@ def all_parts(
         else:
             work.forget(part)
             due.append(part)
-    kept = len(sizes) - len(due)
-    if kept:
+    if kept := len(sizes) - len(due):
         say(f"goes on where it was: {kept} of {len(sizes)} files are finished and whole")
 
     def make(part: int) -> None:

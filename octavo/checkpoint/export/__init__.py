@@ -35,8 +35,8 @@ from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
-from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid, shared_cast
-from octavo.fp8.arithmetic import quantize, scale_from_amax
+from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid
+from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.models.folder import copy_companions, write_config
 from octavo.models.quantization import to_config
@@ -277,8 +277,7 @@ class _Writer:
                 self._shared(self._waiting.pop(m.shares))
 
     def finish(self) -> None:
-        missing = [name for name in self.plan.together if name not in self._seen]
-        if missing:
+        if missing := [name for name in self.plan.together if name not in self._seen]:
             raise CheckpointError(
                 f"{len(missing)} parameters of the model never came, first {missing[0]}: the weights are not those of "
                 f"the model of {self.source}"
@@ -300,9 +299,8 @@ class _Writer:
         if found != wanted:
             raise CheckpointError(f"{name} has shape {list(found)}, and the model of {self.source} {list(wanted)}")
         if bad:
-            what = (
-                "NaN or an infinity" if isinstance(values, Tensor) else "a NaN code, or a scale that is no multiplier"
-            )
+            plain = isinstance(values, Tensor)
+            what = "NaN or an infinity" if plain else "a NaN code, or a scale that is no multiplier"
             raise CheckpointError(
                 f"{name} holds {what}; nothing was written. A model that holds one answers with NaN: export an earlier "
                 "checkpoint (--step), or look in metrics.jsonl for the step that broke it"
@@ -323,8 +321,7 @@ class _Writer:
         self._together[name] = high
         if any(other not in self._together for other in group):
             return
-        tensors = self.plan.names.to_disk({n: self._together.pop(n) for n in group})
-        for disk, tensor in tensors.items():
+        for disk, tensor in self.plan.names.to_disk({n: self._together.pop(n) for n in group}).items():
             self._write(disk, tensor, disk).count += 1
 
     def _high(self, name: str, value: Value) -> Tensor:
@@ -348,8 +345,7 @@ class _Writer:
         for _, values, codes in together:
             kept = None if codes is None else regrid(codes, self.spec)
             if kept is not None:
-                zero = not bool((kept.data.view(torch.uint8) & 0x7F).any())
-                own.append(None if zero else kept.scale.reshape(()).float())
+                own.append(None if _is_zero(kept) else kept.scale.reshape(()).float())
                 continue
             amax = (values if values is not None else decoded(codes)).abs().max().float()
             own.append(None if float(amax) < _TINY else scale_from_amax(amax, self.spec))
@@ -362,8 +358,8 @@ class _Writer:
         """Write one matrix. ``scale``: that of the matrices it shares one with."""
         assert self.spec is not None and self.plan.quantization is not None
         kept = None if codes is None else regrid(codes, self.spec)
-        if kept is not None and scale is not None and not self._same(kept, scale):
-            kept = None
+        if kept is not None and scale is not None and not (float(kept.scale) == float(scale) or _is_zero(kept)):
+            kept = None  # under the shared scale its codes would be others
         if self.device is not None:
             values = None if values is None else values.to(self.device)
         reference = values if values is not None else decoded(codes) if kept is None else None
@@ -371,25 +367,20 @@ class _Writer:
             q, how = (kept if scale is None else kept._replace(scale=scale.reshape(1, 1))), "kept"
         else:
             assert reference is not None
-            q = quantize(reference, self.spec) if scale is None else shared_cast(
-                reference, scale.to(reference.device), self.spec
-            )  # fmt: skip
+            if scale is None:
+                q = quantize(reference, self.spec)
+            else:
+                q = quantize_with_scale(reference, scale.to(reference.device).reshape(1, 1), self.spec)
             how = "cast" if codes is None else "refit" if values is not None else "recast"
         self.written(m.parameter, m.slot, m.rows, q)
         kind = self._write(m.name, q.data, m.name)
         scales = q.scale.float().reshape(self.plan.scale_shape(m))
         self._write(m.name + self.plan.quantization.scale_suffix, scales, m.name)
-        kind.count += 2
-        kind.fp8 = True
+        kind.count, kind.fp8 = kind.count + 2, True
         setattr(kind, how, getattr(kind, how) + 1)
         if reference is not None:
             relative, largest = _error(q, reference)
             kind.relative, kind.largest = max(kind.relative or 0.0, relative), max(kind.largest or 0.0, largest)
-
-    @staticmethod
-    def _same(q: fp8.Quantized, scale: Tensor) -> bool:
-        """Whether codes are what they would be under a shared scale: it is their own, or they are zeros."""
-        return float(q.scale) == float(scale) or not bool((q.data.view(torch.uint8) & 0x7F).any())
 
     def _write(self, name: str, tensor: Tensor, like: str) -> Kind:
         self.shards.write(name, tensor)
@@ -399,6 +390,10 @@ class _Writer:
         self.done += size
         self.progress(self.done, self.shards.total, name)
         return kind
+
+
+def _is_zero(q: fp8.Quantized) -> bool:
+    return not bool((q.data.view(torch.uint8) & 0x7F).any())
 
 
 def _error(q: fp8.Quantized, values: Tensor) -> tuple[float, float]:

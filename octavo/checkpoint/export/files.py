@@ -105,8 +105,7 @@ class Shards:
 
     def finish(self) -> None:
         """Write the index and force everything to the disk. Raises CheckpointError if a tensor never came."""
-        missing = [name for name, place in self._places.items() if not place.written]
-        if missing:
+        if missing := [name for name, place in self._places.items() if not place.written]:
             raise CheckpointError(
                 f"{len(missing)} tensors of the model never came, first {missing[0]}: the weights are not those of "
                 "this model's configuration"

@@ -89,12 +89,10 @@ class Matrices(Stock):
         else:
             disk = self._ordered(row, disk, halves)
         size = n // halves
-        for half in range(halves):
-            for e in range(count):
-                rows = (half * size, (half + 1) * size)
-                yield Matrix(
-                    disk[half * count + e], row.name, row.module, (size, k), e, rows, row.module, f"{row.name}.{e}"
-                )
+        for i, name in enumerate(disk):
+            half, e = divmod(i, count)
+            rows = (half * size, (half + 1) * size)
+            yield Matrix(name, row.name, row.module, (size, k), e, rows, row.module, f"{row.name}.{e}")
 
     def _ordered(self, row: fp8.Row, disk: tuple[str, ...], halves: int) -> tuple[str, ...]:
         """The names of (half, expert) in that order, found by sending numbers through transformers' way back."""

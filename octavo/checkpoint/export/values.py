@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
-from octavo.fp8.arithmetic import quantize_with_scale, scale_fp32
+from octavo.fp8.arithmetic import scale_fp32
 from octavo.fp8.planning import needs_of
 from octavo.fp8.weights import CachesWeights, is_whole, master_of
 
@@ -138,8 +138,3 @@ def _meeting(scale: Tensor, size: int, old: int, new: int) -> Tensor | None:
     begins = torch.arange(0, size, size if old == -1 else old, device=scale.device)
     same = (scale[of_old[begins]] == found[begins // height]).all()
     return found if bool(same) else None
-
-
-def shared_cast(values: Tensor, scale: Tensor, spec: fp8.CastSpec) -> fp8.Quantized:
-    """Codes of values under one scale that others share."""
-    return quantize_with_scale(values, scale.reshape(1, 1), spec)

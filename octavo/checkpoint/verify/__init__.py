@@ -14,8 +14,7 @@ PEFT adapters go their own way (`adapter`). Nothing is changed, nothing is unpic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,7 @@ from octavo.models.skeleton import stock_config
 
 
 def verify(
-    directory: str | Path,
-    against: str | Path | None = None,
-    quick: bool = False,
-    progress: Progress | None = None,
+    directory: str | Path, against: str | Path | None = None, quick: bool = False, progress: Progress | None = None
 ) -> Verified:
     """Examine a Hugging Face folder, plain or FP8, or a PEFT adapter folder.
 
@@ -98,9 +94,9 @@ class _Looked:
 def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
     """Everything that needs no values. `stock`: the model, where it is known already."""
     raw: Mapping[str, Any] = {}
-    with _failing(found, "config.json"):
+    with found.failing("config.json"):
         raw = read_json(folder / "config.json")
-    with _failing(found, "generation_config.json"):
+    with found.failing("generation_config.json"):
         check_generation_config(folder)
     looked = _Looked(raw, read_folder(folder, found))
     headers = looked.headers
@@ -114,13 +110,12 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
             bare = block.get("quant_method") == "fp8" and not block.get("weight_block_size")
             found.fail("fp8-tensor" if bare else "quantization", "config.json", text=str(error))
     if stock is None and raw:
-        with _failing(found, "config.json"):
+        with found.failing("config.json"):
             stock = Stock(empty(stock_config(folder)))
     looked.stock = stock
     if raw:
         check_config(folder, raw, block, headers, found)
-        vision = any(key in raw for key in ("vision_config", "audio_config"))
-        check_companions(folder, vision, found)
+        check_companions(folder, any(key in raw for key in ("vision_config", "audio_config")), found)
     whole = not any(f.kind in _CUT for f in found)
     seen = Findings()
     looked.pairs = pair_up(headers, None if unread else looked.q, seen)
@@ -128,21 +123,12 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
         looked.known = check_names(headers, stock, seen)
     found.items += [f for f in seen if whole or f.kind not in _LOST]  # what a damaged file held is not also missing
     if stock is not None and headers.tensors:
-        check_places(looked.known, stock, looked.q, found)
+        check_places(looked.known, stock, found)
         if looked.q is not None and looked.fp8:
             check_skips(looked.known, stock, looked.q, _listed(block), found)
         check_blocks(looked.known, stock, looked.q, found)
         _separate_experts(looked, found)
     return looked
-
-
-@contextmanager
-def _failing(found: Findings, file: str) -> Iterator[None]:
-    """What a reader refuses becomes a finding about the file."""
-    try:
-        yield
-    except ModelError as error:
-        found.fail("config", file, text=str(error))
 
 
 def _listed(block: Mapping[str, Any] | None) -> bool:

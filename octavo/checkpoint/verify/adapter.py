@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.stock import Stock
-from octavo.checkpoint.verify.findings import Findings, Verdict
+from octavo.checkpoint.verify.findings import FAIL, WARN, Findings, Verdict
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
 from octavo.models import ModelError, empty
 from octavo.models.folder import read_json
@@ -33,10 +33,10 @@ def is_adapter(folder: Path) -> bool:
 def check_adapter(folder: Path, base: Path | None, found: Findings) -> tuple[Headers, dict[str, Any]]:
     """Files, names, shapes and dtypes; and the base's layers where a base is there. Returns headers and the config."""
     headers = read_folder(folder, found, STEM)
-    try:
+    config: dict[str, Any] | None = None
+    with found.failing("adapter_config.json"):
         config = read_json(folder / "adapter_config.json")
-    except ModelError as error:
-        found.fail("config", "adapter_config.json", text=str(error))
+    if config is None:
         return headers, {}
     _config(config, found)
     parts = _parts(headers, found)
@@ -118,15 +118,8 @@ def _base(parts: Mapping[str, Mapping[str, Held]], base: Path, found: Findings) 
         if weight is None:
             found.fail("adapter-layer", a, module=module, base=base)
         elif (b.shape[0], a.shape[-1]) != tuple(weight.shape[:2]) and len(weight.shape) == 2:
-            found.fail(
-                "adapter-shape/base",
-                a,
-                rows=b.shape[0],
-                columns=a.shape[-1],
-                module=module,
-                wanted=list(weight.shape),
-                base=base,
-            )
+            about = {"module": module, "wanted": list(weight.shape), "base": base}
+            found.fail("adapter-shape/base", a, rows=b.shape[0], columns=a.shape[-1], **about)
 
 
 def check_factors(headers: Headers, zero: Mapping[str, bool], found: Findings) -> None:
@@ -138,7 +131,7 @@ def check_factors(headers: Headers, zero: Mapping[str, bool], found: Findings) -
 
 def adapter_verdicts(found: Findings, config: Mapping[str, Any]) -> tuple[Verdict, ...]:
     """PEFT's, vLLM's and SGLang's: the folder loads where nothing failed, with what servers do not take."""
-    broken = next((f for f in found if f.status == "fail"), None)
+    broken, warned = (next((f for f in found if f.status == status), None) for status in (FAIL, WARN))
     out = []
     for loader in ("transformers", "vLLM", "SGLang"):
         source = "run: PEFT on transformers" if loader == "transformers" else f"read from {loader}'s code, not run"
@@ -148,8 +141,8 @@ def adapter_verdicts(found: Findings, config: Mapping[str, Any]) -> tuple[Verdic
         elif loader != "transformers" and (config.get("use_dora") or config.get("modules_to_save")):
             what = "DoRA" if config.get("use_dora") else "modules_to_save"
             out.append(Verdict(loader, "refuses", f"{what} is not served; merge the adapter (octavo merge)", source))
-        elif any(f.status == "warn" for f in found):
-            out.append(Verdict(loader, "warns", next(f.text for f in found if f.status == "warn"), source))
+        elif warned is not None:
+            out.append(Verdict(loader, "warns", warned.text, source))
         else:
             out.append(Verdict(loader, "ok", "PEFT's names, shapes and dtypes", source))
     return tuple(out)

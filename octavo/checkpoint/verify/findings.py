@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.verify.sentences import SENTENCES
+from octavo.models.errors import ModelError
 
 FAIL, WARN = "fail", "warn"
 LOADERS = ("transformers", "vLLM", "SGLang")
@@ -46,6 +48,9 @@ class Verdict:
     verdict: str
     reason: str
     source: str
+
+
+_SAID = ("verdict", "reason", "source")  # of a verdict, beside its loader
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,14 @@ class Findings:
         if held is not None:
             at, tensor, text = held.file, held.name, f"{held.name!r} in {held.file} {text}"
         self.items.append(Finding(status, kind.partition("/")[0], at, tensor, text))
+
+    @contextmanager
+    def failing(self, file: str, kind: str = "config") -> Iterator[None]:
+        """What a reader refuses becomes a finding about the file."""
+        try:
+            yield
+        except ModelError as error:
+            self.fail(kind, file, text=str(error))
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.items)
@@ -148,9 +161,7 @@ class Verified:
             "fp8_tensors": self.fp8,
             "scanned": self.scanned,
             "findings": [vars(f) for f in self.findings],
-            "verdicts": {
-                v.loader: {"verdict": v.verdict, "reason": v.reason, "source": v.source} for v in self.verdicts
-            },
+            "verdicts": {v.loader: {key: vars(v)[key] for key in _SAID} for v in self.verdicts},
             "compared": [vars(c) for c in self.compared],
         }
 

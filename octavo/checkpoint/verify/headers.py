@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.verify.findings import Findings
-from octavo.models.errors import ModelError
 from octavo.models.folder import weight_map
 from octavo.models.headers import DTYPES, HeaderError, is_pickle, read
 
@@ -105,7 +104,9 @@ def read_folder(folder: Path, found: Findings, stem: str = "model") -> Headers:
     """
     headers = Headers(folder)
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-    placed = _read_index(index, found) if index.exists() else None
+    placed: dict[str, str] | None = None
+    with found.failing(index.name, "index"):
+        placed = weight_map(index) if index.exists() else None
     _pickles(folder, found, any(folder.glob("*.safetensors")))
     if single.exists():
         if placed is not None:
@@ -133,14 +134,6 @@ def _pickles(folder: Path, found: Findings, safetensors: bool) -> None:
         found.fail("only-pickles", weights[0])
     elif weights:
         found.warn("pickle-beside", weights[0], count=len(weights))
-
-
-def _read_index(index: Path, found: Findings) -> dict[str, str] | None:
-    try:
-        return weight_map(index)
-    except (ModelError, OSError) as error:
-        found.fail("index", index.name, text=str(error))
-        return None
 
 
 def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers, found: Findings) -> None:

@@ -13,8 +13,9 @@ from octavo.checkpoint.verify.findings import LOADERS, VERDICTS, WARN, Finding, 
 from octavo.models.quantization import Quantization
 
 RUN = "run: transformers 5.23 on a CPU"
+_HF = "transformers"
 READ = {
-    "transformers": "read from transformers 5.23's code, not run",
+    _HF: "read from transformers 5.23's code, not run",
     "vLLM": "read from vLLM's code (up to 0.33), not run",
     "SGLang": "read from SGLang's code (up to 0.5.23), not run",
 }
@@ -37,8 +38,6 @@ def _all(verdict: str, reason: str, run: bool = False) -> dict[str, Does]:
 def _servers(verdict: str, reason: str) -> dict[str, Does]:
     return {loader: Does(verdict, reason) for loader in ("vLLM", "SGLang")}
 
-
-_HF = "transformers"
 
 #: kind of finding -> what each loader does with such a folder; loaders that are not named take it
 CONSEQUENCES: dict[str, dict[str, Does]] = {
@@ -161,18 +160,12 @@ def verdicts(findings: Iterable[Finding], q: Quantization | None) -> tuple[Verdi
     findings = list(findings)
     out = []
     for loader in LOADERS:
-        worst: tuple[int, Does] = (0, _good(loader, q))
+        found = [_good(loader, q)]
         for finding in findings:
-            does = _consequence(finding, loader)
-            if does is None:
-                continue
-            verdict = does.verdict
-            if finding.status == WARN and finding.kind not in _SURE:
-                verdict = WARNS
-            rank = VERDICTS.index(verdict)
-            if rank > worst[0]:
-                worst = (rank, does._replace(verdict=verdict))
-        does = worst[1]
+            if does := _consequence(finding, loader):
+                only = finding.status == WARN and finding.kind not in _SURE
+                found.append(does._replace(verdict=WARNS) if only else does)
+        does = max(found, key=lambda one: VERDICTS.index(one.verdict))  # the first of equal ones
         out.append(Verdict(loader, does.verdict, does.reason, RUN if does.run else READ[loader]))
     return tuple(out)
 

@@ -44,17 +44,17 @@ def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, He
             continue
         known[own] = held
         _shape(own, held, stock, found)
-        _dtype(held, own, found)
+        if held.dtype not in _FLOATS:
+            found.fail("dtype", held)
+        elif held.dtype == "F8_E5M2":
+            found.fail("e5m2", held)
     _stacked_twice(known, stock, found)
     for name, shape in stock.shapes.items():
         if name in known:
             continue
         singles = stock.stacked.get(name, ())
-        if any(single in known for single in singles):
-            lost = [single for single in singles if single not in known]
-        else:
-            lost = [name]
-        for one in lost:
+        apart = any(single in known for single in singles)
+        for one in [single for single in singles if single not in known] if apart else [name]:
             wanted = list(stock.linears[one].shape if one in stock.linears else shape)
             found.fail("missing", tensor=one, wanted=wanted, folder=headers.folder)
     return known
@@ -76,13 +76,6 @@ def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
     if held.shape != tuple(wanted) and not turned:
         hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
         found.fail("shape", held, wanted=list(wanted), hint=hint)
-
-
-def _dtype(held: Held, name: str, found: Findings) -> None:
-    if held.dtype not in _FLOATS:
-        found.fail("dtype", held)
-    elif held.dtype == "F8_E5M2":
-        found.fail("e5m2", held)
 
 
 def check_config(
@@ -142,7 +135,7 @@ def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick:
         if same and not quick:
             pairs = zip(two.rows(), one.rows(), strict=True)
             same = all(a.view(torch.uint8).equal(b.view(torch.uint8)) for (_, a), (_, b) in pairs)
-        if not same:
-            found.fail("tied", two, one=one)
-        else:
+        if same:
             found.warn("tied-twice", two, one=one)
+        else:
+            found.fail("tied", two, one=one)

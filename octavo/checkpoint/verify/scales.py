@@ -44,11 +44,7 @@ def pair_up(headers: Headers, q: Quantization | None, found: Findings) -> list[P
     for held in headers.tensors.values():
         if held.dtype != "F8_E4M3" or scale_of(held.name) is not None:
             continue
-        scale = _scales_of(held, headers, q, found)
-        if scale is None:
-            continue
-        block = _block(held, scale, q, found)
-        if block is not None:
+        if (scale := _scales_of(held, headers, q, found)) and (block := _block(held, scale, q, found)):
             pairs.append(Pair(held, scale, block))
     _dangling(headers, q, found)
     return pairs
@@ -73,7 +69,7 @@ def _scales_of(held: Held, headers: Headers, q: Quantization | None, found: Find
 
 def _block(held: Held, scale: Held, q: Quantization | None, found: Findings) -> tuple[int, int] | None:
     """The block by the config where the scales fit it, else by the scales; None where no block fits them."""
-    _dtype(held, scale, q, found)
+    _dtype(scale, q, found)
     if len(held.shape) < 2:
         found.fail("fp8-elsewhere/vector", held, dimensions=len(held.shape))
         return None
@@ -82,15 +78,12 @@ def _block(held: Held, scale: Held, q: Quantization | None, found: Findings) -> 
     if q is None:
         return _guess(n, k, shape[len(lead) :])
     wanted = (*lead, *q.grid(n, k))
-    loose = {wanted}
-    if q.kind == "tensor" and not lead:
-        loose |= {(1,), ()}
-    if shape in loose:
+    if shape == wanted or (q.kind == "tensor" and not lead and shape in {(1,), ()}):
         return q.spec.block
     guessed = _guess(n, k, shape[len(lead) :])
     what = "x".join(str(side) for side in q.block) if q.block else q.kind
     about = {"weight": held, "of": list(held.shape), "what": what, "wanted": list(wanted)}
-    if shape == (*lead, *q.grid(n, k)[::-1]):
+    if shape == (*lead, *wanted[:-3:-1]):
         found.fail("scale-transposed", scale, **about)
         return None
     found.fail("scale-grid", scale, **about, fits=_as_if(guessed))
@@ -120,7 +113,7 @@ def _guess(n: int, k: int, shape: Sequence[int]) -> tuple[int, int] | None:
     return (-1, -1) if tuple(shape) == (1, 1) else None
 
 
-def _dtype(held: Held, scale: Held, q: Quantization | None, found: Findings) -> None:
+def _dtype(scale: Held, q: Quantization | None, found: Findings) -> None:
     powers = q is not None and q.scale_format == "ue8m0"
     if scale.dtype in _SCALE_DTYPES or (scale.dtype == "F8_E8M0" and powers):
         return
@@ -144,7 +137,7 @@ def _dangling(headers: Headers, q: Quantization | None, found: Findings) -> None
             found.fail(f"scale-dangling{case}", held, weight=weight, scaled=scaled)
 
 
-def check_places(known: Mapping[str, Held], stock: Stock, q: Quantization | None, found: Findings) -> None:
+def check_places(known: Mapping[str, Held], stock: Stock, found: Findings) -> None:
     """FP8 where no loader dequantizes: embeddings, norms, routers; and lm_head, which servers do not quantize."""
     for name, held in known.items():
         if not held.fp8:

@@ -64,9 +64,7 @@ def scan(
         if progress is not None:
             progress(done, total, held.name)
         if held.dtype == "F8_E4M3":
-            pair = by_name.get(held.name)
-            seen = _codes(held, pair, found)
-            if seen is not None:
+            if seen := _codes(held, by_name.get(held.name), found):
                 scanned.append(seen)
         elif held.dtype in ("F32", "BF16", "F16", "F64"):
             _values(held, stock is not None and name in {**stock.linears, **stock.stacked}, found)
@@ -93,7 +91,7 @@ def experts(held: Held) -> list[Held]:
 
 
 def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
-    bad, peaks, nans = 0, [], 0
+    peaks, nans = [], 0
     block = (1, -1) if pair is None else pair.block
     for matrix in experts(held):
         step = block[0] if block[0] > 0 else 1
@@ -124,8 +122,8 @@ def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
         return None
     value = decode(codes[alive].view(E4M3.dtype))
     s = scale[alive]
-    median = [float(x.median()) for x in (value, value * s, value / s, value * s.sqrt())]
-    return _Scanned(pair, median[0], median[1], median[2], median[3], bool((s == 1).all()))
+    code, peak, inverse, root = (float(x.median()) for x in (value, value * s, value / s, value * s.sqrt()))
+    return _Scanned(pair, code, peak, inverse, root, bool((s == 1).all()))
 
 
 def _amax(magnitude: Tensor, block: tuple[int, int]) -> Tensor:
@@ -147,20 +145,13 @@ def _bad_scales(pair: Pair, scale: Tensor, codes: Tensor, found: Findings) -> bo
         ("scale-zero", scale == 0, "zero"),
         ("scale-negative", scale < 0, "negative"),
     ):
-        count = int(mask.sum())
-        if count:
+        if count := int(mask.sum()):
             wrong = True
             where = torch.nonzero(mask)[0].tolist()
             zeros = int((mask & (codes == 0)).sum())
-            note = (
-                f" ({zeros} of them over codes that are all zero, which become NaN when requantized)" if zeros else ""
-            )
-            found.fail(
-                kind,
-                pair.scale,
-                text=f"holds {count} scales that are {what}, the first at {where}{note}; a scale is "
-                "positive, 1 for a block of zeros: export again.",
-            )
+            note = f" ({zeros} of them over codes that are all zero, which become NaN when requantized)"
+            text = f"holds {count} scales that are {what}, the first at {where}{note if zeros else ''}; a scale is "
+            found.fail(kind, pair.scale, text=f"{text}positive, 1 for a block of zeros: export again.")
     return wrong
 
 
@@ -219,11 +210,9 @@ def _shared(pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, 
             continue
         scales = [float(scales_fp32(pair.scale).flatten()[0]) for pair in mine]
         if len(set(scales)) > 1:
-            names = ", ".join(
-                f"{layer.disk.rpartition('.')[2]} {s:.4g}" for layer, s in zip(group, scales, strict=True)
-            )
-            first = mine[0].scale
-            found.warn("scale-unshared", first, names=names)
+            leaves = [layer.disk.rpartition(".")[2] for layer in group]
+            names = ", ".join(f"{leaf} {scale:.4g}" for leaf, scale in zip(leaves, scales, strict=True))
+            found.warn("scale-unshared", mine[0].scale, names=names)
 
 
 def unnamed(headers: Mapping[str, Held]) -> dict[str, Held]:
