@@ -63,7 +63,8 @@ def quantize_experts(w: Tensor, spec: CastSpec) -> Quantized:
         return Quantized(none.data[None][:0], none.scale[None][:0], spec)
     if hasattr(w, "fake_mode"):  # no values: the sizes of one expert tell those of all
         one = cast.quantize(w[0], spec)
-        return Quantized(*(t.new_empty((w.shape[0], *t.shape)) for t in (one.data, one.scale)), spec)
+        data, scale = (t.new_empty((w.shape[0], *t.shape)) for t in (one.data, one.scale))
+        return Quantized(data, scale, spec)
     parts = [cast.quantize(matrix, spec) for matrix in w.unbind(0)]
     data, scale = (torch.stack([_bytes(t) for t in ts]) for ts in zip(*((q.data, q.scale) for q in parts), strict=True))
     return Quantized(data.view(spec.fmt.dtype), scale.view(parts[0].scale.dtype), spec)

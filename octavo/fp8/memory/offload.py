@@ -38,15 +38,12 @@ class Copies(Protocol):
 
     def out(self, here: Tensor) -> tuple[Tensor, Any]:
         """(copy of ``here`` [bytes] in host memory, ready): begins when the device has computed what it has so far."""
-        ...
 
     def back(self, there: Tensor) -> tuple[Tensor, Any]:
         """(copy of ``there`` [bytes] on the device, ready)."""
-        ...
 
     def wait(self, ready: Any) -> None:
         """Let what the device computes from now on see the copy."""
-        ...
 
 
 class CudaCopies:

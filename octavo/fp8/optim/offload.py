@@ -48,27 +48,21 @@ class Transfers(Protocol):
 
     def host(self, size: int) -> Tensor:
         """``size`` bytes of host memory, uint8."""
-        ...
 
     def device(self, size: int) -> Tensor:
         """``size`` bytes of device memory, uint8."""
-        ...
 
     def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
         """Begin to copy host to device, once what was last written back from the slots ``behind`` has arrived."""
-        ...
 
     def arrive(self, slot: int) -> None:
         """Let the work that follows wait for the fetch of this slot."""
-        ...
 
     def write_back(self, slot: int, pairs: Pairs) -> None:
         """Begin to copy device to host, behind the work so far."""
-        ...
 
     def settle(self) -> None:
         """Wait until all of it has happened."""
-        ...
 
 
 class CudaTransfers:
