@@ -91,8 +91,7 @@ def offload(blocks: Blocks, *, least: int = LEAST, copies: Copies | None = None)
         least: tensors of fewer bytes stay.
         copies: how bytes are moved; None: by CUDA, on the device of the blocks' parameters.
 
-    Raises:
-        ValueError: there are no blocks, or their parameters are not on a GPU (and no ``copies`` were given).
+    Raises ValueError where there are no blocks, or their parameters are not on a GPU (and no ``copies`` were given).
     """
     blocks = _known(blocks, "offload_activations")
     if copies is None:
@@ -113,8 +112,7 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
         blocks: (name, block).
         wait: how; None: ``torch.cuda.synchronize``.
 
-    Raises:
-        ValueError: there are no blocks, or their parameters are not on a GPU (and no ``wait`` was given).
+    Raises ValueError where there are no blocks, or their parameters are not on a GPU (and no ``wait`` was given).
     """
     blocks = _known(blocks, "synchronize_per_layer")
     if wait is None:
@@ -260,11 +258,11 @@ class _Manager:
         self._last = weakref.ref(group)
 
     def _drop(self, group: _Group) -> None:
-        """Free the device's copies, once what reads or writes them is done."""
         for slot in group.slots.values():
             self._free(slot)
 
     def _free(self, slot: _Slot) -> None:
+        """Free the device's copy, once what reads or writes it is done."""
         if slot.leaving is not None:
             self.copies.wait(slot.leaving)
         slot.here, slot.leaving, slot.coming, slot.taken = None, None, None, 0
