@@ -134,8 +134,8 @@ class Offload:
         batch: bytes of states that are fetched together.
         transfers: another way to move bytes; by default pinned memory and streams of a CUDA device.
 
-    Raises:
-        ValueError: ``device`` is no CUDA device (and no ``transfers`` were given): there is nothing to offload from.
+    Raises ValueError where ``device`` is no CUDA device (and no ``transfers`` were given): there is nothing to offload
+    from.
     """
 
     def __init__(self, device: torch.device | str, batch: int = BATCH, transfers: Transfers | None = None) -> None:

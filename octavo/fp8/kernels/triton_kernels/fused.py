@@ -143,11 +143,7 @@ def rmsnorm_quantize(
     x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
     out: torch.dtype | None = None, low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
-    """See ``Backend.rmsnorm_quantize``.
-
-    Raises:
-        CastError: shapes or dtypes that do not fit.
-    """
+    """See ``Backend.rmsnorm_quantize``. Raises CastError for shapes or dtypes that do not fit."""
     check_rmsnorm(x, weight)
     x, weight = _rows_of(x), weight.detach().contiguous()
     rows, cols = x.shape
@@ -179,11 +175,7 @@ def rmsnorm_quantize(
 def swiglu_quantize(
     gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:
-    """See ``Backend.swiglu_quantize``.
-
-    Raises:
-        CastError: shapes or dtypes that do not fit.
-    """
+    """See ``Backend.swiglu_quantize``. Raises CastError for shapes or dtypes that do not fit."""
     h, row_q, col_q = _swiglu(gate, up, row, col, emit=True)
     assert h is not None
     return h, row_q, col_q
@@ -214,11 +206,7 @@ def _swiglu(
 def swiglu_backward_quantize(
     dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
-    """See ``Backend.swiglu_backward_quantize``.
-
-    Raises:
-        CastError: shapes or dtypes that do not fit.
-    """
+    """See ``Backend.swiglu_backward_quantize``. Raises CastError for shapes or dtypes that do not fit."""
     check_swiglu("swiglu_backward_quantize", dh, gate, up)
     dh, gate, up = _rows_of(dh), _rows_of(gate), _rows_of(up)
     gate_row, gate_col, up_row, up_col = (_out(gate, s, c) for _ in range(2) for s, c in ((row, 1), (col, 0)))
