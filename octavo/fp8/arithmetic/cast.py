@@ -52,8 +52,7 @@ class CastSpec:
         block: (rows, columns) that share one scale, of the tensor as stored; -1 is the whole dimension.
         scale: ``"fp32"`` (amax / FMAX), ``"pow2"`` (the power of two that just fits) or ``"e8m0"`` (that, in one byte).
 
-    Raises:
-        CastError: for anything else.
+    Raises CastError for anything else.
     """
 
     format: str = "e4m3"
@@ -159,11 +158,8 @@ def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
 
 
 def castable(x: Tensor) -> None:
-    """Check that a cast can start from x.
-
-    Raises:
-        CastError: for a dtype that none starts from, or a tensor without dimensions.
-    """
+    """Check that a cast can start from x. Raises CastError for a dtype that none starts from, or a tensor without
+    dimensions."""
     if x.dtype not in _INPUTS:
         raise CastError(
             f"Cannot quantize a tensor of {x.dtype}: FP8 casts start from float32, bfloat16 or float16. "
@@ -174,11 +170,8 @@ def castable(x: Tensor) -> None:
 
 
 def flat(x: Tensor) -> Tensor:
-    """x as a matrix [product of leading dimensions, last], off the graph; a view wherever its strides allow.
-
-    Raises:
-        CastError: if x is not :func:`castable`.
-    """
+    """x as a matrix [product of leading dimensions, last], off the graph; a view wherever its strides allow. Raises
+    CastError if x is not :func:`castable`."""
     castable(x)
     x = x.detach()
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -275,8 +268,7 @@ def quantize(x: Tensor, spec: CastSpec) -> Quantized:
     Returns:
         Codes in the shape of x, scales [row blocks, column blocks].
 
-    Raises:
-        CastError: for another dtype, or a tensor without dimensions.
+    Raises CastError for another dtype, or a tensor without dimensions.
     """
     if hasattr(x, "fake_mode"):
         return _shapes(x, spec)
@@ -307,8 +299,7 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
         spec: the cast; for ``pow2`` and ``e8m0`` the given scales must be powers of two.
         amax: the amax of each block of x where the caller has it already (whole tensor: ``amax(x)``); saves a pass.
 
-    Raises:
-        CastError: for a wrong dtype of x, or a scale or amax that does not fit the grid of blocks.
+    Raises CastError for a wrong dtype of x, or a scale or amax that does not fit the grid of blocks.
     """
     x_MK, lay = _matrix(x, spec)
     scale = on_grid("scale", scale, x_MK, lay, spec)
@@ -328,11 +319,8 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
 
 
 def on_grid(name: str, given: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
-    """One fp32 value a block [row blocks, column blocks], contiguous, from a grid or from a single element.
-
-    Raises:
-        CastError: if it is neither.
-    """
+    """One fp32 value a block [row blocks, column blocks], contiguous, from a grid or from a single element. Raises
+    CastError if it is neither."""
     given = given.detach().to(device=x_MK.device, dtype=torch.float32)
     if given.numel() == 1:
         return given.reshape(1, 1).expand(lay.grid).contiguous()
@@ -345,11 +333,8 @@ def on_grid(name: str, given: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """fp32(code) * scale, rounded once to ``dtype``, in the shape of ``q.data`` (contiguous).
-
-    Raises:
-        CastError: if the scales do not fit the codes and the spec.
-    """
+    """fp32(code) * scale, rounded once to ``dtype``, in the shape of ``q.data`` (contiguous). Raises CastError if the
+    scales do not fit the codes and the spec."""
     if hasattr(q.data, "fake_mode"):
         fitting(q)
         return q.data.new_empty(q.data.shape, dtype=dtype)
@@ -363,11 +348,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def fitting(q: Quantized) -> Layout:
-    """The blocks of q's codes, seen as a matrix.
-
-    Raises:
-        CastError: if q's scales are not one a block.
-    """
+    """The blocks of q's codes, seen as a matrix. Raises CastError if q's scales are not one a block."""
     rows, cols = q.data.shape[:-1].numel(), q.data.shape[-1]
     lay = layout(rows, cols, q.spec.block)
     if tuple(q.scale.shape) != lay.grid:

@@ -126,8 +126,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
         format: ``"e4m3"`` or ``"hybrid"``; None: hybrid for tensorwise and delayed, e4m3 for the others.
         fwd, dgrad, wgrad: ``"fp8"``, or ``"bf16"`` to keep that GEMM in high precision.
 
-    Raises:
-        RecipeError: unknown name, format or precision; a pair that cannot be; no GEMM left in FP8.
+    Raises RecipeError for an unknown name, format or precision, a pair that cannot be, and no GEMM left in FP8.
     """
     if name not in RECIPES:
         raise RecipeError(_unknown(name))

@@ -31,7 +31,7 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import TILE, Groups
 from octavo.fp8.kernels.layout import CONTRACTED, Operand, experts_k_major, k_major, lines
 from octavo.fp8.kernels.registry import GemmOnlyBackend, get
-from octavo.fp8.kernels.torch_backend import kind_of
+from octavo.fp8.kernels.torch_backend import finish, kind_of
 
 SOURCE = "github.com/deepseek-ai/DeepGEMM"
 NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout")
@@ -166,10 +166,7 @@ def _gemm(op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias:
     # Sizes named here are compiled in. Those of a weight are few; the number of tokens, wgrad's k, changes.
     fixed = "mn" if op == "wgrad" else "nk"
     _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, scale_b), out, c=out, recipe=LINES, compiled_dims=fixed)
-    out = out[:rows, :cols]
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(out_dtype).contiguous()
+    return finish(out[:rows, :cols], bias, out_dtype)
 
 
 def _repeated(operand: Operand) -> Tensor:

@@ -62,6 +62,11 @@ def check_fit(gemm: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int)
         )
 
 
+def as_bytes(t: Tensor) -> Tensor:
+    """Codes and one-byte scales as bytes, since some of torch's operations know no FP8; anything else as it is."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -58,17 +58,13 @@ class ReferenceBackend(Backend):
         """See ``octavo.fp8.arithmetic.cast.quantize``; the result is plain and contiguous for every contraction."""
         return cast.quantize(x, spec)
 
-    def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
-        """One cast where both are the same; the two results are then one and must not be written to."""
-        return cast.quantize_both(x, row, col)
+    quantize_both = staticmethod(cast.quantize_both)  # equal casts give one result, which must not be written to
+    dequantize = staticmethod(cast.dequantize)
 
     def quantize_with_scale(
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
     ) -> Quantized:
         return cast.quantize_with_scale(x, scale, spec, amax)
-
-    def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-        return cast.dequantize(q, dtype)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is None:
@@ -101,21 +97,9 @@ class ReferenceBackend(Backend):
     def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
         return grouped.wgrad(_gemm, dy_q, x_q, groups, out_dtype)
 
-    def rmsnorm_quantize(
-        self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
-        out: torch.dtype | None = None, low: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
-        return fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
-
-    def swiglu_quantize(
-        self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
-    ) -> tuple[Tensor, Quantized | None, Quantized | None]:
-        return fused.swiglu_quantize(gate, up, row, col)
-
-    def swiglu_backward_quantize(
-        self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
-    ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
-        return fused.swiglu_backward_quantize(dh, gate, up, row, col)
+    rmsnorm_quantize = staticmethod(fused.rmsnorm_quantize)
+    swiglu_quantize = staticmethod(fused.swiglu_quantize)
+    swiglu_backward_quantize = staticmethod(fused.swiglu_backward_quantize)
 
     def adamw(
         self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None

@@ -54,11 +54,8 @@ def rmsnorm_quantize(
     x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
     out: torch.dtype | None = None, low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
-    """(y [M, K] in ``out``, or x's dtype, rstd [M] fp32, y.to(``low``) under ``row`` and under ``col``).
-
-    Raises:
-        CastError: shapes or dtypes that do not fit.
-    """
+    """(y [M, K] in ``out``, or x's dtype, rstd [M] fp32, y.to(``low``) under ``row`` and under ``col``). Raises
+    CastError for shapes or dtypes that do not fit."""
     check_rmsnorm(x, weight)
     x_MK = x.detach().float()
     rstd_M = 1.0 / torch.sqrt((x_MK * x_MK).mean(1) + eps)
@@ -70,11 +67,8 @@ def rmsnorm_quantize(
 def swiglu_quantize(
     gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:
-    """(h [M, I] in gate's dtype, h under ``row``, h under ``col``).
-
-    Raises:
-        CastError: shapes or dtypes that do not fit.
-    """
+    """(h [M, I] in gate's dtype, h under ``row``, h under ``col``). Raises CastError for shapes or dtypes that do not
+    fit."""
     check_swiglu("swiglu_quantize", gate, up)
     g, u = gate.detach().float(), up.detach().float()
     h_MI = (g * torch.sigmoid(g) * u).to(gate.dtype)
@@ -85,10 +79,7 @@ def swiglu_backward_quantize(
     dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
     """(dgate under ``row``, dgate under ``col``, dup under ``row``, dup under ``col``) of dh, gate and up [M, I].
-
-    Raises:
-        CastError: shapes or dtypes that do not fit.
-    """
+    Raises CastError for shapes or dtypes that do not fit."""
     check_swiglu("swiglu_backward_quantize", dh, gate, up)
     dgate_MI, dup_MI = swiglu_backward(dh.detach(), gate.detach(), up.detach())
     return _cast(dgate_MI, row), _cast(dgate_MI, col), _cast(dup_MI, row), _cast(dup_MI, col)

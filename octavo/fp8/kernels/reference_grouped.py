@@ -19,7 +19,7 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
-from octavo.fp8.kernels.layout import ceil_div
+from octavo.fp8.kernels.layout import as_bytes, ceil_div
 
 OPS = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad")
 
@@ -51,8 +51,8 @@ def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups) -> Quantized:
     out = Quantized(data, scale, spec)
     for expert, span in spans(groups):
         q, own = cast.quantize(x[span], spec), of_expert(out, expert, span)
-        _bytes(own.data).copy_(_bytes(q.data))
-        _bytes(own.scale).copy_(_bytes(q.scale))
+        as_bytes(own.data).copy_(as_bytes(q.data))
+        as_bytes(own.scale).copy_(as_bytes(q.scale))
     return out
 
 
@@ -66,7 +66,9 @@ def quantize_experts(w: Tensor, spec: CastSpec) -> Quantized:
         data, scale = (t.new_empty((w.shape[0], *t.shape)) for t in (one.data, one.scale))
         return Quantized(data, scale, spec)
     parts = [cast.quantize(matrix, spec) for matrix in w.unbind(0)]
-    data, scale = (torch.stack([_bytes(t) for t in ts]) for ts in zip(*((q.data, q.scale) for q in parts), strict=True))
+    data, scale = (
+        torch.stack([as_bytes(t) for t in ts]) for ts in zip(*((q.data, q.scale) for q in parts), strict=True)
+    )
     return Quantized(data.view(spec.fmt.dtype), scale.view(parts[0].scale.dtype), spec)
 
 
@@ -117,8 +119,3 @@ def _check(rows: int, groups: Groups) -> None:
             f"The matrix of all experts' rows has {rows} rows where the groups say {groups.rows}. Lay it out by the "
             "routing that made the groups."
         )
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """FP8 values as their bytes: some of torch's copies know no FP8."""
-    return t.view(torch.uint8) if t.element_size() == 1 else t

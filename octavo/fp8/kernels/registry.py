@@ -227,11 +227,8 @@ _backends: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Add a backend; the latest is preferred, so the reference, first to come, is the last resort.
-
-    Raises:
-        BackendError: if the name is taken, or "auto".
-    """
+    """Add a backend; the latest is preferred, so the reference, first to come, is the last resort. Raises BackendError
+    if the name is taken, or "auto"."""
     if backend.name in _backends or backend.name == "auto":
         raise BackendError(f"A backend named {backend.name!r} cannot be registered: the name is taken. Choose another.")
     _backends[backend.name] = backend
@@ -266,8 +263,7 @@ def select(
         shape: of x for quantize; (M, N, K) for a GEMM, None in place of what is unknown. None: all unknown.
         requested: "auto", or the name of the backend that must do it.
 
-    Raises:
-        BackendError: unknown op or backend; the requested backend cannot do it; none can.
+    Raises BackendError for an unknown op or backend, where the requested backend cannot do it, and where none can.
     """
     if op not in OPS:
         raise BackendError(f"There is no op {op!r}; a backend can be asked for: {', '.join(OPS)}.")
@@ -314,11 +310,8 @@ def _lacks(
 
 def quantize(x: Tensor, spec: CastSpec, backend: str = "auto") -> Quantized:
     """Cast x to FP8 on the best backend for its device, or on the one named (see
-    ``octavo.fp8.arithmetic.cast.quantize``).
-
-    Raises:
-        BackendError: the named backend does not exist or cannot do this cast.
-        CastError: x cannot be cast at all.
+    ``octavo.fp8.arithmetic.cast.quantize``). Raises BackendError where the named backend does not exist or cannot do
+    this cast, CastError where x cannot be cast at all.
     """
     chosen = select("quantize", recipe_or_spec=spec, device=x.device, shape=x.shape, requested=backend)
     return chosen.backend.quantize(x, spec)

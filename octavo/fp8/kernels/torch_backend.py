@@ -157,11 +157,8 @@ def _cuda_version() -> tuple[int, int]:
 
 
 def lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
-    """The operands of a GEMM as scaled_mm wants them. Copies only what does not lie in memory as layout.py says.
-
-    Raises:
-        CastError: no two matrices that fit each other, or casts that scaled_mm cannot multiply.
-    """
+    """The operands of a GEMM as scaled_mm wants them. Copies only what does not lie in memory as layout.py says. Raises
+    CastError unless they are two matrices that fit each other, in casts that scaled_mm can multiply."""
     a_dim, b_dim = CONTRACTED[op]
     check_fit(op, a_q, a_dim, b_q, b_dim)
     kind = kind_of(op, a_q.spec, b_q.spec)
@@ -227,7 +224,7 @@ def _gemm(op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias:
     if bias is not None and fast and out_dtype in _SIXTEEN_BITS and bias.dtype == out_dtype:
         padded = F.pad(bias, (0, product.b.shape[1] - cols)) if product.b.shape[1] != cols else _aligned(bias)
         return multiply(product, out_dtype, fast, padded)[:rows, :cols].contiguous()
-    return _finish(multiply(product, torch.float32, fast)[:rows, :cols], bias, out_dtype)
+    return finish(multiply(product, torch.float32, fast)[:rows, :cols], bias, out_dtype)
 
 
 def _row_direct(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
@@ -245,10 +242,10 @@ def _by_hand(product: Product, fast: bool, bias: Tensor | None, out_dtype: torch
     """Row scales applied to the fp32 product of the codes: powers of two there, so nothing rounds before the end."""
     one = product.scale_a.new_ones(1, 1)
     out = multiply(product._replace(kind="tensor", scale_a=one, scale_b=one), torch.float32, fast)
-    return _finish(scaled(out, product.scale_a, product.scale_b)[:rows, :cols], bias, out_dtype)
+    return finish(scaled(out, product.scale_a, product.scale_b)[:rows, :cols], bias, out_dtype)
 
 
-def _finish(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def finish(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The fp32 result plus the bias, rounded once."""
     if bias is not None:
         out = out + bias.float()

@@ -1,7 +1,7 @@
 """The Triton backend: every operation on every NVIDIA GPU from Ada on; the fallback that is never absent there.
 
 This file says what it can do and hands over; the kernels are in ``triton_kernels/``, which alone import triton, and
-only when one is asked for. On the CPU they run in Triton's interpreter, slowly, if ``TRITON_INTERPRET=1`` was set
+only when one is called. On the CPU they run in Triton's interpreter, slowly, if ``TRITON_INTERPRET=1`` was set
 before: that is how tests hold them against the reference, and why this backend never volunteers there.
 """
 
@@ -20,6 +20,7 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.kernels import triton_kernels as kernels
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend
@@ -58,111 +59,75 @@ class TritonBackend(Backend):
         return _lacks_operand(casts.a, dims[0]) or _lacks_operand(casts.b, dims[1])
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        from octavo.fp8.kernels.triton_kernels import cast
-
-        return cast.quantize(x, spec, contract)
+        return kernels.cast.quantize(x, spec, contract)
 
     def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
-        from octavo.fp8.kernels.triton_kernels import cast
-
-        return cast.quantize_both(x, row, col)
+        return kernels.cast.quantize_both(x, row, col)
 
     def quantize_with_scale(
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
     ) -> Quantized:
-        from octavo.fp8.kernels.triton_kernels import cast
-
-        return cast.quantize_with_scale(x, scale, spec, amax, contract)
+        return kernels.cast.quantize_with_scale(x, scale, spec, amax, contract)
 
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-        from octavo.fp8.kernels.triton_kernels import cast
-
-        return cast.dequantize(q, dtype)
+        return kernels.cast.dequantize(q, dtype)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        from octavo.fp8.kernels.triton_kernels import gemm
-
-        return gemm.gemm(x_q, 1, w_q, 1, out_dtype, bias)
+        return kernels.gemm.gemm(x_q, 1, w_q, 1, out_dtype, bias)
 
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        from octavo.fp8.kernels.triton_kernels import gemm
-
-        return gemm.gemm(dy_q, 1, w_q, 0, out_dtype)
+        return kernels.gemm.gemm(dy_q, 1, w_q, 0, out_dtype)
 
     def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        from octavo.fp8.kernels.triton_kernels import gemm
-
-        return gemm.gemm(dy_q, 0, x_q, 0, out_dtype)
+        return kernels.gemm.gemm(dy_q, 0, x_q, 0, out_dtype)
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
-        from octavo.fp8.kernels.triton_kernels import grouped_cast
-
-        return grouped_cast.quantize_rows(x, spec, groups, contract)
+        return kernels.grouped_cast.quantize_rows(x, spec, groups, contract)
 
     def quantize_rows_both(
         self, x: Tensor, row: CastSpec, col: CastSpec, groups: Groups
     ) -> tuple[Quantized, Quantized]:
-        from octavo.fp8.kernels.triton_kernels import grouped_cast
-
-        return grouped_cast.quantize_rows_both(x, row, col, groups)
+        return kernels.grouped_cast.quantize_rows_both(x, row, col, groups)
 
     def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        from octavo.fp8.kernels.triton_kernels import grouped_cast
-
-        return grouped_cast.quantize_experts(w, spec, contract)
+        return kernels.grouped_cast.quantize_experts(w, spec, contract)
 
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
-        from octavo.fp8.kernels.triton_kernels import grouped
-
-        return grouped.fwd(x_q, w_q, groups, out_dtype, bias)
+        return kernels.grouped.fwd(x_q, w_q, groups, out_dtype, bias)
 
     def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        from octavo.fp8.kernels.triton_kernels import grouped
-
-        return grouped.dgrad(dy_q, w_q, groups, out_dtype)
+        return kernels.grouped.dgrad(dy_q, w_q, groups, out_dtype)
 
     def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        from octavo.fp8.kernels.triton_kernels import grouped
-
-        return grouped.wgrad(dy_q, x_q, groups, out_dtype)
+        return kernels.grouped.wgrad(dy_q, x_q, groups, out_dtype)
 
     def rmsnorm_quantize(
         self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
         out: torch.dtype | None = None, low: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
-        from octavo.fp8.kernels.triton_kernels import fused
-
-        return fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
+        return kernels.fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
 
     def swiglu_quantize(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Tensor, Quantized | None, Quantized | None]:
-        from octavo.fp8.kernels.triton_kernels import fused
-
-        return fused.swiglu_quantize(gate, up, row, col)
+        return kernels.fused.swiglu_quantize(gate, up, row, col)
 
     def swiglu_codes(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Quantized | None, Quantized | None]:
-        from octavo.fp8.kernels.triton_kernels import fused
-
-        return fused.swiglu_codes(gate, up, row, col)
+        return kernels.fused.swiglu_codes(gate, up, row, col)
 
     def swiglu_backward_quantize(
         self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
-        from octavo.fp8.kernels.triton_kernels import fused
-
-        return fused.swiglu_backward_quantize(dh, gate, up, row, col)
+        return kernels.fused.swiglu_backward_quantize(dh, gate, up, row, col)
 
     def adamw(
         self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
     ) -> None:
-        from octavo.fp8.kernels.triton_kernels import adamw
-
-        adamw.step(pieces, hyper, factor, agree)
+        kernels.adamw.step(pieces, hyper, factor, agree)
 
 
 @lru_cache(maxsize=1)

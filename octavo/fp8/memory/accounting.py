@@ -121,7 +121,7 @@ def kept(model: nn.Module, blocks: Blocks = ()) -> Iterator[Accountant]:
         *(block.register_forward_pre_hook(accountant._given, with_kwargs=True) for block in accountant._blocks),
     ]
     try:
-        with torch.autograd.graph.saved_tensors_hooks(accountant._pack, _same), accountant._mode:
+        with torch.autograd.graph.saved_tensors_hooks(accountant._pack, lambda tensor: tensor), accountant._mode:
             yield accountant
         accountant._end = accountant.report()
     finally:
@@ -258,10 +258,6 @@ class _Mode(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.accountant._ran(func, _tensors((args, kwargs)), _tensors(out))
         return out
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _kind(seen: _Seen) -> str | None:

@@ -38,16 +38,9 @@ _LEAST = 256  # rows of the weight in a block, however many tokens there are
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    ignore_index: int = -100,
-    chunk: int | None = None,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
     """hidden [..., H], weight [V, H], target [...] (int64), bias [V] -> the loss of every token, fp32 [...].
 
     With lse = log sum_j exp(x_j) over the token's logits x [V] and t its target, in nats::
@@ -82,43 +75,22 @@ def linear_cross_entropy(
 
 @overload
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    entropy: Literal[False] = False,
-    ignore_index: int = -100,
-    chunk: int | None = None,
-) -> Tensor: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    temperature: float = 1.0, entropy: Literal[False] = False, ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    entropy: Literal[True],
-    ignore_index: int = -100,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    temperature: float = 1.0, entropy: Literal[True], ignore_index: int = -100, chunk: int | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    ignore_index: int = -100,
-    chunk: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    temperature: float = 1.0, entropy: bool = False, ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """log softmax(x / temperature) at every token's target, fp32 [...]; 0 where that is ``ignore_index``.
 
     With ``entropy=True`` a pair: the log-probabilities, and the entropy of softmax(x / temperature) in nats, fp32
@@ -240,15 +212,9 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        wants: _Wants,
-        width: int,
-        low: torch.dtype,
-    ) -> tuple[Tensor | None, ...]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+        wants: _Wants, width: int, low: torch.dtype,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         h = hidden.to(low)
         wide = _wide(low)
         # A target outside the vocabulary is found in no block: its loss must show that.
@@ -292,7 +258,7 @@ class _Statistics(torch.autograd.Function):
                 del x  # its memory is dx's, or free
                 if db is not None:
                     db[block] = dx.sum(0)
-                dx = _for_gemms(dx, h)
+                dx = dx.to(h.dtype) if h.is_cuda else dx  # tensor cores give fp32 from 16 bits, elsewhere fp32 stays
                 if dh is not None:
                     dh += _product(dx, weight[block].to(h.dtype))
                 if dw is not None:
@@ -355,17 +321,10 @@ def _dx(
     return dx.scatter_(1, at, torch.where(inside, there + g_target, there).unsqueeze(1))
 
 
-def _for_gemms(dx: Tensor, h: Tensor) -> Tensor:
-    """dx as the GEMMs of the backward take it: tensor cores give fp32 from 16 bits, elsewhere fp32 stays."""
-    return dx.to(h.dtype) if h.is_cuda else dx
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b accumulated and returned in fp32 (float64 of float64)."""
     wide = _wide(b.dtype)
-    if a.dtype == wide:
-        return a @ b.to(wide)
-    return torch.mm(a, b, out_dtype=wide)
+    return a @ b.to(wide) if a.dtype == wide else torch.mm(a, b, out_dtype=wide)
 
 
 def _into(out: Tensor, a: Tensor, b: Tensor) -> None:

@@ -38,15 +38,12 @@ class Copies(Protocol):
 
     def out(self, here: Tensor) -> tuple[Tensor, Any]:
         """(copy of ``here`` [bytes] in host memory, ready): begins when the device has computed what it has so far."""
-        ...
 
     def back(self, there: Tensor) -> tuple[Tensor, Any]:
         """(copy of ``there`` [bytes] on the device, ready)."""
-        ...
 
     def wait(self, ready: Any) -> None:
         """Let what the device computes from now on see the copy."""
-        ...
 
 
 class CudaCopies:
@@ -94,8 +91,7 @@ def offload(blocks: Blocks, *, least: int = LEAST, copies: Copies | None = None)
         least: tensors of fewer bytes stay.
         copies: how bytes are moved; None: by CUDA, on the device of the blocks' parameters.
 
-    Raises:
-        ValueError: there are no blocks, or their parameters are not on a GPU (and no ``copies`` were given).
+    Raises ValueError where there are no blocks, or their parameters are not on a GPU (and no ``copies`` were given).
     """
     blocks = _known(blocks, "offload_activations")
     if copies is None:
@@ -116,8 +112,7 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
         blocks: (name, block).
         wait: how; None: ``torch.cuda.synchronize``.
 
-    Raises:
-        ValueError: there are no blocks, or their parameters are not on a GPU (and no ``wait`` was given).
+    Raises ValueError where there are no blocks, or their parameters are not on a GPU (and no ``wait`` was given).
     """
     blocks = _known(blocks, "synchronize_per_layer")
     if wait is None:
@@ -263,11 +258,11 @@ class _Manager:
         self._last = weakref.ref(group)
 
     def _drop(self, group: _Group) -> None:
-        """Free the device's copies, once what reads or writes them is done."""
         for slot in group.slots.values():
             self._free(slot)
 
     def _free(self, slot: _Slot) -> None:
+        """Free the device's copy, once what reads or writes it is done."""
         if slot.leaving is not None:
             self.copies.wait(slot.leaving)
         slot.here, slot.leaving, slot.coming, slot.taken = None, None, None, 0

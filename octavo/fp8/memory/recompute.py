@@ -53,9 +53,8 @@ def recompute(blocks: Iterable[tuple[str, nn.Module]], how: str) -> tuple[str, .
         blocks: (name, block), such as decoder layers: modules with norms, an attention and an MLP as children.
         how: "none" (nothing is changed), "selective" or "full".
 
-    Raises:
-        ValueError: ``how`` is none of these, there are no blocks, a block recomputes already (here or by
-            transformers), or it has nothing that "selective" could run again.
+    Raises ValueError where ``how`` is none of these, there are no blocks, a block recomputes already (here or by
+    transformers), or it has nothing that "selective" could run again.
     """
     if how not in CHOICES:
         raise ValueError(f"recompute takes one of {', '.join(CHOICES)}; found {how!r}")

@@ -7,17 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from octavo.fp8.arithmetic.adamw import (
-    CPU_CHUNK,
-    Hyper,
-    Piece,
-    Scalars,
-    _chunks,
-    _fp32,
-    _step_edges,
-    edges,
-    reference,
-)
+from octavo.fp8.arithmetic import adamw
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.kernels.registry import select
@@ -36,14 +27,10 @@ def engine(device: torch.device) -> Engine:
 def on_cpu(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
     """:func:`reference` bit for bit, in the cache: see :mod:`octavo.fp8.optim.cpu`."""
     if hyper.states == "coat":
-        reference(pieces, hyper, factor, agree)
+        adamw.reference(pieces, hyper, factor, agree)
         return
-    jobs = [
-        (piece, Scalars.of(hyper, piece.step), first, last)
-        for piece in pieces
-        for first, last in _chunks(piece, CPU_CHUNK)
-    ]
+    chunks = [(piece, *ends) for piece in pieces for ends in adamw._chunks(piece, adamw.CPU_CHUNK)]
     if factor is not None and not isinstance(factor, Tensor):
-        factor = _fp32(factor)
-    cpu.run(jobs, hyper, factor)
-    _step_edges(edges(pieces), hyper, factor, agree)
+        factor = adamw._fp32(factor)
+    cpu.run([(p, Scalars.of(hyper, p.step), first, last) for p, first, last in chunks], hyper, factor)
+    adamw._step_edges(adamw.edges(pieces), hyper, factor, agree)

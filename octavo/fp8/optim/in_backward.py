@@ -97,11 +97,9 @@ class UpdateInBackward:
             backward: called twice where ``clip > 0``, first with True; else once, with False.
             clip: the largest norm that gradients may have together; 0: any.
 
-        Waits for the device once, to know whether the norm is finite.
-
-        Raises:
-            PartialUpdate: a gradient was not finite, and with ``clip=0`` some weights had been written.
-            RuntimeError: a parameter got a second gradient in this step, or had one before it; or none got any.
+        Waits for the device once, to know whether the norm is finite. Raises PartialUpdate where a gradient was not
+        finite, and with ``clip=0`` some weights had been written; RuntimeError where a parameter got a second gradient
+        in this step, or had one before it, or none got any.
         """
         parameters = self._hook()
         held = sum(p.grad is not None for p in parameters)

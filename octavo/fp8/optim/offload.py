@@ -48,27 +48,21 @@ class Transfers(Protocol):
 
     def host(self, size: int) -> Tensor:
         """``size`` bytes of host memory, uint8."""
-        ...
 
     def device(self, size: int) -> Tensor:
         """``size`` bytes of device memory, uint8."""
-        ...
 
     def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
         """Begin to copy host to device, once what was last written back from the slots ``behind`` has arrived."""
-        ...
 
     def arrive(self, slot: int) -> None:
         """Let the work that follows wait for the fetch of this slot."""
-        ...
 
     def write_back(self, slot: int, pairs: Pairs) -> None:
         """Begin to copy device to host, behind the work so far."""
-        ...
 
     def settle(self) -> None:
         """Wait until all of it has happened."""
-        ...
 
 
 class CudaTransfers:
@@ -140,8 +134,8 @@ class Offload:
         batch: bytes of states that are fetched together.
         transfers: another way to move bytes; by default pinned memory and streams of a CUDA device.
 
-    Raises:
-        ValueError: ``device`` is no CUDA device (and no ``transfers`` were given): there is nothing to offload from.
+    Raises ValueError where ``device`` is no CUDA device (and no ``transfers`` were given): there is nothing to offload
+    from.
     """
 
     def __init__(self, device: torch.device | str, batch: int = BATCH, transfers: Transfers | None = None) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize_with_scale, scale_from_amax
 from octavo.fp8.arithmetic.formats import E8M0
-from octavo.fp8.kernels.layout import ceil_div, grid_of
+from octavo.fp8.kernels.layout import as_bytes, ceil_div, grid_of
 from octavo.fp8.kernels.registry import Backend
 
 
@@ -56,7 +56,7 @@ class Need(NamedTuple):
             return self.backend.quantize_experts(self.matrix(values), self.spec, self.contract)
         if values.dim() == 3:
             each = [self.backend.quantize(m, self.spec, self.contract) for m in self.matrix(values).unbind(0)]
-            data, scale = torch.stack([_plain(q.data) for q in each]), torch.stack([_plain(q.scale) for q in each])
+            data, scale = torch.stack([as_bytes(q.data) for q in each]), torch.stack([as_bytes(q.scale) for q in each])
             return Quantized(data.view(self.spec.fmt.dtype), scale.view(each[0].scale.dtype), self.spec)
         return self.backend.quantize(self.matrix(values), self.spec, self.contract)
 
@@ -168,7 +168,7 @@ def _put(q: Quantized, rows: Rows, where: slice, block: int) -> None:
     before (less than 0) are that rank's to send."""
     rows.codes[-1][where].copy_(q.data.view(torch.uint8))
     if block >= 0:
-        rows.scales[-1][block : block + q.scale.shape[0]].copy_(_plain(q.scale))
+        rows.scales[-1][block : block + q.scale.shape[0]].copy_(as_bytes(q.scale))
 
 
 def _piece(own: Tensor, need: Need, amax: Tensor) -> Quantized:
@@ -271,7 +271,7 @@ def assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into:
     if into is None:
         scales = torch.cat(parts)
         return scales.view(E8M0) if need.spec.scale == "e8m0" else scales
-    torch.cat(parts, out=_plain(into))
+    torch.cat(parts, out=as_bytes(into))
     return into
 
 
@@ -301,11 +301,6 @@ def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, t
 def _scale_dtype(need: Need) -> torch.dtype:
     """Of scales on their way: those of one byte as bytes."""
     return torch.uint8 if need.spec.scale == "e8m0" else torch.float32
-
-
-def _plain(part: Tensor) -> Tensor:
-    """Codes and one-byte scales as bytes, which every operation takes."""
-    return part.view(torch.uint8) if part.element_size() == 1 else part
 
 
 def dequantize(q: Quantized, need: Need, dtype: torch.dtype) -> Tensor:

@@ -58,8 +58,7 @@ def frozen(
         dtype: of the values that the weight shows.
         transposed: the parameter is stored as [E, K, N] in the module (experts of some families).
 
-    Raises:
-        ValueError: another dtype, or a grid of scales that does not belong to this shape and block.
+    Raises ValueError for another dtype, or a grid of scales that does not belong to this shape and block.
     """
     if codes.dtype is not spec.fmt.dtype or codes.dim() not in (2, 3):
         raise ValueError(

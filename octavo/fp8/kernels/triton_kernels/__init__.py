@@ -1,2 +1,11 @@
 """The Triton kernels and their launches, a file each: casts, GEMMs, grouped GEMMs, fused layers. They import triton, so
-that nothing outside ``triton_backend`` imports them, and that only when a kernel runs."""
+that nothing outside ``triton_backend`` names them, and each is imported when it is first named."""
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("adamw", "cast", "fused", "gemm", "grouped", "grouped_cast"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

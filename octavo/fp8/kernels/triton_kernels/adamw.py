@@ -45,9 +45,7 @@ def step(
 
     Bit for bit with the states fp8, bf16 and fp32 and every master. With coat the powers are those of the device: its
     figures differ in the last places, a code in some hundreds by one, and weights by as much as that moves a moment.
-
-    Raises:
-        TypeError: a gradient of another dtype than bfloat16, float16 and float32.
+    Raises TypeError for a gradient of another dtype than bfloat16, float16 and float32.
     """
     cut: list[Piece] = []
     if agree is not None:

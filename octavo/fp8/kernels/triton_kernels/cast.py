@@ -26,7 +26,7 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups
-from octavo.fp8.kernels.layout import Operand, ceil_div, round_up
+from octavo.fp8.kernels.layout import Operand, as_bytes, ceil_div, round_up
 from octavo.fp8.kernels.triton_kernels import cast_tiles
 from octavo.fp8.kernels.triton_kernels.cast_tiles import Facts
 from octavo.fp8.kernels.triton_kernels.launch import launch
@@ -100,10 +100,7 @@ def run(
 
     ``scale``, ``amax`` [batch, row blocks, column blocks], fp32, contiguous: given from outside, for a single job.
     ``groups``: the rows are those of experts (batch 1), and "all rows" of a block means all of an expert; the scale of
-    such a block is [1, experts, column blocks].
-
-    Raises:
-        CastError: for a block that no tile can hold.
+    such a block is [1, experts, column blocks]. Raises CastError for a block that no tile can hold.
     """
     _, rows, cols = x.shape
     if groups is None and x.stride(2) != 1 and x.stride(1) == 1:
@@ -118,7 +115,7 @@ def run(
     if not x.numel():
         if scale is not None:
             kept = scale if jobs[0][0].scale != "e8m0" else (scale.view(torch.int32) >> 23).to(torch.uint8)
-            _bytes(laid[0].scale).copy_(kept)
+            as_bytes(laid[0].scale).copy_(kept)
         return laid
 
     tile = _tile(jobs, rows, cols, amax is not None)
@@ -135,7 +132,7 @@ def run(
         if by_expert:
             _write_scales(tops[spec.block], out.scale, spec)
         forms[contract] = facts(spec, top is None, scale is not None, not by_expert, out.padding)
-        s = _bytes(out.scale)
+        s = as_bytes(out.scale)
         args[contract] = [
             out.codes, out.codes.stride(1), s, *s.stride(), x if top is None else top, x if scale is None else scale
         ]  # fmt: skip
@@ -242,10 +239,6 @@ def _access(x: Tensor) -> tuple[bool, int]:
     return True, math.gcd(16, cols, x.stride(1) if rows > 1 else 0, x.stride(0) if batch > 1 else 0)
 
 
-def _bytes(scale: Tensor) -> Tensor:
-    return scale.view(torch.uint8) if scale.dtype is E8M0 else scale
-
-
 def _pointers(x: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
     return (x, x, x) if groups is None else (groups.sizes, groups.starts, groups.tiles)
 
@@ -288,7 +281,7 @@ def _write_scales(top: Tensor, scale: Tensor, spec: CastSpec) -> None:
     """Scales of amax patterns, one each, in the same order."""
     n, e8m0 = top.numel(), spec.scale == "e8m0"
     constants = {"POW2": spec.scale != "fp32", "E5M2": spec.format == "e5m2", "E8M0": e8m0, "BLOCK": 1024}
-    launch(cast_tiles.scales_kernel, (ceil_div(n, 1024),), top, _bytes(scale), n, **constants)
+    launch(cast_tiles.scales_kernel, (ceil_div(n, 1024),), top, as_bytes(scale), n, **constants)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -299,7 +292,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     codes = q.data.view(torch.uint8).reshape(q.data.shape[:-1].numel(), q.data.shape[-1])
     rows, cols = codes.shape
     out = torch.empty(q.data.shape, dtype=dtype, device=codes.device)
-    scale = _bytes(q.scale)
+    scale = as_bytes(q.scale)
     high = max(128 if codes.stride(1) != 1 else 32, q.spec.block[0])
     across = ceil_div(cols, 128)
     launch(

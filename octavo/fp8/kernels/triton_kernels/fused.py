@@ -9,7 +9,6 @@ one cast into both layouts, "eager" is what PyTorch runs op by op before that ca
     kernel                          reads        writes                    fused   unfused   eager
     rmsnorm -> row                  x 2          y 2, row 1                  5        7        39
     rmsnorm -> row, col             x 2 + 2*     y 2, row 1, col 1           6-8      8        40
-    rmsnorm -> row, col, no y       x 2 + 2*     row 1, col 1                4-6      8        40
     swiglu -> row, col              gate, up 4   h 2, row 1, col 1           8       10        14
     swiglu -> row, col, no h        gate, up 4   row 1, col 1                6       10        14
     swiglu backward                 3 x 2        2 x (row 1, col 1)         10       18        30
@@ -134,50 +133,17 @@ def _result(out: _Out | None, y: Tensor | None, spec: CastSpec | None, contract:
     return cast.quantize(y, spec, contract)
 
 
-def _plain(
-    like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None], dtype: torch.dtype | None = None
-) -> Tensor | None:
+def _plain(like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
     """Room for the result in 16 bits: if it is asked for, or if a cast has to read it."""
     wanted = emit or any(out is None and spec is not None for out, spec in outs)
-    return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device) if wanted else None
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else None
 
 
 def rmsnorm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    row: CastSpec | None,
-    col: CastSpec | None,
-    out: torch.dtype | None = None,
-    low: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:
-    """See ``Backend.rmsnorm_quantize``.
-
-    Raises:
-        CastError: shapes or dtypes that do not fit.
-    """
-    y, rstd, row_q, col_q = _rmsnorm(x, weight, eps, row, col, True, out, low)
-    assert y is not None
-    return y, rstd, row_q, col_q
-
-
-def rmsnorm_codes(
-    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None
-) -> tuple[Tensor, Quantized | None, Quantized | None]:
-    """:func:`rmsnorm_quantize` without y, where nobody reads it: (rstd, y under ``row``, y under ``col``)."""
-    return _rmsnorm(x, weight, eps, row, col, False)[1:]
-
-
-def _rmsnorm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    row: CastSpec | None,
-    col: CastSpec | None,
-    emit: bool,
-    out: torch.dtype | None = None,
-    low: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor, Quantized | None, Quantized | None]:
+    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+    out: torch.dtype | None = None, low: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
+    """See ``Backend.rmsnorm_quantize``. Raises CastError for shapes or dtypes that do not fit."""
     check_rmsnorm(x, weight)
     x, weight = _rows_of(x), weight.detach().contiguous()
     rows, cols = x.shape
@@ -185,7 +151,7 @@ def _rmsnorm(
     by_rows = col_out is None and cols <= WIDEST
     if by_rows and row is not None and row.block == (1, -1):
         row_out = _Out(x, row, 1)
-    y = _plain(x, emit, (row_out, row), (col_out, col), dtype=out)
+    y = torch.empty(x.shape, dtype=out or x.dtype, device=x.device)
     dtypes = {"OUT": _TL[out or x.dtype], "LOW": _TL[low or out or x.dtype]}
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     unit = _unit(x)
@@ -202,18 +168,14 @@ def _rmsnorm(
         grid, constants = _tiles(x, row, row_out, col, col_out)
         outs = (*_pair(row_out), *_pair(col_out))
         launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, *size, UNIT=unit, **dtypes, **constants)
-    given = y if y is None or low is None else y.to(low)
-    return y if emit else None, rstd, _result(row_out, given, row, 1), _result(col_out, given, col, 0)
+    given = y if low is None else y.to(low)
+    return y, rstd, _result(row_out, given, row, 1), _result(col_out, given, col, 0)
 
 
 def swiglu_quantize(
     gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:
-    """See ``Backend.swiglu_quantize``.
-
-    Raises:
-        CastError: shapes or dtypes that do not fit.
-    """
+    """See ``Backend.swiglu_quantize``. Raises CastError for shapes or dtypes that do not fit."""
     h, row_q, col_q = _swiglu(gate, up, row, col, emit=True)
     assert h is not None
     return h, row_q, col_q
@@ -244,11 +206,7 @@ def _swiglu(
 def swiglu_backward_quantize(
     dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
-    """See ``Backend.swiglu_backward_quantize``.
-
-    Raises:
-        CastError: shapes or dtypes that do not fit.
-    """
+    """See ``Backend.swiglu_backward_quantize``. Raises CastError for shapes or dtypes that do not fit."""
     check_swiglu("swiglu_backward_quantize", dh, gate, up)
     dh, gate, up = _rows_of(dh), _rows_of(gate), _rows_of(up)
     gate_row, gate_col, up_row, up_col = (_out(gate, s, c) for _ in range(2) for s, c in ((row, 1), (col, 0)))

@@ -139,8 +139,7 @@ def rmsnorm_rows(
     tl.store(rstd + rows, r, mask=rows < M)
     # Where rstd is NaN or infinite, so would be 0 * rstd in the padding.
     out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), OUT)
-    if y is not None:
-        tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
+    tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     if codes is not None:
         _store_row(_lowered(out, LOW), codes, scales, row, 0, M, K, BM, BK, CAST)
 
@@ -192,8 +191,7 @@ def rmsnorm_tile(
     r = tl.load(rstd + rows, mask=rows < M, other=0.0)
     w = widen(tl.load(weight + cols, mask=cols < K, other=0.0))
     out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), OUT)
-    if y is not None:
-        tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
+    tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     if row_codes is not None:
         _store_row(_lowered(out, LOW), row_codes, row_scales, row, col, M, K, BM, BK, ROW)
     if col_codes is not None:

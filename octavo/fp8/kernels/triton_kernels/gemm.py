@@ -81,8 +81,7 @@ def gemm(
     Returns:
         [free dimension of a, free dimension of b], contiguous.
 
-    Raises:
-        CastError: operands that do not agree, or scales that change at another pace along the contraction.
+    Raises CastError for operands that do not agree, or scales that change at another pace along the contraction.
     """
     if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_contract] != b_q.data.shape[b_contract]:
         raise CastError(
@@ -105,7 +104,7 @@ def gemm(
         tiles.source(a.codes, a.free, a.contracted, (tile.m, tile.k), form.tma),
         tiles.source(b.codes, b.free, b.contracted, (tile.n, tile.k), form.tma),
         out,
-        *(tiles.plain(a.scale), tiles.plain(b.scale), bias),
+        *(layout.as_bytes(a.scale), layout.as_bytes(b.scale), bias),
         *(a.free, b.free, a.contracted, a.codes.stride(0), b.codes.stride(0)),
         *(*a.scale.stride(), *b.scale.stride()),
         **tiles.options(form, tile),

@@ -155,19 +155,13 @@ def fwd(
     gpu: Gpu | None = None,
 ) -> Tensor:
     """y [R, N] = x [R, K] times each expert's w [E, N, K] transposed, plus bias [E, N]; zeros in tiles of no expert.
-
-    Raises:
-        CastError: operands that do not agree with each other or with ``groups``.
-    """
+    Raises CastError for operands that do not agree with each other or with ``groups``."""
     return _rows("fwd", x_q, w_q, 1, groups, out_dtype, bias, gpu)
 
 
 def dgrad(dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, gpu: Gpu | None = None) -> Tensor:
-    """dx [R, K] = dy [R, N] times each expert's w [E, N, K]; zeros in tiles of no expert.
-
-    Raises:
-        CastError: operands that do not agree with each other or with ``groups``.
-    """
+    """dx [R, K] = dy [R, N] times each expert's w [E, N, K]; zeros in tiles of no expert. Raises CastError for operands
+    that do not agree with each other or with ``groups``."""
     return _rows("dgrad", dy_q, w_q, 0, groups, out_dtype, None, gpu)
 
 
@@ -217,11 +211,8 @@ def _rows(
 
 
 def wgrad(dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype, gpu: Gpu | None = None) -> Tensor:
-    """dw [E, N, K] = each expert's dy [R, N] transposed times its x [R, K]; zeros for an expert without rows.
-
-    Raises:
-        CastError: operands that do not agree with each other or with ``groups``.
-    """
+    """dw [E, N, K] = each expert's dy [R, N] transposed times its x [R, K]; zeros for an expert without rows. Raises
+    CastError for operands that do not agree with each other or with ``groups``."""
     a_shape, b_shape = tuple(dy_q.data.shape), tuple(x_q.data.shape)
     if len(a_shape) != 2 or len(b_shape) != 2 or not a_shape[0] == b_shape[0] == groups.rows:
         raise CastError(
@@ -252,11 +243,10 @@ def _of_rows(q: Quantized, contract: int) -> _Held:
     """Codes [R, columns] of all experts' rows, contracted along ``contract``; scales as ``Backend.quantize_rows``."""
     whole = q.spec.block[contract] == -1  # one scale a row, a column of an expert, or an expert
     held = cast.relaid(q._replace(scale=q.scale[:1]) if whole else q, contract)
+    scale = layout.as_bytes(q.scale if whole else held.scale)
     if not whole:
-        scale = tiles.plain(held.scale)
-        return _Held(held.codes, scale, (0, *scale.stride()), held.codes.shape[0], held.free, held.contracted)
-    scale = tiles.plain(q.scale)
-    if q.spec.block[1 - contract] == -1:
+        strides = (0, *scale.stride())
+    elif q.spec.block[1 - contract] == -1:
         strides = (scale.stride(0), 0, 0)
     else:
         strides = (0, scale.stride(0), 0) if contract == 1 else (scale.stride(0), scale.stride(1), 0)
@@ -267,10 +257,9 @@ def _of_experts(q: Quantized, contract: int) -> _Held:
     """Codes [E, N, K], contracted along ``contract`` of each [N, K], as rows of codes."""
     held = grouped_cast.relaid(q, contract)
     experts, rows, width = held.codes.shape
-    scale = tiles.plain(held.scale)
+    scale = layout.as_bytes(held.scale)
     if q.spec.block[1 - contract] == 1 and q.spec.block[contract] != -1 and q.spec.scale != "e8m0":
-        scale = torch.nn.functional.pad(
-            scale, (0, 0, 0, rows - scale.shape[1])
-        )  # a scale for every row, as k_major has
+        # a scale for every row, as k_major has
+        scale = torch.nn.functional.pad(scale, (0, 0, 0, rows - scale.shape[1]))
     codes = held.codes.view(experts * rows, width)
     return _Held(codes, scale, scale.stride(), rows, held.free, held.contracted)

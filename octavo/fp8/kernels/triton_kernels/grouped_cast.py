@@ -32,21 +32,15 @@ from octavo.fp8.kernels.triton_kernels import cast
 
 
 def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
-    """See ``Backend.quantize_rows``. One launch for finite blocks and rows, four where all rows share a scale.
-
-    Raises:
-        CastError: if x is no matrix of ``groups.rows`` rows, or cannot be cast at all.
-    """
+    """See ``Backend.quantize_rows``. One launch for finite blocks and rows, four where all rows share a scale. Raises
+    CastError if x is no matrix of ``groups.rows`` rows, or cannot be cast at all."""
     _check(x, groups)
     return _rows(x, [(spec, contract)], groups)[0]
 
 
 def quantize_rows_both(x: Tensor, row: CastSpec, col: CastSpec, groups: Groups) -> tuple[Quantized, Quantized]:
-    """See ``Backend.quantize_rows_both``: one pass over x for finite blocks, as :func:`cast.quantize_both`.
-
-    Raises:
-        CastError: as for :func:`quantize_rows`.
-    """
+    """See ``Backend.quantize_rows_both``: one pass over x for finite blocks, as :func:`cast.quantize_both`. Raises
+    CastError as for :func:`quantize_rows`."""
     _check(x, groups)
     first, second = _rows(x, [(row, 1), (col, 0)], groups)
     return first, second
@@ -68,18 +62,13 @@ def _rows(x: Tensor, jobs: Sequence[cast.Job], groups: Groups) -> list[Quantized
         outs = [cast.allocate(x.detach().unsqueeze(0), spec, contract, groups) for spec, contract in jobs]
         for out, (spec, _) in zip(outs, jobs, strict=True):
             out.codes.zero_()
-            out.scale.view(torch.uint8 if spec.scale == "e8m0" else torch.float32).fill_(
-                127 if spec.scale == "e8m0" else 1
-            )
+            layout.as_bytes(out.scale).fill_(127 if spec.scale == "e8m0" else 1)
     return [Quantized(out.data[0], out.scale[0], spec) for out, (spec, _) in zip(outs, jobs, strict=True)]
 
 
 def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
     """See ``Backend.quantize_experts``: all experts in one launch, three where rows, columns or all share a scale and
-    no tile holds them.
-
-    Raises:
-        CastError: if w is not [E, N, K], or cannot be cast at all.
+    no tile holds them. Raises CastError if w is not [E, N, K], or cannot be cast at all.
     """
     reference.castable(w)
     if w.dim() != 3:

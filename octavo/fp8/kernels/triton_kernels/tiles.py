@@ -22,7 +22,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.fp8.arithmetic.cast import CastError, CastSpec
-from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.layout import ceil_div
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED
 
@@ -108,11 +107,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def grain(spec: CastSpec, contract: int) -> Grain:
-    """How scales of ``spec`` belong to the codes of an operand whose dimension ``contract`` is contracted.
-
-    Raises:
-        CastError: if they change along the contraction otherwise than every 32 or 128.
-    """
+    """How scales of ``spec`` belong to the codes of an operand whose dimension ``contract`` is contracted. Raises
+    CastError if they change along the contraction otherwise than every 32 or 128."""
     free, side = (0 if n == -1 else n for n in (spec.block[1 - contract], spec.block[contract]))
     if side not in (0, 32, 128) or free not in (0, 1, 128):
         raise CastError(
@@ -164,8 +160,3 @@ def source(codes: Tensor, rows: int, cols: int, block: tuple[int, int], tma: boo
     if INTERPRETED:
         codes = codes.view(torch.uint8)
     return TensorDescriptor(codes, [rows, cols], [codes.stride(0), 1], list(block)) if tma else codes
-
-
-def plain(scale: Tensor) -> Tensor:
-    """Scales as a kernel takes them: e8m0 as bytes."""
-    return scale.view(torch.uint8) if scale.dtype is E8M0 else scale

@@ -61,7 +61,8 @@ def variants() -> list[Variant]:
         ):
             if kernel is kernels.rmsnorm_tile and col is None:
                 continue
-            for emit in (True, False) if row is not None and dtype == "bf16" else (True,):
+            codes_alone = row is not None and dtype == "bf16" and kernel is not kernels.rmsnorm_tile
+            for emit in (True, False) if codes_alone else (True,):
                 wanted = [*inputs, *(plain if emit else ())]
                 signature, absent = _signature(kernel, wanted, row, col, dtype)
                 title = f"{kernel.__name__} {name}{'' if emit else ' codes only'}"
