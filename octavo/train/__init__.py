@@ -12,14 +12,5 @@ from octavo.train.result import RunResult
 from octavo.train.step import Observe
 
 __all__ = [
-    "Callback",
-    "Observe",
-    "Run",
-    "RunResult",
-    "Step",
-    "TrainError",
-    "evaluate",
-    "evaluate_run",
-    "load_run",
-    "run",
-]
+    "Callback", "Observe", "Run", "RunResult", "Step", "TrainError", "evaluate", "evaluate_run", "load_run", "run",
+]  # fmt: skip

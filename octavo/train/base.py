@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,20 +146,17 @@ def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Conf
 
 def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
     """What a reader of the plan should know of a base like this; ``model`` is on the meta device, prepared."""
-    out = []
-    if cfg.lora is not None:
-        sizes, of = adapter_sizes(cfg, model, family), sum(p.numel() for p in model.parameters())
-        kinds: dict[str, int] = {}
-        for name in sizes:
-            kinds[name.rpartition(".")[2]] = kinds.get(name.rpartition(".")[2], 0) + 1
-        trained = sum(sizes.values())
-        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        out.append(
-            f"lora: adapters of rank {cfg.lora.rank} beside {len(sizes)} layers ({listed}): {trained / 1e6:.4g} M "
-            f"parameters are trained, {100 * trained / of:.2g} % of the base's {of / 1e6:.4g} M; their own GEMMs are "
-            "in high precision"
-        )
-    if cfg.lora is not None and cfg.model.freeze:
+    if cfg.lora is None:
+        return []
+    sizes, of = adapter_sizes(cfg, model, family), sum(p.numel() for p in model.parameters())
+    trained = sum(sizes.values())
+    listed = ", ".join(f"{n} {kind}" for kind, n in Counter(name.rpartition(".")[2] for name in sizes).items())
+    out = [
+        f"lora: adapters of rank {cfg.lora.rank} beside {len(sizes)} layers ({listed}): {trained / 1e6:.4g} M "
+        f"parameters are trained, {100 * trained / of:.2g} % of the base's {of / 1e6:.4g} M; their own GEMMs are in "
+        "high precision"
+    ]
+    if cfg.model.freeze:
         out.append("model.freeze changes nothing beside lora: the whole base is frozen, and adapters alone are trained")
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -75,13 +75,10 @@ class Forward:
         }
         if keep is not None and self._trims:
             inputs["logits_to_keep"] = keep.to(self.device)
-        with self._autocast():
+        with torch.autocast(self.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext():
             out = self.model(**inputs, **more, use_cache=False)
         logits = out.logits
         return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
 
 
 def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,10 +43,6 @@ class Gain:
     steps: int
     step: int
     tokens: int
-
-    def row(self) -> dict[str, Any]:
-        """For metrics.jsonl."""
-        return asdict(self)
 
     def sentence(self, emulated: bool = False) -> str:
         """The outcome for people; a warning where FP8 lost, on a CPU that it is emulated there."""
@@ -96,7 +93,8 @@ class GainWindow(Callback):
         )
         try:
             found = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
-            row, message = found.row(), found.sentence(run.world.device.type == "cpu")
+            row: dict[str, Any] = asdict(found)
+            message = found.sentence(run.world.device.type == "cpu")
         except Left:
             run.say("left the gain window, as the run was asked to stop; it is taken when the run goes on")
             return
@@ -176,12 +174,8 @@ def _once(stepper: Stepper, batches: Batches, high: bool, clock: Clock) -> float
     fp8.invalidate(stepper.model)
     _wait(device)
     began = clock()
-    with fp8.uncounted():
-        if high:
-            with fp8.high_precision(stepper.model):
-                _run(stepper, batches)
-        else:
-            _run(stepper, batches)
+    with fp8.uncounted(), fp8.high_precision(stepper.model) if high else nullcontext():
+        _run(stepper, batches)
     _wait(device)
     spent = clock() - began
     stepper.optimizer.zero_grad(set_to_none=True)

@@ -36,11 +36,7 @@ class MetricsLog:
             return
         step = row["step"]
         flat = {f"train/{k}": v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
-        for group, values in (
-            ("memory", row.get("memory")),
-            ("eval", row.get("eval")),
-            ("fp8", summary),
-        ):
+        for group, values in (("memory", row.get("memory")), ("eval", row.get("eval")), ("fp8", summary)):
             flat.update({f"{group}/{k}": v for k, v in (values or {}).items()})
         for name, value in flat.items():
             self._events.add_scalar(name, value, step)

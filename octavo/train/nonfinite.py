@@ -32,8 +32,9 @@ def first_source(model: nn.Module, run: Callable[[], Any]) -> str:
         if not found and not _good(given) and _good(taken):
             found.append(f"the backward of {names[module] or type(module).__name__} ({type(module).__name__})")
 
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     forward_hooks = [module.register_forward_hook(after, with_kwargs=True) for module in model.modules()]
-    backward_hooks = [module.register_full_backward_hook(backward) for module in _leaves(model)]
+    backward_hooks = [module.register_full_backward_hook(backward) for module in leaves]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -56,10 +57,6 @@ def first_source(model: nn.Module, run: Callable[[], Any]) -> str:
 def _remove(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def _leaves(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if not any(True for _ in module.children())]
 
 
 def _good(value: Any) -> bool:

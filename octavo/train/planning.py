@@ -23,20 +23,14 @@ from octavo.train.tokens import Tokens, attention_flops
 def policy_from(cfg: Config) -> fp8.Policy:
     """The `fp8` section as a policy."""
     section = cfg.fp8
-    parts = {name: part for name in COMPONENTS if (part := getattr(section, name)) is not None}
     return fp8.Policy(
         recipe=section.recipe,
         format=section.format,
         fwd=section.fwd,
         dgrad=section.dgrad,
         wgrad=section.wgrad,
-        components={
-            name: fp8.ComponentPolicy(
-                part.recipe, part.format, part.fwd, part.dgrad, part.wgrad, part.activations, part.param
-            )
-            for name, part in parts.items()
-        },
-        rules=tuple(fp8.Rule(r.match, r.recipe, r.format, r.fwd, r.dgrad, r.wgrad) for r in section.rules),
+        components={name: fp8.ComponentPolicy(**dict(part)) for name in COMPONENTS if (part := getattr(section, name))},
+        rules=tuple(fp8.Rule(**dict(rule)) for rule in section.rules),
         activations=section.activations,
         weight_codes=section.weight_codes,
         param=section.param,
@@ -128,12 +122,9 @@ def plan_run(
     `count` counts tokens, if they are needed; `saved` is the plan of the run that is continued (None: a new run).
     With recipe auto and a GPU, rank 0 measures and all ranks plan by the same figures.
     """
-    if saved is not None and leaves_open(cfg):
-        plan, family, notes = plan_for(cfg, world.size, saved)
-        return plan, family, notes, None
-    if cfg.fp8.plan is not None or not policy_from(cfg).asks_auto or world.device.type != "cuda":
-        plan, family, notes = plan_for(cfg, world.size)
-        return plan, family, notes, None
+    planned = saved is not None or cfg.fp8.plan is not None
+    if planned or not policy_from(cfg).asks_auto or world.device.type != "cuda":
+        return *plan_for(cfg, world.size, saved), None
     model, family = model_of(cfg)
 
     def work() -> dict:

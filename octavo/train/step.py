@@ -5,10 +5,9 @@ What a linear layer does in it: :mod:`octavo.fp8.dense.linear`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,11 +86,14 @@ class Stepper:
             load.begin(self.world.device)
         histories = fp8.scaling_state(self.model)  # empty unless a recipe is delayed
         set_lr(self.optimizer, lr)
-        counted = compiled.step(self.cfg.train.compile, eager=observe.gemms or observe.health)
-        with counted, _maybe(fp8.count_gemms, observe.gemms) as counts, _maybe(fp8.health, observe.health) as health:
+        with (
+            compiled.step(self.cfg.train.compile, eager=observe.gemms or observe.health),
+            fp8.count_gemms() if observe.gemms else nullcontext() as counts,
+            fp8.health() if observe.health else nullcontext() as health,
+        ):
             totals = self._totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
-            with _maybe(partial(counting_zeroed, self.optimizer), observe.health) as zeroed:
+            with counting_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
                 for batch in batches:  # forward and backward(): gradients add up, or update each weight at once
                     share = batch["meta"].tokens / tokens
                     self.update.backward(self.loss(batch, denominator, share, memory))
@@ -120,7 +122,7 @@ class Stepper:
         keep = (losses.targets(labels) != losses.IGNORE).any(dim=0).nonzero().flatten()
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.int64)
         weight = losses.weights(labels, self.cfg.train.loss, denominator)[:, keep].to(self.world.device)
-        with memory.forward() if memory else _nothing():
+        with memory.forward() if memory else nullcontext():
             each, aux = self._losses(batch, keep, losses.targets(labels)[:, keep])
             loss = (each * weight).sum()
             aux = None if aux is None else aux.float() * share
@@ -131,7 +133,7 @@ class Stepper:
         """(c_t [B, P] at the positions `keep`, the load-balancing loss if it is asked for). `target` [B, P] is in host
         memory, where the head sees which tokens it need not judge without waiting for the device."""
         more = {"label_smoothing": self.cfg.train.label_smoothing, "z_loss": self.cfg.train.z_loss}
-        with self.head.losses(target, **more) if self.head else _nothing() as given:
+        with self.head.losses(target, **more) if self.head else nullcontext() as given:
             if self.balance:
                 logits, aux = self.forward.balanced(batch, keep)
             else:
@@ -149,28 +151,11 @@ class Stepper:
         """[denominator, tokens, loss tokens], each summed over ranks: one collective before the first backward."""
         labels = [batch["labels"] for batch in batches]
         metas = [batch["meta"] for batch in batches]
-        mine = [
-            losses.count(labels, self.cfg.train.loss),
-            sum(meta.tokens for meta in metas),
-            sum(sum(meta.loss_tokens) for meta in metas),
-        ]
+        tokens, judged = sum(meta.tokens for meta in metas), sum(sum(meta.loss_tokens) for meta in metas)
+        mine = [losses.count(labels, self.cfg.train.loss), tokens, judged]
         return self.world.sum(torch.tensor(mine, dtype=torch.float64))
 
     def forwards(self, batches: Batches) -> dict[str, int]:
         """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image."""
         pictured = sum(batch["meta"].has_image for batch in batches)
         return {c: pictured if c in VISION else len(batches) for c in self.family.components}
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield None
-
-
-@contextmanager
-def _maybe(make: Any, wanted: bool) -> Iterator[Any]:
-    if not wanted:
-        yield None
-        return
-    with make() as made:
-        yield made

@@ -23,6 +23,11 @@ class Tokens:
     row: int
     image: int
 
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return max(1, self.counts.get("foundation", 0) // self.row)
+
 
 def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
     """The mean over the first micro-batches of the training data, padding included, since GEMMs run over it too;

@@ -6,17 +6,6 @@ from octavo.train.finished.merge import BASES, Merged, merge_model
 from octavo.train.finished.target import HIGH, Opened, Target, checkpoint_of, look
 
 __all__ = [
-    "BASES",
-    "HIGH",
-    "Merged",
-    "Opened",
-    "Target",
-    "checkpoint_of",
-    "compare_bases",
-    "evaluate_run",
-    "evaluate_target",
-    "export_model",
-    "load_run",
-    "look",
-    "merge_model",
-]
+    "BASES", "HIGH", "Merged", "Opened", "Target", "checkpoint_of", "compare_bases", "evaluate_run",
+    "evaluate_target", "export_model", "load_run", "look", "merge_model",
+]  # fmt: skip

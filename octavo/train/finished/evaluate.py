@@ -71,8 +71,7 @@ def evaluate_target(
     Raises TrainError where there is no held-out data, and what opening raises.
     """
     cfg = _asked(found, cfg)
-    if found.kind == "run":  # which one is evaluated is part of the answer
-        step = int(checkpoint_of(found.path, step, _here(), say).name.removeprefix("step_"))
+    step = _step(found, step, say)
     opened = found.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, say=say)
     say(f"{found.path}: {', '.join(opened.notes)}")
     result = _judge(found, cfg, opened.model, progress)
@@ -119,8 +118,7 @@ def compare_bases(
     ways: list[tuple[str, Any, str | None]] = [("fp8", None if as_trained else kinds, recipe)]
     ways += [("fp8, dequantized", kinds, "off")] if recipe != "off" else []
     ways += [("high precision", HIGH, "off")]
-    if found.kind == "run":
-        step = int(checkpoint_of(found.path, step, _here(), say).name.removeprefix("step_"))
+    step = _step(found, step, say)
     rows, weights = [], None
     for name, load, how in ways:
         opened = found.open(load_in_fp8=load, recipe=how, backend=backend, step=step, say=say)
@@ -146,8 +144,12 @@ def compare_bases(
     }
 
 
-def _here() -> parallel.World:
-    return parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+def _step(found: Target, step: int | None, say: Say) -> int | None:
+    """Of a run the step whose checkpoint is opened, which is part of the answer."""
+    if found.kind != "run":
+        return step
+    here = parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return int(checkpoint_of(found.path, step, here, say).name.removeprefix("step_"))
 
 
 def _asked(found: Target, cfg: Config | None) -> Config:
@@ -171,17 +173,12 @@ def _judge(found: Target, cfg: Config, model: nn.Module, progress: Progress) -> 
     world = parallel.World(device=next(model.parameters()).device)
     wide = autocasts(found.cfg or cfg, world.device) and next(model.parameters()).dtype == torch.float32
     with fp8.count_gemms() as counts:
-        result = evaluate(model, _Counted(evalset, progress), Forward(model, world, wide), world)
+        result = evaluate(model, _told(evalset, progress), Forward(model, world, wide), world)
     return {**result, "fp8_gemms": counts.total(fp8=True)}
 
 
-class _Counted:
+def _told(evalset: data.EvalSet, progress: Progress) -> Iterator[dict[str, Any]]:
     """Held-out batches that report their progress."""
-
-    def __init__(self, evalset: data.EvalSet, progress: Progress) -> None:
-        self.evalset, self.progress = evalset, progress
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for done, batch in enumerate(self.evalset, 1):
-            yield batch
-            self.progress(done, len(self.evalset))
+    for done, batch in enumerate(evalset, 1):
+        yield batch
+        progress(done, len(evalset))

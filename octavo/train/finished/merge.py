@@ -129,15 +129,9 @@ def merge_model(
     survival = MergeErrors(folds(model))
     done = export(
         _judged(model, survival, format, kind, anyway, say),
-        found.base,
-        directory,
-        format,
-        include=include,
-        protect=[source],
-        device=device,
-        progress=progress,
+        found.base, directory, format, include=include, protect=[source], device=device, progress=progress,
         written=survival.written,
-    )
+    )  # fmt: skip
     return Merged(done, kind, found.base, survival, gap, notes)
 
 
@@ -149,7 +143,11 @@ def _judged(
     if survival.lost:
         sentence = _refusal(survival, format, kind)
         if not anyway:
-            raise adapters.AdapterError(f"{sentence}. Nothing was written. {_fixes(format, kind)}")
+            other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
+            raise adapters.AdapterError(
+                f"{sentence}. Nothing was written. Serve the adapter beside its base, or write --format bf16;{other} "
+                f"--anyway writes {format} nevertheless"
+            )
         say(f"warning: {sentence}; written anyway")
 
 
@@ -170,11 +168,6 @@ def _refusal(survival: MergeErrors, format: str, kind: str) -> str:
         )
         named = ", ".join(f"{w.name} ({w.error:.3g} times)" for w in worst)
     return f"{why}; the worst: {named}"
-
-
-def _fixes(format: str, kind: str) -> str:
-    other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
-    return f"Serve the adapter beside its base, or write --format bf16;{other} --anyway writes {format} nevertheless"
 
 
 def _survived(survival: MergeErrors) -> list[str]:
@@ -200,14 +193,10 @@ def _survived(survival: MergeErrors) -> list[str]:
 # Bases ----------------------------------------------------------------------------------------------------------------
 
 
-def _trained_kinds(found: Target) -> dict[str, str]:
-    """component -> kind of the codes that the base was quantized to for training; nothing over another base."""
-    return {} if found.moved else dict(found.trained_kinds) if found.cfg is None else found.kinds
-
-
 def _base(found: Target, asked: str | None) -> tuple[str, dict[str, str]]:
     """("fp8" or "high", the kinds that the base was quantized to at load). Raises TrainError for what there is not."""
-    coded, trained = found.quantization is not None, _trained_kinds(found)
+    coded = found.quantization is not None
+    trained = {} if found.moved else dict(found.trained_kinds) if found.cfg is None else found.kinds
     if asked == "high" and coded:
         raise TrainError(
             f"the base {found.base} holds FP8 codes and no high-precision weights. Name the folder of the model that "

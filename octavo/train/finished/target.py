@@ -78,7 +78,7 @@ class Target:
     quantization: Quantization | None = None
     moved: bool = False
     trained_kinds: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def lora(self) -> bool:
@@ -174,8 +174,10 @@ class Target:
             from octavo import adapters
 
             adapters.attach(model, family, cfg.lora, seed=cfg.run.seed)
-            if as_trained and dtype is None:
-                self._same_base(model, path, world)
+            # The base must be the one that the adapters were trained beside.
+            if as_trained and dtype is None and (before := read_state(path)["counters"].get("base")):
+                now = bases.Base.of(model, bases.digests(model, world), world).whole
+                bases.same(before, now, path, str(self.base))
         restored = checkpoint.load(path, model=model, optimizer=None, world=world)
         histories = scaling_of(restored.extra)
         if recipe is None and histories and as_trained:
@@ -183,13 +185,6 @@ class Target:
         model.eval()
         processor = models.load_processor(self.base, cfg.data.max_pixels, cfg.data.min_pixels)
         return Opened(model, processor, (f"step {restored.counters['step']}", *notes, *self.notes))
-
-    def _same_base(self, model: nn.Module, path: Path, world: parallel.World) -> None:
-        """Raise TrainError where the base is not the one that the adapters were trained beside."""
-        before = read_state(path)["counters"].get("base")
-        if before:
-            now = bases.Base.of(model, bases.digests(model, world), world).whole
-            bases.same(before, now, path, str(self.base))
 
     def run_config(self, recipe: str | None, backend: str) -> Config:
         """The run's configuration with another recipe or backend, if asked."""
@@ -222,7 +217,7 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
     has_adapter = (folder / ADAPTER).is_file()
     if (folder / rundir.CONFIG).is_file():
         found = _run(folder, base)
-    elif has_adapter and not _model_weights(folder):
+    elif has_adapter and not any(p.name != ADAPTER_WEIGHTS for p in folder.glob("*.safetensors")):
         found = _adapter(folder, base)
     elif has_adapter and (folder / MODEL).is_file():
         raise TrainError(
@@ -365,10 +360,6 @@ def _base_folder(base: str | Path, of: Path) -> Path:
     return folder
 
 
-def _model_weights(folder: Path) -> bool:
-    return any(p.name != ADAPTER_WEIGHTS for p in folder.glob("*.safetensors"))
-
-
 def _no_folder(path: Path) -> str:
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return f"{path} is a configuration; name what came of it, its run.dir"
@@ -386,9 +377,8 @@ def _unknown(folder: Path) -> str:
     lacks = f"it has no {rundir.CONFIG}, {MODEL} is missing, and so is {ADAPTER}"
     if "state.json" in names and ".metadata" in names:
         run = folder.resolve().parent.parent
-        return (
-            f"{about} but one checkpoint of the run {run}; name the run, and --step {folder.name.removeprefix('step_')}"
-        )
+        step = folder.name.removeprefix("step_")
+        return f"{about} but one checkpoint of the run {run}; name the run, and --step {step}"
     if ".metadata" in names:
         return f"{about} but a DCP checkpoint (.metadata); make a Hugging Face folder of it: octavo convert dcp_to_hf"
     if checkpoint.steps(folder):

@@ -5,18 +5,6 @@ from octavo.train.memory_plan.footprint import KINDS, Card, Footprint, Footprint
 from octavo.train.memory_plan.switches import Switch, assumed, savings
 
 __all__ = [
-    "ASSUMED",
-    "KINDS",
-    "Card",
-    "Fit",
-    "Footprint",
-    "Footprints",
-    "Setting",
-    "Switch",
-    "assumed",
-    "changed",
-    "gb",
-    "propose",
-    "savings",
-    "settings_of",
-]
+    "ASSUMED", "KINDS", "Card", "Fit", "Footprint", "Footprints", "Setting", "Switch", "assumed", "changed", "gb",
+    "propose", "savings", "settings_of",
+]  # fmt: skip

@@ -99,7 +99,7 @@ def fake_forward(
     try:
         dressed = model if dressed is None else dressed
         found = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
-        routers = _routers(plan) if routing.coefficient(cfg, model) else []
+        routers = [row.name for row in plan.rows if row.kind == "router"] if routing.coefficient(cfg, model) else []
         if not routers or head_alone:
             return found
         more = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
@@ -156,10 +156,6 @@ def _counted(
     del loss
     weights = {tuple(p.shape) for p in small.parameters()} if autocast else set()
     return _scaled(found, small, family, standing, weights)
-
-
-def _routers(plan: fp8.Plan) -> list[str]:
-    return [row.name for row in plan.rows if row.kind == "router"]
 
 
 def _of_this(cfg: Config, family: models.Family) -> Config:
@@ -348,8 +344,7 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 
 def _batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
     """Rows of equal length: real ids, fake pixels, as many images as the tokens of the encoder make."""
-    rows = max(1, tokens.counts.get("foundation", 0) // tokens.row)
-    ids = torch.zeros(rows, tokens.row, dtype=torch.int64)
+    ids = torch.zeros(tokens.rows, tokens.row, dtype=torch.int64)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     patches = tokens.counts.get("image_encoder", 0)
     if family.has_vision and patches and tokens.image:
@@ -398,11 +393,7 @@ def _images(
 
 
 def _scaled(
-    found: Kept,
-    small: nn.Module,
-    family: models.Family,
-    standing: Mapping[str, int],
-    weights: set[tuple[int, ...]],
+    found: Kept, small: nn.Module, family: models.Family, standing: Mapping[str, int], weights: set[tuple[int, ...]]
 ) -> FakeForward:
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}

@@ -25,10 +25,10 @@ from types import MappingProxyType
 from typing import Any
 
 from octavo.config import Config
-from octavo.config.rules import check
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan.activations import FakeForward
-from octavo.train.memory_plan.footprint import Card, Footprint, Footprints, changed
+from octavo.train.memory_plan.footprint import Card, Footprint, Footprints, changed, refused, value_of
+from octavo.train.memory_plan.switches import SWITCHES
 from octavo.train.planning import micro_steps_of
 
 FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed: FLOP/s of GEMMs, bytes/s of the card's memory and to the host
@@ -41,17 +41,12 @@ TIE = 1.01
 RANKS = (2, 4, 8, 16, 32, 64)
 
 Settings = Mapping[str, Any]
-_RECOMPUTE = ("none", "selective", "full")
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "optimizer.master": ("fp32", "bf16+16", "bf16+sr"),
-    "optimizer.states": ("fp32", "bf16", "fp8"),  # coat takes more bytes than fp8 and is less exact
-    "optimizer.update": ("step", "backward"),
-    "optimizer.offload": (False, True),
-    "fp8.activations": ("bf16", "fp8"),
-    "fp8.weight_codes": ("keep", "recast"),
-    "train.logits": ("full", "chunked"),
-    "train.offload_activations": (False, True),
-}
+_RECOMPUTE = SWITCHES["train.recompute"][0]
+_CHOSEN = (
+    "optimizer.master", "optimizer.states", "optimizer.update", "optimizer.offload",
+    "fp8.activations", "fp8.weight_codes", "train.logits", "train.offload_activations",
+)  # fmt: skip
+_CHOICES = {key: SWITCHES[key][0] for key in _CHOSEN}
 _EXACT = {
     "optimizer.master": {"fp32": 0, "bf16+16": 0, "bf16+sr": 1},
     "optimizer.states": {"fp32": 0, "bf16": 1, "fp8": 2},
@@ -129,21 +124,19 @@ def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] =
         more = next((n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, kept))), None)
         return Fit(card, None, (), (), (), smallest, more, len(every))
     ahead = sorted((s for s in every if s.over(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
-    reasons, exacter = tuple(_reasons(best, every, card, sizes, ranks)), tuple(_exacter(best, fitting))
-    return Fit(card, best, reasons, exacter, tuple(_spread(ahead)), smallest, None, len(every))
+    reasons, exacter = tuple(_reasons(best, every, card, sizes, ranks)), _first(_exacter(best, fitting))
+    return Fit(card, best, reasons, exacter, _first(_spread(ahead)), smallest, None, len(every))
 
 
 def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -> Iterator[Setting]:
     """All combinations but those whose weights and states alone are too much; all, where none would be left."""
     cfg = sizes.cfg
     choices = dict(_CHOICES)
-    decided = set()  # by a plan file; and without FP8 there is nothing to choose
-    if cfg.fp8.plan is not None or not sizes.plan.share:
-        decided = {"fp8.activations", "fp8.weight_codes"}
+    fixed = cfg.fp8.plan is not None or not sizes.plan.share  # by the plan file; without FP8 there is nothing to choose
+    decided = {"fp8.activations", "fp8.weight_codes"} if fixed else set()
     held |= decided
     for key in held & set(choices):
-        section, name = key.split(".")
-        choices[key] = (getattr(getattr(cfg, section), name),)
+        choices[key] = (value_of(cfg, key),)
     towers = [c for c, _ in cfg.train.recompute if c in sizes.family.components]
     ways = [dict(zip(towers, how, strict=True)) for how in itertools.product(_RECOMPUTE, repeat=len(towers))]
     if held & {"train.recompute"}:
@@ -151,10 +144,10 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
     batches = [cfg.train.micro_batch] if "train.micro_batch" in held else _batches(cfg, ranks)
     given_all = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
     bases = [(given, changed(cfg, given)) for given in given_all]
-    bases = [(given, base) for given, base in bases if not any(True for _ in check(base))]
+    bases = [(given, base) for given, base in bases if not refused(base)]
     standing = [sizes.standing(base, ranks) for _, base in bases]
     limit = card.usable if min(standing, default=0) <= card.usable else max(standing, default=0)
-    rows_of = {micro: micro * max(1, _rows(sizes) // cfg.train.micro_batch) for micro in batches}
+    rows_of = {micro: micro * max(1, sizes.tokens.rows // cfg.train.micro_batch) for micro in batches}
     found: dict[Any, FakeForward | None] = {}  # what a forward keeps, by all that it depends on
 
     def kept_by(made: Config, way: Mapping[str, str]) -> FakeForward | None:
@@ -184,10 +177,6 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
                 named = {key: value for key, value in given.items() if key not in decided}
                 settings = {**named, "train.recompute": _named(way), "train.micro_batch": micro}
                 yield Setting(settings, size, _seconds(sizes, made, way, size, kept, ranks))
-
-
-def _rows(sizes: Footprints) -> int:
-    return max(1, sizes.tokens.counts.get("foundation", 0) // sizes.tokens.row)
 
 
 def _batches(cfg: Config, ranks: int) -> list[int]:
@@ -281,7 +270,7 @@ def _reasons(best: Setting, every: list[Setting], card: Card, sizes: Footprints,
         other = index.get(_key({**best.settings, key: before}))
         if other is None:  # its weights and states alone are too much, or it is against a rule
             made = changed(sizes.cfg, {**best.settings, key: before})
-            if any(True for _ in check(made)):
+            if refused(made):
                 continue
             total = sizes.of(made, ranks).total
         else:
@@ -298,7 +287,11 @@ def _key(settings: Settings) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in sorted(settings.items()))
 
 
-def _exacter(best: Setting, fitting: list[Setting], most: int = 3) -> Iterator[Setting]:
+def _first(found: Iterable[Setting], most: int = 3) -> tuple[Setting, ...]:
+    return tuple(itertools.islice(found, most))
+
+
+def _exacter(best: Setting, fitting: list[Setting]) -> Iterator[Setting]:
     """The fastest of each way to round less than the best."""
     here, seen = _inexact(best.settings), set()
     for setting in sorted(fitting, key=lambda s: s.seconds):
@@ -307,20 +300,15 @@ def _exacter(best: Setting, fitting: list[Setting], most: int = 3) -> Iterator[S
             continue
         seen.add(there)
         yield setting
-        if len(seen) == most:
-            return
 
 
-def _spread(ahead: list[Setting], most: int = 3) -> Iterator[Setting]:
+def _spread(ahead: list[Setting]) -> Iterator[Setting]:
     """The fastest, then the next that needs clearly less: near neighbours say nothing new."""
     last = None
     for setting in ahead:
         if last is None or setting.footprint.total < 0.95 * last:
             last = setting.footprint.total
             yield setting
-            most -= 1
-            if not most:
-                return
 
 
 def _word(value: Any) -> str:
@@ -333,10 +321,7 @@ def _word(value: Any) -> str:
 
 def settings_of(cfg: Config) -> Settings:
     """What a configuration says where a proposal may say otherwise."""
-    found = {}
-    for key in (*_CHOICES, "train.recompute", "train.micro_batch"):
-        section, name = key.split(".")
-        found[key] = getattr(getattr(cfg, section), name)
+    found = {key: value_of(cfg, key) for key in (*_CHOICES, "train.recompute", "train.micro_batch")}
     return {**found, "train.recompute": _named(dict(cfg.train.recompute))}
 
 

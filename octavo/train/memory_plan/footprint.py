@@ -26,7 +26,9 @@ import torch
 from torch import nn
 
 from octavo import fp8, models
+from octavo.adapters.experts import stock_name
 from octavo.config import Config
+from octavo.config.rules import check
 from octavo.config.sections import RecomputeSection
 from octavo.fp8.planning import blocks_of, saving_of
 from octavo.train import base, planning
@@ -84,13 +86,7 @@ class Footprints:
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        model: nn.Module,
-        family: models.Family,
-        plan: fp8.Plan,
-        tokens: Tokens,
-        device: str = "cuda",
+        self, cfg: Config, model: nn.Module, family: models.Family, plan: fp8.Plan, tokens: Tokens, device: str = "cuda"
     ) -> None:
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
@@ -149,8 +145,7 @@ class Footprints:
 
     def of(self, cfg: Config, ranks: int = 1) -> Footprint:
         """The footprint of a configuration that differs from the first in switches of memory and ``micro_batch``."""
-        rows = max(1, self.tokens.counts.get("foundation", 0) // self.tokens.row)
-        rows = max(1, rows * cfg.train.micro_batch // self.cfg.train.micro_batch)
+        rows = max(1, self.tokens.rows * cfg.train.micro_batch // self.cfg.train.micro_batch)
         return self.put_together(cfg, self.forward(cfg, rows), rows, ranks)
 
     def put_together(self, cfg: Config, kept: FakeForward, rows: int, ranks: int = 1) -> Footprint:
@@ -158,25 +153,22 @@ class Footprints:
         tokens = _rows(self.tokens, rows)
         plan = self.plan_of(cfg)
         still = self._still(cfg, plan, ranks)
-        away = {kind: still[kind] for kind in ("master", "optimizer")}
-        activations, resident = kept.activations, kept.activations
+        activations = resident = kept.activations
         if cfg.train.offload_activations:  # a block's are on their way out or in, the next one's are used
             resident = sum(kept.outside.values()) + kept.copies + 2 * max(kept.largest.values(), default=0)
         parts = self._workspace(cfg, plan, kept, tokens, ranks)
         kinds = {
             **still,
-            **(dict.fromkeys(away, 0) if cfg.optimizer.offload else {}),
             "activations": min(activations, resident),
             "logits": kept.logits,
             "workspace": sum(parts.values()),
         }
-        host = sum(away.values()) if cfg.optimizer.offload else 0
-        host += activations - kinds["activations"]
-        per_token = {}
-        for name, count in tokens.counts.items():
-            found = kept.blocks.get(name, 0) + kept.outside.get(name, 0)
-            if count and found:
-                per_token[name] = found / count
+        host = activations - kinds["activations"]
+        if cfg.optimizer.offload:
+            host += kinds["master"] + kinds["optimizer"]
+            kinds["master"] = kinds["optimizer"] = 0
+        of = {name: kept.blocks.get(name, 0) + kept.outside.get(name, 0) for name in tokens.counts}
+        per_token = {name: of[name] / count for name, count in tokens.counts.items() if count and of[name]}
         return Footprint(kinds, per_token, host, parts, tokens, ranks)
 
     def standing(self, cfg: Config, ranks: int = 1) -> int:
@@ -256,16 +248,15 @@ class Footprints:
         rows = {states.weight_name(row): row for row in self.plan.rows}
         sizes = [0]
         for p in self.held:
-            row = rows.get(states.stock_name(p.name)) if p.codes is not None else None
+            row = rows.get(stock_name(p.name)) if p.codes is not None else None
             if row is not None and not states.multiplies_by_codes(row, p.codes):
                 sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
         return max(sizes)
 
     def _gather(self, cfg: Config, plan: fp8.Plan) -> int:
-        whole, grads = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
-        blocks = max((size for name, size in whole.items() if name), default=0)
-        of_grads = max((size for name, size in grads.items() if name), default=0)
-        return whole.get("", 0) + grads.get("", 0) + 2 * blocks + 2 * of_grads
+        both = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
+        blocks = [max((size for name, size in found.items() if name), default=0) for found in both]
+        return sum(found.get("", 0) for found in both) + 2 * sum(blocks)
 
     @cached_property
     def elements(self) -> int:
@@ -342,18 +333,27 @@ class _About:
         )
 
 
+def value_of(cfg: Config, key: str) -> Any:
+    """The value under a dotted key."""
+    section, name = key.split(".")
+    return getattr(getattr(cfg, section), name)
+
+
+def refused(cfg: Config) -> bool:
+    """Whether a run would refuse it by its rules."""
+    return any(True for _ in check(cfg))
+
+
 def changed(cfg: Config, settings: Mapping[str, Any]) -> Config:
     """A copy with other values under dotted keys, its rules not checked: combinations that a run refuses can be sized,
     too."""
-    out = cfg
     for key, value in settings.items():
         section, name = key.split(".")
         if key == "train.recompute" and not isinstance(value, RecomputeSection):
             ways = dict.fromkeys(RecomputeSection.model_fields, value) if isinstance(value, str) else value
             value = RecomputeSection(**ways)
-        part = getattr(out, section).model_copy(update={name: value})
-        out = out.model_copy(update={section: part})
-    return out
+        cfg = cfg.model_copy(update={section: getattr(cfg, section).model_copy(update={name: value})})
+    return cfg
 
 
 def _of_plan(cfg: Config) -> Any:
@@ -363,8 +363,7 @@ def _of_plan(cfg: Config) -> Any:
 
 
 def _one_row(tokens: Tokens) -> Tokens:
-    rows = max(1, tokens.counts.get("foundation", 0) // tokens.row)
-    return replace(tokens, counts={name: n // rows for name, n in tokens.counts.items()})
+    return replace(tokens, counts={name: n // tokens.rows for name, n in tokens.counts.items()})
 
 
 def _rows(tokens: Tokens, rows: int) -> Tokens:

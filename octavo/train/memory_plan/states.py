@@ -15,14 +15,14 @@ from typing import Any
 from torch import nn
 
 from octavo import adapters, fp8, models
+from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.fp8.arithmetic import CastSpec, layout
+from octavo.fp8.arithmetic.moments import GROUP
 from octavo.fp8.weights import Shards
 from octavo.train.forward import model_dtype
 
-GROUP = 128  # elements of a parameter that share the figures of its 8-bit states: octavo.fp8.optim
-
-# Bytes of both moments: (an element, a group of 128).
+# Bytes of both moments: (an element, a group of elements that share figures).
 STATES = {
     "fp32": (8, 0),
     "bf16": (4, 0),
@@ -164,10 +164,6 @@ def backward_reaches(model: nn.Module) -> frozenset[str]:
 def frozen_of(found: Iterable[Held]) -> frozenset[str]:
     """The stock names of frozen FP8 weights."""
     return frozenset(stock_name(p.name) for p in found if p.codes is not None)
-
-
-def stock_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def fp8_weights(plan: fp8.Plan) -> tuple[fp8.PlanRow, ...]:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.config import Config
-from octavo.config.rules import check
 from octavo.train.errors import TrainError
-from octavo.train.memory_plan.footprint import Footprints, changed
+from octavo.train.memory_plan.footprint import Footprints, changed, refused, value_of
 from octavo.train.tokens import Tokens
 
 # switch -> (values from the most memory to the least, or pairs of them; what it costs)
 SWITCHES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer.states": (("fp32", "bf16", "fp8"), "moments in fewer bits"),
+    "optimizer.states": (("fp32", "bf16", "fp8"), "moments in fewer bits"),  # coat: more bytes than fp8, and less exact
     "optimizer.master": (("fp32", "bf16+16", "bf16+sr"), "bf16+16 is exactly fp32; bf16+sr rounds weights at random"),
     "optimizer.update": (("step", "backward"), "one micro-batch a step; with train.clip a second backward"),
     "optimizer.offload": ((False, True), "states cross the bus twice a step"),
@@ -48,12 +47,15 @@ def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
     for key, (values, cost) in SWITCHES.items():
         if key in ("fp8.activations", "fp8.weight_codes") and (cfg.fp8.plan is not None or not sizes.plan.share):
             continue
-        found = _value(cfg, key)
+        found = value_of(cfg, key)
+        if key == "train.recompute":
+            ways = {how for _, how in found}
+            found = ways.pop() if len(ways) == 1 else found.foundation
         at = values.index(found) if found in values else 0
         others = ([values[0]] if at else []) + list(values[at + 1 :])
         for other in others:
             tried = changed(cfg, {key: other})
-            if key != "optimizer.update" and _refused(tried):
+            if key != "optimizer.update" and refused(tried):
                 continue
             try:
                 saved = sizes.of(tried, ranks).total - now
@@ -61,19 +63,6 @@ def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
                 continue
             on = other == values[0] and at > 0
             yield Switch(key, found if on else other, on, saved if on else -saved, cost)
-
-
-def _value(cfg: Config, key: str) -> Any:
-    section, name = key.split(".")
-    value = getattr(getattr(cfg, section), name)
-    if key == "train.recompute":
-        found = {how for _, how in value}
-        return found.pop() if len(found) == 1 else value.foundation
-    return value
-
-
-def _refused(cfg: Config) -> bool:
-    return any(True for _ in check(cfg))
 
 
 # --- tokens without data ----------------------------------------------------------------------------------------------
