@@ -181,11 +181,7 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
     lower.axhspan(-100 * tolerated, 100 * tolerated, color=PALETTE["good"], alpha=0.18, lw=0,
                   label=f"{100 * tolerated:g} %")  # fmt: skip
     upper.set(title=f"Loss minus high precision's (mean over {window} steps)", ylabel="nats per token")
-    lower.set(
-        title="Gap of the mean loss so far",
-        xlabel="step",
-        ylabel="per cent",
-    )
+    lower.set(title="Gap of the mean loss so far", xlabel="step", ylabel="per cent")
     for axes in (upper, lower):
         axes.legend(
             loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, borderpad=0, columnspacing=1.0, handlelength=1.5

@@ -89,10 +89,7 @@ def _fused(name: str, kind: str, why: str | None) -> PlanBlock:
 
 
 def _saving(
-    model: nn.Module,
-    rows: Sequence[PlanRow],
-    saving: Collection[str],
-    components: Mapping[str, tuple[str, ...]] | None,
+    model: nn.Module, rows: Sequence[PlanRow], saving: Collection[str], components: Mapping[str, tuple[str, ...]] | None
 ) -> list[PlanBlock]:
     """The norms, MLPs and attention modules of the components that are to keep FP8."""
     component, out = component_namer(components), []
