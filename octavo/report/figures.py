@@ -275,9 +275,7 @@ def short(name: str) -> str:
     """The part of a module name that tells layers apart: from its first number on, or its last two segments."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    if first is None:
-        return ".".join(parts[-2:])
-    return ".".join(parts[first:])
+    return ".".join(parts[-2 if first is None else first :])
 
 
 def memory_figure(
