@@ -27,11 +27,7 @@ Say = Callable[[str], None]
 
 
 def attach(
-    model: nn.Module,
-    family: Family | None,
-    lora: LoraSection,
-    say: Say = lambda text: None,
-    seed: int = 0,
+    model: nn.Module, family: Family | None, lora: LoraSection, say: Say = lambda text: None, seed: int = 0
 ) -> tuple[str, ...]:
     """Give every target of ``lora`` an adapter that changes nothing yet (B = 0), and let adapters alone be trained.
 

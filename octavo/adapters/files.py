@@ -73,12 +73,7 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def save(
-    model: nn.Module,
-    directory: str | Path,
-    base: str | Path,
-    state: Mapping[str, Tensor] | None = None,
-) -> Path:
+def save(model: nn.Module, directory: str | Path, base: str | Path, state: Mapping[str, Tensor] | None = None) -> Path:
     """Write the adapters of a model as PEFT's folder ``directory``; ``base`` is the stock model's folder or name.
 
     The folder appears whole or not at all, and a former adapter there stays until the new one takes its place
@@ -330,12 +325,7 @@ def continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> di
     folder = Path(lora.adapter)
     config, state = read_config(folder), read_state(folder)
     asked = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "dora": lora.dora}
-    held = {
-        "rank": config.r,
-        "alpha": config.lora_alpha,
-        "rslora": config.use_rslora,
-        "dora": config.use_dora,
-    }
+    held = {"rank": config.r, "alpha": config.lora_alpha, "rslora": config.use_rslora, "dora": config.use_dora}
     for key, value in asked.items():
         if held[key] != value:
             raise AdapterError(

@@ -51,14 +51,12 @@ def inject(model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.d
 
 def _measure_rows(model: nn.Module) -> None:
     """DoRA's magnitudes as fp32 norms: PEFT measures them in the weight's dtype, which BF16 rounds by up to 0.4 %."""
-    from octavo.adapters.layer import Linear, row_norms
+    from octavo.adapters.layer import Linear
 
     for module in model.modules():
         if isinstance(module, Linear) and module.use_dora.get(NAME, False):
             held: Any = module
-            a, b = held.lora_A[NAME].weight, held.lora_B[NAME].weight
-            norms = row_norms(held.get_base_layer().weight, a, b, held.scaling[NAME])
-            held.lora_magnitude_vector[NAME].weight = nn.Parameter(norms)
+            held.lora_magnitude_vector[NAME].weight = nn.Parameter(held.norms(NAME))
 
 
 def attached(model: nn.Module) -> dict[str, Any]:

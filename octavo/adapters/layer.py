@@ -63,12 +63,13 @@ class Linear(PeftLinear):
                 "quantization and GEMM of every layer. Set lora.dropout: 0."
             )
         lengths: Any = self.lora_magnitude_vector[name]
-        grown = lengths.weight / self._norms(name) - 1
+        grown = lengths.weight / self.norms(name) - 1
         bias: Any = self.get_base_layer().bias
         return torch.addcmul(y, y if bias is None else y - bias.to(y.dtype), grown.to(y.dtype))
 
     @torch._disable_dynamo  # a compiler cannot even look at FP8 weights
-    def _norms(self, name: str) -> Tensor:
+    def norms(self, name: str) -> Tensor:
+        """|W + s B A| of each row, [N] in fp32, of the adapter ``name``."""
         held: Any = self
         a, b = held.lora_A[name].weight, held.lora_B[name].weight
         return row_norms(held.get_base_layer().weight, a, b, held.scaling[name])

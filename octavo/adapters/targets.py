@@ -51,7 +51,7 @@ def targets_of(
     Raises AdapterError for a pattern that matches nothing (with the nearest names), one that names what never gets an
     adapter (with the reason), a malformed glob, and when nothing is left.
     """
-    rows = _rows(model, family)
+    rows = fp8.topology(model, None if family is None else family.components)
     usable = [row for row in rows if row.kind in ("linear", "experts")]
     chosen: set[str] = set()
     for pattern in targets:
@@ -71,10 +71,6 @@ def targets_of(
     return tuple(row.name for row in usable if row.name in chosen)
 
 
-def _rows(model: nn.Module, family: Family | None) -> tuple[fp8.Row, ...]:
-    return fp8.topology(model, None if family is None else family.components)
-
-
 def _matching(pattern: str, rows: Sequence[fp8.Row], model: nn.Module, family: Family | None) -> set[str]:
     if pattern in COMPONENTS:
         found = {row.name for row in rows if row.component == pattern and row.kind in ("linear", "experts")}
@@ -89,17 +85,11 @@ def _matching(pattern: str, rows: Sequence[fp8.Row], model: nn.Module, family: F
     found = {row.name for row in hit if row.kind in ("linear", "experts") and row.component != pattern}
     if found:
         return found
-    if hit:
-        raise AdapterError(
-            f"targets: {pattern!r} names {hit[0].name} ({hit[0].kind}), which gets no adapter: {NEVER[hit[0].kind]}. "
-            "Remove it."
-        )
     names = {name: module for name, module in model.named_modules() if name}
     tables = [name for name, m in names.items() if isinstance(m, nn.Embedding) and _covers(pattern, name)]
-    if tables:
+    for name, kind in [*((row.name, row.kind) for row in hit), *((name, "embedding") for name in tables)]:
         raise AdapterError(
-            f"targets: {pattern!r} names {tables[0]} (embedding), which gets no adapter: {NEVER['embedding']}. "
-            "Remove it."
+            f"targets: {pattern!r} names {name} ({kind}), which gets no adapter: {NEVER[kind]}. Remove it."
         )
     there = [name for name in names if _covers(pattern, name)]
     why = f"names {there[0]}, which holds no linear layer" if there else "matches nothing"
@@ -148,6 +138,6 @@ def taken_over(model: nn.Module, config: Any) -> tuple[str, ...]:
     before = set(twin.target_modules or ())
     try:
         convert_peft_config_for_transformers(twin, model=model, conversions=None)
-    except ValueError:  # it took some of the names over, and misses their sisters
+    except ValueError:  # it took some of the names over, and misses their siblings
         twin.target_modules = {n for n in before if n.rpartition(".")[2] not in ("gate_proj", "up_proj", "down_proj")}
     return tuple(sorted(before - set(twin.target_modules or ())))

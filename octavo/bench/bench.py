@@ -106,11 +106,8 @@ class Bench:
                 did = work if isinstance(work, Work) else work[candidate]
                 self.result.rows.append(
                     Row(
-                        *(suite, name, candidate, timed.seconds, timed.spread),
-                        bytes=did.bytes,
-                        flops=did.flops,
-                        tokens=did.tokens,
-                        baseline="" if candidate == baseline else baseline,
+                        *(suite, name, candidate, timed.device, timed.spread),
+                        *(did.bytes, did.flops, "" if candidate == baseline else baseline, did.tokens),
                         peak_bytes=peaks[candidate],
                     )
                 )

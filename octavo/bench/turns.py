@@ -29,12 +29,7 @@ class Turns:
 
 
 def take(
-    ways: Mapping[str, Call],
-    rounds: int,
-    *,
-    before: Call = lambda: None,
-    after: Call = lambda: None,
-    warmup: int = 0,
+    ways: Mapping[str, Call], rounds: int, *, before: Call = lambda: None, after: Call = lambda: None, warmup: int = 0
 ) -> dict[str, Turns]:
     """Everybody once a round, in order; ``before`` and ``after`` each turn run untimed, the first rounds not kept."""
     taken = {name: Turns() for name in ways}

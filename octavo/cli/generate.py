@@ -33,21 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") -> None:
     """How a target is opened: the options that generate and eval share."""
+    recipes, kinds = ", ".join(RECIPES), ", ".join(FROZEN)
     parser.add_argument(
-        "--recipe",
-        metavar="NAME",
-        type=one_word,
-        choices=RECIPES,
-        help=f"FP8 recipe of the whole model: {', '.join(RECIPES)}",
+        "--recipe", metavar="NAME", type=one_word, choices=RECIPES, help=f"FP8 recipe of the whole model: {recipes}"
     )
     parser.add_argument("--backend", metavar="NAME", default="auto", help="kernels, e.g. reference (octavo doctor)")
     parser.add_argument("--base", metavar=base, help="of adapters: another base than the one they name")
     parser.add_argument(
-        "--load-in-fp8",
-        metavar="NAME",
-        type=one_word,
-        choices=FROZEN,
-        help=f"quantize while loading: {', '.join(FROZEN)}",
+        "--load-in-fp8", metavar="NAME", type=one_word, choices=FROZEN, help=f"quantize while loading: {kinds}"
     )
     parser.add_argument(
         "--step", type=arguments.positive, metavar="N", help="of a run: this checkpoint, not the newest"

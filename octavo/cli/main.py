@@ -88,17 +88,9 @@ def _dispatch(arguments: list[str]) -> int:
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"octavo {octavo.__version__}: FP8 training of vision-language models that proves itself",
-            "",
-            "usage: octavo COMMAND [arguments]     octavo COMMAND --help",
-            "",
-            *lines,
-            "",
-            "start with: octavo demo",
-        ]
-    )
+    head = f"octavo {octavo.__version__}: FP8 training of vision-language models that proves itself"
+    usage = "usage: octavo COMMAND [arguments]     octavo COMMAND --help"
+    return "\n".join([head, "", usage, "", *lines, "", "start with: octavo demo"])
 
 
 def _unknown(name: str) -> int:

@@ -91,9 +91,8 @@ def _run(args: argparse.Namespace) -> int:
     plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, tokens, measurements)
     if args.fit is not None:
         sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens)
-        return plan_memory.show_fit(
-            sizes, message, args, [pair.partition("=")[0] for pair in arguments.overrides(args)]
-        )
+        held = [pair.partition("=")[0] for pair in arguments.overrides(args)]
+        return plan_memory.show_fit(sizes, message, args, held)
     prediction = None if tokens is None else planning.predict(plan, model, tokens)
     if args.measure and not planning.leaves_open(cfg):
         notes = (*notes, _HINT)

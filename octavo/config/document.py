@@ -74,29 +74,17 @@ def read_text(text: str, source: str) -> Document:
     except MarkedYAMLError as error:
         return _broken(document, source, *_syntax(error, text))
     except ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        return _broken(
-            document, source, line, f"the character {chr(error.character)!r} is not allowed in YAML", "remove it"
-        )
+        line, found = text.count("\n", 0, error.position) + 1, f"the character {chr(error.character)!r}"
+        return _broken(document, source, line, f"{found} is not allowed in YAML", "remove it")
     except (YAMLError, RecursionError, _TooMuchError) as error:
         return _broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
     if node is None:
-        return _broken(
-            document,
-            source,
-            None,
-            "the file is empty",
-            "give at least `model`, `data` and `train`, or `extends: other.yaml`",
-        )
+        fix = "give at least `model`, `data` and `train`, or `extends: other.yaml`"
+        return _broken(document, source, None, "the file is empty", fix)
     if not isinstance(value, dict):
-        kind = "a list" if isinstance(value, list) else "a single value"
-        return _broken(
-            document,
-            source,
-            node.start_mark.line + 1,
-            f"the file holds {kind} at the top",
-            "write a mapping: `model:`, `data:`, `train:` at the left margin",
-        )
+        found = f"the file holds {'a list' if isinstance(value, list) else 'a single value'} at the top"
+        fix = "write a mapping: `model:`, `data:`, `train:` at the left margin"
+        return _broken(document, source, node.start_mark.line + 1, found, fix)
     document.value = value
     return document
 
@@ -198,20 +186,17 @@ class _Reader:
         plain = node.style is None
         usual = self.yaml.resolver.resolve(ScalarNode, node.value, (plain, not plain))
         if node.tag != usual:
-            self.problem(
-                node,
-                path,
-                f"the tag {str(node.tag).replace('tag:yaml.org,2002:', '!!')} is not used here",
-                "remove it; quote the value if it is meant as text",
-            )
+            self.wrong_tag(node, path, "remove it; quote the value if it is meant as text")
             return None
         return scalar(node.value) if plain else str(node.value)
 
     def check_tag(self, node: Node, path: Path, kind: str) -> None:
         if node.tag != f"tag:yaml.org,2002:{kind}":
-            self.problem(
-                node, path, f"the tag {str(node.tag).replace('tag:yaml.org,2002:', '!!')} is not used here", "remove it"
-            )
+            self.wrong_tag(node, path, "remove it")
+
+    def wrong_tag(self, node: Node, path: Path, fix: str) -> None:
+        shown = str(node.tag).replace("tag:yaml.org,2002:", "!!")
+        self.problem(node, path, f"the tag {shown} is not used here", fix)
 
     def place(self, node: Node) -> Place:
         return Place(self.source, node.start_mark.line + 1, node.start_mark.column + 1)

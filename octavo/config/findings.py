@@ -18,6 +18,15 @@ class Finding:
     needs: tuple[Path, ...] = ()
 
 
+def finding(key: str, found: str, fix: str, *needs: str) -> Finding:
+    """A finding by keys as the user writes them, such as ``fp8.rules.0.match``."""
+    return Finding(_path(key), found, fix, tuple(_path(need) for need in needs))
+
+
+def _path(key: str) -> Path:
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
 def glob_problem(pattern: str) -> str | None:
     """Why ``pattern`` is no glob over dotted module names, or None if it is one."""
     if re.search(r"\s", pattern) or not pattern:

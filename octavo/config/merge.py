@@ -7,6 +7,7 @@ everything else (lists too) replaces. Paths are made absolute here, against the 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
@@ -43,9 +44,8 @@ def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), orig
     real = path.resolve()
     if real in chain:
         names = " -> ".join(_shown(p) for p in (*chain[chain.index(real) :], real))
-        tree.problem(
-            origin or Place(shown), "extends", f"the files extend each other ({names})", "remove one of the `extends`"
-        )
+        found = f"the files extend each other ({names})"
+        tree.problem(origin or Place(shown), "extends", found, "remove one of the `extends`")
         tree.broken = True
         return
     text = _text(tree, path, shown, origin)
@@ -95,14 +95,13 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
         for further in reversed(parts[depth + 1 :]):  # the sections on the way that nobody has written yet
             if further.isdecimal():
                 where = dotted(parts[: parts.index(further)])
-                tree.problem(
-                    place, where, f"there is no list here, so no entry {further}", f"set the whole list: {where}=[...]"
-                )
+                found = f"there is no list here, so no entry {further}"
+                tree.problem(place, where, found, f"set the whole list: {where}=[...]")
                 return
             value = {further: value}
         value = _absolute(value, path, FilePath.cwd())
         if isinstance(present, dict) and isinstance(value, dict):
-            _merge(tree, path, present, value, place)
+            _merge(tree, path, present, value, lambda here: {here: place})
         else:
             node[index] = value
             _forget(tree, path)
@@ -113,19 +112,16 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
 def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | int | None:
     """The key or list index that ``part`` means inside ``node``; None where it means nothing (a problem is noted)."""
     where = dotted(path)
+    fix = f"set the whole list: {where}=[...]"
     if isinstance(node, list):
         if part.isdecimal() and int(part) < len(node):
             return int(part)
         entries = f"the entries 0 to {len(node) - 1}" if len(node) > 1 else "one entry, 0" if node else "no entries"
-        tree.problem(
-            place, where, f"has {entries}; found `{part}`", f"name one of them, or set the whole list: {where}=[...]"
-        )
+        tree.problem(place, where, f"has {entries}; found `{part}`", f"name one of them, or {fix}")
         return None
     if isinstance(node, dict):
         if part.isdecimal():
-            tree.problem(
-                place, dotted((*path, part)), f"there is no list at `{where}`", f"set the whole list: {where}=[...]"
-            )
+            tree.problem(place, dotted((*path, part)), f"there is no list at `{where}`", fix)
             return None
         return part
     tree.problem(place, dotted((*path, part)), f"`{where}` is {named(node)} and holds no keys", f"set `{where}` itself")
@@ -146,30 +142,23 @@ def _merge_document(tree: Tree, document: Document, folder: FilePath, chain: tup
         read_file(tree, FilePath(os.path.expanduser(os.path.join(folder, target))), chain, place)
     tree.problems += document.problems
     tree.broken = tree.broken or document.broken
+    places = document.places
     value = _absolute(document.value, (), folder)
+    _merge(tree, (), tree.value, value, lambda here: {p: places[p] for p in places if p[: len(here)] == here})
+
+
+def _merge(
+    tree: Tree, path: Path, node: dict[str, Any], value: dict[str, Any], places: Callable[[Path], dict[Path, Place]]
+) -> None:
+    """Puts ``value`` over what stands at ``path``; ``places`` tells those of each path that is replaced."""
     for key, child in value.items():
-        _put(tree, (), tree.value, key, child, document.places)
-
-
-def _put(tree: Tree, path: Path, node: dict[str, Any], key: str, child: Any, places: dict[Path, Place]) -> None:
-    here = (*path, key)
-    if isinstance(child, dict) and isinstance(node.get(key), dict):
-        for name, grandchild in child.items():
-            _put(tree, here, node[key], name, grandchild, places)
-        return
-    node[key] = child
-    _forget(tree, here)
-    tree.places.update({p: place for p, place in places.items() if p[: len(here)] == here})
-
-
-def _merge(tree: Tree, path: Path, node: dict[str, Any], value: dict[str, Any], place: Place) -> None:
-    for key, child in value.items():
+        here = (*path, key)
         if isinstance(child, dict) and isinstance(node.get(key), dict):
-            _merge(tree, (*path, key), node[key], child, place)
+            _merge(tree, here, node[key], child, places)
         else:
             node[key] = child
-            _forget(tree, (*path, key))
-            tree.places[(*path, key)] = place
+            _forget(tree, here)
+            tree.places.update(places(here))
 
 
 def _forget(tree: Tree, path: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.config import rules_lora
-from octavo.config.document import Path
-from octavo.config.findings import Finding, glob_problem
+from octavo.config.findings import Finding, finding, glob_problem
 from octavo.config.problems import nearest
+from octavo.config.rules_lora import PARTS
 from octavo.config.sections import COMPONENTS, Component, Fp8Section, Rule, Sections
 
 FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
+_NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
 
 
 def check(config: Sections) -> list[Finding]:
@@ -22,112 +23,73 @@ def check(config: Sections) -> list[Finding]:
 
 def _model(config: Sections) -> Iterator[Finding]:
     for index, pattern in enumerate(config.model.freeze):
-        path: Path = ("model", "freeze", index)
+        key = f"model.freeze.{index}"
         if pattern in FREEZABLE:
             continue
         if why := glob_problem(pattern):
-            yield Finding(
-                path,
-                f"{pattern!r} is neither a component nor a glob over module names: {why}",
-                f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"',
-            )
+            found = f"{pattern!r} is neither a component nor a glob over module names: {why}"
+            yield finding(key, found, f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"')
         elif "." not in pattern and "*" not in pattern and (close := nearest(pattern, FREEZABLE, 0.85)):
-            yield Finding(path, f"unknown component {pattern!r}", f"did you mean {close}?")
+            yield finding(key, f"unknown component {pattern!r}", f"did you mean {close}?")
 
 
 def _fp8(config: Sections) -> Iterator[Finding]:
     fp8 = config.fp8
     if fp8.recipe == "mxfp8" and fp8.format == "hybrid":
-        yield Finding(
-            ("fp8", "format"), "mxfp8 has no hybrid format", "use e4m3, or leave `format` out", (("fp8", "recipe"),)
-        )
+        yield finding("fp8.format", "mxfp8 has no hybrid format", "use e4m3, or leave `format` out", "fp8.recipe")
     if fp8.recipe != "off" and _all_bf16(fp8):
-        yield Finding(
-            ("fp8", "wgrad"),
-            "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8",
-            "use `recipe: off`, or leave one of them fp8",
-            (("fp8", "fwd"), ("fp8", "dgrad")),
-        )
+        fix = "use `recipe: off`, or leave one of them fp8"
+        yield finding("fp8.wgrad", _NOTHING_LEFT, fix, "fp8.fwd", "fp8.dgrad")
     yield from _plan(fp8)
     for name in COMPONENTS:
         part: Component | None = getattr(fp8, name)
         if part is not None:
-            yield from _part(("fp8", name), part, fp8)
+            yield from _part(f"fp8.{name}", part, fp8)
     for index, rule in enumerate(fp8.rules):
-        path: Path = ("fp8", "rules", index)
+        key = f"fp8.rules.{index}"
         if why := glob_problem(rule.match):
-            yield Finding(
-                (*path, "match"),
-                f"{rule.match!r} is not a glob over module names: {why}",
-                'write e.g. "**.layers.0.**"',
-            )
-        if all(getattr(rule, key) is None for key in ("recipe", "format", *GEMMS)):
-            yield Finding(path, "the rule changes nothing", "give it a recipe, a format, fwd, dgrad or wgrad")
-        yield from _part(path, rule, fp8)
+            found = f"{rule.match!r} is not a glob over module names: {why}"
+            yield finding(f"{key}.match", found, 'write e.g. "**.layers.0.**"')
+        if all(getattr(rule, setting) is None for setting in ("recipe", "format", *GEMMS)):
+            yield finding(key, "the rule changes nothing", "give it a recipe, a format, fwd, dgrad or wgrad")
+        yield from _part(key, rule, fp8)
 
 
 def _plan(fp8: Fp8Section) -> Iterator[Finding]:
     """A plan file decides everything; what stands beside it would be ignored in silence."""
     if fp8.plan is None:
         return
+    ignored = "has no effect beside fp8.plan, which decides for every layer"
     if fp8.recipe == "off":
-        yield Finding(
-            ("fp8", "plan"), "a plan file is given, and the recipe is off", "remove one of them", (("fp8", "recipe"),)
-        )
+        yield finding("fp8.plan", "a plan file is given, and the recipe is off", "remove one of them", "fp8.recipe")
     elif "recipe" in fp8.model_fields_set:
-        yield Finding(
-            ("fp8", "recipe"),
-            "has no effect beside fp8.plan, which decides for every layer",
-            "remove it, or take the recipe and no plan (fp8.plan=null)",
-            (("fp8", "plan"),),
-        )
+        yield finding("fp8.recipe", ignored, "remove it, or take the recipe and no plan (fp8.plan=null)", "fp8.plan")
     settings = ("activations", "param", "weight_codes", "rules", "backend", "candidates", "fuse")
     given = fp8.model_dump()
     for key in ("format", *GEMMS, *COMPONENTS, *settings):
         if given[key] != Fp8Section.model_fields[key].get_default():
-            yield Finding(
-                ("fp8", key),
-                "has no effect beside fp8.plan, which decides for every layer",
-                "remove it, or edit the plan file",
-                (("fp8", "plan"),),
-            )
+            yield finding(f"fp8.{key}", ignored, "remove it, or edit the plan file", "fp8.plan")
 
 
-def _part(path: Path, part: Component | Rule, fp8: Fp8Section) -> Iterator[Finding]:
+def _part(key: str, part: Component | Rule, fp8: Fp8Section) -> Iterator[Finding]:
     """A component or a rule: its own settings, and those it inherits from the model."""
+    recipe, form = f"{key}.recipe", f"{key}.format"
     if part.recipe == "off":
-        for key in ("format", *GEMMS):
-            if getattr(part, key) is not None:
-                yield Finding(
-                    (*path, key),
-                    "has no effect where the recipe is off",
-                    f"remove `{key}` or set a recipe",
-                    ((*path, "recipe"),),
-                )
+        for name in ("format", *GEMMS):
+            if getattr(part, name) is not None:
+                fix = f"remove `{name}` or set a recipe"
+                yield finding(f"{key}.{name}", "has no effect where the recipe is off", fix, recipe)
         return
     if part.recipe == "mxfp8" and part.format == "hybrid":
-        yield Finding((*path, "format"), "mxfp8 has no hybrid format", "use e4m3", ((*path, "recipe"),))
+        yield finding(form, "mxfp8 has no hybrid format", "use e4m3", recipe)
     elif part.recipe == "mxfp8" and part.format is None and fp8.format == "hybrid":
-        yield Finding(
-            (*path, "recipe"),
-            "mxfp8 has no hybrid format, which is inherited from fp8.format",
-            "add `format: e4m3` here",
-            (("fp8", "format"), (*path, "format")),
-        )
+        found = "mxfp8 has no hybrid format, which is inherited from fp8.format"
+        yield finding(recipe, found, "add `format: e4m3` here", "fp8.format", form)
     elif part.recipe is None and part.format == "hybrid" and fp8.recipe == "mxfp8":
-        yield Finding(
-            (*path, "format"),
-            "mxfp8, inherited from fp8.recipe, has no hybrid format",
-            "use e4m3",
-            (("fp8", "recipe"), (*path, "recipe")),
-        )
+        found = "mxfp8, inherited from fp8.recipe, has no hybrid format"
+        yield finding(form, found, "use e4m3", "fp8.recipe", recipe)
     if part.recipe is not None and _all_bf16(part):
-        yield Finding(
-            (*path, "wgrad"),
-            "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8",
-            "use `recipe: off`",
-            tuple((*path, gemm) for gemm in GEMMS),
-        )
+        yield finding(f"{key}.wgrad", _NOTHING_LEFT, "use `recipe: off`", *(f"{key}.{gemm}" for gemm in GEMMS))
 
 
 def _all_bf16(part: Fp8Section | Component | Rule) -> bool:
@@ -137,19 +99,11 @@ def _all_bf16(part: Fp8Section | Component | Rule) -> bool:
 def _data(config: Sections) -> Iterator[Finding]:
     data = config.data
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
-        yield Finding(
-            ("data", "min_pixels"),
-            f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}",
-            "lower it or raise data.max_pixels",
-            (("data", "max_pixels"),),
-        )
+        found = f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}"
+        yield finding("data.min_pixels", found, "lower it or raise data.max_pixels", "data.max_pixels")
     if config.run.eval_every and not data.eval:
-        yield Finding(
-            ("run", "eval_every"),
-            "there is nothing to evaluate on: data.eval is empty",
-            "add a data set to data.eval, or use `eval_every: 0`",
-            (("data", "eval"),),
-        )
+        fix = "add a data set to data.eval, or use `eval_every: 0`"
+        yield finding("run.eval_every", "there is nothing to evaluate on: data.eval is empty", fix, "data.eval")
 
 
 def _train(config: Sections) -> Iterator[Finding]:
@@ -157,68 +111,42 @@ def _train(config: Sections) -> Iterator[Finding]:
     if train.global_batch % train.micro_batch:
         above = -(-train.global_batch // train.micro_batch) * train.micro_batch
         best = max(n for n in range(1, train.micro_batch + 1) if train.global_batch % n == 0)
-        yield Finding(
-            ("train", "global_batch"),
-            f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}",
-            f"use e.g. micro_batch {best} or global_batch {above}",
-            (("train", "micro_batch"),),
-        )
+        found = f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}"
+        fix = f"use e.g. micro_batch {best} or global_batch {above}"
+        yield finding("train.global_batch", found, fix, "train.micro_batch")
     if train.warmup >= train.steps:
-        yield Finding(
-            ("train", "warmup"),
-            f"warmup {train.warmup} leaves nothing of {train.steps} steps",
-            f"use at most {train.steps - 1}",
-            (("train", "steps"),),
-        )
+        found = f"warmup {train.warmup} leaves nothing of {train.steps} steps"
+        yield finding("train.warmup", found, f"use at most {train.steps - 1}", "train.steps")
     if train.min_lr > train.lr:
-        yield Finding(
-            ("train", "min_lr"), f"min_lr {train.min_lr:g} is above lr {train.lr:g}", "lower it", (("train", "lr"),)
-        )
+        yield finding("train.min_lr", f"min_lr {train.min_lr:g} is above lr {train.lr:g}", "lower it", "train.lr")
     if train.schedule == "constant" and train.min_lr:
-        yield Finding(
-            ("train", "min_lr"),
-            "has no effect on a constant schedule",
-            "remove it, or use cosine or linear",
-            (("train", "schedule"),),
-        )
+        fix = "remove it, or use cosine or linear"
+        yield finding("train.min_lr", "has no effect on a constant schedule", fix, "train.schedule")
     if train.compile and config.fp8.fuse == "on":
-        yield Finding(
-            ("fp8", "fuse"),
-            "compiled blocks run each layer's own GEMMs, so nothing would be fused",
-            "use `fuse: off` (their input is cast once all the same), or `train.compile: false`",
-            (("train", "compile"),),
-        )
+        found = "compiled blocks run each layer's own GEMMs, so nothing would be fused"
+        fix = "use `fuse: off` (their input is cast once all the same), or `train.compile: false`"
+        yield finding("fp8.fuse", found, fix, "train.compile")
 
 
 def _memory(config: Sections) -> Iterator[Finding]:
     """What shrinks and what it needs."""
     train, optimizer, fp8 = config.train, config.optimizer, config.fp8
     if optimizer.master != "fp32" and train.precision == "fp32":
-        yield Finding(
-            ("train", "precision"),
-            f"master {optimizer.master} makes a BF16 model, which does not compute in fp32",
-            "use `precision: auto` or `bf16`, or `master: fp32`",
-            (("optimizer", "master"),),
-        )
+        found = f"master {optimizer.master} makes a BF16 model, which does not compute in fp32"
+        fix = "use `precision: auto` or `bf16`, or `master: fp32`"
+        yield finding("train.precision", found, fix, "optimizer.master")
     if train.offload_activations and train.recompute.foundation == train.recompute.image_encoder == "full":
-        yield Finding(
-            ("train", "offload_activations"),
-            "has next to nothing to move where every block is recomputed in full",
-            "remove it, or use `recompute: selective` or `none`",
-            (("train", "recompute"),),
-        )
+        found = "has next to nothing to move where every block is recomputed in full"
+        fix = "remove it, or use `recompute: selective` or `none`"
+        yield finding("train.offload_activations", found, fix, "train.recompute")
     yield from _codes(fp8)
 
-    fp8_kept: list[Path] = [("fp8", "activations")] if fp8.activations == "fp8" else []
+    fp8_kept = ["fp8.activations"] if fp8.activations == "fp8" else []
     parts = ((name, getattr(fp8, name)) for name in COMPONENTS)
-    fp8_kept += [("fp8", name, "activations") for name, part in parts if part and part.activations == "fp8"]
+    fp8_kept += [f"fp8.{name}.activations" for name, part in parts if part and part.activations == "fp8"]
     if train.compile and fp8_kept:
-        yield Finding(
-            fp8_kept[0],
-            "compiled blocks keep what the compiler decides to keep",
-            "use `activations: bf16`, or `train.compile: false`",
-            (("train", "compile"),),
-        )
+        fix = "use `activations: bf16`, or `train.compile: false`"
+        yield finding(fp8_kept[0], "compiled blocks keep what the compiler decides to keep", fix, "train.compile")
 
 
 def _codes(fp8: Fp8Section) -> Iterator[Finding]:
@@ -230,28 +158,17 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
     on = [name for name in COMPONENTS if ruled or rules_lora.recipe_of(fp8, name) != "off"]
     for name, part in parts.items():
         if part.param and name not in on:
-            yield Finding(
-                ("fp8", name, "param"),
-                "has no effect where the recipe is off" + ("" if part.recipe else ", as it is here unless set"),
-                "remove it, or set a recipe",
-                (("fp8", name, "recipe"), ("fp8", "recipe"), ("fp8", "rules")),
-            )
+            found = "has no effect where the recipe is off" + ("" if part.recipe else ", as it is here unless set")
+            needs = (f"fp8.{name}.recipe", "fp8.recipe", "fp8.rules")
+            yield finding(f"fp8.{name}.param", found, "remove it, or set a recipe", *needs)
     asked = {"param": fp8.param, "weight_codes": fp8.weight_codes == "recast"}
     for key in (key for key, is_on in asked.items() if is_on and not on):
-        yield Finding(
-            ("fp8", key),
-            "has no effect where nothing runs in FP8",
-            "remove it, or set fp8.recipe",
-            (("fp8", "recipe"), ("fp8", "rules"), *(("fp8", name) for name in COMPONENTS)),
-        )
+        found = "has no effect where nothing runs in FP8"
+        yield finding(f"fp8.{key}", found, "remove it, or set fp8.recipe", "fp8.recipe", "fp8.rules", *PARTS)
     held = [name for name in on if (fp8.param if (own := parts.get(name)) is None or own.param is None else own.param)]
     if fp8.weight_codes == "recast" and on and held == on:
-        yield Finding(
-            ("fp8", "weight_codes"),
-            "recast keeps no codes between uses, and param keeps weights as codes between steps",
-            "use one of them",
-            (("fp8", "param"), *(("fp8", name) for name in COMPONENTS)),
-        )
+        found = "recast keeps no codes between uses, and param keeps weights as codes between steps"
+        yield finding("fp8.weight_codes", found, "use one of them", "fp8.param", *PARTS)
 
 
 def _run(config: Sections) -> Iterator[Finding]:
@@ -259,10 +176,8 @@ def _run(config: Sections) -> Iterator[Finding]:
     if resume in ("never", "auto"):
         return
     if not resume.strip():
-        yield Finding(("run", "resume"), "is empty", "use never, auto or the path of a checkpoint")
+        yield finding("run.resume", "is empty", "use never, auto or the path of a checkpoint")
     elif "/" not in resume and "\\" not in resume and not resume.startswith((".", "~")):
         close = nearest(resume, ("never", "auto"))
-        hint = f"did you mean {close}? " if close else ""
-        yield Finding(
-            ("run", "resume"), f"{resume!r} is neither never, auto nor a path", f"{hint}a path has a slash: ./{resume}"
-        )
+        fix = (f"did you mean {close}? " if close else "") + f"a path has a slash: ./{resume}"
+        yield finding("run.resume", f"{resume!r} is neither never, auto nor a path", fix)

@@ -66,6 +66,11 @@ class LoadInFp8Section(Section):
     image_encoder: Frozen | None = Field(default=None, description="Linear layers of the vision tower.")
     image_projector: Frozen | None = Field(default=None, description="Linear layers of the projector (merger).")
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Component -> the kind of frozen weights it is loaded as (row, block, tensor); none for high precision."""
+        return {name: word.removesuffix("wise") for name in COMPONENTS if (word := getattr(self, name)) is not None}
+
 
 def for_foundation(value: Any) -> Any:
     """One word speaks of the language model; towers stay in high precision unless they are named."""
@@ -280,11 +285,8 @@ class RecomputeSection(Section):
 
 def _for_both(value: Any) -> Any:
     """One word says it of every component."""
-    return (
-        dict.fromkeys(RecomputeSection.model_fields, value)
-        if isinstance(value, str) and value in get_args(Recompute)
-        else value
-    )
+    known = isinstance(value, str) and value in get_args(Recompute)
+    return dict.fromkeys(RecomputeSection.model_fields, value) if known else value
 
 
 _OR_WORD = BeforeValidator(_for_both, json_schema_input_type=Recompute | RecomputeSection)

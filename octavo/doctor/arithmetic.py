@@ -33,9 +33,8 @@ def _backend(name: str, device: str) -> list[Check]:
 
     backend, on = kernels.get(name), torch.device(device)
     lacks = {recipe_name: _lack(name, recipe_name, device) for recipe_name in RECIPES}
-    why = (
-        "; ".join(dict.fromkeys(filter(None, lacks.values()))) if all(lacks.values()) else backend.auto_unsupported(on)
-    )
+    every = "; ".join(dict.fromkeys(filter(None, lacks.values())))
+    why = every if all(lacks.values()) else backend.auto_unsupported(on)
     if why is not None:
         means = "it is never chosen here by itself"
         found = why if "not installed" in why else f"not tried: {why} ({backend.version()})"
@@ -67,9 +66,8 @@ def _more(backend: str, device: str) -> str:
 
     from octavo.fp8 import kernels, recipe
 
-    can = [
-        op for op in MORE if kernels.get(backend).supports(op, recipe("blockwise"), torch.device(device), None) is None
-    ]
+    supports, made, on = kernels.get(backend).supports, recipe("blockwise"), torch.device(device)
+    can = [op for op in MORE if supports(op, made, on, None) is None]
     return f"; also {', '.join(can)}" if can else ""
 
 

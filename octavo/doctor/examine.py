@@ -20,11 +20,8 @@ def examine(say: Callable[[str], None] = lambda text: None) -> Report:
         record = environment.describe()
         found = machine.devices(record)
         if torch.status == FAIL:
-            found.append(
-                Check(
-                    "fp8", "all backends", FAIL, f"not tried: torch does not import ({torch.found})", fix="mend torch"
-                )
-            )
+            why = f"not tried: torch does not import ({torch.found})"
+            found.append(Check("fp8", "all backends", FAIL, why, fix="mend torch"))
         else:
             say("trying FP8 backends")
             found += arithmetic.backends()

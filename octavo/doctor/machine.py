@@ -81,15 +81,11 @@ def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Ch
         checks.append(Check("storage", "this folder", OK, found))
     else:
         means = "a checkpoint holds weights, master weights and two moments: about 16 bytes a parameter"
-        checks.append(
-            Check("storage", "this folder", WARN, found, means, "free some, or point run.dir at a larger disk")
-        )
+        fix = "free some, or point run.dir at a larger disk"
+        checks.append(Check("storage", "this folder", WARN, found, means, fix))
     if not os.access(folder, os.W_OK):
-        checks.append(
-            Check(
-                "storage", "this folder", WARN, "not writable", "run.dir is made here", "set run.dir, or change folder"
-            )
-        )
+        means, fix = "run.dir is made here", "set run.dir, or change folder"
+        checks.append(Check("storage", "this folder", WARN, "not writable", means, fix))
     return checks
 
 
@@ -106,9 +102,8 @@ def process_groups() -> list[Check]:
         if dist.is_nccl_available():
             checks.append(_group_of_one("nccl", means))
         else:
-            checks.append(
-                Check("distributed", "nccl", WARN, "not built in", means, "install a stock CUDA build of torch")
-            )
+            fix = "install a stock CUDA build of torch"
+            checks.append(Check("distributed", "nccl", WARN, "not built in", means, fix))
     return checks
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.config import RECIPES, Config, Fp8Section, load_config, override, rules_lora
+from octavo.config import RECIPES, Config, Fp8Section, load_config, override
 from octavo.config.sections import FITTING
 from octavo.report.judge import Run, Verdict, judge
 from octavo.report.rundir import ReportError, RunRecord, read, read_failed
@@ -130,7 +130,7 @@ def with_recipe(cfg: Config, name: str) -> Config:
     kind = next((kind for kind, recipes in FITTING.items() if name in recipes), None)
     kinds = {
         part: kind if (own := getattr(cfg.fp8, part)) is None or own.recipe is None else was
-        for part, was in rules_lora.kinds_of(cfg).items()
+        for part, was in cfg.model.load_in_fp8.kinds.items()
     }
     listed = ", ".join(f"{part}: {kind or 'null'}" for part, kind in kinds.items())
     base = [f"model.load_in_fp8={{{listed}}}"] if kinds else []

@@ -63,7 +63,7 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
     if steps < 1:
         raise ReportError(f"steps={steps}: the demo needs at least one step")
     directory, started = Path(directory), time.monotonic()
-    clock = Clock(console)
+    clock = Clock()
     cfg = prepare(directory, steps, console)
     clock.lap("data and model")
     verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs())
@@ -93,8 +93,7 @@ def _jobs() -> int:
 class Clock:
     """Seconds by stage."""
 
-    def __init__(self, console: Any) -> None:
-        self.console = console
+    def __init__(self) -> None:
         self.laps: dict[str, float] = {}
         self._last = time.monotonic()
 

@@ -181,11 +181,7 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
     lower.axhspan(-100 * tolerated, 100 * tolerated, color=PALETTE["good"], alpha=0.18, lw=0,
                   label=f"{100 * tolerated:g} %")  # fmt: skip
     upper.set(title=f"Loss minus high precision's (mean over {window} steps)", ylabel="nats per token")
-    lower.set(
-        title="Gap of the mean loss so far",
-        xlabel="step",
-        ylabel="per cent",
-    )
+    lower.set(title="Gap of the mean loss so far", xlabel="step", ylabel="per cent")
     for axes in (upper, lower):
         axes.legend(
             loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, borderpad=0, columnspacing=1.0, handlelength=1.5
@@ -279,9 +275,7 @@ def short(name: str) -> str:
     """The part of a module name that tells layers apart: from its first number on, or its last two segments."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    if first is None:
-        return ".".join(parts[-2:])
-    return ".".join(parts[first:])
+    return ".".join(parts[-2 if first is None else first :])
 
 
 def memory_figure(

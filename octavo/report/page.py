@@ -182,12 +182,8 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     runs = {run["label"]: run for run in verdict.data["arms"]}
     _, reference = next((a, r) for a, r in records if a.kind == "reference")
     dtype = verdict.data["reference_dtype"]
-    found = [
-        {
-            "figure": f"{100 * runs[run.label]['gap']:+.2f} %",
-            "word": f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}",
-        }
-    ]
+    word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
+    found = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
     mine, theirs = accuracy(record), accuracy(reference)
     if mine is not None and theirs is not None:
         found.append({"figure": percent(mine, 1), "word": f"held-out answers right; {dtype}: {percent(theirs, 1)}"})

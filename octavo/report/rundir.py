@@ -147,9 +147,8 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as err:
-        raise ReportError(
-            f"{path} is not JSON (line {err.lineno}: {err.msg}); delete the run and start it again"
-        ) from err
+        fix = "delete the run and start it again"
+        raise ReportError(f"{path} is not JSON (line {err.lineno}: {err.msg}); {fix}") from err
     if not isinstance(value, dict):
         raise ReportError(f"{path} holds a {type(value).__name__}, expected an object; is it a file of Octavo's?")
     return value
@@ -176,10 +175,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
-    def number(value: Any) -> float:
-        return math.nan if value is None else float(value)
-
-    return np.array([number(row.get(key)) for row in rows], dtype=np.float64)
+    values = (row.get(key) for row in rows)
+    return np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
 
 
 def _memory(rows: list[dict[str, Any]]) -> dict[str, int]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.config import Config
-from octavo.config.rules_lora import kinds_of
-from octavo.config.sections import COMPONENTS, LoadInFp8Section, OptimizerSection, RecomputeSection, one_word
+from octavo.config.sections import COMPONENTS, LoadInFp8Section, RecomputeSection, one_word
 
 
 class Switch(NamedTuple):
@@ -33,15 +32,15 @@ def switches(cfg: Config) -> list[Switch]:
     word = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
     found = [
         (_has_codes(cfg), base_of(cfg), _high_base),
-        (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", _optimizer(states="fp32")),
+        (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", _set("optimizer", states="fp32")),
         (optimizer.master != "fp32", f"weights as {optimizer.master}", _fp32_weights),
         (activations, "activations in FP8", lambda c: _fp8(c, {"activations": "bf16"}, {"activations": None})),
         (param, "FP8 weights between steps", lambda c: _fp8(c, {"param": False}, {"param": None})),
         (fp8.weight_codes == "recast", "weights cast at each use", lambda c: _fp8(c, {"weight_codes": "keep"}, {})),
-        (recompute != RecomputeSection(), f"recompute: {word}", _train(recompute=RecomputeSection())),
-        (optimizer.update == "backward", "update in backward", _optimizer(update="step")),
-        (optimizer.offload, "optimizer states in host memory", _optimizer(offload=False)),
-        (train.offload_activations, "activations in host memory", _train(offload_activations=False)),
+        (recompute != RecomputeSection(), f"recompute: {word}", _set("train", recompute=RecomputeSection())),
+        (optimizer.update == "backward", "update in backward", _set("optimizer", update="step")),
+        (optimizer.offload, "optimizer states in host memory", _set("optimizer", offload=False)),
+        (train.offload_activations, "activations in host memory", _set("train", offload_activations=False)),
     ]
     return [Switch(words, off) for on, words, off in found if on]
 
@@ -49,22 +48,18 @@ def switches(cfg: Config) -> list[Switch]:
 def base_of(cfg: Config) -> str:
     """The frozen base that a configuration trains beside, in words; "" where it trains all there is."""
     dtype = "fp32" if cfg.train.precision == "fp32" else "BF16"
-    kinds = kinds_of(cfg)
+    kinds = cfg.model.load_in_fp8.kinds
     if kinds:
-        distinct = set(kinds.values())
-        how = (
-            one_word(distinct.pop())
-            if len(distinct) == 1
-            else ", ".join(f"{name}: {one_word(kind)}" for name, kind in kinds.items())
-        )
-        return f"base in FP8 ({how})"
+        alike = len(set(kinds.values())) == 1
+        words = [one_word(kind) if alike else f"{name}: {one_word(kind)}" for name, kind in kinds.items()]
+        return f"base in FP8 ({', '.join(words[:1] if alike else words)})"
     if cfg.lora is None:
         return ""
     return f"base in FP8 ({_on_disk(cfg)}, as its checkpoint is)" if _has_codes(cfg) else f"base in {dtype}"
 
 
 def _has_codes(cfg: Config) -> bool:
-    return bool(kinds_of(cfg)) or (cfg.lora is not None and cfg.model.keep_fp8 and bool(_on_disk(cfg)))
+    return bool(cfg.model.load_in_fp8.kinds) or (cfg.lora is not None and cfg.model.keep_fp8 and bool(_on_disk(cfg)))
 
 
 def _on_disk(cfg: Config) -> str:
@@ -79,11 +74,8 @@ def _on_disk(cfg: Config) -> str:
 
 def _high_base(cfg: Config) -> Config:
     """A base in high precision: not quantized while it is read, and dequantized where its checkpoint is in FP8."""
-    more = {
-        "load_in_fp8": LoadInFp8Section(),
-        **({"keep_fp8": False} if cfg.lora is not None and _on_disk(cfg) else {}),
-    }
-    return cfg.model_copy(update={"model": cfg.model.model_copy(update=more)})
+    more = {"keep_fp8": False} if cfg.lora is not None and _on_disk(cfg) else {}
+    return _set("model", load_in_fp8=LoadInFp8Section(), **more)(cfg)
 
 
 def without(cfg: Config) -> Config:
@@ -135,22 +127,22 @@ def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str)
     return rows
 
 
-def _optimizer(**values: Any) -> Callable[[Config], Config]:
-    assert values.keys() <= OptimizerSection.model_fields.keys()
-    return lambda cfg: cfg.model_copy(update={"optimizer": cfg.optimizer.model_copy(update=values)})
+def _set(section: str, **values: Any) -> Callable[[Config], Config]:
+    """A configuration with other values in one of its sections."""
+
+    def change(cfg: Config) -> Config:
+        own = getattr(cfg, section)
+        assert values.keys() <= type(own).model_fields.keys()
+        return cfg.model_copy(update={section: own.model_copy(update=values)})
+
+    return change
 
 
 def _fp32_weights(cfg: Config) -> Config:
     """fp32 weights that compute in BF16, as the model of BF16 weights does: settings differ by what is stored alone.
     Adapters are fp32 then; beside them computes what computed before."""
-    stored = cfg.optimizer.model_copy(update={"master": "fp32"})
-    if cfg.lora is not None:
-        return cfg.model_copy(update={"optimizer": stored, "lora": cfg.lora.model_copy(update={"dtype": "fp32"})})
-    return cfg.model_copy(update={"optimizer": stored, "train": cfg.train.model_copy(update={"precision": "bf16"})})
-
-
-def _train(**values: Any) -> Callable[[Config], Config]:
-    return lambda cfg: cfg.model_copy(update={"train": cfg.train.model_copy(update=values)})
+    computing = _set("train", precision="bf16") if cfg.lora is None else _set("lora", dtype="fp32")
+    return computing(_set("optimizer", master="fp32")(cfg))
 
 
 def _fp8(cfg: Config, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Config:

@@ -50,10 +50,8 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None) -> dict[
     and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
     ``SystemExit`` (143, 129).
     """
-    waiting, running = (
-        sorted(runs, key=lambda run: run.kind not in ("fp8", "saving")),
-        list[_Started](),
-    )  # the longest first
+    waiting = sorted(runs, key=lambda run: run.kind not in ("fp8", "saving"))  # the longest first
+    running: list[_Started] = []
     failures: dict[str, str] = {}
     with ExitStack() as stack:
         requests = stack.enter_context(_stop_requests())

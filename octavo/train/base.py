@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from octavo import fp8, models
 from octavo.config import Config
-from octavo.config.rules_lora import kinds_of
 from octavo.config.sections import FITTING
 from octavo.fp8.weights import plain
 from octavo.models.quantization import read_quantization
@@ -34,7 +33,7 @@ FILE = "base.json"
 def settled(cfg: Config) -> Config:
     """The configuration with the recipe that a checkpoint in FP8 asks for, where nobody named one: so it is saved, and
     runs again unchanged. Codes in blocks of another size than a recipe's are dequantized where they are used."""
-    named = "recipe" in cfg.fp8.model_fields_set or cfg.fp8.plan is not None or bool(kinds_of(cfg))
+    named = "recipe" in cfg.fp8.model_fields_set or cfg.fp8.plan is not None or bool(cfg.model.load_in_fp8.kinds)
     if cfg.lora is None or not cfg.model.keep_fp8 or named:
         return cfg
     found = read_quantization(cfg.model.path)
@@ -67,7 +66,7 @@ def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | 
 
 def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | None) -> dict[str, fp8.CastSpec]:
     """Parameter -> the cast of its codes, for all that the run loads as codes."""
-    kinds = kinds_of(cfg)
+    kinds = cfg.model.load_in_fp8.kinds
     if folder is not None:
         asked = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
         if kinds and not keeps_codes(cfg):

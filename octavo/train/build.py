@@ -21,7 +21,6 @@ from torch import nn
 from octavo import checkpoint, data, environment, fp8, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
-from octavo.config.rules_lora import kinds_of
 from octavo.fp8.planning import document
 from octavo.models.quantization import read_quantization
 from octavo.train import base, compiled, planning, routing, rundir, tokens
@@ -214,7 +213,7 @@ def load_weights(
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model in the dtype that the optimizer wants, quantized while it is read where that is asked, and the lower
     halves of fp32 weights where the optimizer keeps them."""
-    path, kinds = cfg.model.path, kinds_of(cfg)
+    path, kinds = cfg.model.path, cfg.model.load_in_fp8.kinds
     found = read_quantization(path)
     if found is not None and not base.keeps_codes(cfg):
         why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are kept beside adapters alone (lora)"

@@ -14,7 +14,6 @@ from typing import Any
 
 from octavo import checkpoint, parallel
 from octavo.config import Config
-from octavo.config.rules_lora import kinds_of
 from octavo.train import base, build, evaluation, planning, rundir
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.gain import GainWindow
@@ -60,7 +59,7 @@ def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Sequenc
 
 def _refuse_early(cfg: Config) -> None:
     """Refuse what the model cannot do before there is a run directory, which another value could not enter."""
-    if cfg.train.router_aux_loss_coef or cfg.lora is not None or kinds_of(cfg):
+    if cfg.train.router_aux_loss_coef or cfg.lora is not None or cfg.model.load_in_fp8.kinds:
         begins = cfg.run.resume in ("never", "auto") and not checkpoint.steps(Path(cfg.run.dir) / rundir.CHECKPOINTS)
         base.adapter_sizes(cfg if begins else base.begun(cfg), *planning.model_of(cfg))
 

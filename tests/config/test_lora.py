@@ -16,7 +16,6 @@ from octavo.config import (
     override,
     to_yaml,
 )
-from octavo.config.rules_lora import kinds_of
 from octavo.config.sections import DataSection, LoadInFp8Section, LoraSection, TrainSection
 
 BASE = "model: {{path: ./m{model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 10}}\n"
@@ -66,7 +65,8 @@ def test_codes_and_the_recipe_that_multiplies_by_them_have_one_name(short):
 
     cfg = words(name, name)
     assert words(short, name) == words(name, short) == words(short, short) == cfg
-    assert kinds_of(cfg) == {"foundation": short} and cfg.fp8.recipe == cfg.model.load_in_fp8.foundation == name
+    assert cfg.model.load_in_fp8.kinds == {"foundation": short}
+    assert cfg.fp8.recipe == cfg.model.load_in_fp8.foundation == name
     assert f" {short}\n" not in to_yaml(cfg) and to_yaml(cfg).count(f" {name}\n") == 5
     assert override(cfg, [f"model.load_in_fp8={short}", f"fp8.recipe={short}"]) == cfg
     schema = json.dumps(json_schema()["$defs"]["Rule"]["properties"]["recipe"])

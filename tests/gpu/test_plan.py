@@ -92,7 +92,7 @@ def test_the_ranking_holds_when_it_is_timed_again(model, found):
         torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
 
     times = time_calls({"bf16": lambda: call(stock), "fp8": lambda: call(ours)}, "cuda")
-    assert times["fp8"].seconds < 1.05 * times["bf16"].seconds
+    assert times["fp8"].device < 1.05 * times["bf16"].device
 
 
 def test_a_plan_comes_back_on_the_same_gpu(model, found, tmp_path):

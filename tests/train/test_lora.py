@@ -162,7 +162,7 @@ def test_the_frozen_base_of_a_plan_is_what_is_loaded(make):
     """The model that is planned, on the meta device, and the one that trains: same names, shapes, dtypes, codes."""
     cfg = make("lora={}", "model.load_in_fp8={foundation: row, image_encoder: tensor}", "fp8.recipe=rowwise")
     planned, _ = planning.model_of(cfg)
-    loaded = models.load(cfg.model.path, dtype=torch.bfloat16, load_in_fp8=dict(base.kinds_of(cfg)))
+    loaded = models.load(cfg.model.path, dtype=torch.bfloat16, load_in_fp8=dict(cfg.model.load_in_fp8.kinds))
     mine, theirs = dict(planned.named_parameters()), dict(loaded.named_parameters())
     assert mine.keys() == theirs.keys()
     for name, weight in mine.items():

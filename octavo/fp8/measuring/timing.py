@@ -31,11 +31,6 @@ class Timed:
     spread: float
     rounds: int
 
-    @property
-    def seconds(self) -> float:
-        """What the device needed."""
-        return self.device
-
 
 def time_calls(
     functions: Mapping[str, Call],

@@ -17,16 +17,10 @@ from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
 
 def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str]) -> None:
     """What was asked to run in FP8 must be able to; ``able``: the names of the rows that nothing forbids."""
-    asked: list[tuple[str, list[PlanRow]]] = [
-        (f"component {c!r}", [r for r in rows if r.component == c])
-        for c, p in policy.components.items()
-        if p.recipe not in (None, OFF, AUTO)
-    ]
-    asked += [
-        (rule.title, [r for r in rows if applies(rule, r.row)])
-        for rule in policy.rules
-        if rule.recipe not in (None, OFF, AUTO)
-    ]
+    parts = {c: p for c, p in policy.components.items() if p.recipe not in (None, OFF, AUTO)}
+    rules = [rule for rule in policy.rules if rule.recipe not in (None, OFF, AUTO)]
+    asked = [(f"component {c!r}", [r for r in rows if r.component == c]) for c in parts]
+    asked += [(rule.title, [r for r in rows if applies(rule, r.row)]) for rule in rules]
     for what, found in asked:
         # A later rule or a measurement may switch a layer off again: that is met. What cannot be converted is not.
         if not any(r.name in able for r in found):
@@ -38,8 +32,7 @@ def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str]) ->
         why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
         raise PlanError(
             f"FP8 was asked for and nothing of this model would run in it: {why}. Use recipe 'off' for high "
-            "precision, or switch "
-            "a component or a rule on."
+            "precision, or switch a component or a rule on."
         )
 
 

@@ -127,10 +127,7 @@ _KEYS: dict[str, tuple[Fits, str]] = {
         "a GPU with its capability such as 9.0 (none for cpu) and versions",
     ),
     "model": (_list(_LAYER), "a list of layers with name, kind, shape, layers"),
-    "components": (
-        _maybe(_dict(_list(lambda v: _text(v) and bool(v)))),
-        "a list of globs for each component, or null",
-    ),
+    "components": (_maybe(_dict(_list(lambda v: _text(v) and bool(v)))), "a list of globs for each component, or null"),
     "tokens": (_maybe(_dict(_count)), "a whole number for each component, or null"),
     "micro_steps": (lambda v: _count(v, 1), "a whole number of at least 1"),
     "activations": (

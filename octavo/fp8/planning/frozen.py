@@ -9,6 +9,7 @@ kept. In high precision (recipe off, ``fwd: bf16``, ``dgrad: bf16``) GEMMs multi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -78,11 +79,7 @@ def frozen_notes(model: nn.Module, rows: Sequence[PlanRow]) -> Iterator[str]:
         return
     weights = [w for _, w in frozen_weights(model)]
     params, size = sum(w.numel() for w in weights), frozen_bytes(model)
-    kinds: dict[str, int] = {}
-    for weight in weights:
-        spec = codes_cast(weight)
-        assert spec is not None
-        kinds[kind_of(spec)] = kinds.get(kind_of(spec), 0) + 1
+    kinds = Counter(kind_of(spec) for weight in weights if (spec := codes_cast(weight)) is not None)
     what = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     yield (
         f"{len(weights)} weights hold frozen FP8 codes ({what}): {size:,} bytes with their scales, "

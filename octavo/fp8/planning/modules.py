@@ -10,6 +10,7 @@ One row a module holds both answers; a module that stays is in the plan with the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -89,10 +90,7 @@ def _fused(name: str, kind: str, why: str | None) -> PlanBlock:
 
 
 def _saving(
-    model: nn.Module,
-    rows: Sequence[PlanRow],
-    saving: Collection[str],
-    components: Mapping[str, tuple[str, ...]] | None,
+    model: nn.Module, rows: Sequence[PlanRow], saving: Collection[str], components: Mapping[str, tuple[str, ...]] | None
 ) -> list[PlanBlock]:
     """The norms, MLPs and attention modules of the components that are to keep FP8."""
     component, out = component_namer(components), []
@@ -156,10 +154,7 @@ def sentences(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
 
 
 def _staying(what: str, found: Sequence[tuple[PlanBlock, str]]) -> list[str]:
-    kinds: dict[tuple[str, str, str], int] = {}
-    for block, why in found:
-        key = (block.kind, template(block.name), why)
-        kinds[key] = kinds.get(key, 0) + 1
+    kinds = Counter((block.kind, template(block.name), why) for block, why in found)
     return [
         f"{what}: {kind} {name}{f' ({n} of them)' if n > 1 else ''}: {why}" for (kind, name, why), n in kinds.items()
     ]

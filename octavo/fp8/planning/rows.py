@@ -79,13 +79,13 @@ class PlanRow:
         return self.flops * sum(g in self.selections for g in gemms) / len(gemms)
 
     def to_json(self) -> dict[str, Any]:
-        recipe = self.recipe
+        recipe: dict[str, str] | None = None
+        if (own := self.recipe) is not None:
+            gemms = {g: "bf16" if own.gemm(g) is None else "fp8" for g in GEMMS}
+            recipe = {"name": own.name, "format": own.format, **gemms}
         return {
             **self.row.to_json(),
-            "recipe": None
-            if recipe is None
-            else {"name": recipe.name, "format": recipe.format}
-            | {g: "bf16" if recipe.gemm(g) is None else "fp8" for g in GEMMS},
+            "recipe": recipe,
             "backend": {g: s.backend.name for g, s in self.selections.items()},
             "reason": self.reason,
             "flops": self.flops,

@@ -95,8 +95,7 @@ class Policy:
 
     Args:
         recipe: one of ``fp8.RECIPES``; "auto" (the fastest by measurement, see :func:`octavo.fp8.planning.decide`); or
-        "off" (then
-            components and rules may still switch parts on).
+            "off" (then components and rules may still switch parts on).
         format: "e4m3", "hybrid" or None for the recipe's default.
         fwd, dgrad, wgrad: "fp8" or "bf16".
         components: component name -> :class:`ComponentPolicy` (or a recipe's name, or a mapping with its fields).
@@ -140,7 +139,9 @@ class Policy:
             raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")
         rules = tuple(_made(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
-        for where, level in (("the whole model", self), *((f"component {k!r}", c) for k, c in parts.items())):
+        for where, level in self._levels():
+            if isinstance(level, Rule):
+                continue
             if level.activations not in ACTIVATIONS and not (level.activations is None and level is not self):
                 raise PlanError(f"{where}: activations={level.activations!r} does not exist; use 'bf16' or 'fp8'.")
         if self.weight_codes not in WEIGHT_CODES:
@@ -149,11 +150,8 @@ class Policy:
             raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off' or 'on'.")
         if self.backend != "auto":
             registry.get(self.backend)  # off or not: a name that does not exist is an error here
-        self._check_words("the whole model", self)
-        for k, c in self.components.items():
-            self._check_words(f"component {k!r}", c)
-        for r in rules:
-            self._check_words(r.title, r)
+        for where, level in self._levels():
+            self._check_words(where, level)
         for where, name in self._recipes():
             if name not in (OFF, AUTO, *RECIPES):
                 raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_names()}.")
@@ -180,11 +178,13 @@ class Policy:
         if not isinstance(level.recipe, str) and (level.recipe is not None or isinstance(level, Policy)):
             raise PlanError(f"{where}: recipe takes a name, one of {_names()}; found {level.recipe!r}.")
 
+    def _levels(self) -> list[tuple[str, Policy | ComponentPolicy | Rule]]:
+        """The whole model, components and rules, each with its name in errors."""
+        parts = ((f"component {k!r}", c) for k, c in self.components.items())
+        return [("the whole model", self), *parts, *((r.title, r) for r in self.rules)]
+
     def _recipes(self) -> list[tuple[str, str]]:
-        named = [("the whole model", self.recipe)]
-        named += [(f"component {k!r}", c.recipe) for k, c in self.components.items() if c.recipe is not None]
-        named += [(r.title, r.recipe) for r in self.rules if r.recipe is not None]
-        return named
+        return [(where, level.recipe) for where, level in self._levels() if level.recipe is not None]
 
     def activations_of(self, component: str) -> str:
         """What blocks of a component keep: its own answer, else that of the whole model."""
@@ -207,12 +207,9 @@ class Policy:
         return any(name == AUTO for _, name in self._recipes())
 
     def to_json(self) -> dict[str, Any]:
+        plain = [f.name for f in fields(self) if f.name not in ("components", "rules", "candidates")]
         return {
-            **{
-                f.name: getattr(self, f.name)
-                for f in fields(self)
-                if f.name not in ("components", "rules", "candidates")
-            },
+            **{name: getattr(self, name) for name in plain},
             **({"candidates": list(self.candidates)} if self.asks_auto else {}),
             "components": {k: _given(c) for k, c in self.components.items()},
             "rules": [_given(r) for r in self.rules],

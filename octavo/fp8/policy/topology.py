@@ -24,22 +24,24 @@ from octavo.fp8.weights.frozen import codes_cast
 KINDS = ("linear", "experts", "lm_head", "patch_embed", "router", "subclass")
 
 # Names that vision-language models give to their parts; families of octavo.models say theirs exactly.
+_PROJECTORS = (
+    *("merger", "merger_list", "deepstack_merger_list", "multi_modal_projector", "mm_projector", "image_projector"),
+    *("visual_projection", "connector", "modality_projection", "aligner", "mlp1"),
+)
+_TOWERS = (
+    "visual",
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "vision_backbone",
+    "image_encoder",
+    "vision",
+    "vit",
+)
 CONVENTIONS: Mapping[str, tuple[str, ...]] = {
     "lm_head": ("lm_head", "**.lm_head", "embed_out", "**.embed_out"),
-    "image_projector": tuple(
-        f"**.{part}"
-        for part in (
-            *("merger", "merger_list", "deepstack_merger_list", "multi_modal_projector", "mm_projector"),
-            *("image_projector", "visual_projection", "connector", "modality_projection", "aligner", "mlp1"),
-        )
-    ),
-    "image_encoder": tuple(
-        f"**.{part}"
-        for part in (
-            *("visual", "vision_tower", "vision_model", "vision_encoder", "vision_backbone", "image_encoder"),
-            *("vision", "vit"),
-        )
-    ),
+    "image_projector": tuple(f"**.{part}" for part in _PROJECTORS),
+    "image_encoder": tuple(f"**.{part}" for part in _TOWERS),
 }
 _HEADS = ("lm_head", "embed_out", "output_layer")
 _PATCH = ("patch_embed", "patch_embedding", "patch_embeddings", "patch_embedder", "patchify")
@@ -100,14 +102,14 @@ def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None 
 
 
 def _rows_of(name: str, module: nn.Module, modules: Mapping[str, nn.Module], head: nn.Module | None) -> Iterator[Row]:
-    last = name.rpartition(".")[2]
-    kind_name = type(module).__name__
+    last, kind_name = name.rpartition(".")[2], type(module).__name__
+    of_patches = any(s in _PATCH for s in name.split("."))
     if is_experts(module):
         yield from _expert_rows(name, module, modules)
     elif isinstance(module, nn.Linear):
         if module is head or (head is None and last in _HEADS):
             kind = "lm_head"
-        elif any(s in _PATCH for s in name.split(".")):
+        elif of_patches:
             kind = "patch_embed"
         elif _routes(name, modules):
             kind = "router"
@@ -115,10 +117,7 @@ def _rows_of(name: str, module: nn.Module, modules: Mapping[str, nn.Module], hea
             kind = "linear" if type(module) is nn.Linear or isinstance(module, Linear) else "subclass"
         yield _row(name, kind, module, tuple(module.weight.shape), kind_name)
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        patches = any(s in _PATCH for s in name.split(".")) or module.kernel_size == module.stride != (1,) * len(
-            module.stride
-        )
-        if patches:
+        if of_patches or module.kernel_size == module.stride != (1,) * len(module.stride):
             n, k = module.weight.shape[0], module.weight[0].numel()
             yield _row(name, "patch_embed", module, (n, k), kind_name)
     elif _routes(name, modules):
@@ -142,17 +141,10 @@ def _expert_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module])
         bias = module._parameters.get(f"{which}_bias")
         params = weight.numel() + (bias.numel() if bias is not None else 0)
         yield Row(
-            f"{name}.{which}" if name else which,
-            "experts",
-            "",
-            (b, a) if transposed else (a, b),
-            experts=count,
-            experts_per_token=_top_k(name, module, modules),
-            bias=bias is not None,
-            params=params,
-            type=type(module).__name__,
-            module=name,
-        )
+            f"{name}.{which}" if name else which, "experts", "", (b, a) if transposed else (a, b), experts=count,
+            experts_per_token=_top_k(name, module, modules), bias=bias is not None, params=params,
+            type=type(module).__name__, module=name,
+        )  # fmt: skip
 
 
 def _top_k(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int | None:

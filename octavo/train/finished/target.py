@@ -27,7 +27,6 @@ from torch import nn
 from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, load_config, override
-from octavo.config.rules_lora import kinds_of
 from octavo.config.sections import FITTING
 from octavo.models.folder import read_json
 from octavo.models.quantization import Quantization, read_quantization
@@ -88,7 +87,7 @@ class Target:
     @property
     def kinds(self) -> dict[str, str]:
         """component -> kind of the codes that the base is quantized to at load: what the run's configuration says."""
-        return {} if self.cfg is None else kinds_of(self.cfg)
+        return {} if self.cfg is None else self.cfg.model.load_in_fp8.kinds
 
     def open(
         self,
@@ -334,7 +333,7 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     named = read_json(folder / ADAPTER).get("base_model_name_or_path")
     run = folder.resolve().parent
     inside = configuration(run) if (run / rundir.CONFIG).is_file() else None
-    notes, trained_kinds = [], {} if inside is None else kinds_of(inside)
+    notes, trained_kinds = [], {} if inside is None else inside.model.load_in_fp8.kinds
     if trained_kinds:
         kinds = sorted({f"{kind}wise" for kind in trained_kinds.values()})
         fix = f"--load-in-fp8 {kinds[0]}" if list(trained_kinds) == ["foundation"] else f"naming the run {run}"

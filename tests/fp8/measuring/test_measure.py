@@ -63,7 +63,7 @@ def test_time_calls_takes_both_orders_and_medians():
     seen = []
     found = time_calls({n: lambda n=n: seen.append(n) for n in "ab"}, "cpu", warmup=1, rounds=3)
     assert "".join(seen) == "ab" + "abba" * 2  # three rounds become four: both orders weigh the same
-    assert found["a"].rounds == 4 and found["a"].seconds > 0 and found["a"].host == found["a"].device
+    assert found["a"].rounds == 4 and found["a"].device > 0 and found["a"].host == found["a"].device
     with pytest.raises(ValueError, match="found 0 functions"):
         time_calls({}, "cpu")
 
@@ -71,7 +71,7 @@ def test_time_calls_takes_both_orders_and_medians():
 def test_time_calls_sees_which_is_slower():
     x, y = torch.randn(64, 64), torch.randn(512, 512)
     found = time_calls({"small": lambda: x @ x, "large": lambda: y @ y}, "cpu", rounds=6)
-    assert found["large"].seconds > 3 * found["small"].seconds
+    assert found["large"].device > 3 * found["small"].device
 
 
 def test_each_distinct_shape_is_one_case():
