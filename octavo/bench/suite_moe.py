@@ -18,12 +18,8 @@ TOKENS, FEW = 8192, 24
 def run(bench: Bench) -> None:
     """Qwen3-30B-A3B's experts: 128 of them, 8 a token, hidden 2048, inner 768."""
     config = _config(bench.small)
-    experts, active, hidden, inner = (
-        config.num_experts,
-        config.num_experts_per_tok,
-        config.hidden_size,
-        config.moe_intermediate_size,
-    )
+    experts, active = config.num_experts, config.num_experts_per_tok
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
     m = bench.tokens or (FEW if bench.small else TOKENS)
     candidates = {f"{bench.high} {how}": partial(_call, bench, config, m, how, None) for how in ("grouped_mm", "eager")}
     for recipe in peers.RECIPES:

@@ -35,13 +35,9 @@ def encoder(cfg: Config, processor: Any) -> Encoder:
     """The encoder that a configuration asks for. Pixel limits belong to the processor (`models.load_processor`)."""
     data = cfg.data
     return Encoder(
-        processor,
-        cfg.train.seq_length,
-        on_long=data.on_long,
-        train_on_prompt=data.train_on_prompt,
-        system=data.system,
-        max_image_megapixels=data.max_image_megapixels,
-    )
+        processor, cfg.train.seq_length, on_long=data.on_long, train_on_prompt=data.train_on_prompt,
+        system=data.system, max_image_megapixels=data.max_image_megapixels,
+    )  # fmt: skip
 
 
 def train_loader(
@@ -56,17 +52,9 @@ def train_loader(
     """The training stream of a configuration. Raises `DataError`."""
     mixture = Mixture([read(d) for d in cfg.data.train], [d.weight for d in cfg.data.train], cfg.run.seed)
     return Loader(
-        mixture,
-        encoder(cfg, processor),
-        cfg.train.micro_batch,
-        cfg.train.global_batch,
-        rank,
-        world,
-        start_row,
-        cfg.data.workers,
-        cfg.data.on_bad_sample,
-        report_path,
-    )
+        mixture, encoder(cfg, processor), cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
+        cfg.data.workers, cfg.data.on_bad_sample, report_path,
+    )  # fmt: skip
 
 
 def eval_set(
@@ -82,11 +70,6 @@ def eval_set(
     if not cfg.data.eval:
         return None
     return EvalSet(
-        [read(d) for d in cfg.data.eval],
-        encoder(cfg, processor),
-        micro_batch or cfg.train.micro_batch,
-        rank,
-        world,
-        cfg.data.on_bad_sample,
-        report_path,
-    )
+        [read(d) for d in cfg.data.eval], encoder(cfg, processor), micro_batch or cfg.train.micro_batch, rank, world,
+        cfg.data.on_bad_sample, report_path,
+    )  # fmt: skip

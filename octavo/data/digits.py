@@ -94,13 +94,9 @@ def _accept(directory: Path, settings: dict[str, int]) -> None:
     except (OSError, ValueError) as cause:
         raise DataError(f"{directory} exists and is not a digits set; {fix}") from cause
     if there != settings:
-        changed = {
-            key: f"{there.get(key)} there, {settings[key]} asked" for key in settings if there.get(key) != settings[key]
-        }
-        raise DataError(
-            f"{directory} holds a digits set with other settings "
-            f"({'; '.join(f'{key}: {text}' for key, text in changed.items())}); {fix}"
-        )
+        differ = [key for key in settings if there.get(key) != settings[key]]
+        changed = "; ".join(f"{key}: {there.get(key)} there, {settings[key]} asked" for key in differ)
+        raise DataError(f"{directory} holds a digits set with other settings ({changed}); {fix}")
     for part in ("train", "test"):
         images = len(list((directory / "images" / part).glob("*.png")))
         listed = all((directory / f"{part}{kind}.json").is_file() for kind in ("", "_text"))

@@ -49,12 +49,9 @@ class JsonlRows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._starts, self._lines = array("q"), array("q")
-        self._index()
         self._handle: int | None = None
-
-    def _index(self) -> None:
-        for number, start, line in _numbered_lines(self.path):
+        self._starts, self._lines = array("q"), array("q")
+        for number, start, line in _numbered_lines(path):
             if line.strip():
                 self._starts.append(start)
                 self._lines.append(number)
@@ -165,9 +162,7 @@ def _read_json(path: Path) -> JsonRows:
         raise DataError(f"{path} is nested too deeply to be a list of conversations") from cause
     if isinstance(values, list):
         return JsonRows(path, values)
-    found = (
-        f"an object with the keys {', '.join(map(repr, list(values)[:5]))}"
-        if isinstance(values, dict)
-        else (f"a {type(values).__name__}")
-    )
+    found = f"a {type(values).__name__}"
+    if isinstance(values, dict):
+        found = f"an object with the keys {', '.join(map(repr, list(values)[:5]))}"
     raise DataError(f"{path}: the top level is {found}; it must be a list of rows (or one object a line, as .jsonl)")
