@@ -213,12 +213,12 @@ def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count
     from octavo.train import planning
 
     tokens = count()
-    with terminal.progress("measuring", bytes=False, elsewhere=_measured) as progress:
+    with terminal.progress("measuring", bytes=False, elsewhere=_note_measured) as progress:
         found = planning.measured(cfg, model, family, torch.device("cuda"), tokens, progress, args.cache)
     return tokens, found
 
 
-def _measured(done: int, total: int, name: str) -> None:
+def _note_measured(done: int, total: int, name: str) -> None:
     terminal.note(f"measured {done} of {total}{name and ': now ' + name}")
 
 

@@ -19,6 +19,7 @@ therefore be reached on all ranks; print with `run.say` and write files where `r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,9 +150,12 @@ class Run:
         return self.world.any(self.request.signal is not None)
 
     def save(self) -> None:
-        """Write a checkpoint, unless this step has one. A collective."""
+        """Write a checkpoint, unless this step has one. A collective. Not before the row of the step is written, with
+        which the run would go on: raises TrainError in `after_step`."""
         if self._saved == self.step:
             return
+        if self.step >= self.first and self.row.get("step") != self.step:
+            raise TrainError(f"step {self.step} has no row in metrics.jsonl yet; save in end_step, not in after_step")
         if self.log is not None:
             self.log.sync()
         self._saved = self.step
@@ -170,11 +174,20 @@ class Run:
 
     def _call(self, callback: Callback, event: str, given: Sequence[Any]) -> Any:
         try:
-            return getattr(callback, event)(self, *given)
+            answer = getattr(callback, event)(self, *given)
+            if event == "after_step" and callback in self.users:
+                json.dumps(given[0].row)  # what it added must be JSON, and is its own to answer for
+            return answer
         except Exception as error:
             if callback not in self.users or isinstance(error, TrainError):
                 raise
+            step = given[0] if event == "before_step" else self.step
+            after = (
+                "The run itself has finished"
+                if event == "end"
+                else "Mend or remove it, and continue with run.resume=auto"
+            )
             raise TrainError(
-                f"the callback {type(callback).__name__} failed in {event} at step {self.step}: "
-                f"{type(error).__name__}: {error}. Mend or remove it, and continue with run.resume=auto"
+                f"the callback {type(callback).__name__} failed in {event} at step {step}: "
+                f"{type(error).__name__}: {error}. {after}"
             ) from error

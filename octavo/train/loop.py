@@ -16,6 +16,7 @@ from octavo import checkpoint, parallel
 from octavo.config import Config
 from octavo.train import base, build, evaluation, planning, rundir
 from octavo.train.callback import Callback, Run, Step
+from octavo.train.errors import TrainError
 from octavo.train.gain import GainWindow
 from octavo.train.lock import RunLock
 from octavo.train.metrics import MetricsLog, finite
@@ -41,6 +42,8 @@ def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Sequenc
     Raises TrainError and the errors of the packages below, each with its fix. What is raised on one rank alone ends
     that process; torchrun then ends the others.
     """
+    if strange := [c for c in callbacks if not isinstance(c, Callback)]:
+        raise TrainError(f"callbacks holds {strange[0]!r}; give instances of octavo.train.Callback, such as Mine()")
     cfg = base.settled(cfg)
     world = parallel.setup(cfg.run.threads)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
@@ -146,7 +149,10 @@ def _step(run: Run, number: int) -> Step:
 def _observe(run: Run, number: int, batches: Batches) -> Observe:
     """What any callback asks for."""
     asked = [found for found in run.tell("before_step", number, batches) if found is not None]
-    observe = Observe(*(any(getattr(found, field.name) for found in asked) for field in fields(Observe)))
+    wishes = [any(getattr(found, field.name) for found in asked) for field in fields(Observe)]
+    if run.users:  # who may answer otherwise on another rank, and observing has collectives
+        wishes = [run.world.any(wish) for wish in wishes]
+    observe = Observe(*wishes)
     if observe.health and observe.memory:
         # Health keeps every x in high precision, which would count as activations. A run without a memory figure
         # takes that one first (with health_every: 1, at step 1), any other has time for it at a later step.

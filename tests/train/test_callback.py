@@ -104,6 +104,35 @@ def test_its_error_stops_the_run_and_keeps_the_cause(make, event: str):
     assert train.run(override(cfg, ["run.resume=auto"])).status == "finished"
 
 
+class Wrong(train.Callback):
+    """Does what a callback may not."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def after_step(self, run, step):
+        if self.what == "row":
+            step.row["mine"] = object()
+        elif self.what == "save":
+            run.save()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("row", "the callback Wrong failed in after_step at step 1: TypeError"), ("save", "save in end_step")],
+)
+def test_a_row_that_is_no_json_and_a_checkpoint_without_its_row_are_refused(make, what: str, message: str):
+    with pytest.raises(train.TrainError, match=message):
+        train.run(make("train.steps=2", "train.warmup=0"), callbacks=[Wrong(what)])
+
+
+def test_what_is_no_callback_is_refused_before_there_is_a_run(make):
+    cfg = make("train.steps=2", "train.warmup=0")
+    with pytest.raises(train.TrainError, match="give instances of octavo.train.Callback"):
+        train.run(cfg, callbacks=[Wrong])
+    assert not Path(cfg.run.dir).exists()
+
+
 def test_a_train_error_of_its_own_is_left_as_it_is(make):
     class Refuses(train.Callback):
         def after_step(self, run, step):

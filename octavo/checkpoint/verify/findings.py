@@ -102,7 +102,7 @@ class Findings:
         """What a reader refuses becomes a finding about the file."""
         try:
             yield
-        except ModelError as error:
+        except (ModelError, OSError) as error:
             self.fail(kind, file, text=str(error))
 
     def __iter__(self) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from octavo.fp8.arithmetic.cast import (
 from octavo.fp8.arithmetic.formats import E4M3, NAN_CODE, decode
 from octavo.fp8.arithmetic.master import split as split_master
 from octavo.fp8.arithmetic.metrics import SOUND
-from octavo.fp8.arithmetic.moments import LAYOUT
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
 from octavo.fp8.arithmetic.moments import decode as decode_moments
 from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, Recipe
 
@@ -21,6 +21,7 @@ __all__ = [
     "CastSpec",
     "E4M3",
     "GEMMS",
+    "GROUP",
     "LAYOUT",
     "NAN_CODE",
     "Quantized",

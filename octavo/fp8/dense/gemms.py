@@ -60,10 +60,8 @@ class Site:
         self.dy = Requests(self._request("dgrad", "a"), self._request("wgrad", "a"))
 
     def _request(self, name: str, operand: str) -> CastRequest | None:
-        gemm, selection = self.recipe.gemm(name), self.selections.get(name)
-        if gemm is None or selection is None:
-            return None
-        return CastRequest(selection.backend, getattr(gemm, operand))
+        gemm = self.recipe.gemm(name)
+        return None if gemm is None else CastRequest(self.selections[name].backend, getattr(gemm, operand))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         codes, scaling = copy.deepcopy(self.codes, memo), copy.deepcopy(self.scaling, memo)

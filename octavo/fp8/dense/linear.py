@@ -218,6 +218,7 @@ class Linear(CachesWeights, nn.Linear):
     object, same parameters, hooks and names, so that checkpoints, optimizers and PEFT see nothing new."""
 
     _site: Site
+    _fp8_param = False  # whether its weight is FP8 between steps: see `compiled`
     _source: SourceOf | None = None  # of its input, where what stands around it computes that again
 
     @classmethod

@@ -138,11 +138,12 @@ class WeightCache:
         weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
         nothing. Nor is anything kept or reused while a CUDA graph is captured.
         """
-        self.captured = capturing(owner)
+        self.captured = False
         if isinstance(owner, Fp8Weight):
             codes = owner.codes(spec, part.slot)
             if codes is not None:
                 return codes
+        self.captured = capturing(owner)
         cast = cast or backend.quantize
         if isinstance(owner, Fp8Weight) and owner.frozen:  # another cast than that of its codes, never kept beside them
             self.casts += 1

@@ -17,8 +17,7 @@ from torch import nn
 from octavo import adapters, fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.config import Config
-from octavo.fp8.arithmetic import CastSpec, layout
-from octavo.fp8.arithmetic.moments import GROUP
+from octavo.fp8.arithmetic import GROUP, CastSpec, layout
 from octavo.fp8.weights import Shards
 from octavo.train.forward import model_dtype
 

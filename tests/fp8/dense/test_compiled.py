@@ -472,3 +472,12 @@ def test_blocks_of_transformers(make, name):
     got = results(model, lambda t: call(compiled, t), x)
     for a, b in zip(want, got, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_thawed_layer_is_one_graph_again():
+    model = nn.Sequential(nn.Linear(128, 128))
+    model[0].weight = fp8.freeze_weight(model[0].weight.detach(), "block")
+    fp8.apply(model, fp8.plan(model, "blockwise"))
+    fp8.thaw(model)
+    x = torch.randn(4, 128)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
