@@ -1,6 +1,6 @@
 """The kernel of AdamW: one launch steps many pieces of parameters. ``adamw.py`` builds its tables and starts it.
 
-The arithmetic is that of ``octavo/fp8/optim/update.py``, ``moments.py`` and ``master.py``, operation by operation: IEEE
+The arithmetic is that of ``octavo/fp8/arithmetic`` (``adamw``, ``moments``, ``master``), operation by operation: IEEE
 division and square root, integers for codes and random bits, and no multiplication fused with an addition (the launch
 says ``enable_fp_fusion=False``; a fused one rounds once where the reference rounds twice). Only ``coat`` uses powers,
 of which the device's are approximate.

@@ -1,4 +1,4 @@
-"""Bit patterns: the arithmetic of ``octavo/fp8/cast.py`` for use inside Triton kernels.
+"""Bit patterns: the arithmetic of ``octavo/fp8/arithmetic/cast.py`` for use inside Triton kernels.
 
 Everything that decides a scale or a code is integer work on fp32 patterns (int32), because that is what a GPU, the
 compiler and the interpreter agree on::

@@ -1,4 +1,5 @@
-"""Casts in Triton: bit for bit those of ``octavo/fp8/cast.py``, laid out as :mod:`octavo.fp8.kernels.layout` says.
+"""Casts in Triton: bit for bit those of ``octavo/fp8/arithmetic/cast.py``, laid out as :mod:`octavo.fp8.kernels.layout`
+says.
 
 x becomes a matrix [rows, columns] by a view, whatever its two strides are; one that is contiguous down its columns is
 cast as its transpose, with the block turned too. The kernels (``cast_tiles``) then know one case. What runs is settled
