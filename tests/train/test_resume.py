@@ -120,6 +120,7 @@ def killed(cfg: Any, folder: Path, moment: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 
+@pytest.mark.long
 def test_kill_9_in_the_midst_of_a_save(make, tmp_path: Path):
     whole = train.run(make("run.save_every=2", dir="whole"))
     cfg = make("run.save_every=2", dir="killed")
