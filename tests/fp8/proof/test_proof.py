@@ -239,6 +239,17 @@ def test_another_backend_than_planned():
         proof.observe(counts, {"foundation": 2})
 
 
+def test_a_forward_that_is_recomputed_twice():
+    """By a checkpoint within a checkpoint. Each of its backward GEMMs runs once, so that nothing else shows it."""
+    model, plan, proof = ready()
+    twice = nn.Sequential(*model.layers)
+    with fp8.count_gemms() as counts:
+        x = torch.randn(3, 16, requires_grad=True)
+        checkpoint(lambda x: checkpoint(twice, x, use_reentrant=True), x, use_reentrant=True).sum().backward()
+    with pytest.raises(fp8.ProofError, match="layers.0: 1 fwd were recomputed 2 times; layers.1: 1 fwd"):
+        proof.observe(counts, {"foundation": 1})
+
+
 def test_dummies_do_not_count():
     model, plan, proof = ready()
     with fp8.count_gemms() as counts:
