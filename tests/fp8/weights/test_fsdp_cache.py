@@ -12,6 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from octavo import fp8
 from octavo.fp8.weights import cache
+from octavo.fp8.weights.shards import plain
 from tests import ranks
 
 STEPS, MICRO = 3, 2
@@ -165,6 +166,19 @@ def test_weights_gathered_in_bf16_are_cast_from_bf16(alone):
     twin = build("blockwise").bfloat16()
     twin.load_state_dict(full)
     assert torch.equal(model(x), twin(x.bfloat16()))
+
+
+def test_a_write_to_the_master_behind_gathered_codes_is_seen(alone):
+    """As a loader writes through a state dict; where a border cuts a block, fp8.invalidate must tell all ranks."""
+    want, model, x = build("blockwise"), build("blockwise", param=True), torch.randn(4, 32)
+    for block in model:
+        fully_shard(block, mesh=alone)
+    fully_shard(model, mesh=alone)
+    before = model(x)
+    with torch.no_grad():
+        for m in (want, model):
+            plain(m[0].up.weight).mul_(1.5)
+    assert not torch.equal(model(x), before) and torch.equal(model(x), want(x))
 
 
 @pytest.mark.parametrize("param", [False, True], ids=["values", "codes"])
