@@ -63,7 +63,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def obstacle(module: nn.Module) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """Why the rows of these experts cannot be computed one by one, as adapters want it; None if they can."""
     if isinstance(module, moe.Experts):  # held against the stock module when it was converted
         return None
@@ -133,9 +133,9 @@ def adopt(model: nn.Module) -> int:
                 "layers as target_modules"
             )
         kind = (type(base), *(tuple(base._parameters[p].shape) for p in moe.PROJECTIONS))
-        if kind not in held and (lack := obstacle(base)):
+        if kind not in held and (why := why_not(base)):
             raise AdapterError(
-                f"{name}: experts of this structure cannot have adapters beside them: {lack}. Leave them out with "
+                f"{name}: experts of this structure cannot have adapters beside them: {why}. Leave them out with "
                 'lora.exclude: ["**.experts"]'
             )
         held.add(kind)

@@ -55,9 +55,9 @@ def exact(op: str, a_q: Quantized, b_q: Quantized) -> torch.Tensor:
 
 def able(backend: str, op: str, name: str, format: str | None = None) -> registry.Backend:
     chosen = registry.get(backend)
-    lack = chosen.supports(op, recipe(name, format), torch.device("cuda"), None)
-    if lack is not None:
-        pytest.skip(f"{backend} {name} {op}: {lack}")
+    why_not = chosen.supports(op, recipe(name, format), torch.device("cuda"), None)
+    if why_not is not None:
+        pytest.skip(f"{backend} {name} {op}: {why_not}")
     return chosen
 
 

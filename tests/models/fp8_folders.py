@@ -77,7 +77,7 @@ def spell(scale: Tensor, method: str, dtype: torch.dtype) -> Tensor:
     return (scale.reshape(1) if method == "tensor" else scale).to(dtype)
 
 
-def alone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def unfused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fused experts taken apart, as llm-compressor does: X.experts.gate_up_proj -> X.experts.3.gate_proj.weight ..."""
     out = {}
     for name, value in weights.items():
@@ -99,7 +99,7 @@ def quantized(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Write a folder in FP8; returns (codes, fp32 scales as written) by the weights' names on disk."""
     shutil.copytree(source, target)
-    weights = alone(load_file(source / "model.safetensors"))
+    weights = unfused(load_file(source / "model.safetensors"))
     codes, scales, out = {}, {}, {}
     for name, value in weights.items():
         if not LINEAR.search(name) or any(tower in name for tower in TOWERS):

@@ -20,7 +20,7 @@ from octavo.models.assembly import assemble
 from octavo.models.shards import open_weights
 from octavo.models.skeleton import read_config, skeleton
 from tests.models.conftest import batch
-from tests.models.fp8_folders import CHANNEL, CONFIGS, alone, edit_config, edit_weights, quantized
+from tests.models.fp8_folders import CHANNEL, CONFIGS, edit_config, edit_weights, quantized, unfused
 
 FORMATS = tuple(CONFIGS)
 KINDS = tuple(fp8.FROZEN)
@@ -626,4 +626,4 @@ def test_octavo_load_with_an_adapter(checkpoint, tmp_path):
     model = octavo.load(checkpoint("llama"), load_in_fp8="row", adapter=tmp_path / "adapter", recipe="rowwise")
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
-    assert alone({}) == {} and torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+    assert unfused({}) == {} and torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()

@@ -36,7 +36,7 @@ from octavo.fp8.dense.inputs import Source, behind, compute_dtype
 from octavo.fp8.dense.linear import Call, three_gemms
 from octavo.fp8.dense.swap import put
 from octavo.fp8.kernels.groups import Groups, route
-from octavo.fp8.moe.grouped import Grouped, alone, grouped_gemms, one_by_one
+from octavo.fp8.moe.grouped import Grouped, grouped_gemms, one_by_one, why_not_grouped
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 
@@ -146,7 +146,7 @@ class Experts(CachesWeights):
         weight, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
         assert weight is not None
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
-        if alone(site.recipe, site.selections, x.device) is None:
+        if why_not_grouped(site.recipe, site.selections, x.device) is None:
             way = Grouped(groups, transposed)
             call = Call(site, weight, WeightSlice(None, transposed), grad, self.training, way, shares=False)
             return grouped_gemms(x, bias, call)

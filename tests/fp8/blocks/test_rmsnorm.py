@@ -23,7 +23,6 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
 from octavo.models.tiny_configs import tiny_config
-from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -282,9 +281,9 @@ def test_copies_pickles_back_high_precision_and_compiled():
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp(alone, reshard):  # noqa: F811
+def test_fsdp(mesh_of_one, reshard):
     plain, twin = pair()
-    fully_shard(twin, mesh=alone, reshard_after_forward=reshard)
+    fully_shard(twin, mesh=mesh_of_one, reshard_after_forward=reshard)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (plain, twin)]
     losses: list[list[float]] = [[], []]
     for seed in range(3):

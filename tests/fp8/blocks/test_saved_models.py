@@ -202,7 +202,7 @@ def test_gemma_stays_and_says_so():
     norms = [b for b in plan.blocks if b.kind == "norm"]
     assert len(norms) == 5 and all(not b.saves and "1 + weight" in b.why for b in norms)
     (mlp,) = [b for b in plan.blocks if b.kind == "gated MLP"]
-    assert not mlp.fused and mlp.saves  # GELU is no obstacle to keeping codes
+    assert not mlp.fused and mlp.saves  # GELU does not keep it from saving codes
     fp8.apply(gemma, plan)
     ids = torch.randint(0, 64, (2, 8))
     gemma(input_ids=ids, labels=ids).loss.backward()

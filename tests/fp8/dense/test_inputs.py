@@ -16,7 +16,6 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.dense.inputs import CastRequest, cast_matrix
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights import cache
-from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -351,10 +350,10 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
         assert m.q._site.codes.casts == casts2
 
 
-def test_under_fsdp(alone, casts):  # noqa: F811
+def test_under_fsdp(mesh_of_one, casts):
     m = three()
     plain = three()
-    fully_shard(m, mesh=alone)
+    fully_shard(m, mesh=mesh_of_one)
     x = torch.randn(5, 64)
     for _ in range(2):
         casts.clear()

@@ -27,7 +27,6 @@ from octavo.fp8.dense.swap import unswap
 from octavo.fp8.memory.chunked_head import ChunkedHead, chunked_head
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy
 from octavo.models.tiny_configs import CONFIGS, tiny_config
-from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 IGNORE = -100
 
@@ -192,7 +191,7 @@ def test_copies_pickles_and_the_way_back():
     assert type(head) is nn.Linear and torch.equal(model(**inputs).logits, want)
 
 
-def test_under_fsdp_the_weight_is_gathered_where_the_head_runs(alone):  # noqa: F811
+def test_under_fsdp_the_weight_is_gathered_where_the_head_runs(mesh_of_one):
     model, (inputs, target) = tiny("llama"), asked()
     want = plain_losses(model(**inputs).logits, target)
     want.sum().backward()
@@ -200,8 +199,8 @@ def test_under_fsdp_the_weight_is_gathered_where_the_head_runs(alone):  # noqa: 
     model.zero_grad(set_to_none=True)
     head = chunked_head(model)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=alone)
-    fully_shard(model, mesh=alone)
+        fully_shard(layer, mesh=mesh_of_one)
+    fully_shard(model, mesh=mesh_of_one)
     for _ in range(2):  # the second step meets weights that were resharded
         model.zero_grad(set_to_none=True)
         with head.losses(target) as given:

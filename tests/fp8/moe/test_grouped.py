@@ -15,7 +15,7 @@ from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe import grouped_high
-from octavo.fp8.moe.grouped import alone
+from octavo.fp8.moe.grouped import why_not_grouped
 
 E, H, I = 5, 144, 40  # noqa: E741
 SPECS = [
@@ -406,7 +406,9 @@ def test_without_grouped_gemms_experts_run_one_by_one_and_the_plan_says_why(back
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     chosen = fp8.recipe("rowwise")
     picked = {"fwd": registry.select("fwd", recipe_or_spec=chosen, device=cpu, requested="reference")}
-    assert alone(chosen, picked, cpu) is None and "would have to be waited for" in alone(chosen, picked, cuda)
+    assert why_not_grouped(chosen, picked, cpu) is None and "would have to be waited for" in why_not_grouped(
+        chosen, picked, cuda
+    )
 
 
 def test_high_precision_gemms_ignore_what_padding_holds():
