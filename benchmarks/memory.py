@@ -110,7 +110,7 @@ def run(name: str, settings: dict[str, int]) -> dict[str, Any]:
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  # so that it counts as a library
 
     from octavo import models
-    from octavo.fp8.memory import kept
+    from octavo.fp8.memory import count_saved
 
     how = RUNS[name]
     plain = not how
@@ -127,7 +127,7 @@ def run(name: str, settings: dict[str, int]) -> dict[str, Any]:
         began = time.perf_counter()
         meter.phase = "forward"
         if number == 0:
-            with kept(model, blocks) as count:
+            with count_saved(model, blocks) as count:
                 loss = loss_of()
             meter.counted(count.report(), family)
         else:

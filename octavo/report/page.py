@@ -35,7 +35,7 @@ KINDS = {
     "gradients": "gradients",
     "optimizer": "optimizer states",
     "codes": "cached FP8 codes",
-    "activations": "kept activations",
+    "activations": "saved activations",
     "logits": "logits",
     "workspace": "workspace",
 }

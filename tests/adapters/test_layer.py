@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo import adapters, fp8
 from octavo.adapters import AdapterError
 from octavo.adapters.lowrank import low_rank, low_rank_traced
-from octavo.fp8.memory.accounting import Kept, kept
+from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from tests.adapters.conftest import lora
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -59,8 +59,8 @@ def x_of(dtype=torch.bfloat16) -> Tensor:
     return torch.randn(M, K, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
 
 
-def counted(model: Model, x: Tensor, autocast: bool = False) -> Kept:
-    with kept(model, [("attn", model.attn)]) as k, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+def counted(model: Model, x: Tensor, autocast: bool = False) -> SavedBytes:
+    with count_saved(model, [("attn", model.attn)]) as k, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(x)
     del y
     return k.report()
@@ -180,7 +180,7 @@ def test_a_block_that_makes_its_input_again_keeps_none_for_the_adapter() -> None
         adapters.attach(holder, None, lora(targets=["down_proj"]))
         nn.init.normal_(mlp.down_proj.lora_B["default"].weight, std=0.1)
         x = torch.randn(M, 128, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).requires_grad_()
-        with kept(holder, [("mlp", mlp)]) as k:
+        with count_saved(holder, [("mlp", mlp)]) as k:
             y = mlp(x)
         totals.append(k.report().by_module)
         y.float().square().sum().backward()

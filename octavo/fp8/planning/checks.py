@@ -52,7 +52,7 @@ def notes_of(
     notes += frozen_notes(model, rows)
     frozen = sum(r.row.frozen for r in fp8)
     if frozen:
-        notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no kept input")
+        notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no saved input")
     if any(r.row.experts and not r.row.experts_per_token for r in rows):
         notes.append("experts per token are unknown: FLOPs count every expert as active")
     if tokens is None and len({r.component for r in rows if r.kind not in OUTSIDE}) > 1:

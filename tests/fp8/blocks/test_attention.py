@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.blocks import attention
 from octavo.fp8.blocks.attention import grouped_attention
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 
 B, T, H, KV, D = 2, 37, 6, 2, 24
 MASKS = ("none", "causal", "shared boolean", "own boolean", "added")
@@ -79,7 +79,7 @@ def test_one_group_sums_its_heads_in_fp32():
 def keeps(function, kind: str) -> dict[torch.dtype, int]:
     qkv, mask, causal = given(kind)
     leaves = [x.requires_grad_() for x in qkv]
-    with kept(nn.Identity()) as k:
+    with count_saved(nn.Identity()) as k:
         out = function(*(x * 1 for x in leaves), mask, is_causal=causal)
     by_dtype = k.report().by_dtype
     del out

@@ -19,7 +19,7 @@ from octavo.fp8.blocks import gated_mlp
 from octavo.fp8.blocks import mlp as saved_mlp
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.swap import unswap
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
 ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu2", "mish", "linear")
@@ -192,7 +192,7 @@ def storages(m, x):
 
 def rows(m, x, lowered=False):
     model, x = nn.Sequential(m), x.detach().clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=lowered), kept(model) as accountant:
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered), count_saved(model) as accountant:
         y = model(x)
     found = [r for r in accountant.report().rows if r.kind == "activation"]
     del y
@@ -233,7 +233,7 @@ def test_a_last_layer_alone_keeps_the_codes_of_its_own_input():
     _, twin = pair(dtype=torch.bfloat16)
     for m in (twin.gate_proj, twin.up_proj):
         m.requires_grad_(False)
-    with kept(nn.Sequential(twin)) as accountant:
+    with count_saved(nn.Sequential(twin)) as accountant:
         y = twin(given(rows=(128,), dtype=torch.bfloat16))
     assert y.requires_grad
     assert sum(r.bytes for r in accountant.report().rows if r.dtype == torch.float8_e4m3fn) == 128 * 160

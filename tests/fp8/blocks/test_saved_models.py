@@ -12,7 +12,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from octavo import fp8, models
 from octavo.fp8.dense.swap import Swapped
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 from octavo.models.tiny_configs import tiny_config
 from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
@@ -107,7 +107,7 @@ def test_what_is_left_in_16_bits_is_what_attention_keeps(family, fuse):
     fp8.apply(model, fp8.plan(model, fp8.Policy(activations="fp8", fuse=fuse), described.components))
     model(**inputs).loss.backward()
     model.zero_grad()
-    with kept(model, described.layers(model)) as accountant:
+    with count_saved(model, described.layers(model)) as accountant:
         loss = model(**inputs).loss
     wide = [r for r in accountant.report().rows if r.block and r.kind == "activation" and r.dtype == torch.bfloat16]
     assert loss.requires_grad and wide
@@ -136,7 +136,7 @@ def test_bytes_of_a_decoder_layer():
     ids = torch.randint(0, 64, (1, 128))
     model(input_ids=ids).logits.sum().backward()
     model.zero_grad()
-    with kept(model, [("layer", model.model.layers[0])]) as accountant:
+    with count_saved(model, [("layer", model.model.layers[0])]) as accountant:
         logits = model(input_ids=ids).logits
     assert logits.requires_grad
     found = accountant.report().by_block["layer"] / 128

@@ -12,7 +12,7 @@ from octavo.fp8.blocks import attention_output
 from octavo.fp8.dense import inputs, sources
 from octavo.fp8.dense.inputs import Source, forget
 from octavo.fp8.dense.sources import SPEC
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -165,7 +165,7 @@ def gradients(model, x, lowered=False):
 
 
 def bytes_kept(model, x, lowered=False):
-    with torch.autocast("cpu", torch.bfloat16, enabled=lowered), kept(model, [("0", model[0])]) as k:
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered), count_saved(model, [("0", model[0])]) as k:
         y = model(x.clone().requires_grad_())
     rows = [r for r in k.report().rows if r.kind == "activation"]
     del y
@@ -190,7 +190,7 @@ def test_a_copy_of_attentions_output_is_nobodys():
     assert sum(r.bytes for r in rows[0]) == sum(r.bytes for r in rows[1])
     y = torch.randn(2, 64, 4, 32, requires_grad=True).transpose(1, 2)
     out = nn.functional.scaled_dot_product_attention(y, y, y)
-    shared = attention_output.kept_by_attention
+    shared = attention_output.saved_by_attention
     assert shared(out) and shared(out.transpose(1, 2).reshape(2, 64, 128)) and not shared(out * 1) and not shared(y)
     assert not shared(out.reshape(2, 4, 32, 64).reshape(-1))  # a copy
     assert not shared(out.clone()) and not shared(torch.cat([out, out])) and not shared(out.detach())
@@ -215,7 +215,7 @@ def test_v_does_not_hold_the_q_and_k_of_its_gemm():
             q, key, v = (2 * x).view(1, 64, 3, 4, 32).permute(2, 0, 3, 1, 4)
             return attention(turn(q), turn(key), v)
 
-        with kept(nn.Identity()) as k:
+        with count_saved(nn.Identity()) as k:
             y = attend(fp8.grouped_attention)
         assert torch.equal(y, attend(nn.functional.scaled_dot_product_attention))
         sizes.append(sum(r.bytes for r in k.report().rows if r.kind == "activation" and r.dtype == torch.bfloat16))

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config
 
 from octavo import fp8, models
-from octavo.fp8.memory.accounting import Kept, kept
+from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from octavo.fp8.memory.recompute import recompute
 from octavo.models import tiny
 from tests import ranks
@@ -97,9 +97,9 @@ def test_what_runs_again_has_a_name():
     assert recompute([("layers.0", stack(1)[0])], "full") == ("layers.0",)
 
 
-def count(how: str) -> Kept:
+def count(how: str) -> SavedBytes:
     model, x = stack(3, how=how), torch.randn(2, 8, 32, requires_grad=True)
-    with kept(model, model.named_children()) as k:
+    with count_saved(model, model.named_children()) as k:
         y = model(x)
     report = k.report()
     del y
@@ -135,9 +135,9 @@ def test_keywords_copies_pickles_and_evaluation(how):
         assert same(step(twin), step(plain))
         plain.zero_grad()
     assert isinstance(model[0], Block) and list(model.state_dict()) == list(plain.state_dict())
-    with kept(model) as k:
+    with count_saved(model) as k:
         y = model.eval()(x.requires_grad_())
-    with kept(plain) as k2:
+    with count_saved(plain) as k2:
         z = plain.eval()(x)
     assert k.report().total == k2.report().total and torch.equal(y, z)
 

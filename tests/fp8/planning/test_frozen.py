@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 
 RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
 
@@ -66,7 +66,7 @@ def test_it_is_the_layer_of_its_values(kind: str, how: str) -> None:
         fp8.apply(model, plan)
         x = batch().requires_grad_()
         with fp8.count_gemms() as counts:
-            with kept(model, []) as held:
+            with count_saved(model, []) as held:
                 y = model(x)
             y.backward(batch(seed=2))
         found.append((y.detach(), x.grad, held.report().total))
@@ -107,7 +107,7 @@ def test_a_frozen_layer_keeps_nothing(kind: str, dgrad: str) -> None:
     model[0].weight = fp8.freeze_weight(model[0].weight, kind)
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=RECIPES[kind], dgrad=dgrad)))
     x = batch().requires_grad_()
-    with kept(model, []) as held:
+    with count_saved(model, []) as held:
         y = model(x)
     report = held.report()
     assert report.total == 0, str(report)
