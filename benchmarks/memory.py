@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     runs = []
     for name in RUNS:
         print(f"{time.strftime('%X')} {name}", flush=True)
-        runs.append(_apart(name, settings))
+        runs.append(_in_own_process(name, settings))
     for line in table(runs):
         print(line)
     keep(runs, settings)
@@ -83,7 +83,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _apart(name: str, settings: dict[str, int]) -> dict[str, Any]:
+def _in_own_process(name: str, settings: dict[str, int]) -> dict[str, Any]:
     """One run in a process of its own, so that nothing of another is left in its memory."""
     command = [sys.executable, str(Path(__file__).resolve()), "--run", name, json.dumps(settings)]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

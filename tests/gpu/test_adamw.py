@@ -108,8 +108,8 @@ def test_coat_agrees_as_far_as_powers_do() -> None:
             if "figures" in name:
                 torch.testing.assert_close(q.state[name], x, rtol=5e-3, atol=0)
             else:
-                apart = (x.view(torch.uint8).int() - q.state[name].view(torch.uint8).int()).abs()
-                assert apart.max() <= 1 and (apart > 0).float().mean() < 0.02, name
+                difference = (x.view(torch.uint8).int() - q.state[name].view(torch.uint8).int()).abs()
+                assert difference.max() <= 1 and (difference > 0).float().mean() < 0.02, name
 
 
 def test_a_learning_rate_on_the_device_and_no_wait() -> None:

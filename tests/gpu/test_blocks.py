@@ -1,4 +1,4 @@
-"""Fused norms and gated MLPs on a GPU: near the same layers apart, one kernel for each, nothing waits, less is kept,
+"""Fused norms and gated MLPs on a GPU: near the separate layers, one kernel for each, nothing waits, less is saved,
 and a captured step is right."""
 
 import copy
@@ -53,7 +53,7 @@ def step(m, x, lowered=False):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
 @pytest.mark.parametrize("lowered", [False, True])
-def test_near_the_layers_apart(recipe, lowered):
+def test_near_the_separate_layers(recipe, lowered):
     plain, twin = pair(recipe, torch.float32 if lowered else torch.bfloat16)
     for rows in (300, 1):
         x = torch.randn(rows, 512, device="cuda", dtype=twin.mlp.gate_proj.weight.dtype)

@@ -110,7 +110,7 @@ def test_counted_bytes_are_those_of_the_allocator(in_fp8):
     with count_saved(model, model.named_children()) as k:
         y = model(x)
     report = k.report()
-    counted = report.total + report.apart["output"] + fp8.code_bytes(model) - codes
+    counted = report.total + report.separate["output"] + fp8.code_bytes(model) - codes
     assert counted == pytest.approx(torch.cuda.memory_allocated() - before, rel=0.02)
     del y
 
@@ -120,7 +120,7 @@ def test_what_offload_moved_is_counted_as_the_hosts():
     offload(model.named_children(), least=1 << 16)
     with count_saved(model, model.named_children()) as k:
         y = model(torch.randn(1, TOKENS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True))
-    assert k.report().apart["host"] > k.report().total
+    assert k.report().separate["host"] > k.report().total
     del y
 
 

@@ -189,9 +189,9 @@ def _grouped(op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype:
     out = torch.zeros(groups.rows, w.codes.shape[1], dtype=out_dtype, device=a.codes.device)
     if not (w.free and w.contracted and groups.experts):
         return out[:, : w.free]
-    owners = groups.tiles[:, None].expand(-1, TILE).reshape(-1)
+    experts = groups.tiles[:, None].expand(-1, TILE).reshape(-1)
     _library().m_grouped_fp8_gemm_nt_contiguous(
-        (a.codes, lines(a)), (w.codes, w.scale.contiguous()), out, owners, recipe=SQUARES
+        (a.codes, lines(a)), (w.codes, w.scale.contiguous()), out, experts, recipe=SQUARES
     )
     return out[:, : w.free].contiguous()
 

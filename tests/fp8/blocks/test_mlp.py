@@ -158,20 +158,20 @@ def test_close_to_the_mlp_that_keeps_16_bits(kind, together, outliers):
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_fused_function_keeps_the_same(recipe, bias):
-    """One function: as apart but for where h is rounded; counts, bits of a recomputation, bytes."""
+    """One function: as separate layers but for where h is rounded; counts, bits of a recomputation, bytes."""
     mlp, twin = pair(Gated, recipe, torch.bfloat16, together=True, bias=bias)
-    _, apart = pair(Gated, recipe, torch.bfloat16, bias=bias)
+    _, separate = pair(Gated, recipe, torch.bfloat16, bias=bias)
     x = given(dtype=torch.bfloat16)
-    (want, counts), (got, counts2), (alone, counts3) = (run(m, x) for m in (mlp, twin, apart))
+    (want, counts), (got, counts2), (unfused, counts3) = (run(m, x) for m in (mlp, twin, separate))
     assert counts == counts2 == counts3
     assert all(cosine(a, b) >= 0.995 for a, b in zip(want, got, strict=True))
-    assert all(cosine(a, b) >= 0.9995 for a, b in zip(alone, got, strict=True))
+    assert all(cosine(a, b) >= 0.9995 for a, b in zip(unfused, got, strict=True))
     again = run(twin, x, inner=lambda m, x: checkpoint(m, x, use_reentrant=False))[0]
     assert same(got, again)
     with fp8.health():  # layer by layer then, on the same values
         watched, _ = run(twin, x)
-    assert same(watched, alone)
-    assert storages(twin, x) == storages(apart, x) and torch.bfloat16 not in storages(twin, x)
+    assert same(watched, unfused)
+    assert storages(twin, x) == storages(separate, x) and torch.bfloat16 not in storages(twin, x)
 
 
 def storages(m, x):

@@ -163,8 +163,8 @@ def assert_near(plain, twin, x, inner=lambda m, x: m(x), tolerance=None):
         assert (exact is None) == (found is None)
         if exact is not None:
             assert found.dtype == exact.dtype
-            gap = (found.float() - exact.float()).abs().max()
-            assert gap <= (tolerance or 2**-8) * exact.float().abs().max()
+            error = (found.float() - exact.float()).abs().max()
+            assert error <= (tolerance or 2**-8) * exact.float().abs().max()
             assert fp8.calc_diff(found, exact) < (tolerance or 1e-6)
 
 

@@ -222,10 +222,10 @@ def test_copies_pickles_and_moved_layers_are_found_and_dead_ones_forgotten():
     module.weight = torch.nn.Parameter(torch.randn(24, 40))
     assert weights.codes_of(module.weight) is module._site.codes
     kept = twin.weight
-    before = len(weights._owners)
+    before = len(weights._caches)
     del twin, loaded
     gc.collect()
-    assert weights.codes_of(kept) is None and len(weights._owners) <= before - 2
+    assert weights.codes_of(kept) is None and len(weights._caches) <= before - 2
 
 
 def test_an_unknown_weight_is_cast_inside_the_call():

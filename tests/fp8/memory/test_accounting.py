@@ -137,7 +137,7 @@ def test_weights_buffers_gradients_and_cached_codes_do_not_count():
 
 
 @pytest.mark.long
-def test_positions_and_masks_are_apart():
+def test_positions_and_masks_are_separate():
     def decoder(self, x):
         angles = torch.arange(x.shape[0], dtype=torch.float32)[:, None] * torch.ones(8)
         mask, cos = torch.ones(x.shape[0], 1, dtype=torch.bool).tril(), angles.cos()
@@ -206,14 +206,14 @@ def test_sparse_tensors_count_their_indices_and_values():
     assert k.report().total == 16 * 4 + 2 * 16 * 8 and held.layout is torch.sparse_coo
 
 
-def test_what_a_model_elsewhere_keeps_in_host_memory_is_apart():
+def test_what_a_model_elsewhere_keeps_in_host_memory_is_separate():
     model = nn.Linear(8, 16, device="meta")
     with count_saved(model) as k:
         there, here = torch.ones(4, 8) * 2, torch.ones(4, 8, device="meta") * 2
     assert k.report().separate == {"host": 4 * 8 * 4} and k.report().total == 4 * 8 * 4 and there.shape == here.shape
 
 
-def test_buffers_of_a_gathering_are_apart():
+def test_buffers_of_a_gathering_are_separate():
     import torch.distributed.fsdp  # its operations
 
     with count_saved(nn.Identity()) as k:

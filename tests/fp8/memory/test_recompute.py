@@ -199,7 +199,7 @@ def family_step(family: str, how: str, policy: fp8.Policy) -> tuple[Tensor, dict
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, counts
 
 
-POLICIES = {"apart": {"fuse": "off"}, "fused": {"fuse": "on"}, "saved": {"fuse": "on", "activations": "fp8"}}
+POLICIES = {"separate": {"fuse": "off"}, "fused": {"fuse": "on"}, "saved": {"fuse": "on", "activations": "fp8"}}
 
 
 # Every policy with a decoder and with images; of the other families each under one, in turn.

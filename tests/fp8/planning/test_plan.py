@@ -65,7 +65,7 @@ def test_the_table_says_everything():
     for piece in (
         "layers.{0..3}.q_proj", "32 x 32", "blockwise e4m3", "reference", "the whole model; frozen, no wgrad",
         "FP8: 14 of 18 linear layers", "high precision: 1 (lm_head stays in high precision)",
-        "linear FLOPs in FP8: 91.0 %", "image_projector 0.0 %", "lm_head and patch embedding apart",
+        "linear FLOPs in FP8: 91.0 %", "image_projector 0.0 %", "lm_head and patch embedding do not count",
         "note: 6 of 14 FP8 layers are frozen: no wgrad, no saved input",
     ):  # fmt: skip
         assert piece in text, f"{piece!r} is not in\n{text}"
