@@ -117,8 +117,8 @@ def training(makers: dict[str, Make], steps: int, seeds: int = 1) -> list[dict[s
     """Loss curves from the same start over the same batches. Needs scikit-learn."""
     from sklearn.datasets import load_digits
 
-    pictures, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(pictures, dtype=torch.float32) / 16, torch.tensor(labels)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     found = []
     for name, make in makers.items():
         for seed in range(seeds):
@@ -206,8 +206,8 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
     ]
 
 
-def picture(found: dict[str, Any], path: Path) -> None:
-    from octavo.bench.picture import canvas
+def plot(found: dict[str, Any], path: Path) -> None:
+    from octavo.bench.plot import canvas
 
     figure, (left, right) = canvas(11, 4.2, columns=2)
     names = [row["optimizer"] for row in found["training"] if row["seed"] == 0 and row["optimizer"] != "octavo fp32"]
@@ -267,7 +267,7 @@ def main(parts: list[str]) -> None:
         found.update(command="python benchmarks/optimizer.py", absent=absent, machine=record.machine())
         record.save(found, path)
     if all(part in found for part in known):
-        picture(found, path.with_suffix(".png"))
+        plot(found, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

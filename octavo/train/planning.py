@@ -154,11 +154,11 @@ def measured(
 
 
 def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
-    def tell(done: int, total: int, what: str) -> None:
+    def report(done: int, total: int, what: str) -> None:
         if done < total:
             say(f"measuring layer {done + 1} of {total}: {what}")
 
-    return tell
+    return report
 
 
 def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:

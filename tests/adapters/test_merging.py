@@ -117,10 +117,10 @@ def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str,
     assert "--anyway" in str(refused.value) and "--format bf16" in str(refused.value) and len(named) == 3
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*"))
 
-    said: list[str] = []
-    done = merge_model(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", say=said.append)
+    messages: list[str] = []
+    done = merge_model(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", say=messages.append)
     assert done.base == "fp8" and done.merge_error.lost and done.merge_error.kept < 0.1
-    assert any(s.startswith("warning: fp8-dynamic would round") and s.endswith("written anyway") for s in said)
+    assert any(s.startswith("warning: fp8-dynamic would round") and s.endswith("written anyway") for s in messages)
     for name, weight in models.load(tmp_path / "out").named_parameters():
         if fp8.is_frozen(weight) and name not in done.merge_error.weights:
             a, b = fp8.codes_of_frozen(weight), fp8.codes_of_frozen(before[name])
@@ -177,11 +177,11 @@ def test_a_run_is_folded_into_the_codes_that_it_saw_or_into_the_folders_weights(
 ) -> None:
     base, found = folder("qwen3_vl"), {}
     for asked in (None, "high"):
-        said: list[str] = []
-        done = merge_model(run, tmp_path / "out", base=asked, device="cpu", say=said.append)
+        messages: list[str] = []
+        done = merge_model(run, tmp_path / "out", base=asked, device="cpu", say=messages.append)
         found[asked] = held(tmp_path / "out")
         assert done.base == (asked or "fp8") and (done.base_error is None) == (asked == "high")
-        assert ("the FP8 codes that training saw" in said[0]) == (asked != "high")
+        assert ("the FP8 codes that training saw" in messages[0]) == (asked != "high")
         if asked != "high":
             assert 0.02 < done.base_error.relative < 0.03 and "--base high" in done.sentences()[-1]
     model = _over(base, run / "adapter")

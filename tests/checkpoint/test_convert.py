@@ -120,12 +120,12 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_there_and_back_is_the_same_folder(folder, tmp_path):
-    said: list[str] = []
+    messages: list[str] = []
     steps: list[tuple[int, int]] = []
     there = convert.hf_to_dcp(
-        folder, tmp_path / "dcp", say=said.append, progress=lambda done, total: steps.append((done, total))
+        folder, tmp_path / "dcp", say=messages.append, progress=lambda done, total: steps.append((done, total))
     )
-    assert (there.tensors, there.files, there.kept) == (9, 2, 0) and not said
+    assert (there.tensors, there.files, there.kept) == (9, 2, 0) and not messages
     assert steps[-1][0] == steps[-1][1] == there.bytes
     assert sorted(p.name for p in (tmp_path / "dcp").iterdir()) == [
         "conversion.json", "hf", "latest_checkpointed_iteration.txt", "release"
@@ -196,8 +196,8 @@ def test_to_bf16_multiplies_codes_by_their_scales(tmp_path, when):
     )
     assert equal(found[NAME], values)
     assert equal(found["lm_head.weight"], first["lm_head.weight"].bfloat16())
-    said = json.loads((tmp_path / "back/config.json").read_text())
-    assert "quantization_config" not in said and said["torch_dtype"] == "bfloat16"
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert "quantization_config" not in config and config["torch_dtype"] == "bfloat16"
 
 
 def test_a_tied_head_is_written_twice_and_comes_back_once(folder, tmp_path):
@@ -249,9 +249,9 @@ def test_what_was_trained_elsewhere_comes_back_as_its_folder(folder, tmp_path, p
     (out / "latest_checkpointed_iteration.txt").write_text("50")
     with pytest.raises(CheckpointError, match="was not converted by Octavo.*--like FOLDER"):
         convert.dcp_to_hf(out, tmp_path / "back")
-    said: list[str] = []
-    convert.dcp_to_hf(out, tmp_path / "back", like=folder, say=said.append)
-    assert any("no checksums" in line for line in said)
+    messages: list[str] = []
+    convert.dcp_to_hf(out, tmp_path / "back", like=folder, say=messages.append)
+    assert any("no checksums" in line for line in messages)
     for file in sorted(folder.glob("*.safetensors")):
         found = load_file(tmp_path / "back" / file.name)
         assert list(found) == list(load_file(file))
@@ -375,9 +375,9 @@ def test_damage_in_the_folder_is_named(folder, tmp_path):
         (whole.replace(b"[10,6]", b"[10,7]", 1), r"lm_head.weight is BF16 \[10, 7\], 140 bytes"),
     ):
         shard.write_bytes(data)
-        with pytest.raises(CheckpointError, match=words) as told:
+        with pytest.raises(CheckpointError, match=words) as raised:
             convert.hf_to_dcp(folder, tmp_path / "d")
-        assert shard.name in str(told.value)
+        assert shard.name in str(raised.value)
     shard.unlink()
     with pytest.raises(CheckpointError, match="is missing, though model.safetensors.index.json names it"):
         convert.hf_to_dcp(folder, tmp_path / "d")
@@ -419,8 +419,8 @@ def test_one_flipped_bit_is_found_on_the_way_back(folder, tmp_path):
     convert.hf_to_dcp(folder, tmp_path / "dcp")
     file = tmp_path / "dcp/release/__0_0.distcp"
     whole = bytearray(file.read_bytes())
-    said = json.loads((tmp_path / "dcp/conversion.json").read_text())["tensors"][0][0]
-    whole[said["data"] + 3] ^= 1
+    entry = json.loads((tmp_path / "dcp/conversion.json").read_text())["tensors"][0][0]
+    whole[entry["data"] + 3] ^= 1
     file.write_bytes(whole)
     for to_bf16 in (False, True):
         with pytest.raises(CheckpointError, match=r"__0_0.distcp is corrupt between bytes"):

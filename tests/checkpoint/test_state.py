@@ -157,10 +157,10 @@ def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage
     with pytest.raises(CheckpointError, match=words):
         load(broken, target, target_optimizer)
     assert same(snapshot(target, target_optimizer), before), "a refused checkpoint changes nothing"
-    said: list[str] = []
-    found = latest(tmp_path, One(), said.append)
+    messages: list[str] = []
+    found = latest(tmp_path, One(), messages.append)
     assert load(found, target, target_optimizer).step == 3
-    assert len(said) == 1 and said[0].startswith("checkpoint step_4 is passed over: ")
+    assert len(messages) == 1 and messages[0].startswith("checkpoint step_4 is passed over: ")
     damage_all = ck_files.place(tmp_path, 3) / "state.json"
     damage_all.unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*step_4.*step_3"):
@@ -315,8 +315,8 @@ save(sys.argv[1], 4, model, optimizer)
 """
     pytest.importorskip("resource")
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
-    told = done.stderr.splitlines()[-1]
-    assert "CheckpointError: could not write" in told and "ulimit -f" in told and "run.resume=auto" in told, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "CheckpointError: could not write" in last and "ulimit -f" in last and "run.resume=auto" in last, done.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
 
 

@@ -120,8 +120,8 @@ def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
     lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:5")
     command(monkeypatch, fail(lost))
     assert main(["schema"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("octavo schema: another process of this run died") and "run.resume=auto" in told
+    message = capsys.readouterr().err
+    assert message.startswith("octavo schema: another process of this run died") and "run.resume=auto" in message
     command(monkeypatch, fail(RuntimeError("[gloo/transport/tcp/pair.cc] op.preamble.length <= op.nbytes. 8 vs 4")))
     with pytest.raises(RuntimeError, match="preamble"):  # ranks that disagree are a defect
         main(["schema"])

@@ -254,12 +254,12 @@ class Imported:
 
 def test_the_round_goes_on_when_torch_is_broken(monkeypatch):
     monkeypatch.setattr(packages, "Together", lambda which: Imported(which, "torch"))
-    said = []
-    report = doctor.examine(said.append)
+    messages = []
+    report = doctor.examine(messages.append)
     assert not report.healthy
     skipped = one([c for c in report.checks if c.area == "fp8"])
     assert skipped.found == "not tried: torch does not import (OSError: libcudart)"
-    assert any(c.area == "storage" for c in report.checks) and "importing packages" in said
+    assert any(c.area == "storage" for c in report.checks) and "importing packages" in messages
 
 
 def test_the_round(monkeypatch):

@@ -216,8 +216,8 @@ def on_disk(model, codes: dict) -> dict[str, list[str]]:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_codes_are_taken_as_they_are(checkpoint, tmp_path, family, method):
     codes, scales = quantized(checkpoint(family), tmp_path / "q", method)
-    said: list[str] = []
-    model = models.load(tmp_path / "q", torch.bfloat16, say=said.append)
+    messages: list[str] = []
+    model = models.load(tmp_path / "q", torch.bfloat16, say=messages.append)
     made = on_disk(model, codes)
     assert sorted(name for names in made.values() for name in names) == sorted(codes)
     high = models.load(tmp_path / "q", torch.bfloat16, keep_fp8=False)
@@ -235,19 +235,19 @@ def test_codes_are_taken_as_they_are(checkpoint, tmp_path, family, method):
             expected.append((codes[part].float() * spread).bfloat16())
         whole = torch.cat(expected).view(weight.shape)
         assert torch.equal(weight.dequantize(), whole) and torch.equal(values[name], whole), name
-    assert bool([s for s in said if "fixed scales of activations" in s]) == (method == "tensor")
+    assert bool([s for s in messages if "fixed scales of activations" in s]) == (method == "tensor")
     assert not hasattr(model.config, "quantization_config") and not hasattr(models.empty(tmp_path / "q").config, "q")
 
 
 def test_experts_whose_gate_ends_inside_a_block_keep_their_codes(checkpoint, tmp_path):
     quantized(checkpoint("qwen3_moe"), tmp_path / "q", "fp8")
-    said: list[str] = []
-    model = models.load(tmp_path / "q", say=said.append)
+    messages: list[str] = []
+    model = models.load(tmp_path / "q", say=messages.append)
     specs = {
         n.rpartition(".")[2]: fp8.codes_of_frozen(w).spec.block for n, w in fp8.frozen_weights(model) if "exp" in n
     }
     assert specs == {"gate_up_proj": (64, 128), "down_proj": (128, 128)}  # gate has 64 rows here
-    assert "2 stacks of experts have smaller blocks than the format's" in said[0]
+    assert "2 stacks of experts have smaller blocks than the format's" in messages[0]
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
@@ -329,10 +329,10 @@ def test_an_fp8_folder_asked_for_again(checkpoint, tmp_path):
         "asks for blockwise in foundation, and .* holds FP8 codes of compressed-tensors row",
         load_in_fp8="block",
     )
-    said: list[str] = []
-    anew = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, say=said.append)
+    messages: list[str] = []
+    anew = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, say=messages.append)
     assert {fp8.codes_of_frozen(w).spec for _, w in fp8.frozen_weights(anew)} == {fp8.FROZEN["block"]}
-    assert "quantized anew" in said[0]
+    assert "quantized anew" in messages[0]
 
 
 def test_a_folder_of_shards(checkpoint, tmp_path):
@@ -361,17 +361,18 @@ def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
     quantized(checkpoint("llama"), folder, "channel")
     whole = fp8.fingerprint(models.load(folder))
     to_shards(folder, keep=True)
-    said: list[str] = []
-    assert fp8.fingerprint(models.load(folder, say=said.append)) == whole
-    assert "took model.safetensors, not the shards" in said[0] and "transformers prefers it too" in said[0]
+    messages: list[str] = []
+    assert fp8.fingerprint(models.load(folder, say=messages.append)) == whole
+    assert "took model.safetensors, not the shards" in messages[0] and "transformers prefers it too" in messages[0]
     shutil.copy(checkpoint("llama") / "model.safetensors", folder)  # the single file in fp32, the shards in FP8
-    said.clear()
-    assert fp8.fingerprint(models.load(folder, say=said.append)) == whole
-    assert "took the shards of model.safetensors.index.json" in said[0] and "it alone holds FP8 codes" in said[0]
+    messages.clear()
+    assert fp8.fingerprint(models.load(folder, say=messages.append)) == whole
+    message = messages[0]
+    assert "took the shards of model.safetensors.index.json" in message and "it alone holds FP8 codes" in message
     edit_config(folder, quantization_config=None)
-    said.clear()
-    assert not list(fp8.frozen_weights(models.load(folder, say=said.append)))
-    assert "took model.safetensors" in said[0] and "it alone holds no FP8 codes" in said[0]
+    messages.clear()
+    assert not list(fp8.frozen_weights(models.load(folder, say=messages.append)))
+    assert "took model.safetensors" in messages[0] and "it alone holds no FP8 codes" in messages[0]
     quantized(checkpoint("llama"), tmp_path / "other", "channel")  # and the other way round
     shutil.copy(tmp_path / "other" / "model.safetensors", folder)
     shutil.copytree(checkpoint("llama"), tmp_path / "plain")
@@ -379,10 +380,10 @@ def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
     for file in (tmp_path / "plain").glob("model*"):
         shutil.copy(file, folder)
     stock = models.load(checkpoint("llama"))
-    said.clear()
-    found = models.load(folder, say=said.append)
+    messages.clear()
+    found = models.load(folder, say=messages.append)
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), stock.parameters(), strict=True))
-    assert "took the shards" in said[0]
+    assert "took the shards" in messages[0]
     (folder / "model-00001-of-00002.safetensors").unlink()
     refused(folder, "holds FP8 codes, and config.json has no quantization_config")
 
@@ -392,9 +393,9 @@ def test_codes_beside_a_copy_in_high_precision(checkpoint, tmp_path):
     codes, _ = quantized(checkpoint("llama"), folder, "channel")
     whole = fp8.fingerprint(models.load(folder))
     edit_weights(folder, lambda w: w.update({"layers.0.mlp.up_proj.weight": torch.ones(128, 64)}))
-    said: list[str] = []
-    assert fp8.fingerprint(models.load(folder, say=said.append)) == whole
-    assert "took model.layers.0.mlp.up_proj.weight (model.safetensors), torch.float8_e4m3fn" in said[0]
+    messages: list[str] = []
+    assert fp8.fingerprint(models.load(folder, say=messages.append)) == whole
+    assert "took model.layers.0.mlp.up_proj.weight (model.safetensors), torch.float8_e4m3fn" in messages[0]
 
 
 def test_a_tensor_in_two_shards(checkpoint, tmp_path):
@@ -405,9 +406,9 @@ def test_a_tensor_in_two_shards(checkpoint, tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     other = next(folder / f for f in set(index.values()) if f != index[name])
     save_file({**load_file(other), name: torch.ones(128, 64)}, other)
-    said: list[str] = []
-    assert fp8.fingerprint(models.load(folder, say=said.append)) == whole
-    assert f"offers {name} twice: took torch.float8_e4m3fn in {index[name]}, which the index names" in said[0]
+    messages: list[str] = []
+    assert fp8.fingerprint(models.load(folder, say=messages.append)) == whole
+    assert f"offers {name} twice: took torch.float8_e4m3fn in {index[name]}, which the index names" in messages[0]
 
 
 def test_a_tensor_in_two_shards_in_the_same_precision(checkpoint, tmp_path):

@@ -309,9 +309,10 @@ def test_a_damaged_checkpoint_is_passed_over(make):
 def test_an_evaluation_names_the_step_that_was_loaded_and_what_was_passed_over(make):
     whole = train.run(make("run.save_every=2", "train.steps=3"))
     next((whole.dir / "checkpoints" / "step_3").glob("*.distcp")).write_bytes(b"")
-    said: list[str] = []
-    assert train.evaluate_run(whole.dir, say=said.append)["step"] == 2
-    assert [line for line in said if "is passed over" in line] == said[:1] and "step_3 is passed over" in said[0]
+    messages: list[str] = []
+    assert train.evaluate_run(whole.dir, say=messages.append)["step"] == 2
+    assert [line for line in messages if "is passed over" in line] == messages[:1]
+    assert "step_3 is passed over" in messages[0]
     with pytest.warns(UserWarning, match="step_3 is passed over"):
         train.load_run(whole.dir)
 

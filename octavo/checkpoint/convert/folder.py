@@ -86,7 +86,7 @@ def read_shard(file: Path) -> Header:
 
 
 def _agree(path: Path, shards: Iterable[Header], placed: Mapping[str, str]) -> None:
-    """That the index and the shards tell of the same tensors."""
+    """That the index and the shards name the same tensors."""
     there = {entry.name: shard.file for shard in shards for entry in shard.entries}
     for name, file in placed.items():
         if there.get(name) != file:

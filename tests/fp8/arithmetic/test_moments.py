@@ -152,9 +152,9 @@ def test_extrema_of_parts_agree_with_those_of_the_whole():
         whole = moments.encode(states, m, v, chance(v.shape))
         seen = []
         for mine in (here, ~here):  # what each rank would say, gathered
-            said = []
-            moments.encode(states, m * mine, v * mine, chance(v.shape), lambda x, said=said: said.append(x) or x)
-            seen.append(said)
+            agreed = []
+            moments.encode(states, m * mine, v * mine, chance(v.shape), lambda x, agreed=agreed: agreed.append(x) or x)
+            seen.append(agreed)
         first = torch.maximum(seen[0][0], seen[1][0])
         for mine in (here, ~here):
             answers = iter([first])

@@ -155,9 +155,9 @@ def test_the_plan_says_what_stays_and_a_file_keeps_it(tmp_path):
     assert not any("visual.blocks" in b.name for b in plan.blocks)
     stays = {b.name: b.why for b in plan.blocks if b.saves is False}
     assert stays and all("merger" in n and "holds norm" in why for n, why in stays.items())
-    told = " ".join(plan.notes)
-    assert "2 gated MLPs keep gate and up in FP8" in told and "activations stay: MLP model.visual.merger" in told
-    assert "not fused" not in told
+    notes = " ".join(plan.notes)
+    assert "2 gated MLPs keep gate and up in FP8" in notes and "activations stay: MLP model.visual.merger" in notes
+    assert "not fused" not in notes
     row = next(b for b in json.loads(json.dumps(plan.to_json()))["blocks"] if b["kind"] == "attention")
     assert row["saves"] and not row["fused"]
     path = fp8.save_plan(plan, tmp_path / "plan.json")

@@ -220,9 +220,9 @@ def test_what_it_can_do(library: list[object], hopper: None) -> None:
     made = recipe("blockwise")
     for op in ("fwd", "dgrad", "wgrad", "grouped_fwd", "grouped_dgrad"):
         assert BACKEND.supports(op, made, CUDA, (None, 3420, 1280)) is None
-    said = {op: BACKEND.supports(op, made, CUDA, None) for op in ("grouped_wgrad", "rmsnorm", "quantize")}
-    assert "every step would wait" in said["grouped_wgrad"] and said["rmsnorm"] == "it has no rmsnorm"
-    assert "no casts of its own" in said["quantize"]
+    why_not = {op: BACKEND.supports(op, made, CUDA, None) for op in ("grouped_wgrad", "rmsnorm", "quantize")}
+    assert "every step would wait" in why_not["grouped_wgrad"] and why_not["rmsnorm"] == "it has no rmsnorm"
+    assert "no casts of its own" in why_not["quantize"]
     for other in ("rowwise", "tensorwise", "mxfp8"):
         assert "it multiplies E4M3 with pow2 scales" in BACKEND.supports("fwd", recipe(other), CUDA, None)
     assert "e5m2" in BACKEND.supports("dgrad", recipe("blockwise", "hybrid"), CUDA, None)

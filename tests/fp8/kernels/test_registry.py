@@ -195,8 +195,8 @@ def test_what_triton_says_is_what_its_kernels_take() -> None:
     for across in (-1, 1, 16, 32, 64, 128):
         for along in (-1, 1, 16, 32, 64, 128):
             spec = CastSpec("e4m3", (across, along))
-            said = triton_backend._why_not_operand(spec, 1)
-            if said is not None and "its GEMMs" in said:
+            why_not = triton_backend._why_not_operand(spec, 1)
+            if why_not is not None and "its GEMMs" in why_not:
                 with pytest.raises(CastError):
                     tiles.grain(spec, 1)
             else:

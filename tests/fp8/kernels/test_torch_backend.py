@@ -261,8 +261,8 @@ ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
 def test_what_it_says_of_gpus(
     kind: str, capability: tuple[int, int], cuda: tuple[int, int], why_not: str | None
 ) -> None:
-    said = tb.why_not_on_gpu(kind, capability, cuda)
-    assert said is None if why_not is None else why_not in (said or "")
+    found = tb.why_not_on_gpu(kind, capability, cuda)
+    assert found is None if why_not is None else why_not in (found or "")
 
 
 def test_the_kind_of_a_gemm() -> None:

@@ -34,8 +34,8 @@ IGNORE = -100
 def tiny(family: str) -> nn.Module:
     config = tiny_config(family)
     torch.manual_seed(0)
-    pictures = hasattr(config, "vision_config")
-    return (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_config(config)
+    multimodal = hasattr(config, "vision_config")
+    return (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM).from_config(config)
 
 
 def asked(seed=0):
@@ -123,8 +123,8 @@ def test_a_model_that_changes_its_logits_is_refused(config):
 )
 def test_further_families_on_the_meta_device(config):
     with torch.device("meta"):
-        pictures = hasattr(config, "vision_config")
-        model = (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_config(config)
+        multimodal = hasattr(config, "vision_config")
+        model = (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM).from_config(config)
     assert isinstance(chunked_head(model), ChunkedHead)
 
 

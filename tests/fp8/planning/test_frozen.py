@@ -192,11 +192,11 @@ def test_auto_takes_what_fits() -> None:
 def test_the_plan_says_what_is_frozen(tmp_path) -> None:
     model = built("row")
     plan = fp8.plan(model, fp8.Policy(recipe="rowwise", rules=(fp8.Rule("**.down_proj", recipe="off"),)))
-    said = "\n".join(plan.notes)
+    notes = "\n".join(plan.notes)
     size = fp8.frozen_bytes(model)
-    assert f"6 weights hold frozen FP8 codes (6 row): {size:,} bytes" in said and "cast weights twice" not in said
-    assert "2 of 6 layers with frozen codes stay in high precision and compute with dequantized values" in said
-    assert "cast for it from dequantized values at each backward, and not kept" in said
+    assert f"6 weights hold frozen FP8 codes (6 row): {size:,} bytes" in notes and "cast weights twice" not in notes
+    assert "2 of 6 layers with frozen codes stay in high precision and compute with dequantized values" in notes
+    assert "cast for it from dequantized values at each backward, and not kept" in notes
     assert plan.rows[0].to_json()["codes"] == "e4m3 row pow2"
     mixed = built("row", trained=True)
     assert "rowwise cast weights twice" in "\n".join(fp8.plan(mixed, "rowwise").notes)
