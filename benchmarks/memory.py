@@ -241,7 +241,7 @@ class Meter:
     """Watches the resident memory of this process from a thread, and notes what lies there whenever it is at its most.
 
     Weights, masters, gradients, optimizer states and codes are looked at in that moment. Of the activations that the
-    first forward kept (counted by storages), those lie there whose block backward has not finished; logits, and what
+    first forward saved (counted by storages), those lie there whose block backward has not finished; logits, and what
     the head keeps, until its own backward has. The rest, "other", is what operations hold for
     a moment, and what the allocator has not given back. "libraries" is what lay there before the model was built.
     """
@@ -265,7 +265,7 @@ class Meter:
         self._thread.start()
 
     def counted(self, found: Any, family: Any) -> None:
-        """What the forward kept, by block."""
+        """What the forward saved, by block."""
         for row in found.rows:
             if row.kind != "activation":
                 continue

@@ -62,11 +62,10 @@ def second_moments(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Tensor:
     state = optimizer.state[p]
     if isinstance(optimizer, fp8.AdamW):
         states = optimizer.param_groups[0]["states"]
-        kept = {k.name: state[k.name] for k in arithmetic.LAYOUT[states]}
-        kept = {
-            k.name: kept[k.name].view(-1, 128) if k.row is None else kept[k.name] for k in arithmetic.LAYOUT[states]
+        state = {
+            k.name: state[k.name].view(-1, 128) if k.row is None else state[k.name] for k in arithmetic.LAYOUT[states]
         }
-        return arithmetic.decode_moments(states, kept)[1].flatten()
+        return arithmetic.decode_moments(states, state)[1].flatten()
     v = state["exp_avg_sq"]
     return (v.dequantize() if hasattr(v, "dequantize") and type(v) is not Tensor else v).float().flatten()
 

@@ -81,7 +81,7 @@ def test_what_is_refused_leaves_the_model_alone(settings: dict, says: str, folde
 
 
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"dora": True}])
-def test_experts_refuse_dropout_and_dora_with_the_cure(settings: dict, folder) -> None:
+def test_experts_refuse_dropout_and_dora_with_the_fix(settings: dict, folder) -> None:
     model, family = load(folder, "qwen3_vl_moe")
     with pytest.raises(AdapterError, match=r'lora.exclude: \["\*\*.experts"\]'):
         adapters.attach(model, family, lora(**settings))
@@ -89,7 +89,7 @@ def test_experts_refuse_dropout_and_dora_with_the_cure(settings: dict, folder) -
     assert not [n for n in adapters.attached(model) if "experts" in n]
 
 
-def test_names_that_peft_takes_for_experts_are_left_out_and_said(folder) -> None:
+def test_names_that_peft_takes_for_experts_are_left_out_and_reported(folder) -> None:
     """PEFT reads "mlp.gate_proj" of these families as the experts' gate_up_proj of older checkpoints."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -150,7 +150,7 @@ def test_training_goes_on_from_an_adapter(folder, tmp_path: Path) -> None:
         assert not adapters.attached(other)
 
 
-def test_the_gap_wants_the_right_stock_model(folder) -> None:
+def test_the_base_error_wants_the_right_stock_model(folder) -> None:
     model, _ = load(folder)
     with pytest.raises(AdapterError, match="no FP8 weights"):
         adapters.base_errors(model, model)

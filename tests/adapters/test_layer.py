@@ -70,14 +70,14 @@ BASES = [("block", "blockwise"), ("row", "rowwise"), ("tensor", "tensorwise"), (
 
 
 @pytest.mark.parametrize(("kind", "recipe"), BASES)
-def test_of_x_one_copy_is_kept_for_q_k_and_v_and_none_for_the_base(kind, recipe) -> None:
+def test_of_x_one_copy_is_saved_for_q_k_and_v_and_none_for_the_base(kind, recipe) -> None:
     model, x = build(kind, recipe), x_of()
     h = 3 * M * 4 * 2  # A x of rank 4, in BF16
     assert counted(model, x).total == M * K * 2 + h
 
 
 @pytest.mark.parametrize(("kind", "recipe"), BASES[:4])
-def test_under_autocast_the_lowered_copy_is_kept_once(kind, recipe) -> None:
+def test_under_autocast_the_lowered_copy_is_saved_once(kind, recipe) -> None:
     model, x = build(kind, recipe, torch.float32), x_of(torch.float32)
     rows = [r for r in counted(model, x, autocast=True).rows if r.kind == "activation" and r.shape[0] == M]
     assert sum(r.bytes for r in rows) == M * K * 2 + 3 * M * 4 * 2
@@ -233,7 +233,7 @@ def test_the_traced_formula_is_the_same() -> None:
     assert torch.equal(low_rank(y, x, a, b, 0.5, 0.0, None), low_rank_traced(y, x, a, b, 0.5, 0.0))
 
 
-def test_merging_into_codes_is_refused_with_the_cure() -> None:
+def test_merging_into_codes_is_refused_with_the_fix() -> None:
     model = build()
     with pytest.raises(AdapterError, match="octavo merge"):
         model.attn.q_proj.merge()

@@ -147,7 +147,7 @@ def test_into_bf16_a_change_that_fp8_would_lose_is_kept(coded: Folder, tmp_path:
         assert torch.equal(found[name], fold.folded().bfloat16().float()), name
 
 
-def test_a_change_below_the_steps_of_bf16_is_told(folder: Folder, tmp_path: Path) -> None:
+def test_a_change_below_the_steps_of_bf16_is_reported(folder: Folder, tmp_path: Path) -> None:
     adapter = written(folder("qwen3"), tmp_path / "adapter", std=1e-5)
     done = merge_model(adapter, tmp_path / "out", device="cpu")
     assert any("BF16 rounds more than 10% of the change away" in s for s in done.sentences())

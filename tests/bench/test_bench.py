@@ -166,7 +166,7 @@ def test_a_later_suite_leaves_the_files_of_earlier_ones_and_replaces_its_own(tmp
     assert len(record.load(tmp_path / "bench_cpu_gemm.json")["rows"]) == 1
 
 
-def test_rows_that_vary_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_vary_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     result = Result("cpu", False, rows=[Row("gemm", "a", "x", 2.0, spread=3.0), Row("gemm", "a", "y", 1.0, spread=0.1)])
     assert record.noisy(result) == result.rows[:1]
     command._show(result)
@@ -212,7 +212,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
         (["step", "--shape", "qwen3_vl_9b"], "there is no published shape 'qwen3_vl_9b' (did you mean"),
     ],
 )
-def test_wrong_usage_is_told_before_anything_is_timed(
+def test_wrong_usage_is_reported_before_anything_is_timed(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *arguments]) in (1, 2)

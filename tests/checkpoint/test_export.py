@@ -203,7 +203,7 @@ def test_a_tensor_export_shares_scales_within_what_engines_fuse(source, tmp_path
     assert len({next(iter(s)) for s in groups.values()}) > len(groups) // 2  # each group its own
 
 
-def test_what_stays_is_told_with_its_reason(tmp_path):
+def test_what_stays_is_reported_with_its_reason(tmp_path):
     """k has 64 outputs: q, k and v stay together. down has 320 inputs: it stays alone."""
     folder = write("qwen3", tmp_path / "m", head_dim=32, num_key_value_heads=2, intermediate_size=320)
     done = export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")

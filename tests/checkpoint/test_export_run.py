@@ -173,7 +173,7 @@ def test_an_fp8_folder_is_written_again_byte_for_byte(tmp_path, family):
             assert (tmp_path / format / name).read_bytes() == (tmp_path / f"{format}-again" / name).read_bytes(), name
 
 
-def test_an_fp8_folder_in_another_format_is_decoded_and_that_is_said(tmp_path):
+def test_an_fp8_folder_in_another_format_is_decoded_and_that_is_reported(tmp_path):
     folder = write("qwen3_moe", tmp_path / "model")
     export_model(folder, tmp_path / "row", "fp8-dynamic", device="cpu")
     messages: list[str] = []

@@ -137,7 +137,7 @@ def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path,
         assert now == before or json.loads(now[MARKER])["format"] == "fp8-block"
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(folder, model, tmp_path, monkeypatch):
+def test_a_disk_without_room_is_reported_before_anything_is_written(folder, model, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr("octavo.checkpoint.export.shutil.disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"would take 0.00 GB, and 0.00 GB are free .*free some space"):

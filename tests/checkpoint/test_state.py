@@ -284,7 +284,7 @@ def test_what_json_and_tensors_do_not_hold_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_told_and_the_former_checkpoint_stays(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_former_checkpoint_stays(tmp_path, monkeypatch):
     model, optimizer = trained()
     save(tmp_path, 3, model, optimizer)
 
@@ -303,7 +303,7 @@ def test_a_full_disk_is_told_and_the_former_checkpoint_stays(tmp_path, monkeypat
 
 
 @pytest.mark.long
-def test_a_short_write_inside_torchs_archive_is_told_as_a_full_disk(tmp_path):
+def test_a_short_write_inside_torchs_archive_is_reported_as_a_full_disk(tmp_path):
     script = """
 import resource, signal, sys
 from tests.checkpoint.models import save, trained
@@ -330,7 +330,7 @@ def test_a_full_disk_is_asked_where_the_cause_was_lost(tmp_path, monkeypatch):
     assert no_room(tmp_path, lost) is None
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+def test_a_directory_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "checkpoints").write_text("a file, not a folder")
     with pytest.raises(CheckpointError, match=r"could not write the checkpoint .*checkpoints.*File exists"):
         save(tmp_path / "checkpoints", 3, *trained())

@@ -108,7 +108,7 @@ def test_a_dequantized_folder_beside_its_codes(good: Good, copy: Good) -> None:
     assert verified.ok and not verified.findings and verified.compared[0].error < 2**-8
 
 
-def test_a_reference_of_another_model_is_told(good: Good) -> None:
+def test_a_reference_of_another_model_is_reported(good: Good) -> None:
     assert "against-names" in kinds(good("plain"), against=good("plain", "qwen3_moe"))
     with pytest.raises(CheckpointError, match="leave one of them out"):
         verify(good("plain"), against=good("plain"), quick=True)

@@ -70,7 +70,7 @@ def test_every_command_has_help(name, capsys):
             ["compare", "run.yaml", "--recipes", "blokwise"],
             "unknown 'blokwise'; did you mean blockwise? there are tensorw",
         ),
-        (["compare", "run.yaml", "--recipes", "off"], "off is the twin that every recipe stands beside"),
+        (["compare", "run.yaml", "--recipes", "off"], "off is the reference of every recipe"),
         (["compare", "run.yaml", "--recipes", " ,"], "--recipes is empty"),
         (["compare", "run.yaml", "fp8.format=hybrid", "--recipes", "rowwise,mxfp8"], "mxfp8 has no hybrid format"),
         (["digits", "d", "--train", "0"], "argument --train: expected a whole number of at least 1, found '0'"),

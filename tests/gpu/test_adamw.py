@@ -222,11 +222,11 @@ def test_offloaded_states_give_the_same_weights_and_resume(inside: bool) -> None
     finally:
         torch.use_deterministic_algorithms(False)
     assert_models(one, other)
-    kept = away.state_dict()["state"]
+    saved = away.state_dict()["state"]
     for index, state in ordinary.state_dict()["state"].items():
         for name, x in state.items():
-            assert kept[index][name].device.type == "cpu" and (name == "step" or kept[index][name].is_pinned())
-            assert torch.equal(kept[index][name].view(torch.uint8), x.cpu().view(torch.uint8)), name
+            assert saved[index][name].device.type == "cpu" and (name == "step" or saved[index][name].is_pinned())
+            assert torch.equal(saved[index][name].view(torch.uint8), x.cpu().view(torch.uint8)), name
     again = OffloadedAdamW(other.parameters(), lr=1e-2, weight_decay=0.1, states="fp8", master="bf16+16")
     again.load_state_dict(copy.deepcopy(away.state_dict()))
     for p in other.parameters():

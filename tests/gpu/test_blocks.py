@@ -91,16 +91,16 @@ def test_nothing_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_less_is_kept_for_the_backward():
-    kept = []
+def test_less_is_saved_for_the_backward():
+    saved = []
     for m in pair():
         x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         step(m, x)
         before = torch.cuda.memory_allocated()
         y = m(x)
-        kept.append(torch.cuda.memory_allocated() - before)
+        saved.append(torch.cuda.memory_allocated() - before)
         del y
-    assert kept[1] < 0.75 * kept[0]
+    assert saved[1] < 0.75 * saved[0]
 
 
 def test_a_captured_step():

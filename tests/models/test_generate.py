@@ -29,7 +29,7 @@ def teach(model, processor, answer: str, image: bool) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_what_was_learned_is_said(checkpoint, family):
+def test_what_was_learned_is_generated(checkpoint, family):
     model = models.load(checkpoint(family)).train()
     processor = models.load_processor(checkpoint(family))
     image = models.describe(model).has_vision

@@ -96,7 +96,7 @@ def test_an_error_on_one_rank_ends_the_other(make):
 
 
 @pytest.mark.long
-def test_a_refused_directory_is_told_by_rank_0_and_ends_both(make):
+def test_a_refused_directory_is_reported_by_rank_0_and_ends_both(make):
     folder = Path(make().run.dir)
     folder.mkdir()
     (folder / "thesis.txt").write_text("years of work")

@@ -208,7 +208,7 @@ def test_changed_settings_are_named_and_refused_but_run_settings_may_change(make
     assert result.status == "finished"
 
 
-def test_a_run_that_outgrew_its_card_goes_on_with_less_kept_to_the_same_bits(make):
+def test_a_run_that_outgrew_its_card_goes_on_with_less_saved_to_the_same_bits(make):
     over = ("data.eval=[]", "train.steps=4", "fp8.activations=fp8")
     whole = train.run(make(*over, dir="whole"))
     train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
@@ -219,7 +219,7 @@ def test_a_run_that_outgrew_its_card_goes_on_with_less_kept_to_the_same_bits(mak
     assert settings(compiled[0]) != settings(compiled[1]), "the sums of another graph are others"
 
 
-def test_other_threads_than_before_are_told(make, monkeypatch):
+def test_other_threads_than_before_are_reported(make, monkeypatch):
     over = ("data.eval=[]", "train.steps=4")
     train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)

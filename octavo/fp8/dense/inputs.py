@@ -90,7 +90,7 @@ def once(cast: Cast, row: CastRequest | None, col: CastRequest | None) -> Pair:
 
 def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
     """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), in one pass over x
-    where the first backend, or the one that lends it its casts, can do both: all backends give the same codes."""
+    where the first backend, or its cast backend, can do both: all backends give the same codes."""
     if row is not None and col is not None:
         first = row.backend
         one = first is col.backend or isinstance(first, GemmOnlyBackend)

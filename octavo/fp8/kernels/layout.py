@@ -2,7 +2,7 @@
 
 Logically a :class:`~octavo.fp8.arithmetic.cast.Quantized` always has the shape of the tensor it came from. In memory,
 tensor cores want the contracted dimension contiguous, padded, and the scales in an order of their own. A cast is
-therefore told which dimension of its [rows, columns] matrix the coming GEMM contracts (``contract``: 1 for x and w in
+therefore given which dimension of its [rows, columns] matrix the coming GEMM contracts (``contract``: 1 for x and w in
 fwd and dy in dgrad, 0 for w in dgrad and both operands of wgrad) and lays its result out like this::
 
     codes    the contracted dimension is contiguous; both dimensions of the buffer are padded with zero codes: the

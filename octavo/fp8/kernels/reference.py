@@ -37,7 +37,7 @@ _ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward", "ad
 
 
 class ReferenceBackend(Backend):
-    """Plain PyTorch on any device: slow on a GPU, always right. What each method gives is said by :class:`Backend`."""
+    """Plain PyTorch on any device: slow on a GPU, always right. :class:`Backend` says what each method gives."""
 
     name = "reference"
 

@@ -148,9 +148,9 @@ def _policy(found: Mapping[str, Any], path: Path, text: str, other_machine: bool
     )
 
 
-def _separate(path: Path, sisters: Sequence[Any]) -> Iterator[str]:
+def _separate(path: Path, siblings: Sequence[Any]) -> Iterator[str]:
     """What version 0.4.0 let run as one GEMM."""
-    ones = [x for x in sisters if isinstance(x, dict) and x.get("fuse") == "on"]
+    ones = [x for x in siblings if isinstance(x, dict) and x.get("fuse") == "on"]
     if ones:
         what = ", ".join(f"{x.get('names') or 'siblings'} of {x.get('match') or 'the model'}" for x in ones[:3])
         yield (

@@ -39,7 +39,7 @@ class Held:
         self.edits = 0  # writes through the weight: the same on every rank, also on one without rows
         self.rows: Rows | None = None
         self.stamp: tuple[Any, ...] = ()
-        self.face: Any = None  # the DTensor of the master that state dicts get
+        self.dtensor: Any = None  # the DTensor of the master that state dicts get
 
     @property
     def version(self) -> int:

@@ -458,6 +458,6 @@ def master_of(value: Any) -> Any:
     if local is value:
         return local.master
     held, kind = local.held, type(value)
-    if held.face is None or held.face._local_tensor is not held.tensor or held.face._spec != value._spec:
-        held.face = kind(held.tensor, value._spec, requires_grad=False)
-    return held.face
+    if held.dtensor is None or held.dtensor._local_tensor is not held.tensor or held.dtensor._spec != value._spec:
+        held.dtensor = kind(held.tensor, value._spec, requires_grad=False)
+    return held.dtensor

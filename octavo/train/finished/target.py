@@ -110,7 +110,7 @@ class Target:
         step         of a run: this checkpoint; None: the newest whole one
         device       None: the GPU if there is one
         dtype        of what is not FP8. None: of a run its own; else BF16 on a GPU and fp32 on a CPU
-        say          is told what happens on the way, such as damaged checkpoints that were passed over
+        say          gets what happens on the way, such as damaged checkpoints that were passed over
 
         Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError: each says what was found and the fix.
         """

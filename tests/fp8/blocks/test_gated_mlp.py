@@ -1,4 +1,4 @@
-"""Gated MLPs as one function: the codes and GEMMs of three layers, values within rounding, nothing else kept, and the
+"""Gated MLPs as one function: the codes and GEMMs of three layers, values within rounding, nothing else saved, and the
 stock forward whenever somebody looks inside."""
 
 import copy

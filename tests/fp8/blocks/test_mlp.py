@@ -201,7 +201,7 @@ def rows(m, x, lowered=False):
 
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("kind", [Gated, Plain])
-def test_what_is_kept(kind, lowered):
+def test_what_is_saved(kind, lowered):
     """The codes of x once, those of the activation's inputs, and nothing of 16 or 32 bits but scales."""
     _, twin = pair(kind, dtype=torch.float32 if lowered else torch.bfloat16, k=256, i=512)
     x = given(256, (128,), torch.float32 if lowered else torch.bfloat16)

@@ -202,7 +202,7 @@ def test_selective_checkpointing():
         assert_near(plain, twin, torch.randn(5, 96), inner)
 
 
-def test_only_what_is_needed_is_cast_and_kept(monkeypatch):
+def test_only_what_is_needed_is_cast_and_saved(monkeypatch):
     _, twin = pair()
     wanted, backend = [], registry.get("reference")
     own = backend.rmsnorm_quantize
@@ -217,10 +217,10 @@ def test_only_what_is_needed_is_cast_and_kept(monkeypatch):
     twin(x)
     assert wanted == [(r.fwd.a, r.wgrad.b), (r.fwd.a, None), (None, None), (r.fwd.a, None)]
     x = x.requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = twin.input_layernorm(x)
-    assert [tuple(t.shape) for t in kept] == [(5, 96), (96,), (5,)]
+    assert [tuple(t.shape) for t in saved] == [(5, 96), (96,), (5,)]
     assert inputs.held_bytes() > 0
     del y
     assert inputs.held_bytes() == 0

@@ -1,4 +1,4 @@
-"""One cast of an input for all layers that multiply it: how often it is cast, when it must be again, what is kept."""
+"""One cast of an input for all layers that multiply it: how often it is cast, when it must be again, what is saved."""
 
 import gc
 import threading
@@ -76,7 +76,7 @@ def warm(m, x):
     inputs.forget()
 
 
-def alone_each(m, x):
+def each_by_itself(m, x):
     """What every layer gives by itself: output, gradients."""
     x = x.detach().clone().requires_grad_()
     ys = []
@@ -113,7 +113,7 @@ def test_values_are_those_of_layers_that_share_nothing(recipe):
         grads = [p.grad.clone() for p in m.parameters()]
         m.zero_grad()
         fp8.load_scaling_state(m, state)
-        b, z = alone_each(m, x)
+        b, z = each_by_itself(m, x)
         z.square().sum().backward()
         assert torch.equal(y, z) and torch.equal(a.grad, b.grad)
         assert all(torch.equal(g, p.grad) for g, p in zip(grads, m.parameters(), strict=True))

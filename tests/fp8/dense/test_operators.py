@@ -221,11 +221,11 @@ def test_copies_pickles_and_moved_layers_are_found_and_dead_ones_forgotten():
     assert weights.codes_of(module.weight) is module._site.codes
     module.weight = torch.nn.Parameter(torch.randn(24, 40))
     assert weights.codes_of(module.weight) is module._site.codes
-    kept = twin.weight
+    weight = twin.weight
     before = len(weights._caches)
     del twin, loaded
     gc.collect()
-    assert weights.codes_of(kept) is None and len(weights._caches) <= before - 2
+    assert weights.codes_of(weight) is None and len(weights._caches) <= before - 2
 
 
 def test_an_unknown_weight_is_cast_inside_the_call():
@@ -256,7 +256,7 @@ def test_weights_that_are_cast_twice_lie_for_the_gemm_that_reads_them(name, monk
 
 @pytest.mark.parametrize("contract", [0, 1])
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.scale != "e8m0"], ids=str)
-def test_the_sizes_that_a_compiler_is_told_are_those_of_the_buffer_of_scales(spec, contract):
+def test_the_sizes_that_a_compiler_is_given_are_those_of_the_buffer_of_scales(spec, contract):
     for rows, cols in ((1, 1), (130, 257), (0, 24)):
         held = layout.scale_buffer(rows, cols, spec, contract, CPU)
         sizes = layout.scale_sizes(rows, cols, spec, contract)

@@ -180,7 +180,7 @@ def test_words_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_each_is_told_in_a_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_is_reported_in_a_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert aot.main(words) == 2
     assert capsys.readouterr().err == message + "\n"
 

@@ -204,7 +204,7 @@ def test_casts_come_from_another_backend() -> None:
     assert float(given.scale) == 0.5
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_what_does_not_fit_is_reported() -> None:
     x_q, w_q = operands("rowwise", "fwd", 4, 8, 16)
     with pytest.raises(CastError, match=r"gemm_dgrad: the operands are \[4, 16\] and \[8, 16\]"):
         BACKEND.gemm_dgrad(x_q, w_q, torch.float32)

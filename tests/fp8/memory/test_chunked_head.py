@@ -152,7 +152,7 @@ def test_a_change_that_the_probe_did_not_see_stops_the_step():
         given.take(torch.zeros(2, 3))
 
 
-def test_misuse_is_told():
+def test_misuse_is_reported():
     model, (inputs, target) = tiny("qwen3"), asked()
     head = chunked_head(model)
     with head.losses(target):

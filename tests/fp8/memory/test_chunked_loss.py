@@ -254,10 +254,10 @@ def test_hidden_states_that_need_no_gradient_get_none():
 
 def test_between_forward_and_backward_only_hidden_states_and_lse_remain():
     hidden, weight, target, _ = problem(m=64, v=999, ignored=0)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear_cross_entropy(hidden, weight, target, label_smoothing=0.1)
-    sizes = {t.data_ptr(): t.numel() for t in kept}
+    sizes = {t.data_ptr(): t.numel() for t in saved}
     assert sum(sizes.values()) <= weight.numel() + hidden.numel() + 3 * len(target)
 
 
@@ -334,7 +334,7 @@ def test_log_probabilities_are_minus_the_loss():
         ({"weight": torch.zeros(0, 24), "target": torch.full((19,), IGNORE)}, ValueError, "has no classes"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_cure(change, error, words: str):
+def test_what_cannot_be_is_refused_with_the_fix(change, error, words: str):
     hidden, weight, target, _ = problem()
     with pytest.raises(error, match=words):
         linear_cross_entropy(**{"hidden": hidden, "weight": weight, "target": target, **change})

@@ -240,7 +240,7 @@ def test_without_gradient_nothing_moves_and_hooks_come_off():
     assert not copies.log
 
 
-def test_a_saved_tensor_that_is_written_to_is_told():
+def test_a_saved_tensor_that_is_written_to_is_reported():
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()

@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused():
 # --- the described families, in FP8 -----------------------------------------------------------------------------------
 
 
-def pictured():
+def vision_model():
     """InternVL, whose images have one size and need no grid."""
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config("internvl"), "cpu", torch.float32)
@@ -187,7 +187,7 @@ def pictured():
 
 
 def family_step(family: str, how: str, policy: fp8.Policy) -> tuple[Tensor, dict[str, Tensor], fp8.GemmCounts]:
-    model, described, inputs = pictured() if family == "internvl" else made(family)
+    model, described, inputs = vision_model() if family == "internvl" else made(family)
     plan = fp8.plan(model, policy, described.components)
     fp8.apply(model, plan)
     recompute(described.layers(model), how)

@@ -216,7 +216,7 @@ def test_bf16_and_autocast_round_where_the_loop_does():
     assert torch.equal(block.down_proj.grad, ours.down_proj.grad)
 
 
-def kept(block, given):
+def saved(block, given):
     """What the forward keeps: (dtype, elements) of every tensor that autograd saves."""
     found = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append((t.dtype, t.numel())) or t, lambda t: t):
@@ -224,16 +224,16 @@ def kept(block, given):
     return found
 
 
-def test_only_the_codes_of_x_are_kept_and_none_for_a_frozen_weight():
+def test_only_the_codes_of_x_are_saved_and_none_for_a_frozen_weight():
     given = inputs("uneven", 2)
     rows = route(given[1].reshape(-1), E).groups.rows
     ours = converted(Block(), fp8.recipe("blockwise"))
-    found = kept(ours, given)
+    found = saved(ours, given)
     assert (torch.float8_e4m3fn, rows * H) in found and (torch.float8_e4m3fn, rows * I) in found
     assert (torch.float32, rows * H) not in found
     ours.gate_up_proj.requires_grad_(False)
     ours.down_proj.requires_grad_(False)
-    found = kept(ours, given)
+    found = saved(ours, given)
     assert not [entry for entry in found if entry[0] == torch.float8_e4m3fn]
     with fp8.count_gemms() as counts:
         ours(*given).sum().backward()

@@ -1,4 +1,4 @@
-"""Experts that keep gate and up in FP8: beside experts whose gate_up was rounded and whose rows were all kept."""
+"""Experts that keep gate and up in FP8: beside experts whose gate_up was rounded and whose rows were all saved."""
 
 import copy
 
@@ -74,7 +74,7 @@ def test_recomputation_health_no_graph_and_no_token():
     assert y.shape == (0, H)
 
 
-def test_what_is_kept():
+def test_what_is_saved():
     sizes, tokens = [], 256
     for experts in pair(dtype=torch.bfloat16):
         given = routed(tokens, dtype=torch.bfloat16)

@@ -202,7 +202,7 @@ def test_a_copy_goes_on_by_itself():
         ({"seed": -1}, "from 0 to"),
     ],
 )
-def test_what_cannot_be_met_is_refused_with_the_cure(settings, message):
+def test_what_cannot_be_met_is_refused_with_the_fix(settings, message):
     with pytest.raises(ValueError, match=message):
         fp8.AdamW([nn.Parameter(torch.zeros(3))], **settings)
 

@@ -153,7 +153,7 @@ def test_training_beside_it_changes_no_code(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind,wrong,cure",
+    "kind,wrong,fix",
     [
         ("row", "blockwise", "rowwise"),
         ("block", "tensorwise", "blockwise"),
@@ -162,8 +162,8 @@ def test_training_beside_it_changes_no_code(kind: str) -> None:
         ("row", "tensorwise", "rowwise"),
     ],
 )
-def test_other_blocks_are_refused_with_the_cure(kind: str, wrong: str, cure: str) -> None:
-    with pytest.raises(fp8.PlanError, match=rf"'0.gate_proj' holds frozen FP8 codes of kind {kind}.*{wrong}.*{cure}"):
+def test_other_blocks_are_refused_with_the_fix(kind: str, wrong: str, fix: str) -> None:
+    with pytest.raises(fp8.PlanError, match=rf"'0.gate_proj' holds frozen FP8 codes of kind {kind}.*{wrong}.*{fix}"):
         fp8.plan(built(kind), wrong)
     with pytest.raises(fp8.PlanError, match=r"rule \*\*.up_proj asks for the recipe"):
         fp8.plan(built(kind), fp8.Policy(recipe="off", rules=(fp8.Rule("**.up_proj", recipe=wrong),)))

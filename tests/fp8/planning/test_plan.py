@@ -153,7 +153,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("asked,message", ERRORS, ids=[m[:40] for _, m in ERRORS])
-def test_what_cannot_be_met_is_an_error_that_names_the_cure(asked, message):
+def test_what_cannot_be_met_is_an_error_that_names_the_fix(asked, message):
     with pytest.raises(fp8.PlanError, match=message):
         fp8.plan(Vlm(), fp8.Policy(**asked))
 
@@ -195,12 +195,12 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("given,message", NONSENSE, ids=[m[:40] for _, m in NONSENSE])
-def test_nonsense_is_told_before_any_model_is_seen(given, message):
+def test_nonsense_is_reported_before_any_model_is_seen(given, message):
     with pytest.raises(fp8.PlanError, match=message):
         fp8.Policy(**given)
 
 
-def test_a_backend_that_does_not_exist_is_told_even_where_nothing_runs_in_fp8():
+def test_a_backend_that_does_not_exist_is_reported_even_where_nothing_runs_in_fp8():
     with pytest.raises(fp8.BackendError, match="no backend 'x'"):
         fp8.Policy(recipe="off", backend="x")
 
