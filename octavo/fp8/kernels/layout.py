@@ -118,15 +118,6 @@ def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[in
     return free, round_up(contracted, SCALE_ALIGN)
 
 
-def scale_buffer(rows: int, cols: int, spec: CastSpec, contract: int, device: torch.device) -> Tensor:
-    """A view [row blocks, column blocks] of fp32 scales in the order above; padding holds 1."""
-    held = torch.ones(scale_sizes(rows, cols, spec, contract), dtype=torch.float32, device=device)
-    held = held.t() if scales_by_contraction(spec, contract) else held
-    grid = grid_of(rows, cols, spec)
-    held = held[: grid[1 - contract], : grid[contract]]
-    return held if contract == 1 else held.t()
-
-
 def k_major(q: Quantized, contract: int) -> Operand:
     """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted: views where it lies so already.
 
@@ -187,7 +178,7 @@ def _holds(data: Tensor, sizes: tuple[int, int]) -> bool:
 
 
 def _ordered(scale: Tensor, q: Quantized, contract: int) -> Tensor:
-    """Scales [free blocks, contracted blocks] in the order above, copied where they lie otherwise."""
+    """Scales [free blocks, contracted blocks] in the order above, copied where they lie otherwise; padding holds 1."""
     if q.spec.block[contract] == -1:
         return scale.reshape(-1).unsqueeze(1)  # strides of 1, also where a transposed row counts as contiguous
     if scale.dtype is not torch.float32:

@@ -171,7 +171,7 @@ class WeightCache:
 
     def _stamp_of(self, parameter: Tensor) -> tuple[Any, ...]:
         if isinstance(parameter, Fp8Weight) and parameter.held is not None:
-            return (clock.now, clock.edits, *parameter.stamp())  # not where the master lies, which may be moved about
+            return (clock.now, clock.edits, *parameter.stamp())
         sharded = self._sharded()
         version = None if sharded is None else sharded._version
         return (clock.now, parameter._version, parameter.data_ptr(), parameter.dtype, version)
