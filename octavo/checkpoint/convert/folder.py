@@ -20,11 +20,10 @@ from torch import Tensor
 
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models import headers
-from octavo.models.folder import INDEX, SINGLE, no_weights, weight_map
+from octavo.models.folder import INDEX, PICKLES, SINGLE, no_weights, weight_map
 from octavo.models.headers import Entry, Header
 
 ADAPTER = "adapter_model.safetensors"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PIECE = 1 << 20
 
 
