@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from octavo.checkpoint import CheckpointError, convert
-from tests.checkpoint.test_convert import same_files, write
+from tests.checkpoint.convert_folders import same_files, write
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARDS = 6

@@ -1,4 +1,5 @@
-"""FP8 folders made by hand from small checkpoints, by the published layouts and by none of Octavo's own code."""
+"""FP8 folders made by hand from small checkpoints, by the published layouts and by none of Octavo's own code; and what
+tests ask of them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from octavo import models
 
 # names on disk of the linear layers of language models, experts one by one
 LINEAR = re.compile(
@@ -140,3 +144,15 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
     weights = load_file(file)
     change(weights)
     save_file({n: v.contiguous() for n, v in weights.items()}, file, metadata={"format": "pt"})
+
+
+# What tests ask of them -----------------------------------------------------------------------------------------------
+
+
+def same(one, other) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def refused(folder: Path, message: str, **arguments) -> None:
+    with pytest.raises(models.ModelError, match=message):
+        models.load(folder, torch.bfloat16, **arguments)
