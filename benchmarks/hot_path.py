@@ -69,11 +69,11 @@ def main() -> None:
     fp8.apply(layer, fp8.plan(layer, args.recipe))
     x = torch.randn(256, 256, requires_grad=True)
     layer(x).sum().backward()  # warm: imports, choices that are remembered, weight codes
-    kept = []
-    result = {"recipe": args.recipe, "forward": seen(lambda: kept.append(layer(x)))}
-    dy = torch.ones_like(kept[0])
+    outputs = []
+    result = {"recipe": args.recipe, "forward": seen(lambda: outputs.append(layer(x)))}
+    dy = torch.ones_like(outputs[0])
     with torch.autograd.set_multithreading_enabled(False):
-        result["backward"] = seen(lambda: kept[0].backward(dy))
+        result["backward"] = seen(lambda: outputs[0].backward(dy))
     result["forward_lines"] = lines_of_forward()
     for way in ("forward", "backward"):
         found = result[way]

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     runs = []
     for name in RUNS:
         print(f"{time.strftime('%X')} {name}", flush=True)
-        runs.append(_apart(name, settings))
+        runs.append(_in_own_process(name, settings))
     for line in table(runs):
         print(line)
     keep(runs, settings)
@@ -83,7 +83,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _apart(name: str, settings: dict[str, int]) -> dict[str, Any]:
+def _in_own_process(name: str, settings: dict[str, int]) -> dict[str, Any]:
     """One run in a process of its own, so that nothing of another is left in its memory."""
     command = [sys.executable, str(Path(__file__).resolve()), "--run", name, json.dumps(settings)]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -110,7 +110,7 @@ def run(name: str, settings: dict[str, int]) -> dict[str, Any]:
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  # so that it counts as a library
 
     from octavo import models
-    from octavo.fp8.memory import kept
+    from octavo.fp8.memory import count_saved
 
     how = RUNS[name]
     plain = not how
@@ -127,7 +127,7 @@ def run(name: str, settings: dict[str, int]) -> dict[str, Any]:
         began = time.perf_counter()
         meter.phase = "forward"
         if number == 0:
-            with kept(model, blocks) as count:
+            with count_saved(model, blocks) as count:
                 loss = loss_of()
             meter.counted(count.report(), family)
         else:
@@ -241,7 +241,7 @@ class Meter:
     """Watches the resident memory of this process from a thread, and notes what lies there whenever it is at its most.
 
     Weights, masters, gradients, optimizer states and codes are looked at in that moment. Of the activations that the
-    first forward kept (counted by storages), those lie there whose block backward has not finished; logits, and what
+    first forward saved (counted by storages), those lie there whose block backward has not finished; logits, and what
     the head keeps, until its own backward has. The rest, "other", is what operations hold for
     a moment, and what the allocator has not given back. "libraries" is what lay there before the model was built.
     """
@@ -265,7 +265,7 @@ class Meter:
         self._thread.start()
 
     def counted(self, found: Any, family: Any) -> None:
-        """What the forward kept, by block."""
+        """What the forward saved, by block."""
         for row in found.rows:
             if row.kind != "activation":
                 continue
@@ -335,7 +335,7 @@ class Meter:
 
 
 def keep(runs: list[dict[str, Any]], settings: dict[str, int]) -> None:
-    """The figures and the picture, with the machine, the versions and the commit."""
+    """The figures and the plot, with the machine, the versions and the commit."""
     from octavo.bench import record
 
     baseline = runs[0]["peak"]
@@ -355,7 +355,7 @@ COLOURS = ("#1d7f79", "#55a89f", "#c8571b", "#e4a36b", "#8d6cab", "#4e79a7", "#a
 
 def draw(runs: list[dict[str, Any]], settings: dict[str, int], path: Path) -> None:
     """One bar a run, its kinds one after the other up to the peak."""
-    from octavo.bench.picture import INK, SOFT, canvas
+    from octavo.bench.plot import INK, SOFT, canvas
 
     figure, (axes,) = canvas(9, 1.5 + 0.55 * len(runs))
     for y, run in enumerate(runs):

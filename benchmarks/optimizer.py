@@ -62,11 +62,10 @@ def second_moments(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Tensor:
     state = optimizer.state[p]
     if isinstance(optimizer, fp8.AdamW):
         states = optimizer.param_groups[0]["states"]
-        kept = {k.name: state[k.name] for k in arithmetic.LAYOUT[states]}
-        kept = {
-            k.name: kept[k.name].view(-1, 128) if k.row is None else kept[k.name] for k in arithmetic.LAYOUT[states]
+        state = {
+            k.name: state[k.name].view(-1, 128) if k.row is None else state[k.name] for k in arithmetic.LAYOUT[states]
         }
-        return arithmetic.decode_moments(states, kept)[1].flatten()
+        return arithmetic.decode_moments(states, state)[1].flatten()
     v = state["exp_avg_sq"]
     return (v.dequantize() if hasattr(v, "dequantize") and type(v) is not Tensor else v).float().flatten()
 
@@ -117,8 +116,8 @@ def training(makers: dict[str, Make], steps: int, seeds: int = 1) -> list[dict[s
     """Loss curves from the same start over the same batches. Needs scikit-learn."""
     from sklearn.datasets import load_digits
 
-    pictures, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(pictures, dtype=torch.float32) / 16, torch.tensor(labels)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     found = []
     for name, make in makers.items():
         for seed in range(seeds):
@@ -206,8 +205,8 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
     ]
 
 
-def picture(found: dict[str, Any], path: Path) -> None:
-    from octavo.bench.picture import canvas
+def plot(found: dict[str, Any], path: Path) -> None:
+    from octavo.bench.plot import canvas
 
     figure, (left, right) = canvas(11, 4.2, columns=2)
     names = [row["optimizer"] for row in found["training"] if row["seed"] == 0 and row["optimizer"] != "octavo fp32"]
@@ -267,7 +266,7 @@ def main(parts: list[str]) -> None:
         found.update(command="python benchmarks/optimizer.py", absent=absent, machine=record.machine())
         record.save(found, path)
     if all(part in found for part in known):
-        picture(found, path.with_suffix(".png"))
+        plot(found, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def load(
         recipe: an FP8 recipe (or a policy) to plan and apply at once, for whole FP8 layers; None: stock layers, where
             frozen weights compute as their dequantized values.
         keep_fp8: False: codes in the folder become values in ``dtype``.
-        say: told what a person should know, such as which of two sets of weights was taken.
+        say: gets what a person should know, such as which of two sets of weights was taken.
 
     Raises ModelError, PlanError and AdapterError, each with what was found and the fix.
     """

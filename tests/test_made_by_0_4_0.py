@@ -64,9 +64,9 @@ def agree(losses: dict[int, float], name: str) -> None:
 
 @pytest.mark.parametrize("name", ["stopped", "stopped_fp8_weights"])
 def test_a_stopped_run_goes_on_to_the_same_losses(name: str, copy: Path) -> None:
-    said = train.run(load_config(f"runs/{name}/config.yaml", ["run.resume=auto"]))
-    assert said.status == "finished"
-    agree(said.losses(), name)
+    result = train.run(load_config(f"runs/{name}/config.yaml", ["run.resume=auto"]))
+    assert result.status == "finished"
+    agree(result.losses(), name)
     proof = json.loads((copy / "runs" / name / "proof.json").read_text())
     assert not proof["pending"] and proof["share"] == 1.0
 

@@ -83,9 +83,9 @@ def _prepared(model: nn.Module, family: Family | None, lora: LoraSection, config
     modules, parameters = split(model, names)
     experts.refuse(parameters, lora)
     for name in dict.fromkeys(parameter.rpartition(".")[0] for parameter in parameters):
-        lack = experts.obstacle(model.get_submodule(name))
-        if lack:
-            raise AdapterError(f'{name} cannot have adapters: {lack}. Leave it out: lora.exclude: ["**.experts"]')
+        why = experts.why_not(model.get_submodule(name))
+        if why:
+            raise AdapterError(f'{name} cannot have adapters: {why}. Leave it out: lora.exclude: ["**.experts"]')
     if lora.dora and lora.dropout:
         raise AdapterError(
             f"lora.dora with lora.dropout={lora.dropout} would need the base layer's product of the dropped input as "

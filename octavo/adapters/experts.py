@@ -17,10 +17,10 @@ and takes over the forward of the outer wrapper: on the rows that :mod:`octavo.f
 
     y_e = base(x_e) + s (x_e A_e^T) B_e^T
 
-with base in FP8 from frozen codes, or in high precision. Factors are multiplied in x's dtype. For the backward are kept
-s x_e A_e^T [R, r], and of x nothing where the base can tell how to make it again: of gate_up_proj the tokens instead of
-a row for each of their choices, of down_proj the FP8 codes of gate and up if activations are kept so. Experts without a
-token get zeros for gradients.
+with base in FP8 from frozen codes, or in high precision. Factors are multiplied in x's dtype. For the backward are
+saved s x_e A_e^T [R, r], and of x nothing where the base can tell how to make it again: of gate_up_proj the tokens
+instead of a row for each of their choices, of down_proj the FP8 codes of gate and up if activations are saved so.
+Experts without a token get zeros for gradients.
 
 PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A leaves no place for them; so does
 :func:`refuse`, since a file with them could be read by nobody.
@@ -63,7 +63,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def obstacle(module: nn.Module) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """Why the rows of these experts cannot be computed one by one, as adapters want it; None if they can."""
     if isinstance(module, moe.Experts):  # held against the stock module when it was converted
         return None
@@ -133,9 +133,9 @@ def adopt(model: nn.Module) -> int:
                 "layers as target_modules"
             )
         kind = (type(base), *(tuple(base._parameters[p].shape) for p in moe.PROJECTIONS))
-        if kind not in held and (lack := obstacle(base)):
+        if kind not in held and (why := why_not(base)):
             raise AdapterError(
-                f"{name}: experts of this structure cannot have adapters beside them: {lack}. Leave them out with "
+                f"{name}: experts of this structure cannot have adapters beside them: {why}. Leave them out with "
                 'lora.exclude: ["**.experts"]'
             )
         held.add(kind)
@@ -230,16 +230,16 @@ class _LowRank(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             h = moe.grouped_fwd(x, _dense(down, x.dtype), None, groups) * scale
             y = moe.grouped_fwd(h, _dense(up, x.dtype), None, groups)
-        kept = (x,) if source is None else source.tensors
+        saved = (x,) if source is None else source.tensors
         ctx.remake = None if source is None else source.remake
-        ctx.save_for_backward(*groups[:3], h, down, up, *(kept if ctx.needs_input_grad[1] else ()))
+        ctx.save_for_backward(*groups[:3], h, down, up, *(saved if ctx.needs_input_grad[1] else ()))
         ctx.scale, ctx.rows, ctx.dtype = scale, groups.rows, x.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        sizes, starts, tiles, h, down, up, *kept = ctx.saved_tensors
+        sizes, starts, tiles, h, down, up, *saved = ctx.saved_tensors
         groups = Groups(sizes, starts, tiles, ctx.rows)
         needs_x, needs_down, needs_up = ctx.needs_input_grad[:3]
         dx = ddown = dup = None
@@ -249,7 +249,7 @@ class _LowRank(torch.autograd.Function):
             if needs_x or needs_down:
                 dh = moe.grouped_dgrad(dy, _dense(up, dy.dtype), groups) * ctx.scale
             if needs_down:
-                x = kept[0] if ctx.remake is None else ctx.remake(*kept).to(ctx.dtype)
+                x = saved[0] if ctx.remake is None else ctx.remake(*saved).to(ctx.dtype)
                 ddown = moe.grouped_wgrad(dh, x, groups, down.dtype)
             if needs_x:
                 dx = moe.grouped_dgrad(dh, _dense(down, dy.dtype), groups)

@@ -28,12 +28,12 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
 from octavo.adapters.targets import NEVER, taken_over
 from octavo.fp8.weights import distributed, is_whole
+from octavo.models.folder import pickles
 
 if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 # Of a folder that may be replaced: what PEFT and its users put beside an adapter.
 _BESIDE = (CONFIG, WEIGHTS, "README.md", ".gitattributes")
 
@@ -176,11 +176,11 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
     folder = Path(directory)
     file = folder / WEIGHTS
     if not file.is_file():
-        pickles = [name for name in _PICKLES if (folder / name).exists()]
+        pickled = [name for name in pickles(folder) if name.startswith(("adapter_model", "pytorch_model"))]
         raise AdapterError(
-            f"{folder} holds {pickles[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
+            f"{folder} holds {pickled[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
             "load it with PEFT where you trust it, and save_pretrained it."
-            if pickles
+            if pickled
             else f"{folder} has no {WEIGHTS}: the adapter is not whole."
         )
     try:

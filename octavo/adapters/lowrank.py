@@ -1,4 +1,4 @@
-"""The low-rank product beside a linear layer: y + s B (A d(x)), and what of it is kept for the backward.
+"""The low-rank product beside a linear layer: y + s B (A d(x)), and what of it is saved for the backward.
 
 With x [M, K], A [r, K], B [N, r], s = alpha / r (rsLoRA: alpha / sqrt(r)), d dropout, y [M, N] the base's output::
 
@@ -6,12 +6,12 @@ With x [M, K], A [r, K], B [N, r], s = alpha / r (rsLoRA: alpha / sqrt(r)), d dr
     bwd   g = s dy B   [M, r]      dB = s dy^T h      dA = g^T d(x)      dx = d'(g A)
 
 All in the dtype of y, which is the dtype in which the base layer computes (autocast's under autocast): A and B are cast
-for each product and the casts are not kept, and s is applied where the GEMM adds, before the one rounding to y's dtype.
-PEFT's own layer turns x into the dtype of A instead: for fp32 adapters beside a BF16 model a copy of x in fp32, kept
-for the backward.
+for each product and the casts are not saved, and s is applied where the GEMM adds, before the one rounding to y's
+dtype. PEFT's own layer turns x into the dtype of A instead: for fp32 adapters beside a BF16 model a copy of x in fp32,
+saved for the backward.
 
-What is kept: h, and x as it came, the same tensor for all adapters that share it (q, k, v); its mask, one byte an
-element, if there is dropout. Under autocast the lowered x is kept, made once for all layers of that input
+What is saved: h, and x as it came, the same tensor for all adapters that share it (q, k, v); its mask, one byte an
+element, if there is dropout. Under autocast the lowered x is saved, made once for all layers of that input
 (:mod:`octavo.fp8.dense.inputs`). Where the block can make x again (:mod:`octavo.fp8.dense.sources`), not even x.
 """
 
@@ -40,7 +40,7 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: 
 
 
 def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float) -> Tensor:
-    """The same as operators that a compiler sees through; it decides what is kept."""
+    """The same as operators that a compiler sees through; it decides what is saved."""
     dropped = torch.nn.functional.dropout(x, dropout) if dropout else x
     dropped = dropped.to(y.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
     h = dropped @ a.to(y.dtype).t()
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     scale: float
     dropout: float
     user: object
-    source: Source | None  # how the backward gets x again, where it need not be kept
+    source: Source | None  # how the backward gets x again, where it need not be saved
 
 
 class _LowRank(torch.autograd.Function):
@@ -68,10 +68,10 @@ class _LowRank(torch.autograd.Function):
             y_MN = y.reshape(h.shape[0], y.shape[-1])
             out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=call.scale)
         source = call.source
-        # The tensor that came, not a view of it, is what its other users keep as well.
-        kept = source.tensors if source is not None else (x if x.dtype == dtype else x_MK,)
+        # The tensor that came, not a view of it, is what its other users save as well.
+        saved = source.tensors if source is not None else (x if x.dtype == dtype else x_MK,)
         masks = () if mask is None else (mask,)
-        ctx.save_for_backward(a, b, h, *masks, *(kept if ctx.needs_input_grad[2] else ()))
+        ctx.save_for_backward(a, b, h, *masks, *(saved if ctx.needs_input_grad[2] else ()))
         ctx.remake = None if source is None else source.remake
         ctx.scale, ctx.dropout, ctx.masked = call.scale, call.dropout, mask is not None
         ctx.x_shape, ctx.x_dtype, ctx.dtype = x.shape, x.dtype, dtype

@@ -124,20 +124,20 @@ class MergeErrors:
             self._last = (fold.name, slot), base, fold.folded(slot, base) - base
         w, d = self._last[1][span], self._last[2][span]
         if isinstance(value, Tensor):
-            v, alone = value.float(), w.to(value.dtype).float()
+            v, unchanged = value.float(), w.to(value.dtype).float()
         else:
             found.fp8 = True
             v = fp8.dequantize(value, torch.float32)
             frozen = fp8.is_frozen(fold.weight)
-            alone = w if frozen else fp8.dequantize(fp8.quantize(w, value.spec), torch.float32)
-        w, d, alone = w.to(v.device), d.to(v.device), alone.to(v.device)
+            unchanged = w if frozen else fp8.dequantize(fp8.quantize(w, value.spec), torch.float32)
+        w, d, unchanged = w.to(v.device), d.to(v.device), unchanged.to(v.device)
         applied = v - w
         found.base += _square(w)
         found.delta += _square(d)
         found.applied += _square(applied)
         found.inner += float((applied.double() * d).sum())
         found.difference += _square(applied - d)
-        found.moved += int((v != alone).sum())
+        found.moved += int((v != unchanged).sum())
         found.elements += v.numel()
 
     # What it comes to ------------------------------------------------------------------------------------------------

@@ -22,11 +22,10 @@ from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.fp8.policy import covers, nearest
+from octavo.models import WITHOUT_HEAD
 
 if TYPE_CHECKING:
     from octavo.models import Family
-
-COMPONENTS = ("foundation", "image_encoder", "image_projector")
 
 NEVER: Mapping[str, str] = {
     "lm_head": "the loss is computed from its weight in chunks, without calling the module, and RL compares "
@@ -72,10 +71,10 @@ def targets_of(
 
 
 def _matching(pattern: str, rows: Sequence[fp8.Row], model: nn.Module, family: Family | None) -> set[str]:
-    if pattern in COMPONENTS:
+    if pattern in WITHOUT_HEAD:
         found = {row.name for row in rows if row.component == pattern and row.kind in ("linear", "experts")}
         if not found:
-            has = dict.fromkeys(row.component for row in rows if row.component in COMPONENTS)
+            has = dict.fromkeys(row.component for row in rows if row.component in WITHOUT_HEAD)
             raise AdapterError(
                 f"targets: this {family.name if family else type(model).__name__} has no linear layers in {pattern}; "
                 f"it has {', '.join(has) or 'none in any component'}. Remove {pattern}."
@@ -95,7 +94,7 @@ def _matching(pattern: str, rows: Sequence[fp8.Row], model: nn.Module, family: F
     why = f"names {there[0]}, which holds no linear layer" if there else "matches nothing"
     usable = [row for row in rows if row.kind in ("linear", "experts")]
     raise AdapterError(
-        f"targets: {pattern!r} {why}. A target is a component ({', '.join(COMPONENTS)}) or a glob over module names."
+        f"targets: {pattern!r} {why}. A target is a component ({', '.join(WITHOUT_HEAD)}) or a glob over module names."
         f"{_close(pattern, usable)}"
     )
 
@@ -112,7 +111,7 @@ def _covers(pattern: str, name: str) -> bool:
 
 
 def _close(pattern: str, rows: Sequence[fp8.Row]) -> str:
-    close = nearest(pattern, [*COMPONENTS, *(row.name for row in rows)])
+    close = nearest(pattern, [*WITHOUT_HEAD, *(row.name for row in rows)])
     return f" The nearest names: {', '.join(close)}." if close else ""
 
 

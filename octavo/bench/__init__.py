@@ -1,7 +1,7 @@
 """What Octavo's kernels and layers are worth on this machine: suites that time them beside everybody else's.
 
     octavo bench linear                     one suite
-    octavo bench all --out results          all of them; JSON and a picture for each
+    octavo bench all --out results          all of them; JSON and a plot for each
 
 Needs torch, transformers and matplotlib; on a GPU also triton, which comes with CUDA builds of torch. The same suites
 run on small sizes on a CPU, where the figures say nothing about FP8 but the code is the same.
@@ -63,12 +63,12 @@ def folder(path: Path) -> Path:
 
 def keep(result: Result, into: Path) -> list[Path]:
     """Write what each suite found into ``bench_<device>_<suite>.json`` and ``.png``; other suites' files stay."""
-    from octavo.bench import picture
+    from octavo.bench import plot
 
     paths = []
     for suite in suites_of(result.rows):
         stem = into / f"bench_{'_'.join(result.device.lower().split())}_{suite}"
         paths.append(write(part(result, suite), stem.with_suffix(".json")))
-        if picture.draw(result, suite, stem.with_suffix(".png")):
+        if plot.draw(result, suite, stem.with_suffix(".png")):
             paths.append(stem.with_suffix(".png"))
     return paths

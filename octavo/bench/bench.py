@@ -35,7 +35,7 @@ class Bench:
     """Where suites report to.
 
     ``small`` picks sizes that a CPU finishes in seconds. ``budget`` are seconds after which a suite begins no new case
-    (None: no limit). ``say`` is told each case as it begins. ``shape`` and ``tokens`` choose the model of the layer and
+    (None: no limit). ``say`` gets each case as it begins. ``shape`` and ``tokens`` choose the model of the layer and
     step suites and the tokens of a call; None: the suite's own.
     """
 

@@ -88,8 +88,8 @@ def able(bench: Bench, recipe: str) -> list[str]:
     found = []
     for name in kernels.names():
         backend = kernels.get(name)
-        lacks = [backend.supports(op, made, bench.device, None) for op in ("fwd", "dgrad", "wgrad")]
-        if not any(lacks) and backend.auto_unsupported(bench.device) is None and not (name == "reference" and found):
+        whys = [backend.supports(op, made, bench.device, None) for op in ("fwd", "dgrad", "wgrad")]
+        if not any(whys) and backend.auto_unsupported(bench.device) is None and not (name == "reference" and found):
             found.append(name)
     return found
 

@@ -68,14 +68,14 @@ def _fused(bench: Bench, m: int, k: int) -> None:
     x, gate, up, dh = (Rotation(lambda: bench.randn(m, k)) for _ in range(4))
     caster = chosen["quantize"]
 
-    def norm_apart() -> object:
+    def norm_separate() -> object:
         y = torch.nn.functional.rms_norm(x(), (k,), weight, 1e-6)
         return caster.quantize_both(y, row, col)
 
-    def gate_apart() -> object:
+    def gate_separate() -> object:
         return caster.quantize_both(torch.nn.functional.silu(gate()) * up(), row, col)
 
-    def gate_back_apart() -> object:
+    def gate_back_separate() -> object:
         g, u, d = gate(), up(), dh()
         s = torch.sigmoid(g)
         du = d * g * s
@@ -83,20 +83,20 @@ def _fused(bench: Bench, m: int, k: int) -> None:
         return caster.quantize_both(dg, dy_row, dy_col), caster.quantize_both(du, dy_row, dy_col)
 
     pairs = {
-        "rmsnorm": (norm_apart, lambda: chosen["rmsnorm"].rmsnorm_quantize(x(), weight, 1e-6, row, col), 2 + 2 + 2),
-        "swiglu": (gate_apart, lambda: chosen["swiglu"].swiglu_quantize(gate(), up(), row, col), 4 + 2 + 2),
+        "rmsnorm": (norm_separate, lambda: chosen["rmsnorm"].rmsnorm_quantize(x(), weight, 1e-6, row, col), 2 + 2 + 2),
+        "swiglu": (gate_separate, lambda: chosen["swiglu"].swiglu_quantize(gate(), up(), row, col), 4 + 2 + 2),
         "swiglu backward": (
-            gate_back_apart,
+            gate_back_separate,
             lambda: chosen["swiglu_backward"].swiglu_backward_quantize(dh(), gate(), up(), dy_row, dy_col),
             6 + 4,
         ),
     }
-    for name, (apart, together, moved) in pairs.items():
+    for name, (separate, fused, moved) in pairs.items():
         op = name.replace(" ", "_")
-        candidates = {"apart": lambda call=apart: call, f"fused {chosen[op].name}": lambda call=together: call}
+        candidates = {"separate": lambda call=separate: call, f"fused {chosen[op].name}": lambda call=fused: call}
         # No bytes: the ratio is of times, since the fused kernel exists to move fewer.
-        work = {"apart": Work(), f"fused {chosen[op].name}": Work()}
-        bench.case("cast", f"{name} {m} x {k} ({moved} B an element fused)", "apart", candidates, work)
+        work = {"separate": Work(), f"fused {chosen[op].name}": Work()}
+        bench.case("cast", f"{name} {m} x {k} ({moved} B an element fused)", "separate", candidates, work)
 
 
 def _backend(bench: Bench, op: str, recipe: Recipe) -> kernels.Backend:

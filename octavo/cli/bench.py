@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.shape is not None:
         from octavo import models
 
-        models.shape_model(args.shape)  # an unknown name is told before anything is timed
+        models.shape_model(args.shape)  # an unknown name is refused before anything is timed
     if args.out is not None:
         bench.folder(args.out)  # as is a place where nothing can be written
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))

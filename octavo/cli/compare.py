@@ -51,7 +51,7 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
         raise arguments.UsageError("--recipes is empty; name at least one, e.g. --recipes blockwise")
     for name in names:
         if name == "off":
-            raise arguments.UsageError("--recipes: off is the twin that every recipe stands beside; leave it out")
+            raise arguments.UsageError("--recipes: off is the reference of every recipe; leave it out")
         if name not in (*RECIPES, "auto"):
             close = nearest(name, RECIPES[1:])
             hint = f"did you mean {close}? " if close else ""

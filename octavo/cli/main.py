@@ -1,4 +1,4 @@
-"""The door: finds the command, imports its file alone, and turns what goes wrong into a sentence and an exit code.
+"""The entry point: finds the command, imports its file alone, turns what goes wrong into a sentence and an exit code.
 
 Exit codes: 0 done, 1 the work failed or the verdict is bad, 2 wrong usage or configuration (and, where 1 is a verdict,
 work that failed), 130 interrupted. Octavo's own errors are written for users and printed as they are; anything else
@@ -23,7 +23,7 @@ VERDICTS = ("compare", "demo", "verify")
 
 #: command -> what it does, in the order a newcomer meets them; each is octavo/cli/<command>.py
 COMMANDS: dict[str, str] = {
-    "demo": "the whole story on real handwriting: train a tiny Qwen3-VL in FP8 beside its twin, write the report",
+    "demo": "the whole story on real handwriting: train a tiny Qwen3-VL in FP8 beside high precision, write the report",
     "train": "run one training job from a YAML file",
     "plan": "show which layer would run in which recipe and why; reads no weights",
     "compare": "train high precision and FP8 on the same data and seeds; exit code = the verdict",

@@ -20,7 +20,7 @@ class Config(Sections):
 
     @model_validator(mode="after")
     def _obeys_the_rules(self, info: ValidationInfo) -> Config:
-        # the loader checks the rules itself, to name the lines; whoever builds a Config in Python is told here
+        # the loader checks the rules itself, to name the lines; whoever builds a Config in Python sees them here
         if not (info.context and info.context.get("rules") == "later"):
             findings = [f"{'.'.join(map(str, f.path))}: {f.found}; {f.fix}" for f in check(self)]
             if findings:

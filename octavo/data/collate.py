@@ -62,9 +62,9 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
         "labels": _padded([s.labels for s in samples], longest, IGNORE),
     }
     if any(sample.images for sample in samples):
-        batch["pixel_values"] = _joined([s.pixel_values for s in samples])
+        batch["pixel_values"] = _concatenated([s.pixel_values for s in samples])
         if any(s.image_grid_thw is not None for s in samples):
-            batch["image_grid_thw"] = _joined([s.image_grid_thw for s in samples])
+            batch["image_grid_thw"] = _concatenated([s.image_grid_thw for s in samples])
         if any(s.mm_token_type_ids is not None for s in samples):
             kinds = [
                 np.zeros_like(s.input_ids) if s.mm_token_type_ids is None else s.mm_token_type_ids for s in samples
@@ -89,5 +89,5 @@ def _padded(rows: Sequence[np.ndarray], length: int, fill: int) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def _joined(arrays: Sequence[np.ndarray | None]) -> torch.Tensor:
+def _concatenated(arrays: Sequence[np.ndarray | None]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([array for array in arrays if array is not None]))

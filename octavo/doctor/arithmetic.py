@@ -32,24 +32,24 @@ def _backend(name: str, device: str) -> list[Check]:
     from octavo.fp8 import RECIPES, kernels
 
     backend, on = kernels.get(name), torch.device(device)
-    lacks = {recipe_name: _lack(name, recipe_name, device) for recipe_name in RECIPES}
-    every = "; ".join(dict.fromkeys(filter(None, lacks.values())))
-    why = every if all(lacks.values()) else backend.auto_unsupported(on)
+    whys = {recipe_name: _why_not(name, recipe_name, device) for recipe_name in RECIPES}
+    every = "; ".join(dict.fromkeys(filter(None, whys.values())))
+    why = every if all(whys.values()) else backend.auto_unsupported(on)
     if why is not None:
         means = "it is never chosen here by itself"
         found = why if "not installed" in why else f"not tried: {why} ({backend.version()})"
         return [Check("fp8", f"{name} on {device}", ABSENT, found, means, "none needed")]
     checks = [Check("fp8", f"{name} on {device}", OK, f"{backend.version()}{_more(name, device)}")]
-    for recipe_name, lack in lacks.items():
-        if lack is None:
+    for recipe_name, why_not in whys.items():
+        if why_not is None:
             checks.append(_try(name, recipe_name, device))
         else:
             means = "another backend is chosen for this recipe"
-            checks.append(Check("fp8", f"{name} {recipe_name} on {device}", ABSENT, lack, means, "none needed"))
+            checks.append(Check("fp8", f"{name} {recipe_name} on {device}", ABSENT, why_not, means, "none needed"))
     return checks
 
 
-def _lack(backend: str, recipe_name: str, device: str) -> str | None:
+def _why_not(backend: str, recipe_name: str, device: str) -> str | None:
     """Why the backend cannot run all three GEMMs of this recipe here, None if it can."""
     import torch
 

@@ -10,7 +10,7 @@ from octavo.doctor.report import FAIL, Check, Report
 
 
 def examine(say: Callable[[str], None] = lambda text: None) -> Report:
-    """Tries everything; ``say`` is told what is being tried. Takes some seconds, for the imports are real."""
+    """Tries everything; ``say`` gets what is being tried. Takes some seconds, for the imports are real."""
     checks: list[Check] = machine.versions()
     say("importing packages")
     # Its imports go on while the rest is tried here.

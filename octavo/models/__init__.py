@@ -4,7 +4,7 @@ from octavo.models.assembly import frozen_names
 from octavo.models.attention import use_attention
 from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
-from octavo.models.families import COMPONENTS, Family, describe, stays
+from octavo.models.families import COMPONENTS, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.freeze import freeze
 from octavo.models.generate import generate
 from octavo.models.loading import load, load_split, parameter_count
@@ -20,6 +20,7 @@ from octavo.models.values import stream
 __all__ = [
     "COMPONENTS",
     "SHAPES",
+    "WITHOUT_HEAD",
     "Family",
     "ModelError",
     "Quantization",

@@ -20,13 +20,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from octavo import fp8
 from octavo.models.codes import Paired, pair
 from octavo.models.errors import ModelError
-from octavo.models.families import describe
+from octavo.models.families import WITHOUT_HEAD, describe
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.shards import Shards, open_weights
 from octavo.models.sources import Origin, Sources, is_transposed, sources
 from octavo.models.streaming import Stream
 
-COMPONENTS = ("foundation", "image_encoder", "image_projector")
 _QUANTIZED = ("linear", "experts")
 _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
@@ -40,8 +39,8 @@ def asked_kinds(load_in_fp8: str | Mapping[str, str | None] | None) -> dict[str,
     given = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
     asked = {component: str(kind).removesuffix("wise") for component, kind in given.items() if kind is not None}
     for component, kind in asked.items():
-        if component not in COMPONENTS:
-            raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(COMPONENTS)}.")
+        if component not in WITHOUT_HEAD:
+            raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(WITHOUT_HEAD)}.")
         if kind not in fp8.FROZEN:
             raise ModelError(f"load_in_fp8 asks for {given[component]!r} in {component}; there are {names}.")
     return asked

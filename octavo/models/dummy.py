@@ -89,8 +89,8 @@ def attach_dummy_image(
             )
         with guard():
             output = owner.get_image_features(**dummy_image_inputs(model, family))
-        joined = _Join.apply(embeds, *_features(output))
-        return args, {**kwargs, "inputs_embeds": joined}
+        embeds = _Join.apply(embeds, *_features(output))
+        return args, {**kwargs, "inputs_embeds": embeds}
 
     return model.get_submodule(family.language_model).register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -25,6 +25,7 @@ from octavo.models.errors import ModelError
 from octavo.models.skeleton import VISION_FAMILIES, empty, is_vision_config
 
 COMPONENTS = ("image_encoder", "image_projector", "foundation", "lm_head")
+WITHOUT_HEAD = COMPONENTS[:-1]
 
 
 @dataclass(frozen=True)

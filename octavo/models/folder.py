@@ -20,6 +20,7 @@ from octavo.models.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # how the names of files end that are pickles, usually
 QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
 #: what belongs to a model besides config.json and weights: tokenizer, processor, chat template, generation settings
 COMPANIONS = (
@@ -126,15 +127,19 @@ def weight_map(index: Path) -> dict[str, str]:
     return placed
 
 
+def pickles(folder: Path) -> list[str]:
+    """The names of files in a folder that end like pickles."""
+    return sorted(p.name for p in folder.glob("*") if p.name.endswith(PICKLES) and p.is_file())
+
+
 def no_weights(file: Path, indexed: bool) -> str:
     """Why a folder without this file of weights cannot be used."""
     folder = file.parent
     if indexed:
         return f"{file} is missing, though {INDEX} names it. Download the shard again."
-    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
-    if pickles:
+    if pickled := pickles(folder):
         return (
-            f"{folder} holds only pickled weights ({', '.join(pickles[:3])}); a pickle can run code when it is read, "
+            f"{folder} holds only pickled weights ({', '.join(pickled[:3])}); a pickle can run code when it is read, "
             "so Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format) first."
         )
     return f"{folder} holds no {file.name} and no {INDEX}: there are no weights to load."

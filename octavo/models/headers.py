@@ -121,7 +121,7 @@ def parse(file: str, text: str) -> Header:
         raise HeaderError(f"its header is a {type(found).__name__}")
     found.pop("__metadata__", None)
     # An empty tensor begins where the next one does, and comes before it.
-    entries = sorted((_entry(name, said) for name, said in found.items()), key=lambda e: (e.begin, e.size))
+    entries = sorted((_entry(name, info) for name, info in found.items()), key=lambda e: (e.begin, e.size))
     end = 0
     for entry in entries:
         if entry.begin != end:
@@ -132,9 +132,9 @@ def parse(file: str, text: str) -> Header:
     return Header(file, text, tuple(entries))
 
 
-def _entry(name: str, said: Any) -> Entry:
-    said = said if isinstance(said, dict) else {}
-    dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
+def _entry(name: str, info: Any) -> Entry:
+    info = info if isinstance(info, dict) else {}
+    dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise HeaderError(f"{name} has the dtype {dtype!r}, which Octavo does not know; it knows {', '.join(DTYPES)}")
     for numbers in (shape, offsets):
@@ -149,13 +149,13 @@ def _entry(name: str, said: Any) -> Entry:
 def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Header:
     """The header of a file with (name, dtype, shape) in this order, as safetensors would write it."""
     entries: list[Entry] = []
-    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, dtype, shape in tensors:
         entries.append(entry := Entry(name, dtype, tuple(shape), begin))
         begin += entry.size
-        said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [entry.begin, begin]}
-    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [entry.begin, begin]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
     return Header(file, text + " " * (-len(text.encode()) % 8), tuple(entries))
 
 

@@ -50,7 +50,7 @@ def load(
                          image_projector. Embeddings, the output projection, routers, norms and the patch embedding stay
     keep_fp8             of a folder that holds FP8: True keeps the codes as they are (frozen weights), False gives
                          their values in `dtype`
-    say                  told what a person should know: which of two sets of weights was taken, what was not used
+    say                  gets what a person should know: which of two sets of weights was taken, what was not used
     progress             called with (bytes read, bytes in all) after every parameter, where FP8 is involved
 
     The model is in eval mode, as from_pretrained gives it. Raises ModelError for anything missing, truncated,

@@ -9,7 +9,7 @@
 Every scale is a dequant multiplier, value = code * scale, "inv" or not. Experts lie one by one on disk,
 `mlp.experts.3.up_proj.weight`. The kinds are those of `fp8.FROZEN`: row (= channel), block, tensor.
 
-Which layers are in FP8 is told by two lists, and every loader reads them in its own way: `exact`, `by_parts`,
+Which layers are in FP8 is given by two lists, and every loader reads them in its own way: `exact`, `by_parts`,
 `by_pattern` and `by_target` are those ways. So whoever writes a checkpoint lists full names, which all of them take.
 """
 
@@ -172,7 +172,7 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def parse(block: Any, where: str = "quantization_config") -> Quantization:
-    """A `quantization_config` as a Quantization; `where` it stands is said in errors. Raises ModelError."""
+    """A `quantization_config` as a Quantization; `where` it stands is named in errors. Raises ModelError."""
     if not isinstance(block, Mapping):
         raise ModelError(f"{where}: quantization_config is {type(block).__name__}, not an object. Write it again.")
     method = block.get("quant_method", "compressed-tensors" if "config_groups" in block else None)
@@ -230,7 +230,7 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
         raise ModelError(f"{where}: sparsity_config has format {sparse['format']!r}; Octavo reads dense ones. {_FIX}")
     groups = block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise ModelError(f"{where}: config_groups is missing or empty: what is quantized, and how, is not said. {_FIX}")
+        raise ModelError(f"{where}: config_groups is missing or empty, so nothing says what is quantized. {_FIX}")
     found: dict[tuple[str, tuple[int, int] | None], list[str]] = {}
     activations = set()
     for name, group in groups.items():

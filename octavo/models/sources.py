@@ -137,12 +137,12 @@ class _Names:
         # llm-compressor and Octavo write experts one by one for every family, as most of transformers' families have
         # them on disk; families with fused experts on disk have no rule for that
         more = get_checkpoint_conversion_mapping("qwen2_moe") or []
-        self._alone = [rule for rule in more if isinstance(rule, WeightConverter)]
+        self._single_experts = [rule for rule in more if isinstance(rule, WeightConverter)]
 
     def __call__(self, name: str) -> tuple[str, str, WeightConverter | None]:
         found = self._by(name, self._renamings, self._rules)
         if found[0] not in self._wanted:
-            for renamings, rules in (([], []), (self._renamings, self._alone)):
+            for renamings, rules in (([], []), (self._renamings, self._single_experts)):
                 other = self._by(name, renamings, rules)
                 if other[0] in self._wanted:
                     return other

@@ -209,8 +209,8 @@ class Stream:
         values = {}
         for entry in origin.stored:
             if entry.is_codes:
-                alone = Origin(origin.name, ((Piece(entry),),))
-                decoded = self._decoded(alone, self.dtype_of(origin.name))
+                single = Origin(origin.name, ((Piece(entry),),))
+                decoded = self._decoded(single, self.dtype_of(origin.name))
                 values[entry.name] = torch.cat([rows for _, rows in decoded(0)])
             else:
                 values[entry.name] = self.shards.read(entry)

@@ -90,7 +90,7 @@ class World:
         if self.is_main:
             try:
                 answer = {"value": action()}
-            except Exception as error:  # told to the others first, raised below
+            except Exception as error:  # sent to the others first, raised below
                 failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
         answer = self.gather_objects(answer)[0]
         if failure is not None:

@@ -25,7 +25,7 @@ from octavo.config import RECIPES, Config, Fp8Section, load_config, override
 from octavo.config.sections import FITTING
 from octavo.report.judge import Run, Verdict, judge
 from octavo.report.rundir import ReportError, RunRecord, read, read_failed
-from octavo.report.savings import ladder, without
+from octavo.report.savings import ablation, without
 
 
 def compare(
@@ -113,7 +113,7 @@ def runs_of(cfg: Config, recipes: Sequence[str] | None, directory: Path, savings
     names = list(dict.fromkeys(recipes))
     for name in names:
         chosen = cfg if name == own else with_recipe(cfg, name)
-        for number, (words, setting) in enumerate(ladder(chosen) if savings and len(names) == 1 else ()):
+        for number, (words, setting) in enumerate(ablation(chosen) if savings and len(names) == 1 else ()):
             runs.append(_run_of(setting, directory, f"saving-{number}", words, "saving", seed))
         runs.append(_run_of(chosen, directory, f"fp8-{name}", f"FP8 {name}", "fp8", seed))
     return runs

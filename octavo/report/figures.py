@@ -164,16 +164,16 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
         if curve.kind == "reference":
             continue
         steps, mine, theirs = np.intersect1d(curve.steps, reference.steps, return_indices=True)
-        apart = smooth(curve.losses[mine] - reference.losses[theirs], window)
+        difference = smooth(curve.losses[mine] - reference.losses[theirs], window)
         gap = 100 * running_gap(curve.losses[mine], reference.losses[theirs])
         if curve.kind == "noise":
             noise = 100 * running_noise(curve.losses[mine], reference.losses[theirs])
-            bands = ((upper, np.abs(apart), "another seed, either sign"), (lower, noise, "noise of the seed"))
+            bands = ((upper, np.abs(difference), "another seed, either sign"), (lower, noise, "noise of the seed"))
             for axes, values, label in bands:
                 x, y = _thin(steps, values)
                 axes.fill_between(x, -y, y, color=PALETTE["noise"], alpha=0.45, lw=0, label=label)
         else:
-            upper.plot(*_thin(steps, apart), color=PALETTE[curve.color], lw=1.7, label=curve.label)
+            upper.plot(*_thin(steps, difference), color=PALETTE[curve.color], lw=1.7, label=curve.label)
             lower.plot(*_thin(steps, gap), color=PALETTE[curve.color], lw=1.7, label=curve.label)
     for axes in (upper, lower):
         axes.axhline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))

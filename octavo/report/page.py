@@ -35,7 +35,7 @@ KINDS = {
     "gradients": "gradients",
     "optimizer": "optimizer states",
     "codes": "cached FP8 codes",
-    "activations": "kept activations",
+    "activations": "saved activations",
     "logits": "logits",
     "workspace": "workspace",
 }
@@ -200,11 +200,11 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
 def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
     """The table of what each saving cost; empty where the trial trained no runs for it."""
     by_name = {run["name"]: run for run in verdict.data["arms"]}
-    ladder = [by_name[run.name] for run, _ in records if run.kind == "saving"]
-    if not ladder:
+    runs = [by_name[run.name] for run, _ in records if run.kind == "saving"]
+    if not runs:
         return []
     top = next(run for run, _ in records if run.kind == "fp8")
-    return savings.costs(ladder, by_name[top.name], savings.last(top.cfg))
+    return savings.costs(runs, by_name[top.name], savings.last(top.cfg))
 
 
 def speed_sentence(records: Records, jobs: int = 1) -> str:

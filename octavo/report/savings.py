@@ -1,8 +1,8 @@
 """What each memory saving costs: the FP8 run again, first without any of them, then with one more at a time.
 
 A saving is a switch of the configuration that stores something in fewer bytes, or not at all. The last run of the
-ladder is the FP8 run of the trial itself, with everything on. Each setting is put beside the one before it: bytes, mean
-loss and tokens per second.
+ablation is the FP8 run of the trial itself, with everything on. Each setting is put beside the one before it: bytes,
+mean loss and tokens per second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Switch(NamedTuple):
 
 
 def switches(cfg: Config) -> list[Switch]:
-    """The savings that a configuration has on, in the order in which the ladder adds them."""
+    """The savings that a configuration has on, in the order in which the ablation adds them."""
     fp8, train, optimizer = cfg.fp8, cfg.train, cfg.optimizer
     parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
     activations = fp8.activations == "fp8" or any(part.activations == "fp8" for part in parts.values())
@@ -85,7 +85,7 @@ def without(cfg: Config) -> Config:
     return cfg
 
 
-def ladder(cfg: Config) -> list[tuple[str, Config]]:
+def ablation(cfg: Config) -> list[tuple[str, Config]]:
     """(words, configuration) of the settings before the configuration itself, which is the last: none of its savings
     on, then one more at a time. Empty where it has none."""
     found = switches(cfg)
@@ -107,7 +107,7 @@ def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str)
     """The table: each setting's bytes by counted kinds, mean loss and speed, and how they changed from the one before.
 
     Args:
-        runs: what the verdict says of the ladder's runs, in their order.
+        runs: what the verdict says of the ablation's runs, in their order.
         top: the same of the FP8 run with every saving on.
         words: what that one adds to the last of ``runs``.
     """

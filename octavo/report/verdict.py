@@ -87,11 +87,11 @@ def seed_noise(losses: np.ndarray, reference: np.ndarray, steps: int | None = No
     total = float(np.abs(reference[both]).sum())
     if not total:
         return math.nan
-    apart = np.where(both, losses - reference, 0.0)
-    found = [abs(float(apart.sum()))]
+    difference = np.where(both, losses - reference, 0.0)
+    found = [abs(float(difference.sum()))]
     for stretches, deviations in STRETCHES.items():
         stretch = max(1, -(-(steps or len(losses)) // stretches))
-        sums = np.add.reduceat(apart, np.arange(0, len(losses), stretch))
+        sums = np.add.reduceat(difference, np.arange(0, len(losses), stretch))
         found.append(deviations * math.sqrt(float((sums**2).sum())))
     return max(found) / total
 
@@ -274,11 +274,11 @@ def check_accuracy(run: str, value: float, reference: float, spread: float) -> C
 
     Below that fails; above it only warns, since better answers are no harm but still a difference.
     """
-    limit, apart = max(ACCURACY_POINT, NOISE_FACTOR * abs(spread)), value - reference
-    status = PASS if abs(apart) <= limit + 1e-12 else WARN if apart > 0 else FAIL
+    limit, difference = max(ACCURACY_POINT, NOISE_FACTOR * abs(spread)), value - reference
+    status = PASS if abs(difference) <= limit + 1e-12 else WARN if difference > 0 else FAIL
     say = (
         f"{percent(value, 1)} of the held-out questions, high precision {percent(reference, 1)}: "
-        f"{100 * abs(apart):.1f} points {'apart' if apart == 0 else 'more' if apart > 0 else 'fewer'}"
+        f"{100 * abs(difference):.1f} points {'apart' if difference == 0 else 'more' if difference > 0 else 'fewer'}"
     )
     return Check(
         "accuracy", "Held-out accuracy", run, value, percent(value, 1), f"within {100 * limit:.1f} points", status, say

@@ -178,7 +178,7 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
 
 
 def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.ChunkedHead | None:
-    """The head that gives losses without full logits, where the model allows it; else None, and `say` is told why."""
+    """The head that gives losses without full logits, where the model allows it; else None, and `say` gets why."""
     if cfg.train.logits == "full":
         return None
     head = fp8.chunked_head(model)

@@ -159,7 +159,7 @@ class Run:
         if self.log is not None:
             self.log.sync()
         self._saved = self.step
-        self.tell("saved", build.save(self.job))
+        self.notify("saved", build.save(self.job))
 
     def reopen_log(self) -> None:
         """Drop the row of the last step, which is written anew."""
@@ -168,7 +168,7 @@ class Run:
             rundir.truncate_metrics(self.directory / rundir.METRICS, self.step - 1)
             self.log = MetricsLog(self.directory, self.cfg.run.tensorboard, self.first)
 
-    def tell(self, event: str, *given: Any) -> list[Any]:
+    def notify(self, event: str, *given: Any) -> list[Any]:
         """Call a method of all callbacks, in their order; what they return."""
         return [self._call(callback, event, given) for callback in self.callbacks]
 

@@ -73,7 +73,7 @@ class Evaluation(Callback):
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
         assert run.job.evalset is not None
         run.eval = evaluate(run.model, run.job.evalset, run.job.stepper.forward, run.world)
-        run.tell("evaluated", run.eval)
+        run.notify("evaluated", run.eval)
         return run.eval
 
 

@@ -103,13 +103,13 @@ def _train(run: Run) -> RunResult:
     if run.step:
         run.say(f"continuing after step {run.step} of {steps}")
     try:
-        run.tell("begin")
+        run.notify("begin")
         run.display.begin(run.step)
         while run.step < steps and not run.stopping:
             step = _step(run, run.step + 1)
-            run.tell("after_step", step)
+            run.notify("after_step", step)
             _write(run, step)
-            run.tell("end_step", step)
+            run.notify("end_step", step)
     finally:
         run.display.end()
         run.job.loader.close()
@@ -118,7 +118,7 @@ def _train(run: Run) -> RunResult:
     # Stopped at the last step: finished, unless its evaluation is still due (made when the run goes on).
     stopped = run.stopping and (run.step < steps or evaluation.due(run, steps))
     result = _result(run, stopped)
-    run.tell("end", result)
+    run.notify("end", result)
     return result
 
 
@@ -148,7 +148,7 @@ def _step(run: Run, number: int) -> Step:
 
 def _observe(run: Run, number: int, batches: Batches) -> Observe:
     """What any callback asks for."""
-    asked = [found for found in run.tell("before_step", number, batches) if found is not None]
+    asked = [found for found in run.notify("before_step", number, batches) if found is not None]
     wishes = [any(getattr(found, field.name) for found in asked) for field in fields(Observe)]
     if run.users:  # who may answer otherwise on another rank, and observing has collectives
         wishes = [run.world.any(wish) for wish in wishes]

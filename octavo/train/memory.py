@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.fp8.memory import Kept, Row, kept
+from octavo.fp8.memory import Row, SavedBytes, count_saved
 from octavo.fp8.weights import plain
 
 MASTERS = ("master", "master_low")
@@ -25,7 +25,7 @@ MASTERS = ("master", "master_low")
 class Memory:
     """What a step holds. `forward()` surrounds the forward of a micro-batch, `report()` follows the backward.
 
-    What is kept for backward is counted by its storages (:mod:`octavo.fp8.memory.accounting`), the largest micro-batch
+    What is saved for backward is counted by its storages (:mod:`octavo.fp8.memory.accounting`), the largest micro-batch
     of the step: `activations`, and `logits` for what the head and the loss keep. Positions, masks and the batch itself
     are neither. While health figures are taken, FP8 layers also keep x in high precision, so the loop never asks for
     both.
@@ -37,7 +37,7 @@ class Memory:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with kept(self.model, self.family.layers(self.model)) as found:
+        with count_saved(self.model, self.family.layers(self.model)) as found:
             yield
         rows = [row for row in made_by_model(found.report()) if row.kind == "activation"]
         logits = sum(row.bytes for row in rows if not row.module or self.family.component_of(row.module) == "lm_head")
@@ -64,7 +64,7 @@ class Memory:
         return kinds
 
 
-def made_by_model(found: Kept) -> Iterator[Row]:
+def made_by_model(found: SavedBytes) -> Iterator[Row]:
     """Rows from the first module's on, as they were made: what comes before is the batch, on the model's device and in
     its dtype."""
     return itertools.dropwhile(lambda row: not row.module, found.rows)

@@ -105,7 +105,7 @@ def micro_steps_of(cfg: Config, ranks: int = 1) -> int:
 
 
 def predict(plan: fp8.Plan, model: nn.Module, tokens: Tokens) -> fp8.Prediction | None:
-    """What a measured plan promises for a step, attention estimated; None where nothing was measured."""
+    """What a measured plan predicts for a step, attention estimated; None where nothing was measured."""
     attention = attention_flops(model.config, tokens)
     return fp8.predict(plan, {} if attention is None else {"attention": attention})
 
@@ -154,11 +154,11 @@ def measured(
 
 
 def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
-    def tell(done: int, total: int, what: str) -> None:
+    def report(done: int, total: int, what: str) -> None:
         if done < total:
             say(f"measuring layer {done + 1} of {total}: {what}")
 
-    return tell
+    return report
 
 
 def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:

@@ -157,5 +157,5 @@ class Stepper:
 
     def forwards(self, batches: Batches) -> dict[str, int]:
         """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image."""
-        pictured = sum(batch["meta"].has_image for batch in batches)
-        return {c: pictured if c in VISION else len(batches) for c in self.family.components}
+        with_image = sum(batch["meta"].has_image for batch in batches)
+        return {c: with_image if c in VISION else len(batches) for c in self.family.components}

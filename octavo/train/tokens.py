@@ -43,13 +43,13 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
         batches = [batch for step in itertools.islice(loader, MICRO_BATCHES) for batch in step]
     finally:
         loader.close()
-    pictured = [batch for batch in batches if batch["meta"].has_image]
+    with_image = [batch for batch in batches if batch["meta"].has_image]
     decoder = _mean([batch["input_ids"].numel() for batch in batches])
     row = max(1, decoder // cfg.train.micro_batch)
     counts = {"foundation": decoder, "lm_head": decoder, "image_encoder": 0, "image_projector": 0}
     image = 0
-    if pictured and family.has_vision:
-        seen = [_patches(batch, config) for batch in pictured]
+    if with_image and family.has_vision:
+        seen = [_patches(batch, config) for batch in with_image]
         counts["image_encoder"] = _mean([patches for patches, _, _ in seen])
         counts["image_projector"] = _mean([tokens for _, tokens, _ in seen])
         image = max(1, sum(patches for patches, _, _ in seen) // sum(images for _, _, images in seen))

@@ -22,14 +22,14 @@ def test_adapters_alone_train_and_change_nothing_yet(folder) -> None:
     model, family = load(folder, "qwen3_vl")
     batch = inputs(model, family)
     before, classes = logits(model, batch), type(model)
-    said: list[str] = []
-    names = adapters.attach(model, family, lora(targets=("foundation", "image_projector")), said.append)
+    messages: list[str] = []
+    names = adapters.attach(model, family, lora(targets=("foundation", "image_projector")), messages.append)
     assert torch.equal(logits(model, batch), before) and type(model) is classes
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {n for n, _ in model.named_parameters() if adapters.is_adapter_parameter(n)}
     assert trained == {f"{n}.lora_{part}.default.weight" for n in names for part in "AB"}
-    assert len(said) == 1 and "rank 4, alpha 8" in said[0] and f"{len(names)} layers" in said[0]
-    assert str(sum(p.numel() for _, p in adapters.adapter_parameters(model))) in said[0].replace(",", "")
+    assert len(messages) == 1 and "rank 4, alpha 8" in messages[0] and f"{len(names)} layers" in messages[0]
+    assert str(sum(p.numel() for _, p in adapters.adapter_parameters(model))) in messages[0].replace(",", "")
     assert not adapters.is_adapter_parameter("model.layers.0.self_attn.q_proj.base_layer.weight")
 
 
@@ -81,7 +81,7 @@ def test_what_is_refused_leaves_the_model_alone(settings: dict, says: str, folde
 
 
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"dora": True}])
-def test_experts_refuse_dropout_and_dora_with_the_cure(settings: dict, folder) -> None:
+def test_experts_refuse_dropout_and_dora_with_the_fix(settings: dict, folder) -> None:
     model, family = load(folder, "qwen3_vl_moe")
     with pytest.raises(AdapterError, match=r'lora.exclude: \["\*\*.experts"\]'):
         adapters.attach(model, family, lora(**settings))
@@ -89,7 +89,7 @@ def test_experts_refuse_dropout_and_dora_with_the_cure(settings: dict, folder) -
     assert not [n for n in adapters.attached(model) if "experts" in n]
 
 
-def test_names_that_peft_takes_for_experts_are_left_out_and_said(folder) -> None:
+def test_names_that_peft_takes_for_experts_are_left_out_and_reported(folder) -> None:
     """PEFT reads "mlp.gate_proj" of these families as the experts' gate_up_proj of older checkpoints."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -107,11 +107,11 @@ def test_names_that_peft_takes_for_experts_are_left_out_and_said(folder) -> None
         mlp_only_layers=[0],
     )
     model = Qwen3MoeForCausalLM(config)
-    family, said = models.describe(model), []
-    names = adapters.attach(model, family, lora(exclude=("**.experts",)), said.append)
+    family, messages = models.describe(model), []
+    names = adapters.attach(model, family, lora(exclude=("**.experts",)), messages.append)
     assert set(names) == set(adapters.attached(model))
     if not any("mlp.gate_proj" in n for n in names):  # PEFT of this version does so
-        assert "leaves out" in said[0] and "qwen3_moe" in said[0]
+        assert "leaves out" in messages[0] and "qwen3_moe" in messages[0]
         with pytest.raises(AdapterError, match="PEFT cannot address"):
             twin = Qwen3MoeForCausalLM(model.config)
             adapters.attach(twin, family, lora(targets=("model.layers.0.mlp.gate_proj",)))
@@ -135,9 +135,9 @@ def test_training_goes_on_from_an_adapter(folder, tmp_path: Path) -> None:
     adapters.save(model, tmp_path / "a", "base")
     there = str(tmp_path / "a")
     again, _ = load(folder)
-    said: list[str] = []
-    adapters.attach(again, family, lora(targets=("**.mlp", "q_proj"), adapter=there), said.append)
-    assert all(torch.equal(v, state[n]) for n, v in adapters.adapter_state(again).items()) and there in said[0]
+    messages: list[str] = []
+    adapters.attach(again, family, lora(targets=("**.mlp", "q_proj"), adapter=there), messages.append)
+    assert all(torch.equal(v, state[n]) for n, v in adapters.adapter_state(again).items()) and there in messages[0]
     for settings, says in (
         ({"rank": 8, "targets": ("**.mlp", "q_proj")}, "lora.rank is 8.*has 4"),
         ({"alpha": 9, "targets": ("**.mlp", "q_proj")}, "lora.alpha is 9"),
@@ -150,7 +150,7 @@ def test_training_goes_on_from_an_adapter(folder, tmp_path: Path) -> None:
         assert not adapters.attached(other)
 
 
-def test_the_gap_wants_the_right_stock_model(folder) -> None:
+def test_the_base_error_wants_the_right_stock_model(folder) -> None:
     model, _ = load(folder)
     with pytest.raises(AdapterError, match="no FP8 weights"):
         adapters.base_errors(model, model)

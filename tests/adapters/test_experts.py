@@ -217,7 +217,7 @@ def test_recomputed_it_is_the_same(reentrant):
     assert all(torch.equal(a, b) for a, b in zip(*ways, strict=True))
 
 
-def kept_bytes(run):
+def saved_bytes(run):
     """Bytes that a forward keeps, each storage once."""
     found = {}
 
@@ -231,12 +231,12 @@ def kept_bytes(run):
     return out, sum(found.values())
 
 
-def test_of_gate_up_the_tokens_are_kept_and_no_row_for_each_choice():
+def test_of_gate_up_the_tokens_are_saved_and_no_row_for_each_choice():
     block = adapted(quantized(Block(FAMILIES["qwen3_moe"]())), BOTH[:1])
     given = routed(tokens=512, top_k=4)
     hidden = given[0] * 1.0
-    _, plain = kept_bytes(lambda: quantized(Block(FAMILIES["qwen3_moe"]()))(hidden, *given[1:]))
-    _, more = kept_bytes(lambda: block(hidden, *given[1:]))
+    _, plain = saved_bytes(lambda: quantized(Block(FAMILIES["qwen3_moe"]()))(hidden, *given[1:]))
+    _, more = saved_bytes(lambda: block(hidden, *given[1:]))
     rows = 128 * (E + (4 * 512 - E) // 128)
     low = rows * R * 4  # s x A^T
     assert more - plain < low + 512 * H * 4 + rows * 8 + 2 * E * R * (H + 2 * I) * 4 < rows * H * 4
@@ -248,7 +248,7 @@ def test_activations_in_fp8_serve_the_adapter_too():
     for saves in (True, False):
         block = adapted(quantized(Block(FAMILIES["qwen3_moe"]()), **({"activations": "fp8"} if saves else {})))
         given = routed(tokens=256)
-        out, bytes_ = kept_bytes(lambda b=block, g=given: b(*g))
+        out, bytes_ = saved_bytes(lambda b=block, g=given: b(*g))
         out.square().sum().backward()
         made.append((bytes_, out, [p.grad for p in lora(block).values()]))
     assert made[0][0] < made[1][0]

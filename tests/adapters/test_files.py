@@ -62,12 +62,12 @@ def test_it_comes_back_over_any_base(over: str | None, adapter: Path, folder) ->
     model = model_of(folder)
     if over is not None:
         quantized(model, over, {"block": "blockwise", "row": "rowwise", "tensor": "tensorwise"}[over])
-    said: list[str] = []
-    adapters.load(model, adapter, said.append, dtype="bf16")
+    messages: list[str] = []
+    adapters.load(model, adapter, messages.append, dtype="bf16")
     stored = load_file(adapter / "adapter_model.safetensors")
     state = adapters.adapter_state(model)
     assert state.keys() == stored.keys() and all(torch.equal(state[n], stored[n]) for n in stored)
-    assert "rank 4" in said[0]
+    assert "rank 4" in messages[0]
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in adapters.adapter_parameters(model)
     }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo import adapters, fp8
 from octavo.adapters import AdapterError
 from octavo.adapters.lowrank import low_rank, low_rank_traced
-from octavo.fp8.memory.accounting import Kept, kept
+from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from tests.adapters.conftest import lora
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -59,8 +59,8 @@ def x_of(dtype=torch.bfloat16) -> Tensor:
     return torch.randn(M, K, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
 
 
-def counted(model: Model, x: Tensor, autocast: bool = False) -> Kept:
-    with kept(model, [("attn", model.attn)]) as k, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+def counted(model: Model, x: Tensor, autocast: bool = False) -> SavedBytes:
+    with count_saved(model, [("attn", model.attn)]) as k, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(x)
     del y
     return k.report()
@@ -70,14 +70,14 @@ BASES = [("block", "blockwise"), ("row", "rowwise"), ("tensor", "tensorwise"), (
 
 
 @pytest.mark.parametrize(("kind", "recipe"), BASES)
-def test_of_x_one_copy_is_kept_for_q_k_and_v_and_none_for_the_base(kind, recipe) -> None:
+def test_of_x_one_copy_is_saved_for_q_k_and_v_and_none_for_the_base(kind, recipe) -> None:
     model, x = build(kind, recipe), x_of()
     h = 3 * M * 4 * 2  # A x of rank 4, in BF16
     assert counted(model, x).total == M * K * 2 + h
 
 
 @pytest.mark.parametrize(("kind", "recipe"), BASES[:4])
-def test_under_autocast_the_lowered_copy_is_kept_once(kind, recipe) -> None:
+def test_under_autocast_the_lowered_copy_is_saved_once(kind, recipe) -> None:
     model, x = build(kind, recipe, torch.float32), x_of(torch.float32)
     rows = [r for r in counted(model, x, autocast=True).rows if r.kind == "activation" and r.shape[0] == M]
     assert sum(r.bytes for r in rows) == M * K * 2 + 3 * M * 4 * 2
@@ -180,7 +180,7 @@ def test_a_block_that_makes_its_input_again_keeps_none_for_the_adapter() -> None
         adapters.attach(holder, None, lora(targets=["down_proj"]))
         nn.init.normal_(mlp.down_proj.lora_B["default"].weight, std=0.1)
         x = torch.randn(M, 128, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).requires_grad_()
-        with kept(holder, [("mlp", mlp)]) as k:
+        with count_saved(holder, [("mlp", mlp)]) as k:
             y = mlp(x)
         totals.append(k.report().by_module)
         y.float().square().sum().backward()
@@ -233,7 +233,7 @@ def test_the_traced_formula_is_the_same() -> None:
     assert torch.equal(low_rank(y, x, a, b, 0.5, 0.0, None), low_rank_traced(y, x, a, b, 0.5, 0.0))
 
 
-def test_merging_into_codes_is_refused_with_the_cure() -> None:
+def test_merging_into_codes_is_refused_with_the_fix() -> None:
     model = build()
     with pytest.raises(AdapterError, match="octavo merge"):
         model.attn.q_proj.merge()

@@ -87,8 +87,8 @@ def test_it_is_what_peft_folds(name: str, settings: dict, folder: Folder, tmp_pa
         for stock, value in merged(model, dtype):
             if stock in changed:
                 # PEFT rounds s B A, and then the sum.
-                gap = (value.float() - theirs[stock].float()).abs()
-                assert float(gap.max()) <= 2 * torch.finfo(dtype).eps * float(value.abs().max()), stock
+                error = (value.float() - theirs[stock].float()).abs()
+                assert float(error.max()) <= 2 * torch.finfo(dtype).eps * float(value.abs().max()), stock
             elif stock in theirs:
                 assert torch.equal(value.to(dtype), theirs[stock]), stock
 

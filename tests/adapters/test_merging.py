@@ -61,7 +61,7 @@ def test_bf16_loads_in_transformers_and_answers_as_the_adapted_model(
     base = folder(family)
     adapter = written(base, tmp_path / "adapter")
     done = merge_model(adapter, tmp_path / "out", device="cpu")
-    assert done.base == "high" and done.gap is None and not done.survival.counted()
+    assert done.base == "high" and done.base_error is None and not done.merge_error.counted()
     model = _over(base, adapter)
     batch = inputs(model, models.describe(model.config))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -89,7 +89,7 @@ def test_what_is_said_to_survive_is_what_the_file_holds(
     model, found = _over(base, adapter), held(tmp_path / "out")
     counted = 0
     for name, fold in folds(model).items():
-        own = done.survival.weights[name]
+        own = done.merge_error.weights[name]
         w, d, applied, n = 0.0, 0.0, 0.0, 0.0
         for slot in fold.slots:
             base_values = fold.base(slot)
@@ -101,8 +101,9 @@ def test_what_is_said_to_survive_is_what_the_file_holds(
         assert own.kept == pytest.approx(applied / d, rel=1e-3)
         assert own.error == pytest.approx((n / d) ** 0.5, rel=1e-3)
         counted += own.fp8
-    assert counted == len(done.survival.counted()) > 1
-    assert 0.95 < done.survival.kept < 1.05 and any("of the adapter's change survives" in s for s in done.sentences())
+    assert counted == len(done.merge_error.counted()) > 1
+    assert 0.95 < done.merge_error.kept < 1.05
+    assert any("of the adapter's change survives" in s for s in done.sentences())
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.long), "qwen3_moe"])
@@ -116,18 +117,18 @@ def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str,
     assert "--anyway" in str(refused.value) and "--format bf16" in str(refused.value) and len(named) == 3
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*"))
 
-    said: list[str] = []
-    done = merge_model(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", say=said.append)
-    assert done.base == "fp8" and done.survival.lost and done.survival.kept < 0.1
-    assert any(s.startswith("warning: fp8-dynamic would round") and s.endswith("written anyway") for s in said)
+    messages: list[str] = []
+    done = merge_model(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", say=messages.append)
+    assert done.base == "fp8" and done.merge_error.lost and done.merge_error.kept < 0.1
+    assert any(s.startswith("warning: fp8-dynamic would round") and s.endswith("written anyway") for s in messages)
     for name, weight in models.load(tmp_path / "out").named_parameters():
-        if fp8.is_frozen(weight) and name not in done.survival.weights:
+        if fp8.is_frozen(weight) and name not in done.merge_error.weights:
             a, b = fp8.codes_of_frozen(weight), fp8.codes_of_frozen(before[name])
             assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scale, b.scale)
 
     large = written(base, tmp_path / "large", std=1.0, targets=("q_proj", "**.layers.0.mlp"))
     done = merge_model(large, tmp_path / "out", "fp8-dynamic", device="cpu")  # replaces the earlier one
-    assert not done.survival.lost and done.survival.kept > 0.95
+    assert not done.merge_error.lost and done.merge_error.kept > 0.95
 
 
 def _over(base: Path, adapter: Path) -> nn.Module:
@@ -140,13 +141,13 @@ def test_into_bf16_a_change_that_fp8_would_lose_is_kept(coded: Folder, tmp_path:
     base = coded("qwen3")
     adapter = written(base, tmp_path / "adapter", std=2e-3)
     done = merge_model(adapter, tmp_path / "out", device="cpu")
-    assert done.base == "fp8" and done.gap is None
+    assert done.base == "fp8" and done.base_error is None
     found, model = held(tmp_path / "out"), _over(base, adapter)
     for name, fold in folds(model).items():
         assert torch.equal(found[name], fold.folded().bfloat16().float()), name
 
 
-def test_a_change_below_the_steps_of_bf16_is_told(folder: Folder, tmp_path: Path) -> None:
+def test_a_change_below_the_steps_of_bf16_is_reported(folder: Folder, tmp_path: Path) -> None:
     adapter = written(folder("qwen3"), tmp_path / "adapter", std=1e-5)
     done = merge_model(adapter, tmp_path / "out", device="cpu")
     assert any("BF16 rounds more than 10% of the change away" in s for s in done.sentences())
@@ -176,13 +177,13 @@ def test_a_run_is_folded_into_the_codes_that_it_saw_or_into_the_folders_weights(
 ) -> None:
     base, found = folder("qwen3_vl"), {}
     for asked in (None, "high"):
-        said: list[str] = []
-        done = merge_model(run, tmp_path / "out", base=asked, device="cpu", say=said.append)
+        messages: list[str] = []
+        done = merge_model(run, tmp_path / "out", base=asked, device="cpu", say=messages.append)
         found[asked] = held(tmp_path / "out")
-        assert done.base == (asked or "fp8") and (done.gap is None) == (asked == "high")
-        assert ("the FP8 codes that training saw" in said[0]) == (asked != "high")
+        assert done.base == (asked or "fp8") and (done.base_error is None) == (asked == "high")
+        assert ("the FP8 codes that training saw" in messages[0]) == (asked != "high")
         if asked != "high":
-            assert 0.02 < done.gap.relative < 0.03 and "--base high" in done.sentences()[-1]
+            assert 0.02 < done.base_error.relative < 0.03 and "--base high" in done.sentences()[-1]
     model = _over(base, run / "adapter")
     for name, value in adapters.merged(model):
         assert torch.equal(found["high"][name], value.bfloat16().float()), name
@@ -197,8 +198,8 @@ def test_a_run_is_folded_into_the_codes_that_it_saw_or_into_the_folders_weights(
 
 def test_a_small_change_survives_in_high_precision_weights(run: Path, tmp_path: Path) -> None:
     """What is refused over the codes that training saw is not lost over the weights that they were made of."""
-    over = merge_model(run, tmp_path / "over", "fp8-dynamic", anyway=True, device="cpu").survival
-    high = merge_model(run, tmp_path / "high", "fp8-dynamic", base="high", anyway=True, device="cpu").survival
+    over = merge_model(run, tmp_path / "over", "fp8-dynamic", anyway=True, device="cpu").merge_error
+    high = merge_model(run, tmp_path / "high", "fp8-dynamic", base="high", anyway=True, device="cpu").merge_error
     assert over.kept < 0.9 < high.kept < 1.1 and over.lost
 
 

@@ -144,7 +144,7 @@ def test_dora_has_stock_pefts_gradients(folder) -> None:
         near(parameter.grad, grads[f"base_model.model.{name}"], 4096)
 
 
-def test_the_bf16_arm_differs_in_its_base_alone(folder) -> None:
+def test_the_bf16_run_differs_in_its_base_alone(folder) -> None:
     """The same layers, the same first A and B, beside FP8 and beside stock layers."""
     path = folder("qwen3_vl")
     layers = []

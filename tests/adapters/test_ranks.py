@@ -41,7 +41,7 @@ def _rank(world: World, path: str, target: str) -> dict[str, bool]:
     shard(model, family, world)
     _steps(model, family, float(world.rank == 0))
     found = adapters.adapter_state(model)
-    said = {
+    checks = {
         "names": found.keys() == expected.keys(),
         "trained": all(torch.allclose(found[n], expected[n], atol=1e-6) for n in expected),
         "moved": not any(torch.equal(found[n], first[n]) for n in first),
@@ -50,17 +50,17 @@ def _rank(world: World, path: str, target: str) -> dict[str, bool]:
         adapters.save(model, Path(target) / "adapter", path, state=found)
     adapters.load_adapter_state(model, first)
     again = adapters.adapter_state(model)
-    said["filled"] = all(torch.equal(again[n], first[n]) for n in first)
+    checks["filled"] = all(torch.equal(again[n], first[n]) for n in first)
     world.barrier()
     read = models.load(path, dtype=torch.float32)
     adapters.load(read, Path(target) / "adapter")
     state = adapters.adapter_state(read)
-    said["saved"] = all(torch.equal(state[n], found[n]) for n in found)
-    return said
+    checks["saved"] = all(torch.equal(state[n], found[n]) for n in found)
+    return checks
 
 
 @pytest.mark.long
 def test_on_two_ranks_they_train_as_on_one(folder, tmp_path: Path) -> None:
     """With DoRA, which has all three kinds of parameters, and a rank that two ranks cannot halve."""
-    for said in ranks.run(_rank, 2, str(folder("qwen3")), str(tmp_path)):
-        assert all(said.values()), said
+    for checks in ranks.run(_rank, 2, str(folder("qwen3")), str(tmp_path)):
+        assert all(checks.values()), checks

@@ -62,8 +62,8 @@ def test_the_optimizer_suite_times_every_format_against_torch() -> None:
 @pytest.mark.long
 def test_the_memory_suite_trains_in_every_way(monkeypatch) -> None:
     """Without a GPU nothing can wait in host memory, and no allocator tells bytes: those it says are asked of it."""
-    told = iter(range(10**6))
-    monkeypatch.setattr(suite_memory._Held, "now", lambda self: next(told))
+    figures = iter(range(10**6))
+    monkeypatch.setattr(suite_memory._Held, "now", lambda self: next(figures))
     monkeypatch.setattr(suite_memory._Held, "most", lambda self: 7 * 2**30)
     monkeypatch.setattr(suite_memory._Held, "reset", lambda self: None)
     monkeypatch.setattr(suite_memory._Held, "_allocated", lambda self: 0)
@@ -161,14 +161,12 @@ def test_a_later_suite_leaves_the_files_of_earlier_ones_and_replaces_its_own(tmp
     bench.keep(both, tmp_path)
     bench.keep(Result("cpu", True, rows=[Row("cast", "a", "x", 2.0)]), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json", "bench_cpu_gemm.png", "bench_cpu_cast.json"}
-    bench.keep(
-        Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0)]), tmp_path
-    )  # no ratio: no picture, nor the old one
+    bench.keep(Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0)]), tmp_path)  # no ratio: no plot, nor the old one
     assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json", "bench_cpu_cast.json"}
     assert len(record.load(tmp_path / "bench_cpu_gemm.json")["rows"]) == 1
 
 
-def test_rows_that_vary_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_vary_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     result = Result("cpu", False, rows=[Row("gemm", "a", "x", 2.0, spread=3.0), Row("gemm", "a", "y", 1.0, spread=0.1)])
     assert record.noisy(result) == result.rows[:1]
     command._show(result)
@@ -186,8 +184,8 @@ def test_a_place_where_nothing_can_be_written_is_refused_before_anything_is_time
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         assert main(["bench", "gemm", "--out", str(place)]) == 1
-        told = capsys.readouterr()
-        assert f"results cannot be written to {place}" in told.err and "gemm small" not in told.err
+        captured = capsys.readouterr()
+        assert f"results cannot be written to {place}" in captured.err and "gemm small" not in captured.err
 
 
 @pytest.mark.long
@@ -201,7 +199,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["gem"], "invalid choice: 'gem'"),
         ([], "required: SUITE"),
@@ -214,11 +212,11 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
         (["step", "--shape", "qwen3_vl_9b"], "there is no published shape 'qwen3_vl_9b' (did you mean"),
     ],
 )
-def test_wrong_usage_is_told_before_anything_is_timed(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_usage_is_reported_before_anything_is_timed(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *arguments]) in (1, 2)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -1,16 +1,15 @@
-"""Hugging Face folders to DCP and back: bit for bit, with DCP's own loader as the witness, and what cannot be."""
+"""Hugging Face folders to DCP and back: bit for bit, with DCP's own loader as the witness."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,111 +20,35 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from octavo import fp8
-from octavo.checkpoint import CheckpointError, SafeReader, convert
+from octavo.checkpoint import CheckpointError, convert
 from octavo.checkpoint.convert import folder as convert_folder
-from octavo.checkpoint.convert import work as convert_work
-from octavo.checkpoint.dcp_safe import TensorsOnly
 from octavo.models import ModelError
 from octavo.models.headers import DTYPES
-
-NAME = "model.language_model.layers.0.mlp.down_proj.weight"
-
-
-def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Every kind that a checkpoint may hold: dtypes, a scalar, nothing at all, odd lengths, experts in one tensor."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def values(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    return {
-        "lm_head.weight": values(10, 6).bfloat16(),
-        "model.language_model.embed_tokens.weight": values(10, 6).bfloat16(),
-        "model.language_model.norm.weight": values(7),
-        "model.language_model.layers.0.mlp.experts.gate_up_proj": values(3, 4, 6).bfloat16(),
-        "model.language_model.layers.0.steps": torch.tensor(7),
-        "model.language_model.layers.0.mask": torch.tensor([True, False, True]),
-        "model.visual.patch_embed.weight": values(4, 3, 2, 2, 2).half(),
-        "model.visual.nothing": torch.empty(0, 5),
-        "model.visual.bytes": torch.arange(5, dtype=torch.uint8),
-    }
-
-
-def write(folder: Path, shards: list[dict[str, torch.Tensor]], config: dict | None = None) -> Path:
-    """A folder as publishers leave it: shards, index, configuration, files of all sorts."""
-    folder.mkdir(parents=True)
-    names = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt", "made": "by a test"})
-        names |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}, indent=2))
-    (folder / "config.json").write_text(json.dumps(config or {"model_type": "qwen3_vl", "dtype": "bfloat16"}))
-    (folder / "tokenizer.json").write_text('{"a": "\\u00e9"}')
-    (folder / "merges.txt").write_bytes(b"\xff\xfe\r\n")
-    return folder
-
-
-def quantized(seed: int = 1) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
-    """An FP8 folder in DeepSeek's layout, two shards with a weight apart from its scales, and its configuration."""
-    weight = torch.randn(200, 130, generator=torch.Generator().manual_seed(seed))
-    q = fp8.quantize(weight, fp8.FROZEN["block"])
-    other = fp8.quantize(weight[:128, :128].contiguous(), fp8.FROZEN["block"])
-    head = torch.randn(4, 4)
-    config = {
-        "model_type": "qwen3",
-        "torch_dtype": "bfloat16",
-        "quantization_config": {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["lm_head"],
-        },
-    }
-    first = {NAME: q.data, "lm_head.weight": head, "b.weight": other.data, "b.weight_scale_inv": other.scale}
-    return first, {f"{NAME}_scale_inv": q.scale.to(torch.float8_e8m0fnu)}, config
+from tests.checkpoint.convert_folders import (
+    NAME,
+    adapter,
+    by_dcp,
+    equal,
+    quantized,
+    same_files,
+    tensors,
+    two_shards,
+    write,
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    all_of = tensors()
-    names = list(all_of)
-    return write(tmp_path / "model", [{n: all_of[n] for n in names[:4]}, {n: all_of[n] for n in names[4:]}])
-
-
-def same_files(one: Path, other: Path) -> None:
-    names = sorted(p.name for p in one.iterdir() if p.is_file())
-    assert names == sorted(p.name for p in other.iterdir())
-    for name in names:
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
-
-
-def by_dcp(directory: Path, wanted: dict[str, torch.Tensor], safe: bool = False) -> dict[str, torch.Tensor]:
-    """What DCP's own loader (or Octavo's safe one) finds, into empty tensors."""
-    state = {key: torch.zeros_like(value) for key, value in wanted.items()}
-    if safe:
-        reader = SafeReader(directory, pass_over_bytes=True)
-        dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
-    else:
-        dcp.load({"model": state}, checkpoint_id=directory, no_dist=True)
-        return state
-    return state
-
-
-def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    def raw(t: torch.Tensor) -> torch.Tensor:
-        return t.contiguous().flatten().view(torch.uint8) if t.numel() else t
-
-    return one.dtype is other.dtype and one.shape == other.shape and bool(torch.equal(raw(one), raw(other)))
+    return two_shards(tmp_path / "model")
 
 
 def test_there_and_back_is_the_same_folder(folder, tmp_path):
-    said: list[str] = []
+    messages: list[str] = []
     steps: list[tuple[int, int]] = []
     there = convert.hf_to_dcp(
-        folder, tmp_path / "dcp", say=said.append, progress=lambda done, total: steps.append((done, total))
+        folder, tmp_path / "dcp", say=messages.append, progress=lambda done, total: steps.append((done, total))
     )
-    assert (there.tensors, there.files, there.kept) == (9, 2, 0) and not said
+    assert (there.tensors, there.files, there.kept) == (9, 2, 0) and not messages
     assert steps[-1][0] == steps[-1][1] == there.bytes
     assert sorted(p.name for p in (tmp_path / "dcp").iterdir()) == [
         "conversion.json", "hf", "latest_checkpointed_iteration.txt", "release"
@@ -196,8 +119,8 @@ def test_to_bf16_multiplies_codes_by_their_scales(tmp_path, when):
     )
     assert equal(found[NAME], values)
     assert equal(found["lm_head.weight"], first["lm_head.weight"].bfloat16())
-    said = json.loads((tmp_path / "back/config.json").read_text())
-    assert "quantization_config" not in said and said["torch_dtype"] == "bfloat16"
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert "quantization_config" not in config and config["torch_dtype"] == "bfloat16"
 
 
 def test_a_tied_head_is_written_twice_and_comes_back_once(folder, tmp_path):
@@ -212,16 +135,6 @@ def test_a_tied_head_is_written_twice_and_comes_back_once(folder, tmp_path):
     assert equal(found["model.lm_head.weight"], embeddings)
     convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "back")
     same_files(tied, tmp_path / "back")
-
-
-def adapter(tmp_path: Path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    prefix = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-    save_file({f"{prefix}A.weight": torch.randn(2, 4), f"{prefix}B.weight": torch.randn(4, 2)},
-              folder / "adapter_model.safetensors")  # fmt: skip
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    return folder
 
 
 def test_adapters_get_the_names_that_peft_gives_them(tmp_path):
@@ -249,9 +162,9 @@ def test_what_was_trained_elsewhere_comes_back_as_its_folder(folder, tmp_path, p
     (out / "latest_checkpointed_iteration.txt").write_text("50")
     with pytest.raises(CheckpointError, match="was not converted by Octavo.*--like FOLDER"):
         convert.dcp_to_hf(out, tmp_path / "back")
-    said: list[str] = []
-    convert.dcp_to_hf(out, tmp_path / "back", like=folder, say=said.append)
-    assert any("no checksums" in line for line in said)
+    messages: list[str] = []
+    convert.dcp_to_hf(out, tmp_path / "back", like=folder, say=messages.append)
+    assert any("no checksums" in line for line in messages)
     for file in sorted(folder.glob("*.safetensors")):
         found = load_file(tmp_path / "back" / file.name)
         assert list(found) == list(load_file(file))
@@ -310,97 +223,6 @@ def test_what_was_trained_in_fp32_becomes_bf16_if_asked(folder, tmp_path):
     assert equal(back["model.language_model.norm.weight"], tensors()["model.language_model.norm.weight"].bfloat16())
 
 
-# What cannot be ------------------------------------------------------------------------------------------------------
-
-
-def test_ends_that_cannot_be(folder, tmp_path):
-    (tmp_path / "there").mkdir()
-    for source, destination, words in (
-        (tmp_path / "nowhere", "d", "nowhere is not a folder"),
-        (folder / "config.json", "d", "is not a folder"),
-        (folder, "there", "there exists, and nothing is overwritten"),
-        (folder, "model", "lies in .*model, which is only read"),
-        (folder, "model/dcp", "lies in .*model, which is only read"),
-        (folder, "x.converting", "is no name for a new directory"),
-    ):
-        with pytest.raises(CheckpointError, match=words):
-            convert.hf_to_dcp(source, tmp_path / destination)
-    with pytest.raises(CheckpointError, match="holds no adapter_model.safetensors but a whole model"):
-        convert.lora_hf_to_dcp(folder, tmp_path / "d")
-    with pytest.raises(CheckpointError, match="holds no model.safetensors but an adapter"):
-        convert.hf_to_dcp(adapter(tmp_path), tmp_path / "d")
-    with pytest.raises(CheckpointError, match="has no .metadata: it is no DCP checkpoint"):
-        convert.dcp_to_hf(folder, tmp_path / "d")
-    assert not (tmp_path / "d").exists() and not list(tmp_path.glob("*.converting"))
-
-
-def test_pickles_are_refused(folder, tmp_path):
-    for file in folder.glob("model*"):
-        file.unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    with pytest.raises(CheckpointError, match=r"holds only pickled weights \(pytorch_model.bin\)"):
-        convert.hf_to_dcp(folder, tmp_path / "d")
-    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged or no safetensors file"):
-        convert.hf_to_dcp(folder, tmp_path / "d")
-
-
-class _Run:
-    def __reduce__(self):
-        return (print, ("this ran",))
-
-
-def test_a_pickle_in_dcp_is_refused_and_a_stranger_s_bytes_stay_unread(folder, tmp_path, capsys):
-    convert.hf_to_dcp(folder, tmp_path / "dcp")
-    release = tmp_path / "dcp/release"
-    (release / "__version.distcp").write_bytes(pickle.dumps(_Run()))
-    (tmp_path / "dcp/conversion.json").unlink()
-    convert.dcp_to_hf(release, tmp_path / "back", like=folder)  # entries that are no tensors are never opened
-    (release / ".metadata").write_bytes(pickle.dumps(_Run()))
-    with pytest.raises(CheckpointError, match="metadata was refused"):
-        convert.dcp_to_hf(release, tmp_path / "d", like=folder)
-    assert "this ran" not in capsys.readouterr().out
-
-
-def test_damage_in_the_folder_is_named(folder, tmp_path):
-    shard = next(iter(sorted(folder.glob("*.safetensors"))))
-    whole = shard.read_bytes()
-    for data, words in (
-        (whole[:-3], "bytes where its header announces"),
-        (whole[:40], "announces a header of"),
-        (whole + b"x", "bytes where its header announces"),
-        (b"", "it has 0 bytes"),
-        (whole[:8] + b"[" + whole[9:], "its header is no JSON"),
-        (whole.replace(b'"BF16"', b'"BF17"', 1), "has the dtype 'BF17'"),
-        (whole.replace(b"[10,6]", b"[10,7]", 1), r"lm_head.weight is BF16 \[10, 7\], 140 bytes"),
-    ):
-        shard.write_bytes(data)
-        with pytest.raises(CheckpointError, match=words) as told:
-            convert.hf_to_dcp(folder, tmp_path / "d")
-        assert shard.name in str(told.value)
-    shard.unlink()
-    with pytest.raises(CheckpointError, match="is missing, though model.safetensors.index.json names it"):
-        convert.hf_to_dcp(folder, tmp_path / "d")
-
-
-def test_an_index_that_lies_is_refused(folder, tmp_path):
-    index = folder / "model.safetensors.index.json"
-    good = json.loads(index.read_text())
-    placed = good["weight_map"]
-    files = sorted(set(placed.values()))
-    moved = next(name for name, file in placed.items() if file == files[0])
-    for weight_map, words in (
-        ({**placed, moved: files[1]}, f"places {moved} in {files[1]}, and it is in {files[0]}"),
-        ({**placed, "ghost": files[0]}, "places ghost in .*, and no shard holds it"),
-        ({n: f for n, f in placed.items() if n != moved}, f"holds {moved}, which .* does not list"),
-        ({**placed, "x": "../x.safetensors"}, "which is not a file of this folder"),
-        ({}, "has no weight_map"),
-    ):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises((CheckpointError, ModelError), match=words):
-            convert.hf_to_dcp(folder, tmp_path / "d")
-
-
 def test_codes_without_scales_do_not_become_values(tmp_path):
     first, second, config = quantized()
     no_scale = write(tmp_path / "a", [first], config)
@@ -413,84 +235,6 @@ def test_codes_without_scales_do_not_become_values(tmp_path):
     with pytest.raises(ModelError, match="config.json has no quantization_config"):
         convert.hf_to_dcp(silent, tmp_path / "d", to_bf16=True)
     assert not (tmp_path / "d").exists()
-
-
-def test_one_flipped_bit_is_found_on_the_way_back(folder, tmp_path):
-    convert.hf_to_dcp(folder, tmp_path / "dcp")
-    file = tmp_path / "dcp/release/__0_0.distcp"
-    whole = bytearray(file.read_bytes())
-    said = json.loads((tmp_path / "dcp/conversion.json").read_text())["tensors"][0][0]
-    whole[said["data"] + 3] ^= 1
-    file.write_bytes(whole)
-    for to_bf16 in (False, True):
-        with pytest.raises(CheckpointError, match=r"__0_0.distcp is corrupt between bytes"):
-            convert.dcp_to_hf(tmp_path / "dcp", tmp_path / f"back{to_bf16}", to_bf16=to_bf16)
-        assert not (tmp_path / f"back{to_bf16}").exists()
-    file.unlink()
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp is missing"):
-        convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "gone")
-    (tmp_path / "dcp/hf/tokenizer.json").write_text("{}")
-    shutil.copy(next(tmp_path.glob("dcp/release/__1*")), file)
-    with pytest.raises(CheckpointError):
-        convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "other")
-
-
-def test_changed_notes_and_changed_companions_are_found(folder, tmp_path):
-    convert.hf_to_dcp(folder, tmp_path / "dcp")
-    (tmp_path / "dcp/hf/tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer.json is corrupt"):
-        convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "back")
-    assert not (tmp_path / "back").exists()
-    notes = tmp_path / "dcp/conversion.json"
-    notes.write_text(notes.read_text().replace("norm", "born"))
-    with pytest.raises(CheckpointError, match="conversion.json was changed after it was written"):
-        convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "b")
-    notes.write_text("{")
-    with pytest.raises(CheckpointError, match="conversion.json is damaged"):
-        convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "b")
-
-
-def test_another_model_s_folder_is_no_likeness(folder, tmp_path):
-    dcp.save({"model": {"model.a": torch.ones(2)}}, checkpoint_id=tmp_path / "out", no_dist=True)
-    with pytest.raises(CheckpointError, match="lacks 9 of 9 tensors.*trained from another model"):
-        convert.dcp_to_hf(tmp_path / "out", tmp_path / "back", like=folder)
-    wrong = {f"model.{n}": v for n, v in tensors().items()} | {"model.lm_head.weight": torch.ones(2, 2)}
-    dcp.save({"model": wrong}, checkpoint_id=tmp_path / "out2", no_dist=True)
-    with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[2, 2\], and .* has \[10, 6\] there"):
-        convert.dcp_to_hf(tmp_path / "out2", tmp_path / "back", like=folder)
-    (tmp_path / "out" / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is a checkpoint of a run of Octavo.*octavo export RUN"):
-        convert.dcp_to_hf(tmp_path / "out", tmp_path / "back")
-
-
-def test_a_full_disk_keeps_what_is_finished(folder, tmp_path, monkeypatch):
-    real = convert.dcp.write_file
-
-    def fails(file, *rest):
-        if file.name.startswith("__1"):
-            raise OSError(28, "No space left on device", str(file))
-        return real(file, *rest)
-
-    monkeypatch.setattr(convert.dcp, "write_file", fails)
-    with pytest.raises(CheckpointError, match=r"the disk is full .* is kept in .*dcp.converting"):
-        convert.hf_to_dcp(folder, tmp_path / "dcp", workers=1)
-    assert not (tmp_path / "dcp").exists()
-    monkeypatch.setattr(convert.dcp, "write_file", real)
-    assert convert.hf_to_dcp(folder, tmp_path / "dcp").kept == 1
-    convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "back")
-    same_files(folder, tmp_path / "back")
-
-
-def test_the_beginnings_of_another_conversion_are_not_gone_on_with(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_work.Work, "publish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        convert.hf_to_dcp(folder, tmp_path / "dcp")
-    monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"beginnings of another conversion \(not the same: lora_base\)"):
-        convert.hf_to_dcp(folder, tmp_path / "dcp", lora_base=True)
-    (folder / "tokenizer.json").write_text("{ }")
-    with pytest.raises(CheckpointError, match=r"not the same: source"):
-        convert.hf_to_dcp(folder, tmp_path / "dcp")
 
 
 def test_headers_of_safetensors_read_as_its_library_reads_them(folder):

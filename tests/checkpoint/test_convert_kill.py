@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from octavo.checkpoint import CheckpointError, convert
-from tests.checkpoint.test_convert import same_files, write
+from tests.checkpoint.convert_folders import same_files, write
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARDS = 6
@@ -56,9 +56,9 @@ def test_killed_there_and_killed_on_the_way_back(folder, tmp_path):
     for command, source, target in (("hf_to_dcp", folder, there), ("dcp_to_hf", there, back)):
         kept = kill_after(command, source, target, 2)
         before = [(file.stat().st_mtime_ns, file.stat().st_ino) for file in kept]
-        told: list[str] = []
-        found = getattr(convert, command)(source, target, say=told.append)
-        assert found.kept == len(kept) >= 2 and told == [
+        messages: list[str] = []
+        found = getattr(convert, command)(source, target, say=messages.append)
+        assert found.kept == len(kept) >= 2 and messages == [
             f"goes on where it was: {len(kept)} of {SHARDS} files are finished and whole"
         ]
         now = [target / file.relative_to(target.with_name(f"{target.name}.converting") / "made") for file in kept]

@@ -203,7 +203,7 @@ def test_a_tensor_export_shares_scales_within_what_engines_fuse(source, tmp_path
     assert len({next(iter(s)) for s in groups.values()}) > len(groups) // 2  # each group its own
 
 
-def test_what_stays_is_told_with_its_reason(tmp_path):
+def test_what_stays_is_reported_with_its_reason(tmp_path):
     """k has 64 outputs: q, k and v stay together. down has 320 inputs: it stays alone."""
     folder = write("qwen3", tmp_path / "m", head_dim=32, num_key_value_heads=2, intermediate_size=320)
     done = export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")
@@ -272,12 +272,12 @@ def test_shards_have_an_index_and_equal_contents(source, tmp_path):
 def test_what_was_written_is_counted(source, tmp_path):
     folder = source("qwen3_vl")
     done = export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")
-    told = done.to_json()
-    assert told == json.loads(json.dumps(told))
+    document = done.to_json()
+    assert document == json.loads(json.dumps(document))
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as tensors:
         found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     assert done.bytes == sum(t.nbytes for t in found.values()) == sum(k.bytes for k in done.kinds.values())
-    assert told["tensors"]["fp8"] + told["tensors"]["high_precision"] == len(found)
+    assert document["tensors"]["fp8"] + document["tensors"]["high_precision"] == len(found)
     kind = done.kinds["model.language_model.layers.*.self_attn.o_proj.weight"]
     assert kind.count == 4 and kind.cast == 2 and 0.01 < kind.relative < 0.04 and kind.largest < 2**-4
     assert done.kinds["model.language_model.norm.weight"].relative is None

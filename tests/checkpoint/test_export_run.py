@@ -173,12 +173,12 @@ def test_an_fp8_folder_is_written_again_byte_for_byte(tmp_path, family):
             assert (tmp_path / format / name).read_bytes() == (tmp_path / f"{format}-again" / name).read_bytes(), name
 
 
-def test_an_fp8_folder_in_another_format_is_decoded_and_that_is_said(tmp_path):
+def test_an_fp8_folder_in_another_format_is_decoded_and_that_is_reported(tmp_path):
     folder = write("qwen3_moe", tmp_path / "model")
     export_model(folder, tmp_path / "row", "fp8-dynamic", device="cpu")
-    said: list[str] = []
-    done = export_model(tmp_path / "row", tmp_path / "block", "fp8-block", device="cpu", say=said.append)
-    assert done.total("recast") == 32 and any("rounded twice" in line for line in said)
+    messages: list[str] = []
+    done = export_model(tmp_path / "row", tmp_path / "block", "fp8-block", device="cpu", say=messages.append)
+    assert done.total("recast") == 32 and any("rounded twice" in line for line in messages)
     model = models.load(tmp_path / "row", keep_fp8=False)
     files = written(tmp_path / "block")
     name = "model.layers.1.self_attn.o_proj.weight"
@@ -258,8 +258,8 @@ def test_the_command_prints_what_it_wrote(place, tmp_path, capsys):
     out = str(tmp_path / "out")
     arguments = ["export", str(place / "model"), out, "--format", "fp8-tensor", "--max-shard-size", "300KB"]
     assert main([*arguments, "--device", "cpu"]) == 0
-    told = capsys.readouterr()
-    assert "wrote" in told.out and "part of the image_encoder" in told.out and told.err == ""
+    captured = capsys.readouterr()
+    assert "wrote" in captured.out and "part of the image_encoder" in captured.out and captured.err == ""
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
     assert main([*arguments, "--include", "image_encoder", "image_projector", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

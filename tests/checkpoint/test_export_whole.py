@@ -63,8 +63,8 @@ def test_a_killed_export_leaves_the_earlier_one_and_the_next_one_clears_up(folde
 
     for tensors in (3, 45, 60, 90, 130):
         pid, pipe = forked(work)
-        with open(pipe, encoding="utf-8") as told:
-            lines = [told.readline() for _ in range(tensors)]
+        with open(pipe, encoding="utf-8") as stream:
+            lines = [stream.readline() for _ in range(tensors)]
             os.kill(pid, signal.SIGKILL)
             assert os.waitpid(pid, 0)[1] == signal.SIGKILL and all(lines)
         assert out.exists() or "whole\n" not in lines
@@ -93,8 +93,8 @@ def test_a_file_that_the_machine_lets_grow_no_further(folder, model, tmp_path):
             tell(error)
 
     pid, pipe = forked(work)
-    with open(pipe, encoding="utf-8") as told:
-        words = told.read()
+    with open(pipe, encoding="utf-8") as stream:
+        words = stream.read()
     assert os.waitpid(pid, 0)[1] == 0 and "out could not be written: " in words and "ulimit -f" in words
     assert list(tmp_path.iterdir()) == []
 
@@ -137,7 +137,7 @@ def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path,
         assert now == before or json.loads(now[MARKER])["format"] == "fp8-block"
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(folder, model, tmp_path, monkeypatch):
+def test_a_disk_without_room_is_reported_before_anything_is_written(folder, model, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr("octavo.checkpoint.export.shutil.disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"would take 0.00 GB, and 0.00 GB are free .*free some space"):
@@ -188,11 +188,11 @@ def test_what_judges_the_values_may_stop_the_export(folder, model, tmp_path):
 
 
 def test_progress_ends_at_the_whole(folder, model, tmp_path):
-    told: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []
     done = export(
-        values_of(model), folder, tmp_path / "out", "fp8-block", progress=lambda d, total, name: told.append((d, total))
+        values_of(model), folder, tmp_path / "out", "fp8-block", progress=lambda d, total, name: seen.append((d, total))
     )
-    assert told[-1] == (done.bytes, done.bytes) and told == sorted(told)
+    assert seen[-1] == (done.bytes, done.bytes) and seen == sorted(seen)
 
 
 # The files ----------------------------------------------------------------------------------------------------------

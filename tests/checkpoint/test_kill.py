@@ -25,22 +25,22 @@ from tests.checkpoint.models import One, fresh, load, same, save, small, train, 
 CONTEXT = multiprocessing.get_context(ranks.START)
 
 
-def _save_on(directory: Path, step: int, told: Connection) -> None:
-    """Save for ever, telling of each step."""
+def _save_on(directory: Path, step: int, pipe: Connection) -> None:
+    """Save for ever, reporting each step."""
     torch.set_num_threads(1)
     model, optimizer = trained()
-    told.send("ready")
+    pipe.send("ready")
     while True:
         step += 1
         model.seen.fill_(step)
         save(directory, step, model, optimizer, keep=2, rows=step)
         # The same step again: replacing is another thing a kill may interrupt.
         save(directory, step, model, optimizer, keep=2, rows=step)
-        told.send(step)
+        pipe.send(step)
 
 
 def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
-    """A process at work that has said that it is ready, and the end of the pipe that it tells by."""
+    """A process at work that has said that it is ready, and the end of the pipe that it reports by."""
     read, write = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=work, args=(*args, write))
     process.start()
@@ -49,31 +49,31 @@ def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connec
     return process, read
 
 
-def _told(read: Connection) -> Iterator[Any]:
+def _received(read: Connection) -> Iterator[Any]:
     with contextlib.suppress(EOFError):
         while True:
             yield read.recv()
 
 
 def _kill_while_saving(directory: Path, start: int, delay: float) -> int:
-    """Let a process save in a loop and kill it `delay` seconds after its first save began; the last step it told."""
+    """Let a process save in a loop and kill it `delay` seconds after its first save began; the last step reported."""
     process, read = _started(_save_on, directory, start)
     time.sleep(delay)
     process.kill()
-    told = [start, *_told(read)]
+    reported = [start, *_received(read)]
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    return told[-1]
+    return reported[-1]
 
 
-def _check(directory: Path, told: int) -> int:
+def _check(directory: Path, reported: int) -> int:
     path = latest(directory, One())
     if path is None:
-        assert told == 0
+        assert reported == 0
         return 0
     model, optimizer = fresh()
     got = load(path, model, optimizer)
-    assert got.step >= told, "a save that had returned is gone"
+    assert got.step >= reported, "a save that had returned is gone"
     assert got.counters == {"rows": got.step} and model.seen.tolist() == [float(got.step)] * 3
     return got.step
 
@@ -96,18 +96,18 @@ def test_many_kills(tmp_path):
         step = _check(tmp_path, _kill_while_saving(tmp_path, step, generator.random()))
 
 
-def _train_on(directory: Path, until: int, told: Connection) -> None:
+def _train_on(directory: Path, until: int, pipe: Connection) -> None:
     """Go on from the latest checkpoint, saving at each step and telling of its loss."""
     torch.set_num_threads(1)
     model, optimizer = small()
     path = latest(directory, One())
     step = load(path, model, optimizer).step if path else 0
-    told.send("ready")
+    pipe.send("ready")
     while step < until:
         (loss,) = train(model, optimizer, range(step, step + 1))
         step += 1
         save(directory, step, model, optimizer, keep=2)
-        told.send((step, loss))
+        pipe.send((step, loss))
 
 
 @pytest.mark.long
@@ -118,9 +118,9 @@ def test_a_run_of_small_states_killed_in_mid_save_goes_on_bit_for_bit(tmp_path):
     seen: dict[int, float] = {}
 
     def go_on(until: int) -> int | None:
-        """Let a process train and save at every step; kill it soon after it told of step `until`, in its next save."""
+        """Let a process train and save at every step; kill it soon after it reported step `until`, in its next save."""
         process, read = _started(_train_on, tmp_path, 12)
-        for step, loss in _told(read):
+        for step, loss in _received(read):
             seen[step] = loss
             if step == until:
                 time.sleep(0.01)
@@ -131,7 +131,7 @@ def test_a_run_of_small_states_killed_in_mid_save_goes_on_bit_for_bit(tmp_path):
     assert go_on(4) == -signal.SIGKILL and max(seen) < 12
     assert go_on(12) in (0, -signal.SIGKILL)
     assert seen == {step: straight[step - 1] for step in seen}
-    assert len(seen) >= 11  # a kill between a save and its line leaves one untold
+    assert len(seen) >= 11  # a kill between a save and its line leaves one unreported
     other, other_optimizer = small(seed=3)
     load(latest(tmp_path, One()), other, other_optimizer)
     assert same(other.state_dict(), model.state_dict())

@@ -27,7 +27,7 @@ def test_every_generator_goes_on_where_it_was():
     assert _draw() == first
 
 
-def test_each_rank_has_its_own_and_a_rank_without_one_is_told():
+def test_each_rank_has_its_own_and_a_rank_without_one_is_reported():
     random.seed(1)
     states = rng.collect(rank=1)
     assert set(states) >= {"rng.1.python", "rng.1.numpy", "rng.1.torch"}

@@ -83,7 +83,7 @@ def test_checkpoints_of_torchs_adamw_go_on_with_fp32_states_and_back(tmp_path):
         (("fp8", "fp32"), None, "optimizer.states: fp8, and this run asks for optimizer.states: fp32"),
     ],
 )
-def test_another_kind_of_states_is_named_with_the_cure(tmp_path, saved, asked, words):
+def test_another_kind_of_states_is_named_with_the_fix(tmp_path, saved, asked, words):
     def made(kind):
         if kind is not None:
             return small(*kind)

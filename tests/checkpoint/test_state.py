@@ -157,10 +157,10 @@ def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage
     with pytest.raises(CheckpointError, match=words):
         load(broken, target, target_optimizer)
     assert same(snapshot(target, target_optimizer), before), "a refused checkpoint changes nothing"
-    said: list[str] = []
-    found = latest(tmp_path, One(), said.append)
+    messages: list[str] = []
+    found = latest(tmp_path, One(), messages.append)
     assert load(found, target, target_optimizer).step == 3
-    assert len(said) == 1 and said[0].startswith("checkpoint step_4 is passed over: ")
+    assert len(messages) == 1 and messages[0].startswith("checkpoint step_4 is passed over: ")
     damage_all = ck_files.place(tmp_path, 3) / "state.json"
     damage_all.unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*step_4.*step_3"):
@@ -284,7 +284,7 @@ def test_what_json_and_tensors_do_not_hold_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_told_and_the_former_checkpoint_stays(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_former_checkpoint_stays(tmp_path, monkeypatch):
     model, optimizer = trained()
     save(tmp_path, 3, model, optimizer)
 
@@ -303,7 +303,7 @@ def test_a_full_disk_is_told_and_the_former_checkpoint_stays(tmp_path, monkeypat
 
 
 @pytest.mark.long
-def test_a_short_write_inside_torchs_archive_is_told_as_a_full_disk(tmp_path):
+def test_a_short_write_inside_torchs_archive_is_reported_as_a_full_disk(tmp_path):
     script = """
 import resource, signal, sys
 from tests.checkpoint.models import save, trained
@@ -315,8 +315,8 @@ save(sys.argv[1], 4, model, optimizer)
 """
     pytest.importorskip("resource")
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
-    told = done.stderr.splitlines()[-1]
-    assert "CheckpointError: could not write" in told and "ulimit -f" in told and "run.resume=auto" in told, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "CheckpointError: could not write" in last and "ulimit -f" in last and "run.resume=auto" in last, done.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
 
 
@@ -330,7 +330,7 @@ def test_a_full_disk_is_asked_where_the_cause_was_lost(tmp_path, monkeypatch):
     assert no_room(tmp_path, lost) is None
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+def test_a_directory_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "checkpoints").write_text("a file, not a folder")
     with pytest.raises(CheckpointError, match=r"could not write the checkpoint .*checkpoints.*File exists"):
         save(tmp_path / "checkpoints", 3, *trained())

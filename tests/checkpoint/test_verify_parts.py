@@ -108,7 +108,7 @@ def test_a_dequantized_folder_beside_its_codes(good: Good, copy: Good) -> None:
     assert verified.ok and not verified.findings and verified.compared[0].error < 2**-8
 
 
-def test_a_reference_of_another_model_is_told(good: Good) -> None:
+def test_a_reference_of_another_model_is_reported(good: Good) -> None:
     assert "against-names" in kinds(good("plain"), against=good("plain", "qwen3_moe"))
     with pytest.raises(CheckpointError, match="leave one of them out"):
         verify(good("plain"), against=good("plain"), quick=True)
@@ -242,9 +242,9 @@ def test_the_command(good: Good, copy: Good, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert f"fail: {planted.Q!r}" in out and "1 thing is wrong, 1 warning." in out
     assert main(["verify", str(folder), "--json", "--quick"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is False and told["scanned"] is False
-    assert told["findings"][0]["kind"] == "scale-missing" and set(told["verdicts"]) == {
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is False and document["scanned"] is False
+    assert document["findings"][0]["kind"] == "scale-missing" and set(document["verdicts"]) == {
         "transformers",
         "vLLM",
         "SGLang",
@@ -279,8 +279,8 @@ def test_transformers_does_what_is_said_of_it(name: str, good: Good, copy: Good)
     wanted, _ = logits(good("fp8-block"))
     folder = copy("fp8-block")
     getattr(planted, name)(folder)
-    told = verify(folder).verdicts[0]
-    assert told.verdict == RUN[name] and told.source.startswith("run")
+    verdict = verify(folder).verdicts[0]
+    assert verdict.verdict == RUN[name] and verdict.source.startswith("run")
     try:
         found, info = logits(folder)
     except (RuntimeError, SafetensorError) as error:

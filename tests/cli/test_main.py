@@ -70,7 +70,7 @@ def test_every_command_has_help(name, capsys):
             ["compare", "run.yaml", "--recipes", "blokwise"],
             "unknown 'blokwise'; did you mean blockwise? there are tensorw",
         ),
-        (["compare", "run.yaml", "--recipes", "off"], "off is the twin that every recipe stands beside"),
+        (["compare", "run.yaml", "--recipes", "off"], "off is the reference of every recipe"),
         (["compare", "run.yaml", "--recipes", " ,"], "--recipes is empty"),
         (["compare", "run.yaml", "fp8.format=hybrid", "--recipes", "rowwise,mxfp8"], "mxfp8 has no hybrid format"),
         (["digits", "d", "--train", "0"], "argument --train: expected a whole number of at least 1, found '0'"),
@@ -120,8 +120,8 @@ def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
     lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:5")
     command(monkeypatch, fail(lost))
     assert main(["schema"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("octavo schema: another process of this run died") and "run.resume=auto" in told
+    message = capsys.readouterr().err
+    assert message.startswith("octavo schema: another process of this run died") and "run.resume=auto" in message
     command(monkeypatch, fail(RuntimeError("[gloo/transport/tcp/pair.cc] op.preamble.length <= op.nbytes. 8 vs 4")))
     with pytest.raises(RuntimeError, match="preamble"):  # ranks that disagree are a defect
         main(["schema"])

@@ -76,7 +76,7 @@ def test_eval_judges_all_of_them(here, capsys):
     assert high["fp8_gemms"] == 0
 
 
-def test_eval_reports_the_gap_of_both_bases(here, capsys):
+def test_eval_reports_the_difference_of_both_bases(here, capsys):
     found = answer(["eval", "lora", "--base", "both"], capsys)
     assert [row["base"] for row in found["bases"]] == ["fp8", "fp8, dequantized", "high precision"]
     assert found["weights"]["count"] > 0

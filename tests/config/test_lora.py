@@ -25,7 +25,7 @@ def read(model: str, more: str = "lora: {}\n", overrides=()) -> Config:
     return load_config_text(BASE.format(model=model and f", {model}") + more, overrides, source="x.yaml")
 
 
-def told(model: str, more: str = "lora: {}\n", overrides=()) -> str:
+def message_of(model: str, more: str = "lora: {}\n", overrides=()) -> str:
     with pytest.raises(ConfigError) as caught:
         read(model, more, overrides)
     return str(caught.value)
@@ -102,7 +102,7 @@ def test_it_follows_in_python_as_well():
     ],
 )  # fmt: skip
 def test_what_does_not_go_together(model, more, message):
-    assert message in told(model, f"lora: {{}}\n{more}\n")
+    assert message in message_of(model, f"lora: {{}}\n{more}\n")
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_what_does_not_go_together(model, more, message):
     ],
 )  # fmt: skip
 def test_wrong_adapters(lora, message):
-    assert message in told("", f"lora: {lora}\n")
+    assert message in message_of("", f"lora: {lora}\n")
 
 
 def test_codes_are_for_what_is_not_trained():
-    message = told("load_in_fp8: {foundation: row, image_encoder: row}, freeze: [image_encoder]", "")
+    message = message_of("load_in_fp8: {foundation: row, image_encoder: row}, freeze: [image_encoder]", "")
     assert message.startswith("x.yaml:1: model.load_in_fp8.foundation: FP8 codes are not trained, and without `lora`")
     assert "train adapters beside them (`lora: {}`), or freeze the component (model.freeze: [foundation])" in message
     assert read("load_in_fp8: {image_encoder: row}, freeze: [image_encoder]", "").fp8.image_encoder.recipe == "rowwise"
@@ -133,9 +133,9 @@ def test_codes_are_for_what_is_not_trained():
 
 def test_a_frozen_component_has_no_master():
     model = "load_in_fp8: {image_encoder: block}, freeze: [image_encoder]"
-    assert "use fp8.image_encoder.param: false" in told(model, "fp8: {param: true}\n")
+    assert "use fp8.image_encoder.param: false" in message_of(model, "fp8: {param: true}\n")
     assert read(model, "fp8: {param: true, image_encoder: {param: false}}\n").fp8.param
-    assert "bf16+16 splits every weight while it is read" in told(model, "optimizer: {master: bf16+16}\n")
+    assert "bf16+16 splits every weight while it is read" in message_of(model, "optimizer: {master: bf16+16}\n")
 
 
 def test_adapters_in_bf16_take_every_master():

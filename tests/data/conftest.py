@@ -47,10 +47,10 @@ class Folder:
         return path
 
     @staticmethod
-    def llava(*said: str, **more: Any) -> dict[str, Any]:
+    def llava(*texts: str, **more: Any) -> dict[str, Any]:
         """A LLaVA row of human and gpt in turn."""
-        talk = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(said)]
-        return {"id": "r", "conversations": talk, **more}
+        messages = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(texts)]
+        return {"id": "r", "conversations": messages, **more}
 
     def read(self, rows: Any, name: str = "rows.json", **more: Any) -> Source:
         path = self.json(rows, name) if not isinstance(rows, Path) else rows

@@ -46,11 +46,15 @@ def test_sharegpt(folder):
 
 def test_messages(folder):
     image = folder.image()
-    talk = [
+    messages = [
         {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "<image>?"}]},
         {"role": "assistant", "content": "A cat"},
     ]
-    for rows, name in (([{"messages": talk}], "a.json"), ([talk], "b.json"), ([{"messages": talk}] * 2, "c.jsonl")):
+    for rows, name in (
+        ([{"messages": messages}], "a.json"),
+        ([messages], "b.json"),
+        ([{"messages": messages}] * 2, "c.jsonl"),
+    ):
         source = folder.read(rows, name)
         assert source.format == "messages"
         # Beside images that are parts <image> is plain text.
@@ -68,8 +72,8 @@ def test_messages(folder):
 )
 def test_ways_to_name_an_image(folder, part):
     folder.image("a.png")
-    talk = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]
-    assert folder.read([{"messages": talk}])[0].images == (folder.path / "a.png",)
+    messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]
+    assert folder.read([{"messages": messages}])[0].images == (folder.path / "a.png",)
 
 
 def test_messages_with_an_image_list(folder):
@@ -83,9 +87,9 @@ def test_messages_with_an_image_list(folder):
 
 
 def test_a_placeholder_in_messages_needs_an_image_list(folder):
-    talk = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "x"}]
+    messages = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "x"}]
     with pytest.raises(BadSample, match="writes <image> in its text, but names no image; list it under 'images'"):
-        folder.read([{"messages": talk}])[0]
+        folder.read([{"messages": messages}])[0]
 
 
 def test_max_samples_takes_the_first_and_the_end_is_the_end(folder):
@@ -138,7 +142,7 @@ def test_bad_rows_of_llava(folder, row, message):
 
 
 @pytest.mark.parametrize(
-    ("talk", "message"),
+    ("messages", "message"),
     [
         ([{"role": "tool", "content": "x"}], "unknown role 'tool'; messages knows user, assistant, system"),
         ([{"role": "user"}], "expected {'role': ..., 'content': ...}"),
@@ -153,19 +157,19 @@ def test_bad_rows_of_llava(folder, row, message):
         ([{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,x"}]}], "is not a local file"),
     ],
 )
-def test_bad_rows_of_messages(folder, talk, message):
-    source = folder.read([{"messages": [*talk, {"role": "assistant", "content": "a"}]}], format="messages")
+def test_bad_rows_of_messages(folder, messages, message):
+    source = folder.read([{"messages": [*messages, {"role": "assistant", "content": "a"}]}], format="messages")
     with pytest.raises(BadSample, match=message):
         source[0]
 
 
 def test_two_ways_to_list_images_in_one_row(folder):
     image = folder.image()
-    talk = [{"role": "user", "content": [{"type": "image", "image": image}]}, {"role": "assistant", "content": "a"}]
+    messages = [{"role": "user", "content": [{"type": "image", "image": image}]}, {"role": "assistant", "content": "a"}]
     with pytest.raises(BadSample, match="names an image and the row has an image list too"):
-        folder.read([{"messages": talk, "images": [image]}])[0]
+        folder.read([{"messages": messages, "images": [image]}])[0]
     with pytest.raises(BadSample, match="has both 'messages' and 'conversations'"):
-        folder.read([{"messages": talk, "conversations": talk}])[0]
+        folder.read([{"messages": messages, "conversations": messages}])[0]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_the_text_rows_draw_the_same_split_in_characters(tmp_path):
     train = json.loads((found.directory / "train_text.json").read_text())
     test = json.loads((found.directory / "test_text.json").read_text())
     assert (len(train), len(test)) == (1438, 359)
-    picture, question = train[0]["conversations"][0]["value"].rsplit("\n", 1)
-    assert question == "Which digit?" and [len(line) for line in picture.split("\n")] == [8] * 8
-    assert set(picture) <= set(digits.INK + "\n") and "image" not in train[0]
+    drawing, question = train[0]["conversations"][0]["value"].rsplit("\n", 1)
+    assert question == "Which digit?" and [len(line) for line in drawing.split("\n")] == [8] * 8
+    assert set(drawing) <= set(digits.INK + "\n") and "image" not in train[0]
     assert not {r["conversations"][0]["value"] for r in train} & {r["conversations"][0]["value"] for r in test}

@@ -32,12 +32,12 @@ def test_as_the_processor_would(folder, models, family):
     encoder = Encoder(processor, 512)
     for row in range(3):
         sample = encoder.encode(source[row])
-        talk = [
+        messages = [
             {"role": t.role, "content": [{"type": "text", "text": p.text} if hasattr(p, "text") else {"type": "image"}
                                          for p in t.parts]}
             for t in source[row].turns
         ]  # fmt: skip
-        text = processor.apply_chat_template(talk, tokenize=False)
+        text = processor.apply_chat_template(messages, tokenize=False)
         images = [load(path) for path in source[row].images]
         direct = processor(text=[text], images=images or None, return_tensors="np")
         assert sample.input_ids.tolist() == direct["input_ids"][0].tolist()
@@ -67,8 +67,8 @@ def test_train_on_prompt_spares_images_and_the_first_token(folder, models, famil
     encoder = Encoder(models(family), 512, train_on_prompt=True)
     sample = encoder.encode(rows(folder)[1])
     masked = sample.labels == -100
-    pictures = np.isin(sample.input_ids, list(encoder.image_ids))
-    assert pictures.sum() >= 12 and (masked == (pictures | (np.arange(len(masked)) == 0))).all()
+    image_mask = np.isin(sample.input_ids, list(encoder.image_ids))
+    assert image_mask.sum() >= 12 and (masked == (image_mask | (np.arange(len(masked)) == 0))).all()
 
 
 @pytest.mark.parametrize("family", ("qwen3", "llama", "mpt"))
@@ -172,8 +172,8 @@ def test_bad_images_and_words_name_their_row(folder, models):
 
 
 def test_two_user_turns_where_the_template_refuses(folder, models):
-    talk = [{"from": f, "value": "x"} for f in ("human", "human", "gpt")]
-    source = folder.read([{"conversations": talk}])
+    messages = [{"from": f, "value": "x"} for f in ("human", "human", "gpt")]
+    source = folder.read([{"conversations": messages}])
     assert len(Encoder(models("qwen3"), 64).encode(source[0]).answers) == 1
     processor = models("llama")
     strict = copy.copy(processor)

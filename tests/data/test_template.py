@@ -5,7 +5,7 @@ import pytest
 
 from octavo.data.template import TemplateProblem, answer_spans
 
-TALK = [
+MESSAGES = [
     {"role": "user", "content": "Hi?"},
     {"role": "assistant", "content": "Hello"},
     {"role": "user", "content": "Hello Hello?"},
@@ -41,43 +41,43 @@ def renderer(template):
         raise jinja2.TemplateError(message)
 
     compiled = jinja2.Environment(keep_trailing_newline=True).from_string(template)
-    return lambda talk, prompt: compiled.render(messages=list(talk), add_generation_prompt=prompt, **{"raise": stop})
+    return lambda given, prompt: compiled.render(messages=list(given), add_generation_prompt=prompt, **{"raise": stop})
 
 
-def said(template, talk=TALK):
-    text, spans = answer_spans(talk, renderer(template), ["<|im_end|>", "</s>"])
+def answers(template, messages=MESSAGES):
+    text, spans = answer_spans(messages, renderer(template), ["<|im_end|>", "</s>"])
     return [text[start:end] for start, end in spans]
 
 
 def test_answers_with_their_end_of_turn_and_without_glue():
-    assert said(CHATML) == ["Hello<|im_end|>", "Bye<|im_end|>"]
+    assert answers(CHATML) == ["Hello<|im_end|>", "Bye<|im_end|>"]
 
 
 def test_a_last_answer_that_is_rendered_differently():
-    assert said(THINKING) == ["Hello<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
+    assert answers(THINKING) == ["Hello<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
 
 
 def test_without_an_end_token_the_line_break_is_the_end():
-    assert said(NO_END) == ["Hello\n", "Bye\n"]
+    assert answers(NO_END) == ["Hello\n", "Bye\n"]
 
 
 def test_white_space_in_answers_stays():
-    talk = [TALK[0], {"role": "assistant", "content": " a \n b "}]
-    assert said(CHATML, talk) == [" a \n b <|im_end|>"]
-    assert said(THINKING, [*talk, *TALK[2:]])[0] == " a \n b <|im_end|>"
+    messages = [MESSAGES[0], {"role": "assistant", "content": " a \n b "}]
+    assert answers(CHATML, messages) == [" a \n b <|im_end|>"]
+    assert answers(THINKING, [*messages, *MESSAGES[2:]])[0] == " a \n b <|im_end|>"
 
 
 def test_templates_whose_answers_cannot_be_found():
     with pytest.raises(
         TemplateProblem, match=r"message 2 so that its answer cannot be found: .*'1: .* at character 0, in"
     ):
-        said(COUNTING)
+        answers(COUNTING)
     with pytest.raises(TemplateProblem, match=r"the conversation up to its end reads .*use a template whose earlier"):
-        said(FORGETFUL)
+        answers(FORGETFUL)
 
 
 def test_roles_that_a_template_refuses():
     with pytest.raises(
         TemplateProblem, match=r"refuses the roles user, user, assistant \(TemplateError: roles must alt"
     ):
-        said(STRICT, [TALK[0], *TALK[:2]])
+        answers(STRICT, [MESSAGES[0], *MESSAGES[:2]])

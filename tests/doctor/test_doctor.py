@@ -30,7 +30,7 @@ def test_every_recipe_of_the_reference_is_sound():
     assert {f"reference {name} on cpu" for name in fp8.RECIPES} | {"reference on cpu"} == sound
 
 
-def test_every_backend_is_listed_and_those_that_do_not_volunteer_are_not_run(monkeypatch):
+def test_every_backend_is_listed_and_those_that_auto_never_takes_are_not_run(monkeypatch):
     tried = []
     monkeypatch.setattr(arithmetic, "_run", lambda backend, recipe, device: tried.append(backend) or {"y": 0.0})
     checks = {check.name: check for check in arithmetic.backends(("cpu",))}
@@ -47,7 +47,7 @@ def test_every_backend_is_listed_and_those_that_do_not_volunteer_are_not_run(mon
     assert checks["reference on cpu"].found.startswith(f"torch {torch.__version__}")
 
 
-def test_a_volunteer_is_tried_in_every_recipe_that_it_has(monkeypatch):
+def test_a_backend_that_auto_may_take_is_tried_in_every_recipe_that_it_has(monkeypatch):
     """As on a GPU, where Triton and torch are chosen by themselves."""
     backend = registry.get("torch")
     monkeypatch.setattr(type(backend), "auto_unsupported", lambda self, device: None)
@@ -113,14 +113,14 @@ def test_a_backend_that_raises_fails_with_its_cause(fake):
 
 
 def test_a_backend_that_cannot_is_passed_over(fake):
-    lack = lambda op, what, device, shape: "needs SM90" if "blockwise" in str(what) else None  # noqa: E731
-    check = fake(supports=lack)
+    why_not = lambda op, what, device, shape: "needs SM90" if "blockwise" in str(what) else None  # noqa: E731
+    check = fake(supports=why_not)
     assert (check.status, check.found) == (ABSENT, "needs SM90")
 
 
 def test_a_backend_that_can_do_nothing_is_one_line(monkeypatch):
-    lack = lambda op, what, device, shape: f"no {op}"  # noqa: E731
-    monkeypatch.setattr(registry, "_backends", {**registry._backends, "fake": Fake(supports=lack)})
+    why_not = lambda op, what, device, shape: f"no {op}"  # noqa: E731
+    monkeypatch.setattr(registry, "_backends", {**registry._backends, "fake": Fake(supports=why_not)})
     check = one([check for check in arithmetic.backends(("cpu",)) if check.name.startswith("fake")])
     assert (check.name, check.status) == ("fake on cpu", ABSENT)
     assert check.found.startswith("not tried: no fwd; no dgrad; no wgrad (torch")
@@ -254,12 +254,12 @@ class Imported:
 
 def test_the_round_goes_on_when_torch_is_broken(monkeypatch):
     monkeypatch.setattr(packages, "Together", lambda which: Imported(which, "torch"))
-    said = []
-    report = doctor.examine(said.append)
+    messages = []
+    report = doctor.examine(messages.append)
     assert not report.healthy
     skipped = one([c for c in report.checks if c.area == "fp8"])
     assert skipped.found == "not tried: torch does not import (OSError: libcudart)"
-    assert any(c.area == "storage" for c in report.checks) and "importing packages" in said
+    assert any(c.area == "storage" for c in report.checks) and "importing packages" in messages
 
 
 def test_the_round(monkeypatch):

@@ -108,8 +108,8 @@ def test_coat_agrees_as_far_as_powers_do() -> None:
             if "figures" in name:
                 torch.testing.assert_close(q.state[name], x, rtol=5e-3, atol=0)
             else:
-                apart = (x.view(torch.uint8).int() - q.state[name].view(torch.uint8).int()).abs()
-                assert apart.max() <= 1 and (apart > 0).float().mean() < 0.02, name
+                difference = (x.view(torch.uint8).int() - q.state[name].view(torch.uint8).int()).abs()
+                assert difference.max() <= 1 and (difference > 0).float().mean() < 0.02, name
 
 
 def test_a_learning_rate_on_the_device_and_no_wait() -> None:
@@ -222,11 +222,11 @@ def test_offloaded_states_give_the_same_weights_and_resume(inside: bool) -> None
     finally:
         torch.use_deterministic_algorithms(False)
     assert_models(one, other)
-    kept = away.state_dict()["state"]
+    saved = away.state_dict()["state"]
     for index, state in ordinary.state_dict()["state"].items():
         for name, x in state.items():
-            assert kept[index][name].device.type == "cpu" and (name == "step" or kept[index][name].is_pinned())
-            assert torch.equal(kept[index][name].view(torch.uint8), x.cpu().view(torch.uint8)), name
+            assert saved[index][name].device.type == "cpu" and (name == "step" or saved[index][name].is_pinned())
+            assert torch.equal(saved[index][name].view(torch.uint8), x.cpu().view(torch.uint8)), name
     again = OffloadedAdamW(other.parameters(), lr=1e-2, weight_decay=0.1, states="fp8", master="bf16+16")
     again.load_state_dict(copy.deepcopy(away.state_dict()))
     for p in other.parameters():

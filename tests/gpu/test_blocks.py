@@ -1,4 +1,4 @@
-"""Fused norms and gated MLPs on a GPU: near the same layers apart, one kernel for each, nothing waits, less is kept,
+"""Fused norms and gated MLPs on a GPU: near the separate layers, one kernel for each, nothing waits, less is saved,
 and a captured step is right."""
 
 import copy
@@ -53,7 +53,7 @@ def step(m, x, lowered=False):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
 @pytest.mark.parametrize("lowered", [False, True])
-def test_near_the_layers_apart(recipe, lowered):
+def test_near_the_separate_layers(recipe, lowered):
     plain, twin = pair(recipe, torch.float32 if lowered else torch.bfloat16)
     for rows in (300, 1):
         x = torch.randn(rows, 512, device="cuda", dtype=twin.mlp.gate_proj.weight.dtype)
@@ -91,16 +91,16 @@ def test_nothing_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_less_is_kept_for_the_backward():
-    kept = []
+def test_less_is_saved_for_the_backward():
+    saved = []
     for m in pair():
         x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         step(m, x)
         before = torch.cuda.memory_allocated()
         y = m(x)
-        kept.append(torch.cuda.memory_allocated() - before)
+        saved.append(torch.cuda.memory_allocated() - before)
         del y
-    assert kept[1] < 0.75 * kept[0]
+    assert saved[1] < 0.75 * saved[0]
 
 
 def test_a_captured_step():

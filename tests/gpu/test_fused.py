@@ -76,13 +76,13 @@ def test_16_bits(size: tuple[int, int], pair: str, monkeypatch: pytest.MonkeyPat
     assert_cast(row_q, h, row, 1)
     assert_cast(col_q, h, col, 0)
 
-    original, kept = fused._plain, []
-    monkeypatch.setattr(fused, "_plain", lambda like, emit, *o: kept.append(original(like, True, *o)) or kept[-1])
+    original, seen = fused._plain, []
+    monkeypatch.setattr(fused, "_plain", lambda like, emit, *o: seen.append(original(like, True, *o)) or seen[-1])
     found = fused.swiglu_backward_quantize(dh, gate, up, row, col)
     d, g, u = dh.float(), gate.float(), up.float()
     s = torch.sigmoid(g)
     expected = ((d * u * (s + g * s * (1 - s))).bfloat16(), (d * g * s).bfloat16())
-    for values, exact_values, q in zip(kept, expected, (found[:2], found[2:]), strict=True):
+    for values, exact_values, q in zip(seen, expected, (found[:2], found[2:]), strict=True):
         assert_near(values, exact_values, 1)
         assert_cast(q[0], values, row, 1)
         assert_cast(q[1], values, col, 0)

@@ -29,7 +29,7 @@ def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target.cuda(), reduction="none")
 
 
-def gap(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm())
 
@@ -48,9 +48,9 @@ def test_the_error_is_at_most_the_plain_path_s(m: int, k: int, v: int, dtype: to
     if not m:
         assert ours.shape == (0,) and not got[1].any()
         return
-    assert gap(ours, true) <= 1.05 * gap(full, true) + 1e-6
+    assert relative_error(ours, true) <= 1.05 * relative_error(full, true) + 1e-6
     for a, b, c in zip(got, low, want, strict=True):
-        assert a.dtype == dtype and gap(a, c) <= 1.05 * gap(b, c) + 1e-5
+        assert a.dtype == dtype and relative_error(a, c) <= 1.05 * relative_error(b, c) + 1e-5
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
@@ -82,7 +82,7 @@ def test_autocast_casts_blocks_and_not_the_weight():
     with torch.autocast("cuda", dtype=torch.bfloat16):
         ours = torch.autograd.grad(linear_cross_entropy(hidden, weight, target).sum(), (hidden, weight))
     for a, b, c in zip(ours, full, want, strict=True):
-        assert a.dtype == torch.float32 and gap(a, c) <= 1.05 * gap(b, c)
+        assert a.dtype == torch.float32 and relative_error(a, c) <= 1.05 * relative_error(b, c)
 
 
 def test_the_peak_is_a_fraction_of_the_logits():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo import fp8, models
 from octavo.fp8.memory import chunked_loss
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.optim.in_backward import UpdateInBackward
 
 transformers = pytest.importorskip("transformers")
@@ -69,7 +69,7 @@ def test_a_layer_of_8_billion_keeps_what_is_counted(activations: str, most: int)
     output = tokens * LAYER["hidden_size"] * 2  # which is no part of what the layer keeps
     asked, held = (found[1][i] - found[0][i] - output for i in (0, 1))
     del out
-    with kept(model, [("layer", layer)]) as accountant:
+    with count_saved(model, [("layer", layer)]) as accountant:
         out = hidden(model, ids)
     report = accountant.report()
     counted = report.by_block["layer"]
@@ -103,7 +103,7 @@ def test_the_peak_of_a_step_is_the_sum_of_its_kinds() -> None:
         return float(found.detach())
 
     first = step()  # makes states and codes
-    with kept(model, models.describe(model).layers(model)) as accountant:
+    with count_saved(model, models.describe(model).layers(model)) as accountant:
         found = loss()
     activations = accountant.report().total
     del found

@@ -8,7 +8,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.blocks.attention import grouped_attention
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.memory.offload import offload, synchronize_per_layer
 from octavo.fp8.memory.recompute import recompute
 
@@ -107,10 +107,10 @@ def test_counted_bytes_are_those_of_the_allocator(in_fp8):
     model.zero_grad()
     x = torch.randn(1, TOKENS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     codes, before = fp8.code_bytes(model), torch.cuda.memory_allocated()
-    with kept(model, model.named_children()) as k:
+    with count_saved(model, model.named_children()) as k:
         y = model(x)
     report = k.report()
-    counted = report.total + report.apart["output"] + fp8.code_bytes(model) - codes
+    counted = report.total + report.separate["output"] + fp8.code_bytes(model) - codes
     assert counted == pytest.approx(torch.cuda.memory_allocated() - before, rel=0.02)
     del y
 
@@ -118,9 +118,9 @@ def test_counted_bytes_are_those_of_the_allocator(in_fp8):
 def test_what_offload_moved_is_counted_as_the_hosts():
     model = stack(4)
     offload(model.named_children(), least=1 << 16)
-    with kept(model, model.named_children()) as k:
+    with count_saved(model, model.named_children()) as k:
         y = model(torch.randn(1, TOKENS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True))
-    assert k.report().apart["host"] > k.report().total
+    assert k.report().separate["host"] > k.report().total
     del y
 
 
@@ -135,7 +135,7 @@ def test_grouped_attention_is_that_of_repeated_heads_and_keeps_no_copies(kind):
 
     def run(function):
         leaves = [x.clone().requires_grad_() for x in qkv]
-        with kept(nn.Identity()) as k:
+        with count_saved(nn.Identity()) as k:
             out = function(*(x * 1 for x in leaves), mask, is_causal=kind == "causal")
         out.float().square().sum().backward()
         return out.detach(), [x.grad for x in leaves], k.report().total

@@ -1,4 +1,4 @@
-"""FP8 weights on a GPU: the steps of plain ones bit for bit, a master in host memory, and FSDP2's streams."""
+"""FP8 weights on a GPU: the steps of plain ones bit for bit, and FSDP2's streams."""
 
 from __future__ import annotations
 
@@ -56,19 +56,6 @@ def test_steps_are_those_of_plain_weights(recipe: str) -> None:
     model = build(recipe, True)
     assert isinstance(model[0].up.weight, Fp8Weight) and model[0].up.weight.is_cuda
     assert same(train(build(recipe, False)), train(model))
-
-
-def test_the_master_may_lie_in_host_memory() -> None:
-    model, twin = build("blockwise", True), build("blockwise", False)
-    for p in model.parameters():
-        if isinstance(p, Fp8Weight):
-            p.move_master("cpu", pin=True)
-            assert p.is_cuda and not p.master.is_cuda and p.master.is_pinned()
-    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-    for m in (model, twin):
-        m(x).float().square().mean().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    assert model[0].up.weight.grad.is_cuda
 
 
 def test_forward_and_backward_wait_for_nothing() -> None:

@@ -41,8 +41,8 @@ def pair(kind=Block, dtype=torch.bfloat16, fuse="off", recipe="blockwise"):
     torch.manual_seed(0)
     plain = kind().to("cuda", dtype)
     twin = copy.deepcopy(plain)
-    for m, kept in ((plain, "bf16"), (twin, "fp8")):
-        plan = fp8.plan(m, fp8.Policy(recipe=recipe, fuse=fuse, activations=kept))
+    for m, activations in ((plain, "bf16"), (twin, "fp8")):
+        plan = fp8.plan(m, fp8.Policy(recipe=recipe, fuse=fuse, activations=activations))
         fp8.apply(m, plan)
     assert plan.blocks and all(b.saves for b in plan.blocks)
     return plain, twin
@@ -97,16 +97,16 @@ def test_recomputed_bit_for_bit(fuse):
 
 
 @pytest.mark.parametrize(("kind", "fuse", "most"), [(Block, "off", 0.6), (Block, "on", 0.7), (Vision, "off", 0.6)])
-def test_less_is_kept_for_the_backward(kind, fuse, most):
-    kept, x = [], given(kind, rows=2048)
+def test_less_is_saved_for_the_backward(kind, fuse, most):
+    saved, x = [], given(kind, rows=2048)
     for m in pair(kind, fuse=fuse):
         step(m, x)
         leaf = x.clone().requires_grad_()
         before = torch.cuda.memory_allocated()
         y = m(leaf)
-        kept.append(torch.cuda.memory_allocated() - before - y.numel() * y.element_size())
+        saved.append(torch.cuda.memory_allocated() - before - y.numel() * y.element_size())
         del y
-    assert kept[1] < most * kept[0], [n / x.shape[:-1].numel() for n in kept]
+    assert saved[1] < most * saved[0], [n / x.shape[:-1].numel() for n in saved]
 
 
 @pytest.mark.parametrize(("kind", "fuse"), [(Block, "off"), (Block, "on"), (Vision, "off")])

@@ -10,7 +10,7 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels import registry
-from octavo.fp8.kernels.layout import codes_buffer, scale_buffer
+from tests.fp8.kernels.laid_out import laid_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -55,9 +55,9 @@ def exact(op: str, a_q: Quantized, b_q: Quantized) -> torch.Tensor:
 
 def able(backend: str, op: str, name: str, format: str | None = None) -> registry.Backend:
     chosen = registry.get(backend)
-    lack = chosen.supports(op, recipe(name, format), torch.device("cuda"), None)
-    if lack is not None:
-        pytest.skip(f"{backend} {name} {op}: {lack}")
+    why_not = chosen.supports(op, recipe(name, format), torch.device("cuda"), None)
+    if why_not is not None:
+        pytest.skip(f"{backend} {name} {op}: {why_not}")
     return chosen
 
 
@@ -118,11 +118,7 @@ def test_what_lies_right_is_captured_in_a_cuda_graph_and_waits_for_nothing() -> 
         if backend.supports("fwd", recipe(name), torch.device("cuda"), None) is not None:
             continue
         x_q, w_q = (cast.quantize(spread(size, 384, size), spec) for size, spec in ((100, gemm.a), (272, gemm.b)))
-        laid = []
-        for q in (x_q, w_q):
-            _, view = codes_buffer(*q.data.shape, q.spec, 1, q.data.device, zero=True)
-            view.view(torch.uint8).copy_(q.data.view(torch.uint8))
-            laid.append(Quantized(view, scale_buffer(*q.data.shape, q.spec, 1, q.data.device).copy_(q.scale), q.spec))
+        laid = [laid_out(q, 1) for q in (x_q, w_q)]
         torch.cuda.set_sync_debug_mode("error")
         try:
             eager = backend.gemm_fwd(*laid, torch.bfloat16)

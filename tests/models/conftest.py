@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return get
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (16, 16)) -> Image.Image:
+def some_image(seed: int = 0, size: tuple[int, int] = (16, 16)) -> Image.Image:
     """A grey-scale image of random pixels, (width, height)."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0]), dtype=np.uint8)
     return Image.fromarray(pixels)
@@ -45,5 +45,5 @@ def conversation(image: bool) -> list[dict]:
 def batch(processor, image: bool, seed: int = 0):
     """A conversation as the model's inputs, tensors, with an image if asked."""
     text = processor.apply_chat_template(conversation(image), tokenize=False)
-    images = [picture(seed)] if image else None
+    images = [some_image(seed)] if image else None
     return processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)

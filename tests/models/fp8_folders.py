@@ -1,4 +1,5 @@
-"""FP8 folders made by hand from small checkpoints, by the published layouts and by none of Octavo's own code."""
+"""FP8 folders made by hand from small checkpoints, by the published layouts and by none of Octavo's own code; and what
+tests ask of them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from octavo import models
 
 # names on disk of the linear layers of language models, experts one by one
 LINEAR = re.compile(
@@ -77,7 +81,7 @@ def spell(scale: Tensor, method: str, dtype: torch.dtype) -> Tensor:
     return (scale.reshape(1) if method == "tensor" else scale).to(dtype)
 
 
-def alone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def unfused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fused experts taken apart, as llm-compressor does: X.experts.gate_up_proj -> X.experts.3.gate_proj.weight ..."""
     out = {}
     for name, value in weights.items():
@@ -99,7 +103,7 @@ def quantized(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Write a folder in FP8; returns (codes, fp32 scales as written) by the weights' names on disk."""
     shutil.copytree(source, target)
-    weights = alone(load_file(source / "model.safetensors"))
+    weights = unfused(load_file(source / "model.safetensors"))
     codes, scales, out = {}, {}, {}
     for name, value in weights.items():
         if not LINEAR.search(name) or any(tower in name for tower in TOWERS):
@@ -140,3 +144,15 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
     weights = load_file(file)
     change(weights)
     save_file({n: v.contiguous() for n, v in weights.items()}, file, metadata={"format": "pt"})
+
+
+# What tests ask of them -----------------------------------------------------------------------------------------------
+
+
+def same(one, other) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def refused(folder: Path, message: str, **arguments) -> None:
+    with pytest.raises(models.ModelError, match=message):
+        models.load(folder, torch.bfloat16, **arguments)

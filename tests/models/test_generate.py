@@ -11,7 +11,7 @@ from PIL import Image
 from octavo import models
 from octavo.checkpoint import verify
 from octavo.models import tiny
-from tests.models.conftest import conversation, picture
+from tests.models.conftest import conversation, some_image
 
 
 def teach(model, processor, answer: str, image: bool) -> None:
@@ -19,7 +19,7 @@ def teach(model, processor, answer: str, image: bool) -> None:
     turns = [conversation(image)[0], {"role": "assistant", "content": answer}]
     text = processor.apply_chat_template(turns, tokenize=False)
     inputs = processor(
-        text=[text], images=[picture()] if image else None, return_tensors="pt", add_special_tokens=False
+        text=[text], images=[some_image()] if image else None, return_tensors="pt", add_special_tokens=False
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(12):
@@ -29,13 +29,15 @@ def teach(model, processor, answer: str, image: bool) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_what_was_learned_is_said(checkpoint, family):
+def test_what_was_learned_is_generated(checkpoint, family):
     model = models.load(checkpoint(family)).train()
     processor = models.load_processor(checkpoint(family))
     image = models.describe(model).has_vision
     teach(model, processor, "7 8", image)
-    said = models.generate(model, processor, conversation(image)[:1], [picture()] if image else [], max_new_tokens=6)
-    assert said == "7 8"
+    answer = models.generate(
+        model, processor, conversation(image)[:1], [some_image()] if image else [], max_new_tokens=6
+    )
+    assert answer == "7 8"
     assert model.training
 
 
@@ -49,7 +51,7 @@ def test_max_new_tokens_and_determinism(checkpoint):
     ("messages", "images", "tokens", "message"),
     [
         (conversation(True)[:1], [], 4, "1 image parts but 0 images"),
-        (conversation(False)[:1], [picture()], 4, "0 image parts but 1 images"),
+        (conversation(False)[:1], [some_image()], 4, "0 image parts but 1 images"),
         ([], [], 4, "0 messages and max_new_tokens=4"),
         (conversation(False)[:1], [], 0, "1 messages and max_new_tokens=0"),
     ],

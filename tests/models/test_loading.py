@@ -271,7 +271,7 @@ def test_a_damaged_folder_is_refused_when_split_too(folder):
         models.load_split(folder)
 
 
-def test_a_folder_of_another_kind_is_told_for_what_it_is(tmp_path: Path) -> None:
+def test_a_folder_of_another_kind_is_reported_for_what_it_is(tmp_path: Path) -> None:
     for name, says in (
         ("adapter_config.json", "a PEFT adapter.*octavo merge"),
         ("config.yaml", "a run of octavo train"),

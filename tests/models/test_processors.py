@@ -11,7 +11,7 @@ import torch
 
 from octavo import models
 from octavo.models import tiny
-from tests.models.conftest import batch, conversation, picture
+from tests.models.conftest import batch, conversation, some_image
 
 VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
 
@@ -52,7 +52,7 @@ def test_system_turns_and_any_text_survive(checkpoint, family):
 def test_rows_with_and_without_images_in_one_call(checkpoint):
     processor = models.load_processor(checkpoint("qwen3_vl"))
     texts = [processor.apply_chat_template(conversation(image), tokenize=False) for image in (True, False)]
-    inputs = processor(text=texts, images=[picture()], padding=True, return_tensors="pt")
+    inputs = processor(text=texts, images=[some_image()], padding=True, return_tensors="pt")
     assert inputs["input_ids"].shape[0] == 2 and inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
 
 
@@ -61,7 +61,7 @@ def test_a_text_model_refuses_images(checkpoint, family):
     processor = models.load_processor(checkpoint(family))
     assert isinstance(processor, models.TextProcessor)
     with pytest.raises(models.ModelError, match="1 images were given to a text-only model"):
-        processor(text=["first?"], images=[picture()])
+        processor(text=["first?"], images=[some_image()])
     with pytest.raises(models.ModelError, match="max_pixels given, but .* is a text-only model"):
         models.load_processor(checkpoint(family), max_pixels=4096)
 
@@ -72,7 +72,7 @@ def test_a_text_model_refuses_images(checkpoint, family):
 def test_pixel_limits_of_qwen(checkpoint, limits, tokens):
     processor = models.load_processor(checkpoint("qwen3_vl"), **limits)
     text = processor.apply_chat_template(conversation(True), tokenize=False)
-    inputs = processor(text=[text], images=[picture(size=(64, 64))], return_tensors="pt")
+    inputs = processor(text=[text], images=[some_image(size=(64, 64))], return_tensors="pt")
     assert inputs["image_grid_thw"].prod().item() == 4 * tokens
     assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
 
@@ -83,7 +83,7 @@ def test_pixel_limits_of_qwen(checkpoint, limits, tokens):
 def test_tile_limits_of_internvl(checkpoint, limits, tiles):
     processor = models.load_processor(checkpoint("internvl"), **limits)
     text = processor.apply_chat_template(conversation(True), tokenize=False)
-    inputs = processor(text=[text], images=[picture(size=(96, 16))], return_tensors="pt")
+    inputs = processor(text=[text], images=[some_image(size=(96, 16))], return_tensors="pt")
     assert inputs["pixel_values"].shape == (tiles, 3, 16, 16)
     assert (inputs["input_ids"] == processor.image_token_id).sum() == 4 * tiles
 
@@ -145,7 +145,7 @@ def test_the_layout_of_published_qwen_folders(checkpoint, tmp_path):
     for limits, tokens in (({}, 16), ({"max_pixels": 512}, 4), ({"min_pixels": 4096}, 64)):
         processor = models.load_processor(folder, **limits)
         text = processor.apply_chat_template(conversation(True), tokenize=False)
-        inputs = processor(text=[text], images=[picture(size=(64, 64))], return_tensors="pt")
+        inputs = processor(text=[text], images=[some_image(size=(64, 64))], return_tensors="pt")
         assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
 
 

@@ -140,7 +140,7 @@ W = ("config_groups", "group_0", "weights")
         (changed(CHANNEL, W, None), "in 0 ways .none"),
     ],
 )
-def test_what_is_not_read_is_refused_with_the_cure(block, message):
+def test_what_is_not_read_is_refused_with_the_fix(block, message):
     with pytest.raises(models.ModelError, match=message):
         parse(block, "config.json")
 

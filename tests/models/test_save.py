@@ -161,7 +161,7 @@ def test_a_failed_save_leaves_nothing_half_written(checkpoint, tmp_path, monkeyp
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_full_disk_is_told_and_the_earlier_export_stays(checkpoint, tmp_path, monkeypatch, error):
+def test_a_full_disk_is_reported_and_the_earlier_export_stays(checkpoint, tmp_path, monkeypatch, error):
     source = checkpoint("qwen3")
     model = models.load(source)
     models.save_hf(model, source, tmp_path / "hf")

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 
 from octavo import models
 from octavo.models import tiny
-from tests.models.conftest import batch, picture
+from tests.models.conftest import batch, some_image
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -74,7 +74,7 @@ def test_the_demos_model(tmp_path):
         turns += [{"role": "assistant", "content": "3"}, {"role": "user", "content": question}]
     turns.append({"role": "assistant", "content": "3"})
     text = processor.apply_chat_template(turns, tokenize=False)
-    ids = processor(text=[text], images=[picture()])["input_ids"][0]
+    ids = processor(text=[text], images=[some_image()])["input_ids"][0]
     assert len(ids) == 38  # 6 around and in the image, 8 a question with its answer
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from octavo import fp8, models
 from octavo.models import tiny
-from tests.models.conftest import batch, conversation, picture
+from tests.models.conftest import batch, conversation, some_image
 
 
 def converted(folder):
@@ -59,5 +59,5 @@ def test_a_dummy_image_is_not_counted(checkpoint, family):
 def test_a_converted_model_answers(checkpoint):
     model, _, _ = converted(checkpoint("qwen3_vl"))
     processor = models.load_processor(checkpoint("qwen3_vl"))
-    answer = models.generate(model, processor, conversation(True)[:1], [picture()], max_new_tokens=3)
+    answer = models.generate(model, processor, conversation(True)[:1], [some_image()], max_new_tokens=3)
     assert isinstance(answer, str)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from octavo import fp8
 from octavo.parallel import World, WorldError, full_state_dict, shard
 from tests import ranks
-from tests.parallel.gaps import worst_gap
+from tests.parallel.differences import worst_difference
 
 
 class Block(nn.Module):
@@ -72,7 +72,7 @@ def _decoders(world: World) -> dict:
             ids = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(seed))
             _loss(whole, ids, 40).backward()
             _loss(sharded, ids[world.rank :: world.size], 40).backward()
-        answer[f"{freeze or 'all'} {reshard}"] = worst_gap(sharded, whole)
+        answer[f"{freeze or 'all'} {reshard}"] = worst_difference(sharded, whole)
     answer["dtensors"] = all(isinstance(p, DTensor) for p in sharded.parameters())
     answer["tied"] = sharded.head.weight is sharded.embed.weight
     with torch.no_grad():

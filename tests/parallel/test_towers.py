@@ -11,7 +11,7 @@ from octavo import models
 from octavo.models import tiny
 from octavo.parallel import World, shard
 from tests import ranks
-from tests.parallel.gaps import worst_gap
+from tests.parallel.differences import worst_difference
 
 
 def _vision(world: World, path: str) -> dict:
@@ -35,7 +35,7 @@ def _one_vision(world: World, path: str, frozen: bool) -> dict:
     sharded(**batch).logits.float().logsumexp(-1).sum().div(100).backward()
     tower = sharded.get_submodule(family.tower)
     return {
-        "gap": worst_gap(sharded, whole),
+        "gap": worst_difference(sharded, whole),
         "tower_sharded": all(isinstance(p, DTensor) for p in tower.parameters()),
         "tower_trains": any(p.grad is not None for n, p in tower.named_parameters() if n.startswith("blocks")),
     }

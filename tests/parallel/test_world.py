@@ -1,4 +1,4 @@
-"""One process needs no group; several read torchrun's environment, talk in JSON, and notice a dead peer."""
+"""One process needs no group; several read torchrun's environment, exchange JSON, and notice a dead peer."""
 
 from __future__ import annotations
 
@@ -77,23 +77,23 @@ def test_objects_that_json_does_not_hold_are_refused():
         World().gather_objects(object())
 
 
-def _talk(world: World) -> dict:
-    told = ""
+def _exchange(world: World) -> dict:
+    message = ""
     try:
         world.from_main(lambda: 1 / 0)
     except (ZeroDivisionError, WorldError) as error:
-        told = f"{type(error).__name__}: {error}"
-    kept = torch.tensor([1.0 + world.rank])
+        message = f"{type(error).__name__}: {error}"
+    given = torch.tensor([1.0 + world.rank])
     answer = {
-        "sum": world.sum(kept).item(),
-        "kept": kept.item(),
+        "sum": world.sum(given).item(),
+        "input": given.item(),
         "max": world.all_reduce_max(torch.tensor(10 * world.rank)).item(),
         "any": [world.any(world.rank == 1), world.any(False)],
         "objects": world.gather_objects({"rank": world.rank, "long": "ü" * 300 * world.rank}),
         "empty": world.gather_objects(None),
         "main": world.from_main(lambda: os.getpid()),
         "pid": os.getpid(),
-        "told": told,
+        "message": message,
         "mesh": list(world.mesh.shape),
     }
     world.barrier()
@@ -101,19 +101,19 @@ def _talk(world: World) -> dict:
 
 
 def test_two_ranks_sum_gather_and_fail_together():
-    first, second = ranks.run(_talk, 2)
+    first, second = ranks.run(_exchange, 2)
     for answer in (first, second):
         assert (answer["sum"], answer["max"], answer["any"]) == (3.0, 10, [True, False])
         assert answer["objects"] == [{"rank": 0, "long": ""}, {"rank": 1, "long": "ü" * 300}]
         assert answer["empty"] == [None, None]
         assert answer["main"] == first["pid"]
         assert answer["mesh"] == [2]
-    assert (first["kept"], second["kept"]) == (1.0, 2.0)  # the input is left alone
-    assert first["told"] == "ZeroDivisionError: division by zero"
-    assert second["told"] == "WorldError: rank 0 failed, and rank 1 with it: ZeroDivisionError: division by zero"
+    assert (first["input"], second["input"]) == (1.0, 2.0)  # the input is left alone
+    assert first["message"] == "ZeroDivisionError: division by zero"
+    assert second["message"] == "WorldError: rank 0 failed, and rank 1 with it: ZeroDivisionError: division by zero"
 
 
-def _survive(rank: int, port: int, told: Path) -> None:
+def _survive(rank: int, port: int, file: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     world = setup(threads=1)
@@ -123,20 +123,20 @@ def _survive(rank: int, port: int, told: Path) -> None:
     try:
         world.barrier()
     except WorldError as error:
-        told.write_text(str(error))
+        file.write_text(str(error))
     os._exit(0)
 
 
 def test_a_dead_rank_is_noticed_not_waited_for(tmp_path):
     """Without torchrun, which would end the survivor before it could speak."""
     context, port = multiprocessing.get_context(ranks.START), ranks.free_port()
-    survivor, dead = (context.Process(target=_survive, args=(rank, port, tmp_path / "told")) for rank in (0, 1))
+    survivor, dead = (context.Process(target=_survive, args=(rank, port, tmp_path / "message")) for rank in (0, 1))
     for process in (survivor, dead):
         process.start()
     dead.join(60)
     survivor.join(30)
     assert (dead.exitcode, survivor.exitcode) == (3, 0)
-    words = (tmp_path / "told").read_text()
+    words = (tmp_path / "message").read_text()
     assert "rank 0 of 2 waited for the others in vain: one of them has died or hangs" in words
 
 

@@ -111,7 +111,7 @@ def test_watching_differently_is_the_same_trial(cfg, tmp_path: Path, trained, un
     assert trained == []
 
 
-def test_a_stopped_arm_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_a_stopped_run_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None:
     import octavo.train
 
     stopped = SimpleNamespace(status="stopped", steps=7)

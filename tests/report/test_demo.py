@@ -73,9 +73,9 @@ def test_asking_goes_on_with_the_models_own_answers(tmp_path: Path, monkeypatch)
         return str(len(heard))
 
     Image.new("L", (16, 16), 200).save(tmp_path / "a.png")
-    talk = [{"from": "human", "value": "<image>First?"}, {"from": "gpt", "value": "1"},
+    messages = [{"from": "human", "value": "<image>First?"}, {"from": "gpt", "value": "1"},
             {"from": "human", "value": "Second?"}, {"from": "gpt", "value": "9"}]  # fmt: skip
-    (tmp_path / "test.json").write_text(json.dumps([{"image": "a.png", "conversations": talk}]))
+    (tmp_path / "test.json").write_text(json.dumps([{"image": "a.png", "conversations": messages}]))
     monkeypatch.setattr("octavo.models.generate", generate)
     monkeypatch.setattr("octavo.train.load_run", lambda run: (None, None, None))
     found = demo.ask(tmp_path, tmp_path / "test.json", 0)
@@ -108,9 +108,9 @@ def test_the_whole_demo_in_small(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(digits, "write", lambda directory, console=None: write(directory, train=64, test=16))
     out = io.StringIO()
     verdict = demo.run(tmp_path / "demo", steps=4, console=Console(file=out, width=200))
-    said = out.getvalue()
+    printed = out.getvalue()
     assert (tmp_path / "demo" / "answer.png").is_file() and (tmp_path / "demo" / "report" / "report.html").is_file()
-    assert verdict.line in said and "FP8 GEMMs gave these answers" in said
+    assert verdict.line in printed and "FP8 GEMMs gave these answers" in printed
 
     fp8 = verdict.data["arms"][2]
     assert fp8["proof"]["shares"]["image_encoder"] == fp8["proof"]["shares"]["foundation"] == 1.0

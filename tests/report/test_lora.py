@@ -1,4 +1,4 @@
-"""The trial of LoRA: what base each run trains beside, and what the verdict and the ladder say of it."""
+"""The trial of LoRA: what base each run trains beside, and what the verdict and the ablation say of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.config import Config, load_config_text
 from octavo.report.compare import runs_of
 from octavo.report.judge import Run, _health_checks, dtype_of
 from octavo.report.rundir import read
-from octavo.report.savings import base_of, ladder, without
+from octavo.report.savings import ablation, base_of, without
 
 TEXT = """
 model: {{path: {path}{more}}}
@@ -41,9 +41,9 @@ def test_high_precision_trains_the_same_adapters_beside_a_bf16_base(tmp_path: Pa
     assert runs["high-precision-seed-1"].run.seed == 1
 
 
-def test_the_base_in_fp8_is_a_rung_of_the_ladder() -> None:
+def test_the_base_in_fp8_is_a_setting_of_the_ablation() -> None:
     cfg = config(lora="{dtype: bf16}", rest="optimizer: {master: bf16+sr, states: fp8}\n")
-    found = ladder(cfg)
+    found = ablation(cfg)
     assert [words for words, _ in found] == [
         "FP8 without savings",
         "+ base in FP8 (blockwise)",
@@ -52,7 +52,7 @@ def test_the_base_in_fp8_is_a_rung_of_the_ladder() -> None:
     assert found[0][1].model.load_in_fp8.foundation is None and found[0][1].fp8.recipe == "blockwise"
     assert found[1][1].model.load_in_fp8.foundation == "blockwise" and found[1][1].optimizer.states == "fp32"
     assert found[2][1].optimizer.states == "fp8" and found[2][1].lora.dtype == "fp32"
-    assert ladder(config(more="")) == []
+    assert ablation(config(more="")) == []
 
 
 def test_other_recipes_get_the_codes_that_they_multiply_by(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_a_checkpoint_in_fp8_is_dequantized_for_high_precision(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("rest", "words"), [("", ""), ("fp8: {recipe: off}\n", "")])
-def test_without_adapters_nothing_is_said(rest: str, words: str) -> None:
+def test_without_adapters_nothing_is_reported(rest: str, words: str) -> None:
     cfg = load_config_text("model: {path: ./m}\ndata: {train: [{path: a.json}]}\ntrain: {steps: 10}\n" + rest)
-    assert base_of(cfg) == words and ladder(cfg) == []
+    assert base_of(cfg) == words and ablation(cfg) == []
 
 
 @pytest.mark.parametrize("frozen", [True, False])

@@ -172,7 +172,7 @@ def test_hybrid_holds_dy_to_its_own_threshold(trial) -> None:
     assert judge(records_of(trial(tables={1: table}))).status == "warn"
 
 
-def test_arms_that_wrote_lines_at_different_steps_are_matched_by_step(trial) -> None:
+def test_runs_that_wrote_lines_at_different_steps_are_matched_by_step(trial) -> None:
     """A run with log_every=10 also writes its health steps: the gap must not shift by them."""
     records = records_of(trial())
     thinned = []

@@ -13,7 +13,7 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 from octavo.config import load_config_text, to_yaml
 from octavo.report import compare
 from octavo.report.compare import runs_of
-from octavo.report.savings import costs, ladder, without
+from octavo.report.savings import ablation, costs, without
 
 SAVING = CONFIG + (
     "fp8: {activations: fp8, foundation: {param: true}}\n"
@@ -26,8 +26,8 @@ def saving():
     return load_config_text(SAVING)
 
 
-def test_rungs_add_one_saving_at_a_time(saving) -> None:
-    found = ladder(saving)
+def test_settings_add_one_saving_at_a_time(saving) -> None:
+    found = ablation(saving)
     assert [words for words, _ in found] == [
         "FP8 without savings", "+ optimizer states in fp8", "+ weights as bf16+sr", "+ activations in FP8",
         "+ FP8 weights between steps",
@@ -45,8 +45,8 @@ def test_rungs_add_one_saving_at_a_time(saving) -> None:
     assert last.fp8 == saving.fp8 and last.optimizer.update == "step"
 
 
-def test_a_configuration_without_savings_has_no_ladder() -> None:
-    assert ladder(load_config_text(CONFIG)) == []
+def test_a_configuration_without_savings_has_no_ablation() -> None:
+    assert ablation(load_config_text(CONFIG)) == []
 
 
 def test_high_precision_has_no_saving_and_computes_as_the_model_does(saving, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def _run(label: str, size: int, gap: float, speed: float, failure: str | None = 
     return {"label": label, "memory": memory, "gap": gap, "speed_ratio": speed, "eval": None, "failure": failure}
 
 
-def test_each_rung_is_held_against_the_last_that_was_trained() -> None:
+def test_each_setting_is_held_against_the_last_that_was_trained() -> None:
     first, second, third = costs(
         [_run("plain", 100, 0.01, 0.5), _run("+ a", 60, math.nan, math.nan, "diverged")],
         _run("FP8 blockwise", 40, -0.01, 0.25),
@@ -80,7 +80,7 @@ def test_each_rung_is_held_against_the_last_that_was_trained() -> None:
 
 
 def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch) -> None:
-    order = [words for words, _ in ladder(saving)]
+    order = [words for words, _ in ablation(saving)]
 
     def run(cfg, *, console=None, label=None):
         home, fp8 = Path(cfg.run.dir), not Path(cfg.run.dir).name.startswith("high")

@@ -37,7 +37,7 @@ def test_an_arm_that_fails_is_named_with_its_last_words(cfg, tmp_path: Path) -> 
     assert log.strip()
 
 
-def test_a_stopped_arm_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_a_stopped_run_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> None:
     runs = runs_of(cfg, ["blockwise"], tmp_path)[1:]
     real, started = subprocess.Popen, []
 
@@ -119,7 +119,7 @@ def wait_for(folder: Path, pattern: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_arms_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> None:
+def test_runs_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> None:
     """Asked to leave, the trial asks its runs and tells by its exit code; killed outright, its runs see that."""
     trial = trial_of_sleepers(tmp_path)
     try:
@@ -132,7 +132,7 @@ def test_arms_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> 
     assert code == (-number if number == signal.SIGKILL else 128 + number)
 
 
-def test_an_fp8_arm_that_failed_in_training_leaves_the_others_alone(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_an_fp8_run_that_failed_in_training_leaves_the_others_alone(cfg, tmp_path: Path, monkeypatch) -> None:
     runs = runs_of(cfg, ["blockwise"], tmp_path)[1:]
     real = subprocess.Popen
 

@@ -48,7 +48,7 @@ class Diary(train.Callback):
         self.lines.append(f"{result.status} at {result.steps}")
 
 
-def test_it_is_told_everything_in_order_also_over_a_stop(make):
+def test_it_is_called_for_everything_in_order_also_over_a_stop(make):
     over = ("train.steps=4", "run.log_every=4", "run.save_every=2", "run.eval_every=3")
     cfg, diary = make(*over), Diary()
     train.run(cfg, callbacks=[diary, at(2, signal.SIGTERM)])

@@ -51,7 +51,7 @@ def test_losses_and_the_proof_are_those_of_eager_training(make, graphs, recomput
     assert any("octavo.linear" in name for name in used)
 
 
-def test_a_compiler_that_fails_is_a_sentence_with_the_cure(make, monkeypatch):
+def test_a_compiler_that_fails_is_a_sentence_with_the_fix(make, monkeypatch):
     def broken(graph, inputs):
         raise OSError("no compiler here")
 

@@ -44,8 +44,8 @@ def test_exact_match_is_the_greedy_answer(learned, place: Path):
         question, answer = row.turns[0].text, row.turns[1].text
         with Image.open(row.images[0]) as image:
             asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-            said = models.generate(model, processor, asked, [image.copy()], max_new_tokens=4)
-        assert (said == answer) is forced
+            generated = models.generate(model, processor, asked, [image.copy()], max_new_tokens=4)
+        assert (generated == answer) is forced
     assert any(right)
 
 

@@ -19,7 +19,7 @@ COMMON = ("train.steps=4", "train.warmup=0", "data.eval=[]", "run.save_every=2")
 FUSED = [f"model.language_model.layers.{i}.mlp" for i in (0, 1)]
 
 
-def kept(run):
+def plan_and_proof(run):
     """(what is fused by the run's plan.json, its proof)."""
     plan = json.loads((run.dir / "plan.json").read_text())
     return [b["name"] for b in plan["blocks"] if b["fused"]], json.loads((run.dir / "proof.json").read_text())
@@ -47,12 +47,12 @@ def calls(monkeypatch):
 
 def test_losses_are_close_and_the_proof_passes(make, calls):
     separate = train.run(make(*COMMON, dir="separate"))
-    assert not calls and kept(separate)[0] == []
+    assert not calls and plan_and_proof(separate)[0] == []
     one = train.run(make(*COMMON, "fp8.fuse=on", "run.gain_steps=1", dir="one"))
-    names, proof = kept(one)
+    names, proof = plan_and_proof(one)
     assert set(names) >= set(FUSED) and len({id(m) for m in calls}) == len(FUSED)
     assert one.losses() == pytest.approx(separate.losses(), rel=2e-3)
-    assert proof == kept(separate)[1] and proof["fp8_gemms"] > 0
+    assert proof == plan_and_proof(separate)[1] and proof["fp8_gemms"] > 0
     assert json.loads((one.dir / "gain.json").read_text())["steps"] == 1
 
 
@@ -78,7 +78,7 @@ def test_recomputation_changes_no_loss(make, calls):
 
 
 def test_a_watched_forward_keeps_what_its_recomputation_keeps(make, tmp_path: Path):
-    """The first step counts kept bytes in the forward alone: gated MLPs are fused there as they are in backward."""
+    """The first step counts saved bytes in the forward alone: gated MLPs are fused there as they are in backward."""
     tiny.write("qwen3_vl", tmp_path / "whole")
     over = (f"model.path={tmp_path / 'whole'}", "fp8.fuse=on", "train.recompute=full", "train.steps=1")
     train.run(make(*over, "train.warmup=0", "data.eval=[]"))

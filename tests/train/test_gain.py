@@ -59,7 +59,7 @@ def test_the_random_generators_are_put_back(make, monkeypatch):
     assert drawn[0] == drawn[1]
 
 
-def test_it_is_told_and_kept(make):
+def test_it_is_reported_and_kept(make):
     console = Console(record=True, width=200, force_terminal=False)
     result = train.run(make("run.gain_steps=3", "train.steps=2", "train.warmup=0", "data.eval=[]"), console=console)
     kept = json.loads((result.dir / "gain.json").read_text())

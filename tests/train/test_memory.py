@@ -15,7 +15,7 @@ from octavo.train.memory import Memory
 FAMILY = SimpleNamespace(layers=lambda model: [], component_of=lambda name: None)
 
 
-def kept(model: nn.Module) -> int:
+def saved_bytes(model: nn.Module) -> int:
     counted = Memory(model, FAMILY)
     with counted.forward():
         loss = model(torch.ones(3, 64)).square().sum()
@@ -30,7 +30,7 @@ def build() -> nn.Module:
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_weights_that_fsdp_gathers_are_no_activations(reshard: bool):
-    want = kept(build())
+    want = saved_bytes(build())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
@@ -38,7 +38,7 @@ def test_weights_that_fsdp_gathers_are_no_activations(reshard: bool):
         for block in model:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh)
-        assert kept(model) == want < 64 * 64 * 4  # less than one weight
-        assert kept(model) == want
+        assert saved_bytes(model) == want < 64 * 64 * 4  # less than one weight
+        assert saved_bytes(model) == want
     finally:
         dist.destroy_process_group()

@@ -41,8 +41,8 @@ def test_two_ranks_train_as_one_and_one_resumes_what_two_saved(make):
 
     Equal to 1e-7 until the first code flips, since gradients add up in another order; then to a few thousandths."""
     folder = Path(make().run.dir).parent
-    talk = {"conversations": [{"from": "human", "value": "Say one."}, {"from": "gpt", "value": "1"}]}
-    (folder / "talk.json").write_text(json.dumps([talk] * 8))
+    row = {"conversations": [{"from": "human", "value": "Say one."}, {"from": "gpt", "value": "1"}]}
+    (folder / "talk.json").write_text(json.dumps([row] * 8))
     images = make().data.train[0].path
     over = (f"data.train=[{{path: {images}}}, {{path: {folder / 'talk.json'}}}]", "train.micro_batch=1", "run.keep=9",
             "run.save_every=4", "run.hf=true", "train.lr=5e-4")  # fmt: skip
@@ -96,7 +96,7 @@ def test_an_error_on_one_rank_ends_the_other(make):
 
 
 @pytest.mark.long
-def test_a_refused_directory_is_told_by_rank_0_and_ends_both(make):
+def test_a_refused_directory_is_reported_by_rank_0_and_ends_both(make):
     folder = Path(make().run.dir)
     folder.mkdir()
     (folder / "thesis.txt").write_text("years of work")

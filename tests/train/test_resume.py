@@ -208,7 +208,7 @@ def test_changed_settings_are_named_and_refused_but_run_settings_may_change(make
     assert result.status == "finished"
 
 
-def test_a_run_that_outgrew_its_card_goes_on_with_less_kept_to_the_same_bits(make):
+def test_a_run_that_outgrew_its_card_goes_on_with_less_saved_to_the_same_bits(make):
     over = ("data.eval=[]", "train.steps=4", "fp8.activations=fp8")
     whole = train.run(make(*over, dir="whole"))
     train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
@@ -219,7 +219,7 @@ def test_a_run_that_outgrew_its_card_goes_on_with_less_kept_to_the_same_bits(mak
     assert settings(compiled[0]) != settings(compiled[1]), "the sums of another graph are others"
 
 
-def test_other_threads_than_before_are_told(make, monkeypatch):
+def test_other_threads_than_before_are_reported(make, monkeypatch):
     over = ("data.eval=[]", "train.steps=4")
     train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)
@@ -309,9 +309,10 @@ def test_a_damaged_checkpoint_is_passed_over(make):
 def test_an_evaluation_names_the_step_that_was_loaded_and_what_was_passed_over(make):
     whole = train.run(make("run.save_every=2", "train.steps=3"))
     next((whole.dir / "checkpoints" / "step_3").glob("*.distcp")).write_bytes(b"")
-    said: list[str] = []
-    assert train.evaluate_run(whole.dir, say=said.append)["step"] == 2
-    assert [line for line in said if "is passed over" in line] == said[:1] and "step_3 is passed over" in said[0]
+    messages: list[str] = []
+    assert train.evaluate_run(whole.dir, say=messages.append)["step"] == 2
+    assert [line for line in messages if "is passed over" in line] == messages[:1]
+    assert "step_3 is passed over" in messages[0]
     with pytest.warns(UserWarning, match="step_3 is passed over"):
         train.load_run(whole.dir)
 

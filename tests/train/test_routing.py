@@ -30,11 +30,11 @@ def folder(place: Path) -> Path:
 @pytest.fixture
 def moe(make, folder: Path, tmp_path: Path):
     """moe("key=value", ..., dir=...) -> two steps over samples of very different lengths, images and none."""
-    talks = [
+    rows = [
         {"conversations": [{"from": "human", "value": " ".join(["Say one."] * n)}, {"from": "gpt", "value": "1"}]}
         for n in range(1, 17)
     ]
-    (tmp_path / "talk.json").write_text(json.dumps(talks))
+    (tmp_path / "talk.json").write_text(json.dumps(rows))
     images = make().data.train[0].path
     over = (
         f"model.path={folder}", f"data.train=[{{path: {images}}}, {{path: {tmp_path / 'talk.json'}, weight: 3}}]",

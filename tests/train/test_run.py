@@ -166,9 +166,9 @@ def test_a_text_only_model_trains(make, place: Path):
 
 def test_rows_without_images_train_an_open_tower_and_leave_it_still(make, place: Path):
     """A run whose rows hold no image: the tower runs on the dummy, gets zero gradients, and is not proven."""
-    talk = {"conversations": [{"from": "human", "value": "Say one."}, {"from": "gpt", "value": "1"}]}
+    row = {"conversations": [{"from": "human", "value": "Say one."}, {"from": "gpt", "value": "1"}]}
     file = Path(make().run.dir).parent / "talk.json"
-    file.write_text(json.dumps([talk] * 8))
+    file.write_text(json.dumps([row] * 8))
     cfg = make(f"data.train=[{{path: {file}}}]", "data.eval=[]", "train.steps=2", "train.warmup=0")
     result = train.run(cfg)
     before, (after, _, _) = models.load(place / "tiny"), train.load_run(result.dir)

@@ -95,7 +95,7 @@ def test_second_moments_that_became_zero_are_counted(make, over, monkeypatch):
         (("train.synchronize_per_layer=true", "train.offload_activations=true"), "per_layer need a GPU"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_loaded(make, over, message: str):
+def test_what_cannot_be_is_reported_before_anything_is_loaded(make, over, message: str):
     cfg = make(*over, "model.path=nowhere")
     with pytest.raises(train.TrainError, match=message):
         train.run(cfg)

@@ -35,7 +35,7 @@ from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.back import foreign, holds, nowhere, own, write_shard
 from octavo.checkpoint.convert.folder import Folder
 from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_manifest
-from octavo.checkpoint.convert.work import SUFFIX, Tell, all_parts, begin
+from octavo.checkpoint.convert.work import SUFFIX, Advance, all_parts, begin
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
 from octavo.models.folder import INDEX, write_config
@@ -143,8 +143,8 @@ def dcp_to_hf(
     task["like"] = None if like is None else str(Path(like).resolve())
     with begin(destination, task) as work:
 
-        def write(part: int, stop: threading.Event, tell: Tell) -> Any:
-            return write_shard(work.made / shards[part].file, shards[part], opens, places, stop, tell)
+        def write(part: int, stop: threading.Event, advance: Advance) -> Any:
+            return write_shard(work.made / shards[part].file, shards[part], opens, places, stop, advance)
 
         def whole(part: int, note: Any) -> bool:
             return holds(work.made / shards[part].file, shards[part], note)
@@ -186,8 +186,8 @@ def _to_dcp(
         release = work.made / dcp.RELEASE
         release.mkdir(exist_ok=True)
 
-        def write(part: int, stop: threading.Event, tell: Tell) -> Any:
-            written = dcp.write_file(release / f"__{part}_0.distcp", shards[part], keys, opens, stop, tell)
+        def write(part: int, stop: threading.Event, advance: Advance) -> Any:
+            written = dcp.write_file(release / f"__{part}_0.distcp", shards[part], keys, opens, stop, advance)
             return [one.to_json() for one in written]
 
         def whole(part: int, note: Any) -> bool:

@@ -124,7 +124,7 @@ def write_shard(
     opens: values.Opens,
     place: Callable[[Entry], Place | None],
     stop: threading.Event,
-    tell: Callable[[int], None],
+    advance: Callable[[int], None],
 ) -> list[int]:
     """Write one safetensors file, forced to the disk; the CRC-32 of each tensor."""
     sums = []
@@ -143,7 +143,7 @@ def write_shard(
                     raw = bytes_of(tensor)
                     folders.write_all(out.fileno(), raw)
                     sums.append(zlib.crc32(raw))
-            tell(entry.size)
+            advance(entry.size)
         os.fsync(out.fileno())
     return sums
 

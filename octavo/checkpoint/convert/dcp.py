@@ -106,7 +106,7 @@ def write_file(
     keys: Mapping[str, tuple[tuple[str, str], ...]],
     opens: Opens,
     stop: threading.Event,
-    tell: Callable[[int], None],
+    advance: Callable[[int], None],
 ) -> list[Written]:
     """Write the tensors of a shard as one `*.distcp` file, forced to the disk; what was written.
 
@@ -121,7 +121,7 @@ def write_file(
                 with opens(entry) as tensor:
                     shape = stored_shape(entry.name, entry.shape)
                     out.append(_write(stream, file, name, key, entry, tensor.reshape(shape)))
-            tell(entry.size)
+            advance(entry.size)
         stream.flush()
         os.fsync(stream.fileno())
     return out

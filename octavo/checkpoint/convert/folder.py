@@ -20,11 +20,10 @@ from torch import Tensor
 
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models import headers
-from octavo.models.folder import INDEX, SINGLE, no_weights, weight_map
+from octavo.models.folder import INDEX, PICKLES, SINGLE, no_weights, weight_map
 from octavo.models.headers import Entry, Header
 
 ADAPTER = "adapter_model.safetensors"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PIECE = 1 << 20
 
 
@@ -86,7 +85,7 @@ def read_shard(file: Path) -> Header:
 
 
 def _agree(path: Path, shards: Iterable[Header], placed: Mapping[str, str]) -> None:
-    """That the index and the shards tell of the same tensors."""
+    """That the index and the shards name the same tensors."""
     there = {entry.name: shard.file for shard in shards for entry in shard.entries}
     for name, file in placed.items():
         if there.get(name) != file:

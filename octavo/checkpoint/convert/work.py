@@ -28,7 +28,7 @@ from octavo.checkpoint.errors import CheckpointError
 SUFFIX = ".converting"
 WORKERS = 4
 
-Tell = Callable[[int], None]
+Advance = Callable[[int], None]
 
 
 class Work:
@@ -122,7 +122,7 @@ def _same_task(work: Work, task: dict[str, Any]) -> None:
 def all_parts(
     work: Work,
     sizes: Sequence[int],
-    write: Callable[[int, threading.Event, Tell], Any],
+    write: Callable[[int, threading.Event, Advance], Any],
     whole: Callable[[int, Any], bool],
     workers: int | None,
     say: Callable[[str], None],
@@ -138,7 +138,7 @@ def all_parts(
     total, lock, stop = sum(sizes), threading.Lock(), threading.Event()
     done = 0
 
-    def tell(n: int) -> None:
+    def advance(n: int) -> None:
         nonlocal done
         with lock:
             done += n
@@ -148,7 +148,7 @@ def all_parts(
     for part, size in enumerate(sizes):
         note = work.finished(part)
         if note is not None and whole(part, note):
-            tell(size)
+            advance(size)
         else:
             work.forget(part)
             due.append(part)
@@ -156,7 +156,7 @@ def all_parts(
         say(f"goes on where it was: {kept} of {len(sizes)} files are finished and whole")
 
     def make(part: int) -> None:
-        note = write(part, stop, tell)
+        note = write(part, stop, advance)
         if not stop.is_set():
             work.finish(part, note)
 

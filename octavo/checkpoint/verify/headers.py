@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.verify.findings import Findings
-from octavo.models.folder import weight_map
+from octavo.models.folder import pickles, weight_map
 from octavo.models.headers import DTYPES, HeaderError, is_pickle, read
 
 PIECE = 1 << 25
 """Bytes of a tensor that are read at once, at most (a single row may be longer)."""
-
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,8 @@ def read_folder(folder: Path, found: Findings, stem: str = "model") -> Headers:
 
 
 def _pickles(folder: Path, found: Findings, safetensors: bool) -> None:
-    pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern) if p.is_file() and is_pickle(p))
-    weights = [name for name in pickles if name.endswith(".bin") or "model" in name]
+    usual = [name for name in pickles(folder) if name.endswith(".bin") or "model" in name]
+    weights = [name for name in usual if is_pickle(folder / name)]
     if weights and not safetensors:
         found.fail("only-pickles", weights[0])
     elif weights:

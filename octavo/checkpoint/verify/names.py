@@ -53,8 +53,8 @@ def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, He
         if name in known:
             continue
         singles = stock.stacked.get(name, ())
-        apart = any(single in known for single in singles)
-        for one in [single for single in singles if single not in known] if apart else [name]:
+        separate = any(single in known for single in singles)
+        for one in [single for single in singles if single not in known] if separate else [name]:
             wanted = list(stock.linears[one].shape if one in stock.linears else shape)
             found.fail("missing", tensor=one, wanted=wanted, folder=headers.folder)
     return known

@@ -33,7 +33,7 @@ from octavo.fp8.arithmetic.root import root
 MASTERS = ("fp32", "bf16+16", "bf16+sr")
 """Where the fp32 weight is: see :mod:`octavo.fp8.arithmetic.master`."""
 
-_FIGURES = {k.name for kept in LAYOUT.values() for k in kept if k.row is not None}  # a row a group
+_FIGURES = {k.name for specs in LAYOUT.values() for k in specs if k.row is not None}  # a row a group
 
 _CHUNK = 1 << 22  # elements worked on at a time where launches cost more than memory
 CPU_CHUNK = 31 << 10
@@ -145,17 +145,17 @@ def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | No
     for piece in pieces:
         for first, last in _chunks(piece, CPU_CHUNK if piece.weight.device.type == "cpu" else _CHUNK):
             rows = slice((piece.start % GROUP + first) // GROUP, (piece.start % GROUP + last) // GROUP)
-            kept = {
+            state = {
                 k.name: piece.state[k.name][first:last].view(-1, GROUP) if k.row is None else piece.state[k.name][rows]
                 for k in LAYOUT[hyper.states]
             }
             weight = _read(piece, hyper, first, last).view(-1, GROUP)
             grad = piece.grad[first:last].view(-1, GROUP)
             chance = _chance(hyper, piece, piece.start + first, last - first)
-            m, v = moments.decode(hyper.states, kept)
+            m, v = moments.decode(hyper.states, state)
             weight, m, v = _advance(weight, grad, m, v, Scalars.of(hyper, piece.step), factor)
             for name, value in moments.encode(hyper.states, m, v, chance).items():
-                kept[name].copy_(value)
+                state[name].copy_(value)
             _write(piece, hyper, first, last, weight.view(-1))
     _step_edges(edges(pieces), hyper, factor, agree)
 
@@ -188,12 +188,12 @@ def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, ag
     table = [_pad(e, _read(e.piece, hyper, e.first, e.last)) for e in cut]
     grads = [_pad(e, e.piece.grad[e.first : e.last].float()) for e in cut]
     chance = [row for e in cut if (row := _chance(hyper, e.piece, e.group * GROUP, GROUP)) is not None]
-    kept = {}
+    state = {}
     for k in LAYOUT[hyper.states]:
         of = [e.piece.state[k.name] for e in cut]
         rows = [_pad(e, x[e.first : e.last]) if k.row is None else x[e.row] for e, x in zip(cut, of, strict=True)]
-        kept[k.name] = torch.stack(rows)
-    m, v = moments.decode(hyper.states, kept)
+        state[k.name] = torch.stack(rows)
+    m, v = moments.decode(hyper.states, state)
     stepped = [
         _advance(w, g, m[i], v[i], Scalars.of(hyper, e.piece.step), factor)
         for i, (e, w, g) in enumerate(zip(cut, table, grads, strict=True))

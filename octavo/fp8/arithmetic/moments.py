@@ -69,29 +69,29 @@ STATES = ("fp8", "coat", "bf16", "fp32")
 """The formats of AdamW's moments."""
 
 
-class Kept(NamedTuple):
-    """One tensor of a format: one value an element (`row` None), or `row` values a group."""
+class StateSpec(NamedTuple):
+    """One state tensor of a format: one value an element (`row` None), or `row` values a group."""
 
     name: str
     dtype: torch.dtype
     row: tuple[int, ...] | None = None
 
 
-LAYOUT: dict[str, tuple[Kept, ...]] = {
+LAYOUT: dict[str, tuple[StateSpec, ...]] = {
     "fp8": (
-        Kept("exp_avg_codes", torch.int8),
-        Kept("exp_avg_scale", torch.float32, ()),
-        Kept("exp_avg_sq_codes", torch.uint8),
-        Kept("exp_avg_sq_range", torch.int32, ()),
+        StateSpec("exp_avg_codes", torch.int8),
+        StateSpec("exp_avg_scale", torch.float32, ()),
+        StateSpec("exp_avg_sq_codes", torch.uint8),
+        StateSpec("exp_avg_sq_range", torch.int32, ()),
     ),
     "coat": (
-        Kept("exp_avg_codes", torch.float8_e4m3fn),
-        Kept("exp_avg_figures", torch.float32, (3,)),
-        Kept("exp_avg_sq_codes", torch.float8_e4m3fn),
-        Kept("exp_avg_sq_figures", torch.float32, (3,)),
+        StateSpec("exp_avg_codes", torch.float8_e4m3fn),
+        StateSpec("exp_avg_figures", torch.float32, (3,)),
+        StateSpec("exp_avg_sq_codes", torch.float8_e4m3fn),
+        StateSpec("exp_avg_sq_figures", torch.float32, (3,)),
     ),
-    "bf16": (Kept("exp_avg", torch.bfloat16), Kept("exp_avg_sq", torch.bfloat16)),
-    "fp32": (Kept("exp_avg", torch.float32), Kept("exp_avg_sq", torch.float32)),
+    "bf16": (StateSpec("exp_avg", torch.bfloat16), StateSpec("exp_avg_sq", torch.bfloat16)),
+    "fp32": (StateSpec("exp_avg", torch.float32), StateSpec("exp_avg_sq", torch.float32)),
 }
 """What each format keeps. Zero everywhere means that both moments are zero, in every format."""
 
@@ -248,18 +248,18 @@ def coat_decode(codes: Tensor, figures: Tensor) -> Tensor:
     return torch.copysign((code.abs() * s).pow(1.0 / k) * c, code)
 
 
-def decode(states: str, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def decode(states: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(m, v), fp32 [G, 128], from what format `states` keeps of them: [G, 128] a code, [G, ...] a group's figures."""
     if states == "fp8":
-        m_code, v_code = unpack(kept["exp_avg_codes"], kept["exp_avg_sq_codes"])
-        v = decode_v(v_code, kept["exp_avg_sq_range"])
-        return decode_m(m_code, kept["exp_avg_scale"], v), v
+        m_code, v_code = unpack(state["exp_avg_codes"], state["exp_avg_sq_codes"])
+        v = decode_v(v_code, state["exp_avg_sq_range"])
+        return decode_m(m_code, state["exp_avg_scale"], v), v
     if states == "coat":
         return (
-            coat_decode(kept["exp_avg_codes"], kept["exp_avg_figures"]),
-            coat_decode(kept["exp_avg_sq_codes"], kept["exp_avg_sq_figures"]),
+            coat_decode(state["exp_avg_codes"], state["exp_avg_figures"]),
+            coat_decode(state["exp_avg_sq_codes"], state["exp_avg_sq_figures"]),
         )
-    return kept["exp_avg"].float(), kept["exp_avg_sq"].float()
+    return state["exp_avg"].float(), state["exp_avg_sq"].float()
 
 
 def encode(states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: Agree | None = None) -> dict[str, Tensor]:

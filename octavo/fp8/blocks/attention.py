@@ -5,11 +5,11 @@ them first (with a mask, on every device; without one, where the kernel knows no
 repeated copies: 2 x heads x head_dim values a token where 2 x kv_heads x head_dim would do. Here::
 
     forward    k', v' = k, v repeated       o, lse = softmax(q k'^T * scale + mask) v'
-    kept       q, k, v, o, lse (fp32, one a head and row), the mask as it was given
+    saved      q, k, v, o, lse (fp32, one a head and row), the mask as it was given
     backward   k', v' repeated again        dk, dv = sums of dk', dv' over the heads of a group
 
 The output is bit for bit that of ``F.scaled_dot_product_attention`` on the repeated k and v. dk and dv are summed in
-fp32 and rounded once, where the stock path sums in the dtype of k. A boolean mask, which all layers share, is kept as
+fp32 and rounded once, where the stock path sums in the dtype of k. A boolean mask, which all layers share, is saved as
 it is; the stock path keeps what it makes of it, once for each layer.
 
 Who does what: torch's flash attention for the CPU, forward and backward, is called directly. On other devices without a
@@ -131,8 +131,8 @@ def _summed(x: Tensor, groups: int) -> Tensor:
     if groups == 1:
         return x
     batch, heads, rows, size = x.shape
-    kept = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.view(batch, heads // groups, groups, rows, size).sum(2, dtype=kept).to(x.dtype)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.view(batch, heads // groups, groups, rows, size).sum(2, dtype=wide).to(x.dtype)
 
 
 def _stock(

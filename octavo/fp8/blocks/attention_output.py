@@ -2,10 +2,10 @@
 
 The input of o_proj is the output of attention, which attention's own backward reads: it stays in memory in 16 bits
 whatever the layer does. A layer that is known for attention's output (:func:`outputs`) therefore saves a reference to
-its input, and casts it for wgrad in backward, to the very codes that it would have kept.
+its input, and casts it for wgrad in backward, to the very codes that it would have saved.
 
 Whether attention keeps that memory is seen at each call: the input must come from an attention function through views
-alone (:func:`kept_by_attention`). Attention written out in products of matrices keeps its probabilities instead, and a
+alone (:func:`saved_by_attention`). Attention written out in products of matrices keeps its probabilities instead, and a
 copy (``contiguous``, ``cat`` over images) is nobody's: then the layer keeps codes, which are half of the input.
 """
 
@@ -67,7 +67,7 @@ def mark(attention: Attention) -> None:
 def source(x: Tensor, dtype: torch.dtype) -> Source | None:
     """How the backward of attention's output layer gets x again: x itself, where attention keeps it and the GEMMs take
     it as it is; None where codes are to be saved."""
-    if x.dtype != dtype or not kept_by_attention(x):
+    if x.dtype != dtype or not saved_by_attention(x):
         return None
     return Source((x.detach(),), _itself)
 
@@ -76,16 +76,16 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def kept_by_attention(x: Tensor) -> bool:
+def saved_by_attention(x: Tensor) -> bool:
     """Whether x is the memory of an attention function's output, which that function keeps for its backward.
 
     Only names are looked at: unpacking what a node saved would recompute a checkpointed region.
     """
     node = x.grad_fn
     while node is not None:
-        said: Any = node.metadata  # a dictionary, whatever its annotation says
-        if KEEPS_OUTPUT in said:
-            return bool(said[KEEPS_OUTPUT])
+        metadata: Any = node.metadata  # a dictionary, whatever its annotation says
+        if KEEPS_OUTPUT in metadata:
+            return bool(metadata[KEEPS_OUTPUT])
         if node.name() not in _VIEWS:
             return node.name().startswith(_FUNCTIONS)
         node = node.next_functions[0][0]

@@ -12,7 +12,7 @@ With x [M, K], the weights of gate and up [I, K] and of down [K, I], h = silu(ga
 What a forward keeps: the codes of x in wgrad layout (once), gate and up in the dtype of the GEMMs, the codes of h in
 wgrad layout, and references to the weights. The stock module keeps gate, silu(gate), up and h besides.
 
-Where activations are to be kept in FP8 (:mod:`octavo.fp8.dense.sources`), it is the codes of x, and those of gate and
+Where activations are to be saved in FP8 (:mod:`octavo.fp8.dense.sources`), it is the codes of x, and those of gate and
 up in blocks of 1 x 128: h is computed from the decoded ones, in the forward too, and the backward makes its codes for
 wgrad again, bit for bit.
 
@@ -214,8 +214,8 @@ class _Mlp(torch.autograd.Function):
         weights = {f"w{i}": parameters[i] if due else None for i, due in enumerate(dgrads)}
         codes = {f"q{i}": (g_w, u_w, y_w)[i] if due else None for i, due in enumerate(dgrads)}
         again = needs.h or (call.saves and needs.weights[2])
-        kept_g, kept_u = pair if again else (None, None)
-        sources.save(ctx, x_col=x_col, h_col=h_col, gate=kept_g, up=kept_u, **weights, **codes)
+        saved_g, saved_u = pair if again else (None, None)
+        sources.save(ctx, x_col=x_col, h_col=h_col, gate=saved_g, up=saved_u, **weights, **codes)
         ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, given.forget
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
@@ -226,7 +226,7 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.forget()
-        kept, needs = sources.saved(ctx), ctx.needs
+        held, needs = sources.saved(ctx), ctx.needs
         _, _, down = ctx.call.sites
         dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx: Tensor | None = None
@@ -237,20 +237,20 @@ class _Mlp(torch.autograd.Function):
             row, col = once(partial(cast_matrix, dy_MK), *wanted)
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
-            gate_MI, up_MI = (sources.decoded(kept[name], ctx.compute_dtype) for name in ("gate", "up"))
+            gate_MI, up_MI = (sources.decoded(held[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
-                h_col = kept["h_col"]
+                h_col = held["h_col"]
                 if ctx.call.saves:
                     _, h_col = once(_codes_of_h(down, gate_MI, up_MI), None, down.x.col)
                 dws[2] = _wgrad(ctx, 2, dy_MK, col, h_col)
             if needs.h:
-                dh = _dgrad(ctx, 2, dy_MK, row, kept)
+                dh = _dgrad(ctx, 2, dy_MK, row, held)
                 for i, (row, col) in enumerate(_gradients(ctx, dh, gate_MI, up_MI, dbs)):
                     if needs.x:
-                        part = _dgrad(ctx, i, dh, row, kept).view(ctx.x_shape).to(ctx.x_dtype)
+                        part = _dgrad(ctx, i, dh, row, held).view(ctx.x_shape).to(ctx.x_dtype)
                         dx = part if dx is None else dx + part
                     if needs.weights[i]:
-                        dws[i] = _wgrad(ctx, i, dh, col, kept["x_col"])
+                        dws[i] = _wgrad(ctx, i, dh, col, held["x_col"])
         return dx, None, *dws, *dbs
 
 
@@ -289,8 +289,8 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
     return of_gate, (made[2], made[2] if shared else made[3])
 
 
-def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, kept: dict[str, Any]) -> Tensor:
-    site, weight, w_q = ctx.call.sites[at], kept[f"w{at}"], kept[f"q{at}"]
+def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, held: dict[str, Any]) -> Tensor:
+    site, weight, w_q = ctx.call.sites[at], held[f"w{at}"], held[f"q{at}"]
     return gemms.dgrad(site, DENSE, dy, dy_q, weight, WHOLE, w_q, ctx.compute_dtype, ctx.seen[at])
 
 

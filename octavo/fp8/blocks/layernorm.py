@@ -109,8 +109,8 @@ class _LayerNorm(torch.autograd.Function):
             x_MK = x.detach().reshape(-1, x.shape[-1])
             w, b = (None if p is None else p.detach().to(wide) for p in (weight, bias))
             y_MK, mean_M, rstd_M = torch.native_layer_norm(x_MK.to(wide), [x.shape[-1]], w, b, call.eps)
-            kept = sources.keep(x_MK) if any(ctx.needs_input_grad) else None
-        sources.save(ctx, x=kept, weight=weight, bias=bias, mean=mean_M.float(), rstd=rstd_M.float())
+            saved = sources.keep(x_MK) if any(ctx.needs_input_grad) else None
+        sources.save(ctx, x=saved, weight=weight, bias=bias, mean=mean_M.float(), rstd=rstd_M.float())
         ctx.wide, ctx.x_shape, ctx.x_dtype = wide, x.shape, x.dtype
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
         return torch.ops.aten._unsafe_view(y_MK.to(call.out), list(x.shape))

@@ -157,5 +157,5 @@ def unlike(stock: Any, x: Tensor, like: str = "shape and dtype") -> str | None:
 
 def off(stock: Tensor, ours: Tensor, allowed: Tensor, what: str) -> str | None:
     """``what`` is the matter, unless both agree within ``allowed``."""
-    gap = (stock.float() - ours.float()).abs()
-    return None if bool((gap <= allowed).all()) else f"{what}: off by up to {float(gap.max()):.3g} on random input"
+    error = (stock.float() - ours.float()).abs()
+    return None if bool((error <= allowed).all()) else f"{what}: off by up to {float(error.max()):.3g} on random input"

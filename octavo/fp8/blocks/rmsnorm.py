@@ -9,7 +9,7 @@ those codes together, so that y is not read again for them::
 both in fp32, y rounded once (Hugging Face's norms round before the weight as well). y is returned as ever, and its
 codes are left for the layers to find (:func:`octavo.fp8.dense.inputs.offer`): whoever is called with y casts nothing,
 and whoever is not, or wants another cast, does what it always did. Under autocast the codes are those of y lowered.
-What a forward keeps is rstd (fp32, one a row), the weight, and x; of x only FP8 codes where activations are to be kept
+What a forward keeps is rstd (fp32, one a row), the weight, and x; of x only FP8 codes where activations are to be saved
 so (:mod:`octavo.fp8.dense.sources`): then y comes from x as ever, and the backward reads the decoded codes. A norm that
 saves need not feed anybody: those of q and k, and the last one of a model, do it too.
 
@@ -266,12 +266,12 @@ class _RmsNorm(torch.autograd.Function):
         with without_autocast(x):
             x_MK = x.detach().reshape(-1, x.shape[-1])
             y_MK, rstd_M, *codes = call.backend.rmsnorm_quantize(x_MK, weight, call.eps, row, col, call.out, call.low)
-            kept = sources.keep(x_MK) if call.saves and any(ctx.needs_input_grad) else None
+            saved = sources.keep(x_MK) if call.saves and any(ctx.needs_input_grad) else None
         for want, q in zip((call.row, call.col), codes, strict=True):
             if want is not None and q is not None:
                 call.made[want] = q
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        sources.save(ctx, x=x if kept is None else kept, weight=weight, rstd=rstd_M)
+        sources.save(ctx, x=x if saved is None else saved, weight=weight, rstd=rstd_M)
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
         return torch.ops.aten._unsafe_view(y_MK, list(x.shape))
 

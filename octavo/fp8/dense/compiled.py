@@ -276,10 +276,10 @@ def _keep(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     """Keep the codes of x in wgrad layout (x itself where wgrad stays in high precision) and the weight."""
     x, weight, bias, _, _, col, col_scale, key = inputs
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-    kept: tuple[Tensor, ...] = (weight,) if needs_x else ()
+    saved: tuple[Tensor, ...] = (weight,) if needs_x else ()
     if needs_w:
-        kept += (col, col_scale) if gemms(key).wgrad else (x,)
-    ctx.save_for_backward(*kept)
+        saved += (col, col_scale) if gemms(key).wgrad else (x,)
+    ctx.save_for_backward(*saved)
     ctx.key, ctx.needs = key, (needs_x, needs_w, needs_b)
     ctx.inputs, ctx.x_dtype, ctx.w_dtype = x.shape[1], x.dtype, weight.dtype
     ctx.b_dtype = None if bias is None else bias.dtype
@@ -395,7 +395,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
         x = x.to(torch.get_autocast_dtype(device))
     x_MK = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     parts = gemms(key)
-    # Only a weight that is trained needs x again; the codes in wgrad layout are all that is kept of it.
+    # Only a weight that is trained needs x again; the codes in wgrad layout are all that is saved of it.
     keeps = weight.requires_grad and torch.is_grad_enabled()
     codes = torch.ops.octavo.cast(x_MK.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
     y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)

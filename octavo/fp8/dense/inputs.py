@@ -90,7 +90,7 @@ def once(cast: Cast, row: CastRequest | None, col: CastRequest | None) -> Pair:
 
 def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
     """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), in one pass over x
-    where the first backend, or the one that lends it its casts, can do both: all backends give the same codes."""
+    where the first backend, or its cast backend, can do both: all backends give the same codes."""
     if row is not None and col is not None:
         first = row.backend
         one = first is col.backend or isinstance(first, GemmOnlyBackend)
@@ -215,9 +215,9 @@ def held_bytes() -> int:
     """Bytes that the threads of this process remember for the next layer, whether saved for a backward as well or
     not."""
     entries = [entry for memo in list(_memos) if (entry := memo.entry) is not None]
-    kept = [t for e in entries for q in list(e.codes.values()) for t in (q.data, q.scale)]
-    kept += [e.high for e in entries if e.high is not None]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
+    held = [t for e in entries for q in list(e.codes.values()) for t in (q.data, q.scale)]
+    held += [e.high for e in entries if e.high is not None]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
 
 def forget() -> None:
@@ -324,7 +324,7 @@ def _stamp(x: Input) -> tuple[Any, ...]:
 
 class Source(NamedTuple):
     """How the backward of a linear layer gets its input again, instead of codes of it: ``remake(*tensors)`` is the
-    input bit for bit, off the graph. ``tensors`` are kept."""
+    input bit for bit, off the graph. ``tensors`` are saved."""
 
     tensors: tuple[Tensor, ...]
     remake: Callable[..., Tensor]

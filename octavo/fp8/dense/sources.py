@@ -87,9 +87,9 @@ def saved(ctx: Any) -> dict[str, Any]:
     }
 
 
-def decoded(kept: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
+def decoded(held: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
     """The values of what was saved: of codes in ``dtype``, a tensor as it is."""
-    return value(kept, dtype) if isinstance(kept, Quantized) else kept
+    return value(held, dtype) if isinstance(held, Quantized) else held
 
 
 def fused_backend(op: str, site: Site, device: torch.device) -> Backend:

@@ -62,15 +62,15 @@ class DeepGemmBackend(GemmOnlyBackend):
         named = op.removeprefix("grouped_")
         if named not in CONTRACTED or not isinstance(what, Recipe):
             return f"it has no {op}"
-        lack = _lacks(device.type, device.index)
-        if lack is not None:
-            return lack
+        why_not = _why_not(device.type, device.index)
+        if why_not is not None:
+            return why_not
         if op == "grouped_wgrad":
             return "its grouped_wgrad wants the rows of each expert on the host, for which every step would wait"
         casts = what.gemm(named)
         if casts is None:
             return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-        return _lacks_casts(named, casts.a, casts.b, device)
+        return _why_not_casts(named, casts.a, casts.b, device)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         return _gemm("fwd", x_q, w_q, out_dtype, bias)
@@ -93,7 +93,7 @@ class DeepGemmBackend(GemmOnlyBackend):
 
 
 @lru_cache(maxsize=64)
-def _lacks(kind: str, index: int | None) -> str | None:
+def _why_not(kind: str, index: int | None) -> str | None:
     """Why DeepGEMM cannot run on this kind of device, None if it can. Looking for a package takes long: once."""
     if importlib.util.find_spec("deep_gemm") is None:
         return "deep_gemm is not installed"
@@ -101,17 +101,17 @@ def _lacks(kind: str, index: int | None) -> str | None:
         return f"it runs on NVIDIA GPUs, not on {'AMD' if kind == 'cuda' else kind}"
     if not torch.cuda.is_available():
         return "what it can do depends on the GPU, and this process sees none"
-    return lacks_on_gpu(torch.cuda.get_device_capability(index)) or _lacks_library()
+    return why_not_on_gpu(torch.cuda.get_device_capability(index)) or _why_not_library()
 
 
-def lacks_on_gpu(capability: tuple[int, int]) -> str | None:
+def why_not_on_gpu(capability: tuple[int, int]) -> str | None:
     """Why it does not serve a GPU of this compute capability."""
     if capability[0] in (9, 10):
         return None
     return f"it serves compute capabilities 9.0 and 10.x, this GPU has {capability[0]}.{capability[1]}"
 
 
-def _lacks_library() -> str | None:
+def _why_not_library() -> str | None:
     """Why the deep_gemm that is installed cannot be used: broken, or another project of that name."""
     try:
         module = _library()
@@ -126,7 +126,7 @@ def _lacks_library() -> str | None:
     return None
 
 
-def _lacks_casts(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> str | None:
+def _why_not_casts(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> str | None:
     formats, scales = {a.format, b.format}, {a.scale, b.scale}
     if kind_of(op, a, b) not in ("block", "line") or formats != {"e4m3"} or not scales <= {"pow2", "fp32"}:
         return f"it multiplies E4M3 with pow2 scales of 1x128 by 128x128 or 1x128, not {a} by {b}"
@@ -189,9 +189,9 @@ def _grouped(op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype:
     out = torch.zeros(groups.rows, w.codes.shape[1], dtype=out_dtype, device=a.codes.device)
     if not (w.free and w.contracted and groups.experts):
         return out[:, : w.free]
-    owners = groups.tiles[:, None].expand(-1, TILE).reshape(-1)
+    experts = groups.tiles[:, None].expand(-1, TILE).reshape(-1)
     _library().m_grouped_fp8_gemm_nt_contiguous(
-        (a.codes, lines(a)), (w.codes, w.scale.contiguous()), out, owners, recipe=SQUARES
+        (a.codes, lines(a)), (w.codes, w.scale.contiguous()), out, experts, recipe=SQUARES
     )
     return out[:, : w.free].contiguous()
 
@@ -203,6 +203,6 @@ def _check(op: str, a_q: Quantized, b_q: Quantized, fits: bool) -> None:
             f"{op}: operands of {list(a_q.data.shape)} and {list(b_q.data.shape)} do not fit each other. "
             "Flatten leading dimensions first, and lay rows of experts out with groups.route."
         )
-    lack = _lacks_casts(named, a_q.spec, b_q.spec, a_q.data.device)
-    if lack is not None:
-        raise CastError(f"{op} on deepgemm: {lack}. Use the casts of the blockwise recipe, or another backend.")
+    why_not = _why_not_casts(named, a_q.spec, b_q.spec, a_q.data.device)
+    if why_not is not None:
+        raise CastError(f"{op} on deepgemm: {why_not}. Use the casts of the blockwise recipe, or another backend.")

@@ -68,16 +68,16 @@ def route(chosen: Tensor, experts: int) -> Routing:
     row_of = torch.empty_like(row).scatter_(0, order, row)
     pair_of = torch.full((rows + 1,), pairs, dtype=torch.int64, device=device).scatter_(0, row, order)[:rows]
     tile_rows = torch.arange(0, rows, TILE, device=device)
-    owner = torch.searchsorted(ends, tile_rows, right=True)
-    tiles = torch.where(tile_rows < ends[-1], owner, -1) if experts else torch.full_like(tile_rows, -1)
+    expert = torch.searchsorted(ends, tile_rows, right=True)
+    tiles = torch.where(tile_rows < ends[-1], expert, -1) if experts else torch.full_like(tile_rows, -1)
     groups = Groups(sizes.int(), starts.int(), tiles.int(), rows)
     return Routing(groups, pair_of, row_of)
 
 
 def real_rows(groups: Groups) -> Tensor:
     """[R], bool: True where a row is an expert's, False where it is padding. No synchronisation."""
-    owner = groups.tiles.clamp(min=0).long()
-    ends = torch.where(groups.tiles >= 0, (groups.starts[:-1] + groups.sizes)[owner], 0)
+    expert = groups.tiles.clamp(min=0).long()
+    ends = torch.where(groups.tiles >= 0, (groups.starts[:-1] + groups.sizes)[expert], 0)
     rows = torch.arange(groups.rows, device=ends.device).view(-1, TILE)
     return (rows < ends.unsqueeze(1)).view(-1)
 

@@ -2,7 +2,7 @@
 
 Logically a :class:`~octavo.fp8.arithmetic.cast.Quantized` always has the shape of the tensor it came from. In memory,
 tensor cores want the contracted dimension contiguous, padded, and the scales in an order of their own. A cast is
-therefore told which dimension of its [rows, columns] matrix the coming GEMM contracts (``contract``: 1 for x and w in
+therefore given which dimension of its [rows, columns] matrix the coming GEMM contracts (``contract``: 1 for x and w in
 fwd and dy in dgrad, 0 for w in dgrad and both operands of wgrad) and lays its result out like this::
 
     codes    the contracted dimension is contiguous; both dimensions of the buffer are padded with zero codes: the
@@ -118,15 +118,6 @@ def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[in
     return free, round_up(contracted, SCALE_ALIGN)
 
 
-def scale_buffer(rows: int, cols: int, spec: CastSpec, contract: int, device: torch.device) -> Tensor:
-    """A view [row blocks, column blocks] of fp32 scales in the order above; padding holds 1."""
-    held = torch.ones(scale_sizes(rows, cols, spec, contract), dtype=torch.float32, device=device)
-    held = held.t() if scales_by_contraction(spec, contract) else held
-    grid = grid_of(rows, cols, spec)
-    held = held[: grid[1 - contract], : grid[contract]]
-    return held if contract == 1 else held.t()
-
-
 def k_major(q: Quantized, contract: int) -> Operand:
     """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted: views where it lies so already.
 
@@ -187,7 +178,7 @@ def _holds(data: Tensor, sizes: tuple[int, int]) -> bool:
 
 
 def _ordered(scale: Tensor, q: Quantized, contract: int) -> Tensor:
-    """Scales [free blocks, contracted blocks] in the order above, copied where they lie otherwise."""
+    """Scales [free blocks, contracted blocks] in the order above, copied where they lie otherwise; padding holds 1."""
     if q.spec.block[contract] == -1:
         return scale.reshape(-1).unsqueeze(1)  # strides of 1, also where a transposed row counts as contiguous
     if scale.dtype is not torch.float32:

@@ -37,7 +37,7 @@ _ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward", "ad
 
 
 class ReferenceBackend(Backend):
-    """Plain PyTorch on any device: slow on a GPU, always right. What each method gives is said by :class:`Backend`."""
+    """Plain PyTorch on any device: slow on a GPU, always right. :class:`Backend` says what each method gives."""
 
     name = "reference"
 
@@ -48,8 +48,8 @@ class ReferenceBackend(Backend):
         named = op.removeprefix("grouped_")
         if named not in CONTRACTED or not isinstance(what, Recipe):
             return None if op in _ALWAYS else f"it has no {op}"
-        if op in grouped.OPS and (lack := grouped.lack(device)) is not None:
-            return lack
+        if op in grouped.OPS and (why_not := grouped.why_not(device)) is not None:
+            return why_not
         if what.gemm(named) is None:
             return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
         return None

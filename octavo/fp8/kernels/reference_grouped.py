@@ -26,7 +26,7 @@ OPS = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad")
 Gemm = Callable[[str, Quantized, int, Quantized, int, torch.dtype], Tensor]  # as reference._gemm
 
 
-def lack(device: torch.device) -> str | None:
+def why_not(device: torch.device) -> str | None:
     """Why the reference has no grouped operations on this device; None if it has."""
     if device.type == "cpu":
         return None

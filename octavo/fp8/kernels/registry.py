@@ -270,22 +270,22 @@ def select(
     device = torch.device(device)
     if requested != "auto":
         backend = get(requested)
-        lack = backend.supports(op, recipe_or_spec, device, shape)
-        if lack is None:
+        why_not = backend.supports(op, recipe_or_spec, device, shape)
+        if why_not is None:
             return Selection(backend, "requested by name", ())
-        others = _lacks(op, recipe_or_spec, device, shape, skip=requested)
+        others = _instead(op, recipe_or_spec, device, shape, skip=requested)
         raise BackendError(
             f"Backend {requested!r} was asked for {op} with {recipe_or_spec} on {device}"
-            f"{_of(shape)} and cannot do it: {lack}. {others}"
+            f"{_of(shape)} and cannot do it: {why_not}. {others}"
         )
     rejected: list[tuple[str, str]] = []
     for name in names():
         backend = _backends[name]
-        lack = backend.supports(op, recipe_or_spec, device, shape) or backend.auto_unsupported(device)
-        if lack is None:
+        why_not = backend.supports(op, recipe_or_spec, device, shape) or backend.auto_unsupported(device)
+        if why_not is None:
             reason = "the only one registered" if len(_backends) == 1 else "the first in order of preference that can"
             return Selection(backend, reason, tuple(rejected))
-        rejected.append((name, lack))
+        rejected.append((name, why_not))
     raise BackendError(
         f"No backend can do {op} with {recipe_or_spec} on {device}{_of(shape)}: "
         + "; ".join(f"{name}: {why}" for name, why in rejected)
@@ -297,13 +297,13 @@ def _of(shape: Sequence[int | None] | None) -> str:
     return "" if shape is None else f" for shape ({', '.join('?' if size is None else str(size) for size in shape)})"
 
 
-def _lacks(
+def _instead(
     op: str, what: Recipe | CastSpec, device: torch.device, shape: Sequence[int | None] | None, skip: str
 ) -> str:
     """What the other backends could do instead, as a sentence."""
     found = [(name, _backends[name].supports(op, what, device, shape)) for name in names() if name != skip]
-    able = [name for name, lack in found if lack is None]
-    parts = [f"{name}: {lack}" for name, lack in found if lack is not None]
+    able = [name for name, why_not in found if why_not is None]
+    parts = [f"{name}: {why_not}" for name, why_not in found if why_not is not None]
     fix = f"Use backend='auto' or {', '.join(map(repr, able))}." if able else "No other backend can either."
     return " ".join([fix, *(f"({part})" for part in parts)])
 

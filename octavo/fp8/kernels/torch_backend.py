@@ -42,7 +42,7 @@ _KINDS = {  # blocks as (across, along) the contraction
     ((1, 128), (1, 128)): "line",
     ((1, 32), (1, 32)): "mx",
 }
-_SAID = {
+_NAMES = {
     "block": "blocks of 1x128 by 128x128",
     "line": "blocks of 1x128 by 1x128",
     "mx": "blocks of 1x32 with e8m0 scales",
@@ -91,7 +91,7 @@ class TorchBackend(GemmOnlyBackend):
         kind = kind_of(op, casts.a, casts.b)
         if kind is None:
             return f"scaled_mm cannot multiply {casts.a} by {casts.b}"
-        return _lacks(kind, device.type, device.index)
+        return _why_not(kind, device.type, device.index)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         return _gemm("fwd", x_q, w_q, out_dtype, bias)
@@ -114,35 +114,35 @@ def kind_of(op: str, a: CastSpec, b: CastSpec) -> str | None:
 
 
 @lru_cache(maxsize=128)
-def _lacks(kind: str, device: str, index: int | None) -> str | None:
+def _why_not(kind: str, device: str, index: int | None) -> str | None:
     """Why this kind of GEMM cannot run on this device, None if it can."""
     if device == "cpu":
         if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
             return f"torch {torch.__version__} has no scaled_mm for the CPU"
-        return None if kind in ("tensor", "row") else f"torch has no {_SAID[kind]} on the CPU"
+        return None if kind in ("tensor", "row") else f"torch has no {_NAMES[kind]} on the CPU"
     if device != "cuda":
         return f"scaled_mm runs on NVIDIA GPUs, not on {device}"
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs, this torch is built for AMD's"
     if not torch.cuda.is_available():
         return "what it can do depends on the GPU, and this process sees none"
-    return lacks_on_gpu(kind, torch.cuda.get_device_capability(index), _cuda_version())
+    return why_not_on_gpu(kind, torch.cuda.get_device_capability(index), _cuda_version())
 
 
-def lacks_on_gpu(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
-    """Why a GPU of this compute capability, under a torch built with this CUDA, lacks this kind of GEMM."""
+def why_not_on_gpu(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
+    """Why a GPU of this compute capability, under a torch built with this CUDA, has not this kind of GEMM."""
     here = f"this GPU has {capability[0]}.{capability[1]}"
     built = f"this torch is built with {cuda[0]}.{cuda[1]}"
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 or later, {here}"
     if kind in ("block", "line"):
         if capability[0] != 9:
-            return f"cuBLAS has {_SAID[kind]} on compute capability 9.0 alone, {here}"
-        return None if cuda >= (12, 9) else f"{_SAID[kind]} need CUDA 12.9 or later, {built}"
+            return f"cuBLAS has {_NAMES[kind]} on compute capability 9.0 alone, {here}"
+        return None if cuda >= (12, 9) else f"{_NAMES[kind]} need CUDA 12.9 or later, {built}"
     if kind == "mx":
         if capability < (10, 0):
-            return f"{_SAID[kind]} need compute capability 10.0 or later, {here}"
-        return None if cuda >= (12, 8) else f"{_SAID[kind]} need CUDA 12.8 or later, {built}"
+            return f"{_NAMES[kind]} need compute capability 10.0 or later, {here}"
+        return None if cuda >= (12, 8) else f"{_NAMES[kind]} need CUDA 12.8 or later, {built}"
     if kind == "row" and capability[0] == 9 and cuda < (12, 9):
         # Before cuBLAS had it, a CUTLASS kernel served, which reads scales out of bounds (pytorch#133334).
         return f"one scale a row needs CUDA 12.9 or later on compute capability 9.0, {built}"

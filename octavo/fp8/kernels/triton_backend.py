@@ -2,7 +2,7 @@
 
 This file says what it can do and hands over; the kernels are in ``triton_kernels/``, which alone import triton, and
 only when one is called. On the CPU they run in Triton's interpreter, slowly, if ``TRITON_INTERPRET=1`` was set
-before: that is how tests hold them against the reference, and why this backend never volunteers there.
+before: that is how tests hold them against the reference, and why "auto" never chooses it there.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class TritonBackend(Backend):
     def supports(
         self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        lack = _lacks(device.type, device.index)
-        if lack is not None:
-            return lack
+        why_not = _why_not(device.type, device.index)
+        if why_not is not None:
+            return why_not
         if isinstance(what, CastSpec):
-            return _lacks_cast(what)
+            return _why_not_cast(what)
         dims = CONTRACTED.get(op.removeprefix("grouped_"))
         if dims is None:
             return None
         casts = what.gemm(op.removeprefix("grouped_"))
         if casts is None:
             return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-        return _lacks_operand(casts.a, dims[0]) or _lacks_operand(casts.b, dims[1])
+        return _why_not_operand(casts.a, dims[0]) or _why_not_operand(casts.b, dims[1])
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         return kernels.cast.quantize(x, spec, contract)
@@ -139,7 +139,7 @@ def _version() -> str:
 
 
 @lru_cache(maxsize=64)
-def _lacks(kind: str, index: int | None) -> str | None:
+def _why_not(kind: str, index: int | None) -> str | None:
     """Why Triton's kernels cannot run on this kind of device, None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -158,15 +158,15 @@ def _lacks(kind: str, index: int | None) -> str | None:
     return f"it runs on NVIDIA GPUs, not on {kind}"
 
 
-def _lacks_cast(spec: CastSpec) -> str | None:
+def _why_not_cast(spec: CastSpec) -> str | None:
     if spec.block in WHOLE or all(side in SIDES for side in spec.block):
         return None
     return f"it has no kernel for blocks of {spec}"
 
 
-def _lacks_operand(spec: CastSpec, contract: int) -> str | None:
+def _why_not_operand(spec: CastSpec, contract: int) -> str | None:
     if spec.block[contract] in ALONG and spec.block[1 - contract] in ACROSS:
-        return _lacks_cast(spec)
+        return _why_not_cast(spec)
     return (
         "its GEMMs take scales that hold for 32, 128 or all of the contraction and for 1, 128 or all of the other "
         f"side, not {spec} contracted along dimension {contract}"

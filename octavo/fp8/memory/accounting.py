@@ -1,6 +1,6 @@
 """The accountant of saved bytes: what a forward leaves in memory for its backward, counted on any device.
 
-    with kept(model, blocks) as k:
+    with count_saved(model, blocks) as k:
         loss = model(**batch).loss
     print(k.report())                     # bytes by kind, module and dtype
 
@@ -68,7 +68,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBytes:
     """What a forward left alive, in bytes. ``total`` and the sums count activations, ``separate`` the other kinds."""
 
     rows: tuple[Row, ...]
@@ -105,7 +105,7 @@ class Kept:
 
 
 @contextmanager
-def kept(model: nn.Module, blocks: Blocks = ()) -> Iterator[Accountant]:
+def count_saved(model: nn.Module, blocks: Blocks = ()) -> Iterator[Accountant]:
     """Count what the forward inside leaves alive.
 
     Args:
@@ -113,7 +113,7 @@ def kept(model: nn.Module, blocks: Blocks = ()) -> Iterator[Accountant]:
         blocks: (name, block) of the repeating blocks, which tell positions and masks from activations.
 
     Yields:
-        An :class:`Accountant`, whose ``report()`` is :class:`Kept`: inside, as of now; afterwards, as of the end.
+        An :class:`Accountant`, whose ``report()`` is :class:`SavedBytes`: inside, as of now; afterwards, as of the end.
     """
     accountant = Accountant(model, blocks)
     hooks = [
@@ -148,12 +148,12 @@ class _Seen:
 
 @dataclass(eq=False)
 class Accountant:
-    """Notes storages; see :func:`kept`."""
+    """Notes storages; see :func:`count_saved`."""
 
     model: nn.Module
     blocks: Blocks
     _seen: dict[int, _Seen] = field(default_factory=dict)
-    _end: Kept | None = None
+    _end: SavedBytes | None = None
 
     def __post_init__(self) -> None:
         self._names = {module: name for name, module in self.model.named_modules()}
@@ -162,7 +162,7 @@ class Accountant:
         self._path: list[tuple[str, str]] = []  # (module, block) of the calls that are under way
         self._mode = _Mode(self)
 
-    def report(self) -> Kept:
+    def report(self) -> SavedBytes:
         if self._end is not None:
             return self._end
         inputs.forget()
@@ -178,7 +178,7 @@ class Accountant:
             if storage is not None and storage.nbytes() and kind is not None:
                 place = (seen.module, seen.block, kind, seen.dtype)
                 rows.append(Row(*place, storage.nbytes(), seen.shape, seen.op))
-        return Kept(tuple(rows))
+        return SavedBytes(tuple(rows))
 
     def _owned(self) -> Iterator[Tensor]:
         """What a model holds between steps."""

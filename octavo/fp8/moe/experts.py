@@ -36,7 +36,7 @@ from octavo.fp8.dense.inputs import Source, behind, compute_dtype
 from octavo.fp8.dense.linear import Call, three_gemms
 from octavo.fp8.dense.swap import put
 from octavo.fp8.kernels.groups import Groups, route
-from octavo.fp8.moe.grouped import Grouped, alone, grouped_gemms, one_by_one
+from octavo.fp8.moe.grouped import Grouped, grouped_gemms, one_by_one, why_not_grouped
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 
@@ -146,7 +146,7 @@ class Experts(CachesWeights):
         weight, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
         assert weight is not None
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
-        if alone(site.recipe, site.selections, x.device) is None:
+        if why_not_grouped(site.recipe, site.selections, x.device) is None:
             way = Grouped(groups, transposed)
             call = Call(site, weight, WeightSlice(None, transposed), grad, self.training, way, shares=False)
             return grouped_gemms(x, bias, call)
@@ -215,7 +215,7 @@ def mixture(
     module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project, saves: bool = False
 ) -> Tensor:
     """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
-    ``saves``: what lies between the projections and behind them is kept in FP8. What :data:`BESIDE` makes of their
+    ``saves``: what lies between the projections and behind them is saved in FP8. What :data:`BESIDE` makes of their
     inputs, if the module has it, is added to the projections."""
     weight = module._parameters["gate_up_proj"]
     assert weight is not None
@@ -299,10 +299,10 @@ def _take(source: Tensor, index: Tensor) -> Tensor:
     return source.index_select(0, index.clamp(max=source.shape[0] - 1))
 
 
-# --- what is kept in FP8 between the projections and behind them ------------------------------------------------
+# --- what is saved in FP8 between the projections and behind them ------------------------------------------------
 
 MARK = "_saves_rows"
-"""In the __dict__ of a module of experts that keeps FP8."""
+"""In the __dict__ of a module of experts that saves FP8."""
 
 
 def mark(experts: nn.Module) -> None:
@@ -321,7 +321,7 @@ def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Ten
 
 
 def weighted(pairs: Tensor, weights: Tensor) -> Tensor:
-    """pairs [P, H] * weights [P, 1]; what the gradient of the weights needs of the pairs is kept in FP8."""
+    """pairs [P, H] * weights [P, 1]; what the gradient of the weights needs of the pairs is saved in FP8."""
     if pairs.dtype not in sources.DTYPES or not pairs.numel():
         return pairs * weights
     return _Weighted.apply(pairs, weights)
@@ -330,18 +330,18 @@ def weighted(pairs: Tensor, weights: Tensor) -> Tensor:
 class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, weights: Tensor) -> Tensor:
-        kept = sources.keep(pairs) if ctx.needs_input_grad[1] else None
+        saved = sources.keep(pairs) if ctx.needs_input_grad[1] else None
         ctx.dtypes = pairs.dtype, weights.dtype
-        sources.save(ctx, weights=weights, pairs=kept)
+        sources.save(ctx, weights=weights, pairs=saved)
         return pairs * weights
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weights, kept = sources.saved(ctx).values()
+        weights, saved = sources.saved(ctx).values()
         dpairs = (dy * weights).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dweights = None
-        if kept is not None:
-            pairs = sources.value(kept, ctx.dtypes[0])
+        if saved is not None:
+            pairs = sources.value(saved, ctx.dtypes[0])
             dweights = (dy * pairs).sum(1, keepdim=True).to(ctx.dtypes[1])
         return dpairs, dweights

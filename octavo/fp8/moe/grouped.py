@@ -10,7 +10,8 @@ weight is frozen or the backward can get x again. Nothing here waits for the dev
 FLOPs of real rows are added up when somebody reads them.
 
 Where grouped GEMMs cannot be (delayed scaling, whose histories are each expert's own; a backend without them) the
-experts run one by one, each with the three GEMMs of a linear layer; :func:`alone` says why, and the plan shows it.
+experts run one by one, each with the three GEMMs of a linear layer; :func:`why_not_grouped` says why, and the plan
+shows it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from octavo.fp8.observe.recorder import Seen
 from octavo.fp8.weights.shards import is_whole
 
 
-def alone(chosen: Recipe, selections: Mapping[str, Selection], device: torch.device) -> str | None:
+def why_not_grouped(chosen: Recipe, selections: Mapping[str, Selection], device: torch.device) -> str | None:
     """Why experts of this recipe run one by one on these backends; None if they run grouped.
 
     The plan's backends are those of grouped GEMMs where all of a recipe's GEMMs have one; so this has one answer.
@@ -41,9 +42,9 @@ def alone(chosen: Recipe, selections: Mapping[str, Selection], device: torch.dev
     if chosen.delayed is not None:
         return "delayed scaling keeps a history of each expert"
     for gemm, selection in selections.items():
-        lack = selection.backend.supports(f"grouped_{gemm}", chosen, device, None)
-        if lack is not None:
-            return f"{selection.backend.name}: {lack}"
+        why_not = selection.backend.supports(f"grouped_{gemm}", chosen, device, None)
+        if why_not is not None:
+            return f"{selection.backend.name}: {why_not}"
     return None
 
 

@@ -53,8 +53,8 @@ def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tens
 def bias_grad(dy: Tensor, groups: Groups) -> Tensor:
     """db [E, N], fp32: the sum of each expert's rows dy [R, N], in a fixed order."""
     tiles = without_padding(dy, groups).view(-1, TILE, dy.shape[1]).sum(1, dtype=torch.float32)
-    owner = groups.tiles == torch.arange(groups.experts, device=dy.device).unsqueeze(1)
-    return (owner.double() @ tiles.double()).float()
+    own = groups.tiles == torch.arange(groups.experts, device=dy.device).unsqueeze(1)
+    return (own.double() @ tiles.double()).float()
 
 
 def of_rows(values: Tensor, groups: Groups) -> Tensor:

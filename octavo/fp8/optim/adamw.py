@@ -228,7 +228,7 @@ def _fits(p: Tensor, group: dict[str, Any], state: Mapping[str, Tensor]) -> None
         )
     if not state:
         return
-    wanted = {k.name: k.dtype for k in layout.keeps(group["states"], group["master"], p.dtype)}
+    wanted = {k.name: k.dtype for k in layout.state_specs(group["states"], group["master"], p.dtype)}
     found = {name: x.dtype for name, x in state.items() if name != "step"}
     shape = next(x.shape for name, x in state.items() if name != "step" and name not in layout.PER_GROUP)
     if found != wanted or shape != p.shape:

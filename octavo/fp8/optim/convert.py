@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.fp8.arithmetic import master, moments
-from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree, Kept
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree, StateSpec
 from octavo.fp8.optim import sharded
 from octavo.fp8.optim.layout import like, touched
 from octavo.fp8.weights.shards import Span, plain, span
@@ -131,12 +131,12 @@ def _settle(optimizer: torch.optim.Optimizer) -> None:
 def decode(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Both moments of this rank's part of a parameter, fp32 [n], copies; of any `fp8.AdamW` or of torch's."""
     kind = LAYOUT[group.get("states", "fp32")]
-    if all(kept.row is None for kept in kind):
-        m, v = (plain(state[kept.name]).reshape(-1).to(torch.float32, copy=True) for kept in kind)
+    if all(spec.row is None for spec in kind):
+        m, v = (plain(state[spec.name]).reshape(-1).to(torch.float32, copy=True) for spec in kind)
         return m, v
     mine = span(parameter)
     first, last = touched(mine)
-    flat = {kept.name: _flat(state[kept.name], kept) for kept in kind}
+    flat = {spec.name: _flat(state[spec.name], spec) for spec in kind}
     m, v = (torch.empty(mine.stop - mine.start, device=flat[kind[0].name].device) for _ in range(2))
     for a, b in _chunks(first, last):
         parts = {
@@ -160,12 +160,12 @@ def encode(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
         m_table, v_table = (torch.cat([_table(x, mine, a, b) for a, b in rows]) for x in (m, v))
         chance = torch.full_like(m_table, _NEAREST, dtype=torch.int32)
         new = moments.encode(states, m_table, v_table, chance, agree)
-        for kept in kind:
-            to, at = _flat(state[kept.name], kept), 0
+        for spec in kind:
+            to, at = _flat(state[spec.name], spec), 0
             for a, b in rows:
-                part = new[kept.name][at : at + b - a]
+                part = new[spec.name][at : at + b - a]
                 at += b - a
-                if kept.row is None:
+                if spec.row is None:
                     _put(to, mine, a, part)
                 else:
                     to[a - first : b - first].copy_(part)
@@ -179,8 +179,8 @@ def encode(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
         agree.finish(states)
 
 
-def _flat(value: Tensor, kept: Kept) -> Tensor:
-    return plain(value).view(-1) if kept.row is None else value
+def _flat(value: Tensor, spec: StateSpec) -> Tensor:
+    return plain(value).view(-1) if spec.row is None else value
 
 
 def _chunks(first: int, last: int) -> Iterator[tuple[int, int]]:

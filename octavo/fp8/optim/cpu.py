@@ -84,7 +84,7 @@ class _Scratch:
         elif weight.dtype == torch.float32:
             w = weight
         else:
-            w = self._joined(own, weight, state["master_low"]) if hyper.master == "bf16+16" else own.copy_(weight)
+            w = self._fp32(own, weight, state["master_low"]) if hyper.master == "bf16+16" else own.copy_(weight)
 
         fp8, exact = hyper.states == "fp8", hyper.states == "fp32"
         if fp8:
@@ -203,7 +203,7 @@ class _Scratch:
             u.masked_fill_(torch.bitwise_and(bits, _MAGNITUDE) >= 0x7F800000, _NAN)
         out.view(torch.int16).copy_(u.bitwise_right_shift_(16))
 
-    def _joined(self, out: Tensor, high: Tensor, low: Tensor) -> Tensor:
+    def _fp32(self, out: Tensor, high: Tensor, low: Tensor) -> Tensor:
         bits, low32 = out.view(torch.int32), self._ints[0][: out.numel()]
         bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low32.copy_(low))
         return out

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Kept
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, StateSpec
 from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
 
-PER_GROUP = frozenset(kept.name for kind in LAYOUT.values() for kept in kind if kept.row is not None)
+PER_GROUP = frozenset(spec.name for kind in LAYOUT.values() for spec in kind if spec.row is not None)
 """Names of the tensors with a row a group."""
 
 
-def keeps(states: str, master: str, dtype: torch.dtype) -> tuple[Kept, ...]:
-    """What is kept of a parameter of `dtype` beside `step`."""
+def state_specs(states: str, master: str, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    """The state tensors of a parameter of `dtype`, beside `step`."""
     found = LAYOUT[states]
     if dtype == torch.bfloat16 and master == "fp32":
-        return (*found, Kept("master", torch.float32))
-    return (*found, Kept("master_low", torch.int16)) if master == "bf16+16" else found
+        return (*found, StateSpec("master", torch.float32))
+    return (*found, StateSpec("master_low", torch.int16)) if master == "bf16+16" else found
 
 
 def groups(elements: int) -> int:
@@ -63,11 +63,11 @@ def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     here = plain(parameter)
     first, last = touched(span(parameter))
     made: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
-    for kept in keeps(group["states"], group["master"], here.dtype):
-        if kept.row is None:
-            made[kept.name] = like(parameter, torch.zeros(here.shape, dtype=kept.dtype, device=here.device))
+    for spec in state_specs(group["states"], group["master"], here.dtype):
+        if spec.row is None:
+            made[spec.name] = like(parameter, torch.zeros(here.shape, dtype=spec.dtype, device=here.device))
         else:
-            made[kept.name] = torch.zeros((last - first, *kept.row), dtype=kept.dtype, device=here.device)
+            made[spec.name] = torch.zeros((last - first, *spec.row), dtype=spec.dtype, device=here.device)
     if "master" in made:
         plain(made["master"]).copy_(here)
     return made

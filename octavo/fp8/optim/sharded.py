@@ -7,9 +7,9 @@ business of all, because they scale its codes. So they are exchanged: one all-re
 coat), one of the largest |r|, which needs v's new codes (fp8 alone), each for all cut groups of a call together, in
 int32. Codes, figures and weights are then those of one process, bit for bit.
 
-Which groups are cut follows from shapes and the number of ranks, so that all ranks know without talking, and nothing is
-exchanged where nothing is cut. A rank that holds nothing of a cut group takes part all the same: collectives are
-matched by order. The exchange waits for no device.
+Which groups are cut follows from shapes and the number of ranks, so that all ranks know without communicating, and
+nothing is exchanged where nothing is cut. A rank that holds nothing of a cut group takes part all the same: collectives
+are matched by order. The exchange waits for no device.
 """
 
 from __future__ import annotations

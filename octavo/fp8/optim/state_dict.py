@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from octavo.fp8.optim.convert import encode
-from octavo.fp8.optim.layout import groups, keeps, touched
+from octavo.fp8.optim.layout import groups, state_specs, touched
 from octavo.fp8.weights.shards import is_dtensor, plain, span
 
 _FP32 = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
@@ -77,10 +77,10 @@ def load(
             m, v = (_local(p, values[key]).reshape(-1).to(zero) if values else zero for key in _FP32)
             encode(p, group, state, m, v)
         else:
-            for kept in keeps(group["states"], group["master"], plain(p).dtype):
-                value = values[kept.name]
-                value = _local(p, value) if kept.row is None else _rows(p, value)
-                plain(state[kept.name]).copy_(value.view(plain(state[kept.name]).shape))
+            for spec in state_specs(group["states"], group["master"], plain(p).dtype):
+                value = values[spec.name]
+                value = _local(p, value) if spec.row is None else _rows(p, value)
+                plain(state[spec.name]).copy_(value.view(plain(state[spec.name]).shape))
         state["step"].fill_(float(values["step"]) if values else 0.0)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
@@ -125,7 +125,7 @@ def _checked(group: dict[str, Any], saved: Mapping[str, Any], state: Mapping[Any
 
 
 def _check(name: str, p: Tensor, group: Mapping[str, Any], values: Mapping[str, Any], foreign: bool) -> None:
-    kinds = {kept.name: kept for kept in keeps(group["states"], group["master"], plain(p).dtype)}
+    kinds = {spec.name: spec for spec in state_specs(group["states"], group["master"], plain(p).dtype)}
     wanted = {"step", *(_FP32 if foreign else kinds)}
     if set(values) != wanted:
         raise ValueError(
@@ -135,16 +135,16 @@ def _check(name: str, p: Tensor, group: Mapping[str, Any], values: Mapping[str, 
     whole, (first, last) = list(p.shape), touched(span(p))
     here = list(plain(p).shape)
     for key in sorted(wanted - {"step"}):
-        value, kept = values[key], kinds.get(key) if not foreign else None
-        if kept is not None and kept.row is not None:
-            shapes = [[last - first, *kept.row], [groups(p.numel()), *kept.row]]
+        value, spec = values[key], kinds.get(key) if not foreign else None
+        if spec is not None and spec.row is not None:
+            shapes = [[last - first, *spec.row], [groups(p.numel()), *spec.row]]
         else:
             shapes = [whole] if is_dtensor(value) or not is_dtensor(p) else [here, whole]
-        right = value.is_floating_point() if kept is None else value.dtype == kept.dtype
+        right = value.is_floating_point() if spec is None else value.dtype == spec.dtype
         if not right or list(value.shape) not in shapes:
             raise ValueError(
                 f"The state dict's {key} of {name} is {str(value.dtype)[6:]} {list(value.shape)}, where "
-                f"{'floating point' if kept is None else str(kept.dtype)[6:]} {shapes[0]} is needed. Load it into the "
+                f"{'floating point' if spec is None else str(spec.dtype)[6:]} {shapes[0]} is needed. Load it into the "
                 "optimizer of the model, and the number of ranks, that it was made with."
             )
 

@@ -1,4 +1,4 @@
-"""The plan: what every layer will run in and why, on paper, in a file and carried out."""
+"""The plan: what every layer will run in and why, on paper, in a file and applied."""
 
 from octavo.fp8.planning.exchange import needs_of
 from octavo.fp8.planning.file import document, separated

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from octavo.fp8.measuring.cases import Measurements
-from octavo.fp8.moe.grouped import alone
+from octavo.fp8.moe.grouped import why_not_grouped
 from octavo.fp8.planning.frozen import frozen_notes
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.decisions import OUTSIDE, applies
@@ -52,12 +52,14 @@ def notes_of(
     notes += frozen_notes(model, rows)
     frozen = sum(r.row.frozen for r in fp8)
     if frozen:
-        notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no kept input")
+        notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no saved input")
     if any(r.row.experts and not r.row.experts_per_token for r in rows):
         notes.append("experts per token are unknown: FLOPs count every expert as active")
     if tokens is None and len({r.component for r in rows if r.kind not in OUTSIDE}) > 1:
         notes.append("shares weigh every component by one token; give tokens per component to weigh by a real step")
-    whys = [alone(r.recipe, r.selections, device) for r in rows if r.kind == "experts" and r.recipe is not None]
+    whys = [
+        why_not_grouped(r.recipe, r.selections, device) for r in rows if r.kind == "experts" and r.recipe is not None
+    ]
     notes += [f"{whys.count(why)} rows of experts run expert by expert: {why}" for why in dict.fromkeys(whys) if why]
     if policy.fuse == AUTO:
         notes.append(

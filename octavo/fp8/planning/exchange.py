@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.moe.grouped import alone
+from octavo.fp8.moe.grouped import why_not_grouped
 from octavo.fp8.policy.policy import PlanError
 from octavo.fp8.weights.fp8_rows import Need
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
@@ -75,7 +75,7 @@ def needs_of(module: nn.Module, name: str, site: Site) -> list[Need]:
     turned, grouped = False, False
     if weight.dim() == 3:
         turned = bool(getattr(module, "is_transposed", False))
-        grouped = alone(recipe, site.selections, weight.device) is None
+        grouped = why_not_grouped(recipe, site.selections, weight.device) is None
     found: list[Need] = []
     if recipe.fwd is not None:
         found.append(Need(recipe.fwd.b, site.selections["fwd"].backend, 1, turned, grouped))

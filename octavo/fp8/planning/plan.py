@@ -1,4 +1,4 @@
-"""A plan: its rows, what they sum up to, and how it is shown. Made by `decide`, carried out by `apply`."""
+"""A plan: its rows, what they sum up to, and how it is shown. Made by `decide`, put into effect by `apply`."""
 
 from __future__ import annotations
 

@@ -114,6 +114,6 @@ def totals(rows: Sequence[PlanRow]) -> list[str]:
     shares = [f"{c} {100 * share(own):.1f} %" for c, own in parts.items() if any(r.share for r in own)]
     out.append(
         f"linear FLOPs in FP8: {100 * share(rows):.1f} % ({', '.join(shares) or 'none'}); lm_head and patch embedding "
-        "apart"
+        "do not count"
     )
     return out

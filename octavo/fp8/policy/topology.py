@@ -148,7 +148,7 @@ def _expert_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module])
 
 
 def _top_k(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int | None:
-    """How many experts work on a token: said by the block, by its router, or by the configuration."""
+    """How many experts work on a token: from the block, its router or the configuration."""
     parent = modules.get(name.rpartition(".")[0]) if name else None
     places: list[Any] = [module, parent, *(parent.children() if parent is not None else ())]
     places += [c for c in (getattr(module, "config", None), getattr(parent, "config", None)) if c is not None]

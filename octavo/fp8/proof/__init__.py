@@ -1,4 +1,4 @@
-"""Counted GEMMs against the plan, and what a measured plan promises."""
+"""Counted GEMMs against the plan, and what a measured plan predicts."""
 
 from octavo.fp8.proof.proof import ProofError
 

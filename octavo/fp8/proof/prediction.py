@@ -1,4 +1,4 @@
-"""What a measured plan promises: the time of a step and the gain over high precision, with what is known and what not.
+"""What a measured plan predicts: the time of a step and the gain over high precision, with what is known and what not.
 
 Linear layers are measured. What else multiplies matrices (lm_head, patch embedding, attention, if its FLOPs are given)
 is estimated by its FLOPs at the rate that the measured layers reached in high precision. Norms, activations,

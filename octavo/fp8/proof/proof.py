@@ -131,9 +131,9 @@ def _calls(ran: _Ran, gemm: str) -> int:
 
 
 def _unused(row: PlanRow, counts: GemmCounts, ran: _Ran) -> bool:
-    """True if forwards promised backward GEMMs and none came: the output did not reach the loss."""
-    promised = any(counts.due(row.name, g) for g in _BACKWARD)
-    return promised and not any(_calls(ran, g) for g in _BACKWARD)
+    """True if forwards announced backward GEMMs and none ran: the output did not reach the loss."""
+    announced = any(counts.due(row.name, g) for g in _BACKWARD)
+    return announced and not any(_calls(ran, g) for g in _BACKWARD)
 
 
 def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, n: int, unused: bool) -> list[str]:
@@ -149,10 +149,10 @@ def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, n: int, unused: boo
         out.append(f"{forward} fwd were recomputed {_calls(ran, 'recompute')} times")
     planned = 0 if row.row.frozen else forward
     if due["wgrad"] != planned:
-        gradless = counts.no_grad[row.name]
-        if gradless and due["wgrad"] + gradless == planned:
+        no_grad = counts.no_grad[row.name]
+        if no_grad and due["wgrad"] + no_grad == planned:
             why = (
-                f"{gradless} of {forward} fwd ran under no_grad; put forwards that do not train into "
+                f"{no_grad} of {forward} fwd ran under no_grad; put forwards that do not train into "
                 "fp8.uncounted(), or outside count_gemms()"
             )
         else:

@@ -3,8 +3,8 @@
 A tensor's version counter cannot keep such a cache right on its own: fused AdamW on the CPU, ``p.data = ...`` and
 ``.to()`` change a weight without moving it, and FSDP2's gathered parameter keeps version 0 while its values change.
 Codes are valid while all of these stay the same: the parameter's storage (the object, not only its address), its
-version, address and dtype, and the epoch. (The Parameter object itself would say less: checkpointing hands the
-backward an alias of it.) The epoch rises
+version, address and dtype, and the weight version. (The Parameter object itself would say less: checkpointing hands the
+backward an alias of it.) The weight version rises
 
 * at every step of every ``torch.optim`` optimizer (a process-wide post-step hook),
 * when a state dict is loaded into the module and when ``.to()``, ``.cuda()``, ``.half()`` pass over it,
@@ -36,12 +36,12 @@ from octavo.fp8.weights.versions import watch_optimizers
 
 # Which cache serves a tensor that arrives without its layer, as in a compiled graph: by the address of its storage. The
 # weak reference keeps that address from being used again, and the geometry tells the weight from a part of it.
-_owners: dict[int, tuple[StorageWeakRef, Callable[[], WeightCache | None], tuple[Any, ...]]] = {}
+_caches: dict[int, tuple[StorageWeakRef, Callable[[], WeightCache | None], tuple[Any, ...]]] = {}
 
 
 def codes_of(weight: Tensor) -> WeightCache | None:
     """The cache of the layer whose whole weight this tensor is; None where no layer is known to hold it."""
-    found = _owners.get(weight.untyped_storage()._cdata)
+    found = _caches.get(weight.untyped_storage()._cdata)
     return found[1]() if found is not None and found[2] == _geometry(weight) else None
 
 
@@ -117,20 +117,20 @@ class WeightCache:
         storage = weight.untyped_storage()
         address = storage._cdata
         if address != self._address:
-            _disown(self._address, self)
+            _forget(self._address, self)
             self._address = address
-        _owners[address] = (StorageWeakRef(storage), weakref.ref(self, lambda _: _disown(address)), _geometry(weight))
+        _caches[address] = (StorageWeakRef(storage), weakref.ref(self, lambda _: _forget(address)), _geometry(weight))
 
     def get(
         self,
-        owner: Tensor,
+        parameter: Tensor,
         part: WeightSlice,
         spec: CastSpec,
         backend: Backend,
         forward: bool,
         cast: Callable[[Tensor, CastSpec], Quantized] | None = None,
     ) -> Quantized:
-        """The codes of ``part`` of the parameter ``owner`` under ``spec``, cast now if there are no valid ones.
+        """The codes of ``part`` of ``parameter`` under ``spec``, cast now if there are no valid ones.
 
         ``cast``: another cast of the backend than its ``quantize``, such as ``quantize_experts``.
 
@@ -139,62 +139,63 @@ class WeightCache:
         nothing. Nor is anything kept or reused while a CUDA graph is captured.
         """
         self.captured = False
-        if isinstance(owner, Fp8Weight):
-            codes = owner.codes(spec, part.slot)
+        if isinstance(parameter, Fp8Weight):
+            codes = parameter.codes(spec, part.slot)
             if codes is not None:
                 return codes
-        self.captured = capturing(owner)
+        self.captured = capturing(parameter)
         cast = cast or backend.quantize
-        if isinstance(owner, Fp8Weight) and owner.frozen:  # another cast than that of its codes, never kept beside them
+        if isinstance(parameter, Fp8Weight) and parameter.frozen:  # another cast than that of its codes: not cached
             self.casts += 1
-            return cast(part.of(owner), spec)
+            return cast(part.of(parameter), spec)
         # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
         # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
-        if not self.keep or owner.is_inference() or self.captured or not (forward or self._valid(owner)):
+        if not self.keep or parameter.is_inference() or self.captured or not (forward or self._valid(parameter)):
             self.casts += 1
-            return cast(part.of(owner), spec)
-        if not self._valid(owner):
+            return cast(part.of(parameter), spec)
+        if not self._valid(parameter):
             self._codes.clear()
-            self._source, self._stamp = source_of(owner), self._stamp_of(owner)
-            self.own(owner)
+            self._source, self._stamp = source_of(parameter), self._stamp_of(parameter)
+            self.own(parameter)
         codes = self._codes.get((part, spec))
         if codes is None:
             # Codes made in inference mode must serve a later training step.
             with torch.inference_mode(False), torch.no_grad():
-                codes = cast(part.of(owner), spec)
+                codes = cast(part.of(parameter), spec)
             self._codes[part, spec] = codes
             self.casts += 1
         return codes
 
-    def _valid(self, owner: Tensor) -> bool:
-        return same_source(self._source, owner) and self._stamp == self._stamp_of(owner)
+    def _valid(self, parameter: Tensor) -> bool:
+        return same_source(self._source, parameter) and self._stamp == self._stamp_of(parameter)
 
-    def _stamp_of(self, owner: Tensor) -> tuple[Any, ...]:
-        if isinstance(owner, Fp8Weight) and owner.held is not None:
-            return (clock.now, clock.edits, *owner.stamp())  # not where the master lies, which may be moved about
+    def _stamp_of(self, parameter: Tensor) -> tuple[Any, ...]:
+        if isinstance(parameter, Fp8Weight) and parameter.held is not None:
+            return (clock.now, clock.edits, *parameter.stamp())
         sharded = self._sharded()
-        return (clock.now, owner._version, owner.data_ptr(), owner.dtype, None if sharded is None else sharded._version)
+        version = None if sharded is None else sharded._version
+        return (clock.now, parameter._version, parameter.data_ptr(), parameter.dtype, version)
 
 
-def source_of(owner: Tensor) -> Any:
+def source_of(parameter: Tensor) -> Any:
     """A weak reference to what holds the values of a weight."""
-    if isinstance(owner, Fp8Weight) and owner.held is not None:
-        return weakref.ref(owner.held)
-    return StorageWeakRef(owner.untyped_storage())
+    if isinstance(parameter, Fp8Weight) and parameter.held is not None:
+        return weakref.ref(parameter.held)
+    return StorageWeakRef(parameter.untyped_storage())
 
 
-def same_source(source: Any, owner: Tensor) -> bool:
+def same_source(source: Any, parameter: Tensor) -> bool:
     """Whether ``source`` is what :func:`source_of` gives for this weight."""
-    if isinstance(owner, Fp8Weight) and owner.held is not None:
-        return isinstance(source, weakref.ref) and source() is owner.held
-    return isinstance(source, StorageWeakRef) and source.cdata == owner.untyped_storage()._cdata
+    if isinstance(parameter, Fp8Weight) and parameter.held is not None:
+        return isinstance(source, weakref.ref) and source() is parameter.held
+    return isinstance(source, StorageWeakRef) and source.cdata == parameter.untyped_storage()._cdata
 
 
-def _disown(address: int, codes: WeightCache | None = None) -> None:
+def _forget(address: int, codes: WeightCache | None = None) -> None:
     """Forget what serves a storage; given a cache, only if it still is that cache (tied layers share a storage)."""
-    found = _owners.get(address)
+    found = _caches.get(address)
     if found is not None and found[1]() is codes:
-        del _owners[address]
+        del _caches[address]
 
 
 class CachesWeights(nn.Module):
@@ -285,7 +286,7 @@ def invalidate(model: nn.Module) -> None:
     own, a NumPy view. The same writes to ``p`` itself under ``torch.no_grad()`` are seen. Needed as well between two
     layers of one input if the input is written so between their calls (``x.data.mul_()``).
     """
-    clock.tell()
+    clock.notify()
     clock.edited()
     for module in model.modules():
         if isinstance(module, CachesWeights):

@@ -35,21 +35,15 @@ class Held:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.casts = 0
-        self.ahead = 0  # by how much the versions of tensors that were the master before exceed that of this one
         self.edits = 0  # writes through the weight: the same on every rank, also on one without rows
         self.rows: Rows | None = None
         self.stamp: tuple[Any, ...] = ()
-        self.face: Any = None  # the DTensor of the master that state dicts get
+        self.dtensor: Any = None  # the DTensor of the master that state dicts get
 
     @property
     def version(self) -> int:
-        """Rises with every write to the tensor that torch sees; does not change when the values move elsewhere."""
-        return self.ahead + self.tensor._version
-
-    def move(self, tensor: Tensor) -> None:
-        """Let ``tensor``, of the same values, be the master."""
-        self.ahead = self.version - tensor._version
-        self.tensor = tensor
+        """Rises with every write to the tensor that torch sees."""
+        return self.tensor._version
 
     def sent(self, values: Callable[[], Tensor], source: Source, shards: Shards, mesh: Any) -> Rows:
         """The codes of this rank's rows, cast if ``values`` changed. A collective where blocks are cut."""

@@ -63,9 +63,7 @@ def _slice(
     if dim != 0 or step != 1:
         return None
     if weight.held is not None:
-        tensor = weight.held.tensor.detach()
-        same = tensor.device == weight.device
-        return Fp8Weight.of(aten.slice.Tensor(tensor, dim, start, end), weight.source) if same else None
+        return Fp8Weight.of(aten.slice.Tensor(weight.held.tensor.detach(), dim, start, end), weight.source)
     codes = _by_rows(weight)
     if codes is None:
         return None
@@ -114,7 +112,7 @@ def _to_copy(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
     dtype, device = how.get("dtype"), how.get("device")
     if weight.held is not None:
         made = aten._to_copy.default(weight.held.tensor.detach(), **how)
-        return Fp8Weight.of(made, weight.source, weight.device if device is None else None)
+        return Fp8Weight.of(made, weight.source)
     if weight.frozen is None:
         return None
     if dtype is not None and dtype is not weight.dtype:
@@ -197,7 +195,7 @@ def _new_zeros(weight: Fp8Weight, size: Any, **how: Any) -> Any:
     other = [v for k, v in how.items() if v is not None and k != "pin_memory"]
     if not other and len(size) == weight.dim() and tuple(size[1:]) == tuple(weight.shape[1:]):
         if weight.held is not None:
-            return Fp8Weight.of(weight.held.tensor.new_zeros(size), weight.source, weight.device)
+            return Fp8Weight.of(weight.held.tensor.new_zeros(size), weight.source)
         if _by_rows(weight) is not None:
             codes = Codes([], weight.source, weight.source.needs[0].transposed, frozen=True, shard=True)
             return Fp8Weight.of_codes(codes, size, weight.dtype, weight.device)

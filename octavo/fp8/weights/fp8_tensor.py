@@ -3,10 +3,9 @@
 An :class:`Fp8Weight` is in one of three states:
 
 - **a master** (:attr:`Fp8Weight.held`), which is what an optimizer and a state dict know: the values lie in
-  :attr:`~Fp8Weight.master`, an ordinary tensor in fp32 or BF16, wherever it lies (it may be in host memory while the
-  weight is on the GPU). Every operation of torch sees the master; writing to the weight writes the master. The FP8
-  codes are cast from it once per optimizer step, in one process by the cache of the layer
-  (:mod:`octavo.fp8.weights.cache`), on several ranks by this tensor, for the rows of its shard
+  :attr:`~Fp8Weight.master`, an ordinary tensor in fp32 or BF16. Every operation of torch sees the master; writing to
+  the weight writes the master. The FP8 codes are cast from it once per optimizer step, in one process by the cache of
+  the layer (:mod:`octavo.fp8.weights.cache`), on several ranks by this tensor, for the rows of its shard
   (:mod:`octavo.fp8.weights.fp8_rows`);
 - **gathered codes** (:attr:`Fp8Weight.stored`), which FSDP2 hands to a layer for a forward and a backward: codes and
   scales of the whole weight, and no values;
@@ -16,9 +15,9 @@ An :class:`Fp8Weight` is in one of three states:
   that holds it.
 
 ``param: true`` makes weights with a master of those that FP8 GEMMs multiply by
-(:func:`octavo.fp8.planning.apply.exchange`). In one process this changes no result; it lets the master lie in host
-memory, since forward and dgrad read codes alone, and FSDP2 gather codes and scales instead of 2 or 4 bytes a parameter:
-1 byte with one cast of the weight (blockwise, tensorwise), 2 with two (rowwise, mxfp8).
+(:func:`octavo.fp8.planning.apply.exchange`). In one process this changes no result; since forward and dgrad read codes
+alone, it lets FSDP2 gather codes and scales instead of 2 or 4 bytes a parameter: 1 byte with one cast of the weight
+(blockwise, tensorwise), 2 with two (rowwise, mxfp8).
 
 GEMMs read codes. Whatever else asks a weight of codes for values gets them by an explicit dequantize, freed with the
 result (a layer inside ``fp8.high_precision``, a GEMM that a recipe keeps out of FP8, autocast); writing raises. Where
@@ -72,9 +71,9 @@ class Fp8Weight(Tensor):
         return self
 
     @classmethod
-    def of(cls, master: Tensor, source: Source, device: torch.device | None = None) -> Fp8Weight:
-        """The weight whose values lie in ``master``; ``device``: where its GEMMs run, if not where the values lie."""
-        return cls(master, source, Held(master), device)
+    def of(cls, master: Tensor, source: Source) -> Fp8Weight:
+        """The weight whose values lie in ``master``."""
+        return cls(master, source, Held(master))
 
     @classmethod
     def of_codes(
@@ -105,18 +104,11 @@ class Fp8Weight(Tensor):
             raise AttributeError("A gathered FP8 weight has codes and no master; the shards of its ranks have.")
         return self.held.tensor
 
-    def move_master(self, device: torch.device | str, pin: bool = False) -> None:
-        """Let the values lie on ``device`` (pinned there, if asked); the weight stays where it is, and its codes stay
-        valid, since no value changes. Casts bring the values over for as long as they take."""
-        assert self.held is not None
-        moved = self.held.tensor.detach().to(device)
-        self.held.move(moved.pin_memory() if pin else moved)
-
     def values(self, slot: int | None = None) -> Tensor:
         """High precision, on the device of the weight: the master or dequantized codes; of one expert if ``slot`` says
         so."""
         if self.held is not None:
-            values = self.held.tensor.detach().to(self.device)
+            values = self.held.tensor.detach()
             return values if slot is None else values[slot]
         return (self if slot is None else self.expert(slot)).dequantize()
 
@@ -336,7 +328,7 @@ class Fp8Weight(Tensor):
     def changed(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
         """The same with its master, or its frozen codes and scales, passed through ``change``, which may move codes."""
         if not self.frozen:
-            return Fp8Weight.of(change(self.master.detach()), self.source, self.device)
+            return Fp8Weight.of(change(self.master.detach()), self.source)
         made = self.frozen.changed(change)
         here = made.codes[0].data if made.codes else change(torch.empty(0, device=self.device))
         return Fp8Weight.of_codes(made, self.shape, self.dtype, here.device, self.stride())
@@ -380,7 +372,7 @@ class Fp8Weight(Tensor):
         needs = tuple(Need(spec, get(backend), *rest) for spec, backend, *rest in named)
         source = Source(needs, torch.Size(whole), keep)
         if state is None:
-            return Fp8Weight.of(inner["master"], source, device)
+            return Fp8Weight.of(inner["master"], source)
         made = [Quantized(inner[f"codes_{i}"], inner[f"scale_{i}"], n.spec) for i, n in enumerate(needs) if inner]
         return Fp8Weight.of_codes(Codes(made, source, *state), size, dtype, device, stride)
 
@@ -458,6 +450,6 @@ def master_of(value: Any) -> Any:
     if local is value:
         return local.master
     held, kind = local.held, type(value)
-    if held.face is None or held.face._local_tensor is not held.tensor or held.face._spec != value._spec:
-        held.face = kind(held.tensor, value._spec, requires_grad=False)
-    return held.face
+    if held.dtensor is None or held.dtensor._local_tensor is not held.tensor or held.dtensor._spec != value._spec:
+        held.dtensor = kind(held.tensor, value._spec, requires_grad=False)
+    return held.dtensor

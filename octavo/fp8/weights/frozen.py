@@ -148,7 +148,7 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
 
     The same on any number of ranks, all of which must call it if the model is sharded: each rank hashes its own rows,
     and the digest of a weight is that of its rows' digests (experts: of its experts'), in order, and of all scales. An
-    adapter changes no name: ``X.base_layer.weight`` is told as ``X.weight``.
+    adapter changes no name: ``X.base_layer.weight`` is listed as ``X.weight``.
     """
     model.state_dict(keep_vars=True)  # lets FSDP2 put the sharded parameters back
     return {name.replace(".base_layer.", "."): _digest(weight) for name, weight in frozen_weights(model)}

@@ -1,4 +1,4 @@
-"""When weights may have changed: the clock that everything derived from weights is dated by.
+"""The weight version: when weights may have changed since something was derived from them.
 
 ``now`` rises at every step of every ``torch.optim`` optimizer of the process (a process-wide post-step hook);
 ``edits`` whenever somebody says that weights were written in a way that no step and no version counter shows.
@@ -22,11 +22,11 @@ _listeners: list[Callable[[], None]] = []
 
 
 def listen(drop: Callable[[], None]) -> None:
-    """Let ``drop`` be called after every optimizer step and by :func:`tell`."""
+    """Let ``drop`` be called after every optimizer step and by :func:`notify`."""
     _listeners.append(drop)
 
 
-def tell() -> None:
+def notify() -> None:
     """Let all who listen forget what they remember."""
     for drop in _listeners:
         drop()
@@ -39,7 +39,7 @@ def edited() -> None:
 
 
 def watch_optimizers() -> None:
-    """Let every ``torch.optim`` step raise the epoch; once per process, on first use."""
+    """Let every ``torch.optim`` step raise the weight version; once per process, on first use."""
     global _installed
     with _lock:
         if not _installed:
@@ -50,4 +50,4 @@ def watch_optimizers() -> None:
 def _stepped(*_: object) -> None:
     global now
     now += 1
-    tell()
+    notify()

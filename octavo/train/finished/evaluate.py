@@ -30,7 +30,7 @@ def load_run(
 
     step    the checkpoint to load; None: the newest whole one
     recipe  another FP8 recipe than the run's for the whole model, "off" for high precision
-    say     is told which newer checkpoints are damaged and were passed over
+    say     gets which newer checkpoints are damaged and were passed over
 
     One process. Raises TrainError where the directory is no run or has no such checkpoint.
     """
@@ -65,7 +65,7 @@ def evaluate_target(
     """Evaluate whatever `look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
 
     cfg       whose data.eval is asked; None: the run's own
-    progress  is told batches done and batches in all
+    progress  gets batches done and batches in all
     others    as `Target.open` takes them
 
     Raises TrainError where there is no held-out data, and what opening raises.
@@ -173,11 +173,11 @@ def _judge(found: Target, cfg: Config, model: nn.Module, progress: Progress) -> 
     world = parallel.World(device=next(model.parameters()).device)
     wide = autocasts(found.cfg or cfg, world.device) and next(model.parameters()).dtype == torch.float32
     with fp8.count_gemms() as counts:
-        result = evaluate(model, _told(evalset, progress), Forward(model, world, wide), world)
+        result = evaluate(model, _with_progress(evalset, progress), Forward(model, world, wide), world)
     return {**result, "fp8_gemms": counts.total(fp8=True)}
 
 
-def _told(evalset: data.EvalSet, progress: Progress) -> Iterator[dict[str, Any]]:
+def _with_progress(evalset: data.EvalSet, progress: Progress) -> Iterator[dict[str, Any]]:
     """Held-out batches that report their progress."""
     for done, batch in enumerate(evalset, 1):
         yield batch

@@ -9,7 +9,7 @@ folder's high-precision weights by what FP8 rounds. Both can be had:
            changes better, since weights that lie between codes let some elements move for any change
     DIR    another folder of the same model, in the precision that it has
 
-Which one was used is printed, with the gap between the two beside the adapter's own change. A merge into FP8 is
+Which one was used is printed, with the error between the two beside the adapter's own change. A merge into FP8 is
 measured on the very codes that are written (:mod:`octavo.adapters.merge_error`) and refused, with nothing written, if
 they round the adapter away.
 """
@@ -40,36 +40,37 @@ BASES = ("fp8", "high")
 class Merged:
     """What was merged.
 
-    base      "fp8" or "high": the precision of the weights that were folded into
-    folder    the model folder they came from
-    survival  what of the adapter's change survived the rounding, by weight
-    gap       of the codes that training saw to the folder's high-precision weights; None where there is one base
+    base         "fp8" or "high": the precision of the weights that were folded into
+    folder       the model folder they came from
+    merge_error  what of the adapter's change survived the rounding, by weight
+    base_error   of the codes that training saw to the folder's high-precision weights; None where there is one base
     """
 
     exported: Exported
     base: str
     folder: Path
-    survival: MergeErrors
-    gap: adapters.BaseErrors | None
+    merge_error: MergeErrors
+    base_error: adapters.BaseErrors | None
     notes: tuple[str, ...]
 
     def sentences(self) -> list[str]:
         """For people."""
-        lines = [*self.exported.sentences(), *_survived(self.survival)]
-        if self.gap is not None:
-            times = self.gap.relative / self.survival.relative if self.survival.relative else math.inf
+        lines = [*self.exported.sentences(), *_sentences(self.merge_error)]
+        if self.base_error is not None:
+            times = self.base_error.relative / self.merge_error.relative if self.merge_error.relative else math.inf
             lines.append(
-                f"{self.gap.summary()}: {times:.3g} times the adapter's own change. Training saw the FP8 ones, "
+                f"{self.base_error.summary()}: {times:.3g} times the adapter's own change. Training saw the FP8 ones, "
                 "which were merged; --base high folds into the others"
             )
         return lines
 
     def to_json(self) -> dict[str, Any]:
+        error = self.base_error
         return {
             "base": self.base,
             "base_folder": str(self.folder),
-            "gap": None if self.gap is None else {"relative": self.gap.relative, "sqnr": self.gap.sqnr},
-            "delta": self.survival.to_json(),
+            "gap": None if error is None else {"relative": error.relative, "sqnr": error.sqnr},
+            "delta": self.merge_error.to_json(),
             "export": self.exported.to_json(),
             "notes": list(self.notes),
         }
@@ -123,25 +124,25 @@ def merge_model(
     say(_chosen(found, kind, trained))
     model, _, notes = _open(found, kind, trained, step=step, device=device, say=say)
     # What was quantized at load differs from its folder.
-    gap = None
+    base_error = None
     if trained and kind == "fp8":
-        gap = adapters.base_errors(model, models.load(found.base, dtype=_dtype(found.base)))
-    survival = MergeErrors(folds(model))
+        base_error = adapters.base_errors(model, models.load(found.base, dtype=_dtype(found.base)))
+    merge_error = MergeErrors(folds(model))
     done = export(
-        _judged(model, survival, format, kind, anyway, say),
+        _judged(model, merge_error, format, kind, anyway, say),
         found.base, directory, format, include=include, protect=[source], device=device, progress=progress,
-        written=survival.written,
+        written=merge_error.written,
     )  # fmt: skip
-    return Merged(done, kind, found.base, survival, gap, notes)
+    return Merged(done, kind, found.base, merge_error, base_error, notes)
 
 
 def _judged(
-    model: nn.Module, survival: MergeErrors, format: str, kind: str, anyway: bool, say: Callable[[str], None]
+    model: nn.Module, merge_error: MergeErrors, format: str, kind: str, anyway: bool, say: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
     """The merged values; when all are written, and the folder is not yet in its place, what survived is judged."""
     yield from adapters.merged(model, torch.bfloat16 if FORMATS[format] is None else torch.float32)
-    if survival.lost:
-        sentence = _refusal(survival, format, kind)
+    if merge_error.lost:
+        sentence = _refusal(merge_error, format, kind)
         if not anyway:
             other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
             raise adapters.AdapterError(
@@ -151,11 +152,11 @@ def _judged(
         say(f"warning: {sentence}; written anyway")
 
 
-def _refusal(survival: MergeErrors, format: str, kind: str) -> str:
-    worst = survival.worst()
-    if survival.kept < KEPT:
+def _refusal(merge_error: MergeErrors, format: str, kind: str) -> str:
+    worst = merge_error.worst()
+    if merge_error.kept < KEPT:
         why = (
-            f"{format} would round the adapter away: {survival.kept:.1%} of its change survives, and less than "
+            f"{format} would round the adapter away: {merge_error.kept:.1%} of its change survives, and less than "
             f"{KEPT:.0%} is no longer the model that was trained"
         )
         if kind == "fp8":
@@ -163,25 +164,25 @@ def _refusal(survival: MergeErrors, format: str, kind: str) -> str:
         named = ", ".join(f"{w.name} ({w.kept:.1%})" for w in worst)
     else:
         why = (
-            f"{format} would drown the adapter: the noise of rounding is {survival.error:.3g} times its change, and "
-            f"{survival.drowned:.3g} times as loud as it even on the inputs that it answers to most"
+            f"{format} would drown the adapter: the noise of rounding is {merge_error.error:.3g} times its change, and "
+            f"{merge_error.drowned:.3g} times as loud as it even on the inputs that it answers to most"
         )
         named = ", ".join(f"{w.name} ({w.error:.3g} times)" for w in worst)
     return f"{why}; the worst: {named}"
 
 
-def _survived(survival: MergeErrors) -> list[str]:
+def _sentences(merge_error: MergeErrors) -> list[str]:
     """For people, after the folder is there."""
     lines = []
-    if not any(w.delta for w in survival.weights.values()):
+    if not any(w.delta for w in merge_error.weights.values()):
         return ["the adapter changes nothing: its B is zero, as before training; what was written is the base"]
-    if counted := survival.counted():
-        worst = survival.worst(1)[0]
+    if counted := merge_error.counted():
+        worst = merge_error.worst(1)[0]
         lines.append(
-            f"{survival.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "
-            f"{survival.error:.3g} times the change; the worst, {worst.name}: {worst.kept:.1%}, {worst.error:.3g}"
+            f"{merge_error.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "
+            f"{merge_error.error:.3g} times the change; the worst, {worst.name}: {worst.kept:.1%}, {worst.error:.3g}"
         )
-    if rounded := survival.rounded():
+    if rounded := merge_error.rounded():
         worst = min(rounded, key=lambda w: w.kept)
         lines.append(
             f"BF16 rounds more than {1 - KEPT:.0%} of the change away in {len(rounded)} weights; the worst, "

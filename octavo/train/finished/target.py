@@ -28,7 +28,7 @@ from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.config.sections import FITTING
-from octavo.models.folder import read_json
+from octavo.models.folder import pickles, read_json
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.train import base as bases
 from octavo.train import planning, rundir
@@ -110,7 +110,7 @@ class Target:
         step         of a run: this checkpoint; None: the newest whole one
         device       None: the GPU if there is one
         dtype        of what is not FP8. None: of a run its own; else BF16 on a GPU and fp32 on a CPU
-        say          is told what happens on the way, such as damaged checkpoints that were passed over
+        say          gets what happens on the way, such as damaged checkpoints that were passed over
 
         Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError: each says what was found and the fix.
         """
@@ -278,7 +278,7 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
         by_component.setdefault(row.component, []).append((row.name, wanted.get(row.name, "off")))
     components, rules = {}, []
     for component, rows in by_component.items():
-        if component not in models.COMPONENTS[:3]:
+        if component not in models.WITHOUT_HEAD:
             continue
         recipes = [recipe for _, recipe in rows]
         usual = max(sorted(set(recipes)), key=recipes.count)
@@ -320,7 +320,7 @@ def _run(folder: Path, base: str | Path | None) -> Target:
 
 def _adapter(folder: Path, base: str | Path | None) -> Target:
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        pickled = pickles(folder)
         raise TrainError(
             f"{folder} has {ADAPTER} and no {ADAPTER_WEIGHTS}"
             + (

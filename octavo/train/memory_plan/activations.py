@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo import adapters, fp8, models
 from octavo.config import Config
 from octavo.fp8.dense import backends_for
-from octavo.fp8.memory import ACTIVATION, Kept, kept
+from octavo.fp8.memory import ACTIVATION, SavedBytes, count_saved
 from octavo.train import base, build, losses, routing
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
@@ -145,7 +145,7 @@ def _counted(
     blocks = [(name, small.get_submodule(name)) for name in standing]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
-        counting = kept(small, blocks)
+        counting = count_saved(small, blocks)
         with _nothing_older(), fp8.uncounted(), counting as counted, _ForFakeTensors(), computing:
             if not autocast and "pixel_values" in batch:  # as octavo.train.forward does
                 batch["pixel_values"] = batch["pixel_values"].to(dtype)
@@ -390,7 +390,11 @@ def _images(
 
 
 def _scaled(
-    found: Kept, small: nn.Module, family: models.Family, standing: Mapping[str, int], weights: set[tuple[int, ...]]
+    found: SavedBytes,
+    small: nn.Module,
+    family: models.Family,
+    standing: Mapping[str, int],
+    weights: set[tuple[int, ...]],
 ) -> FakeForward:
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}

@@ -48,7 +48,7 @@ def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
     n = 3 * cpu.CHUNK + 640
     w = torch.randn(n, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = [w.clone(), w.clone()]
-    kept = [fresh(w, 0, states, "bf16+16") for _ in weights]
+    both = [fresh(w, 0, states, "bf16+16") for _ in weights]
     for step in (1, 2):
         g = torch.randn(n, generator=torch.Generator().manual_seed(step))
         g[cpu.CHUNK : cpu.CHUNK + 300] = 0
@@ -56,11 +56,11 @@ def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
         if bad is not None:
             g[7] = g[cpu.CHUNK + 9000] = g[2 * cpu.CHUNK + 6] = bad
             g[n - 500 : n - 100] = bad
-        for engine, weight, state in zip((reference, on_cpu), weights, kept, strict=True):
+        for engine, weight, state in zip((reference, on_cpu), weights, both, strict=True):
             engine([Piece(weight, g, state, 0, 3, step)], Hyper(1e-3, states=states, master="bf16+16"), None, None)
         assert same(*weights)
-        for name in kept[0]:
-            assert same(kept[0][name], kept[1][name]), name
+        for name in both[0]:
+            assert same(both[0][name], both[1][name]), name
 
 
 @pytest.mark.parametrize(("master", "dtype"), MASTERS)
@@ -71,17 +71,17 @@ def test_the_step_in_the_cache_has_the_bits_of_the_reference(states, master, dty
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(n, generator=generator).to(dtype)
     weights = [w.clone(), w.clone()]
-    kept = [fresh(w, start, states, master) for _ in weights]
+    both = [fresh(w, start, states, master) for _ in weights]
     hyper = Hyper(1e-3, weight_decay=0.1, states=states, master=master, seed=5)
     for step in range(1, 6):
         g = gradient(n, step)
         if step == 4:
             g[5000], g[9000] = float("nan"), float("inf")
-        for engine, weight, state in zip((reference, on_cpu), weights, kept, strict=True):
+        for engine, weight, state in zip((reference, on_cpu), weights, both, strict=True):
             engine([Piece(weight, g, state, start, 3, step)], hyper, 0.7, None)
         assert same(*weights)
-        for name in kept[0]:
-            assert same(kept[0][name], kept[1][name]), name
+        for name in both[0]:
+            assert same(both[0][name], both[1][name]), name
 
 
 @pytest.mark.parametrize("states", STATES)

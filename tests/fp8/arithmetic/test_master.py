@@ -14,7 +14,7 @@ def patterns():
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
-def test_joined_halves_are_the_weight_bit_for_bit():
+def test_both_halves_are_the_weight_bit_for_bit():
     w = patterns()
     whole = master.join(*master.split(w))
     number = ~w.isnan()

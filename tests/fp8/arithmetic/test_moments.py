@@ -148,8 +148,8 @@ def test_a_group_with_a_value_that_is_none_decodes_to_nan_and_the_next_one_does_
 def test_a_first_moment_that_faded_is_let_go():
     v = torch.full((1, 128), 1e-8)
     m = torch.full((1, 128), 1e-37)
-    kept = moments.encode("fp8", m, v, chance(v.shape))
-    assert kept["exp_avg_scale"].item() == 0 and moments.decode("fp8", kept)[0].eq(0).all()
+    state = moments.encode("fp8", m, v, chance(v.shape))
+    assert state["exp_avg_scale"].item() == 0 and moments.decode("fp8", state)[0].eq(0).all()
 
 
 def test_extrema_of_parts_agree_with_those_of_the_whole():
@@ -160,9 +160,9 @@ def test_extrema_of_parts_agree_with_those_of_the_whole():
         whole = moments.encode(states, m, v, chance(v.shape))
         seen = []
         for mine in (here, ~here):  # what each rank would say, gathered
-            said = []
-            moments.encode(states, m * mine, v * mine, chance(v.shape), lambda x, said=said: said.append(x) or x)
-            seen.append(said)
+            agreed = []
+            moments.encode(states, m * mine, v * mine, chance(v.shape), lambda x, agreed=agreed: agreed.append(x) or x)
+            seen.append(agreed)
         first = torch.maximum(seen[0][0], seen[1][0])
         for mine in (here, ~here):
             answers = iter([first])

@@ -47,8 +47,8 @@ def test_a_step_takes_no_other(monkeypatch):
         monkeypatch.setattr(torch, name, refused)
     m, v = torch.randn(2, 128), torch.rand(2, 128)
     for states in ("fp8", "coat"):
-        kept = moments.encode(states, m, v, torch.zeros(2, 128, dtype=torch.int32))
-        moments.decode(states, kept)
+        state = moments.encode(states, m, v, torch.zeros(2, 128, dtype=torch.int32))
+        moments.decode(states, state)
     for states in ("fp8", "bf16"):
         state = {
             k.name: torch.zeros((256,) if k.row is None else (2, *k.row), dtype=k.dtype) for k in moments.LAYOUT[states]

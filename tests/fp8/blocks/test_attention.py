@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.blocks import attention
 from octavo.fp8.blocks.attention import grouped_attention
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 
 B, T, H, KV, D = 2, 37, 6, 2, 24
 MASKS = ("none", "causal", "shared boolean", "own boolean", "added")
@@ -79,7 +79,7 @@ def test_one_group_sums_its_heads_in_fp32():
 def keeps(function, kind: str) -> dict[torch.dtype, int]:
     qkv, mask, causal = given(kind)
     leaves = [x.requires_grad_() for x in qkv]
-    with kept(nn.Identity()) as k:
+    with count_saved(nn.Identity()) as k:
         out = function(*(x * 1 for x in leaves), mask, is_causal=causal)
     by_dtype = k.report().by_dtype
     del out
@@ -87,7 +87,7 @@ def keeps(function, kind: str) -> dict[torch.dtype, int]:
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_k_and_v_are_kept_as_they_came_and_a_mask_is_kept_once(kind):
+def test_k_and_v_are_saved_as_they_came_and_a_mask_is_saved_once(kind):
     bf16 = 2 * B * T * D * (H + 2 * KV + H)  # q, k, v, output
     assert keeps(grouped_attention, kind) == {torch.bfloat16: bf16, torch.float32: 4 * B * H * T}
     copies = 2 * B * T * D * 2 * (H - KV)
@@ -131,8 +131,8 @@ def test_other_head_sizes_run_again_and_keep_no_scores():
     def forward(q, k, v, mask, is_causal):
         return grouped_attention(q, k, torch.cat((v, v), -1), mask)
 
-    kept_bytes = keeps(forward, "shared boolean")
-    assert sum(kept_bytes.values()) < 2 * B * H * T * T * 2 + 2 * B * T * D * (2 * H + 4 * KV) + 1
+    saved_bytes = keeps(forward, "shared boolean")
+    assert sum(saved_bytes.values()) < 2 * B * H * T * T * 2 + 2 * B * T * D * (2 * H + 4 * KV) + 1
 
 
 def test_a_mask_that_learns_gets_its_gradient():

@@ -61,14 +61,14 @@ def test_a_few_steps_beside_unfused_ones(family, lowered):
         forwards |= {"image_encoder": 1, "image_projector": 1}
     plans = [fp8.plan(m, fp8.Policy(fuse=f), described.components) for m, f in ((model, "off"), (twin, "on"))]
     assert plans[0].blocks == () and all(b.fused for b in plans[1].blocks)
-    (apart, proof), (fused, proof2) = (
+    (separate, proof), (fused, proof2) = (
         train(m, inputs, plan, forwards, lowered=lowered) for m, plan in zip((model, twin), plans, strict=True)
     )
     kinds = [sum(isinstance(m, kind) for m in twin.modules()) for kind in (GatedMlp, RmsNorm)]
     assert tuple(kinds) == CASES[family]
     assert all(m._taken and not m._misses for m in twin.modules() if isinstance(m, RmsNorm))
     assert proof == proof2 and proof["fp8_gemms"] > 0 and not proof["missing"]
-    assert fused == pytest.approx(apart, rel=2e-2 if lowered else 2e-3) and fused[-1] < fused[0]
+    assert fused == pytest.approx(separate, rel=2e-2 if lowered else 2e-3) and fused[-1] < fused[0]
     fp8.unfuse(twin)
     assert not any(isinstance(m, GatedMlp | RmsNorm) for m in twin.modules())
 

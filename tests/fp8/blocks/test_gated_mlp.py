@@ -1,4 +1,4 @@
-"""Gated MLPs as one function: the codes and GEMMs of three layers, values within rounding, nothing else kept, and the
+"""Gated MLPs as one function: the codes and GEMMs of three layers, values within rounding, nothing else saved, and the
 stock forward whenever somebody looks inside."""
 
 import copy
@@ -21,7 +21,6 @@ from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.reference_fused import swiglu_backward
 from octavo.fp8.weights import cache as weights
-from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 CHILDREN = gated_mlp.CHILDREN
 
@@ -353,10 +352,10 @@ def test_compiled_code_takes_the_layers(monkeypatch):
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp(alone, reshard, monkeypatch):  # noqa: F811
+def test_fsdp(mesh_of_one, reshard, monkeypatch):
     plain, twin = pair()
     ran = calls(monkeypatch)
-    fully_shard(twin, mesh=alone, reshard_after_forward=reshard)
+    fully_shard(twin, mesh=mesh_of_one, reshard_after_forward=reshard)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (plain, twin)]
     losses: list[list[float]] = [[], []]
     for seed in range(3):

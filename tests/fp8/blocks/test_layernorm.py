@@ -1,4 +1,4 @@
-"""Norms that keep FP8 codes of their input: the stock forward, a gradient close to its own, and nothing else kept."""
+"""Norms that keep FP8 codes of their input: the stock forward, a gradient close to its own, and nothing else saved."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from octavo import fp8
 from octavo.fp8.blocks import layernorm
 from octavo.fp8.dense.swap import unswap
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
 KINDS = {
@@ -85,7 +85,7 @@ def test_norms_of_heads_keep_codes_and_statistics_alone(kind, k):
     x = given((2, 16, 6, k), torch.bfloat16)
     x = x.transpose(1, 2).contiguous().transpose(1, 2)  # as a view of other layers' outputs may lie
     model, leaf = nn.Sequential(twin), x.detach().requires_grad_()
-    with kept(model) as accountant:
+    with count_saved(model) as accountant:
         y = model(leaf)
     rows = [r for r in accountant.report().rows if r.kind == "activation"]
     blocks, stats = -(-k // 128), 2 if kind == "layer" else 1
@@ -117,7 +117,7 @@ def test_who_asks_for_gradients(kind):
         m.zero_grad()
         m(x).square().sum().backward()
     assert cosine(norm.weight.grad, twin.weight.grad) > 0.995
-    with torch.no_grad(), kept(nn.Sequential(twin)) as accountant:
+    with torch.no_grad(), count_saved(nn.Sequential(twin)) as accountant:
         y = twin(x)
     assert y.grad_fn is None and {r.dtype for r in accountant.report().rows} <= {torch.float32}
 

@@ -19,7 +19,7 @@ from octavo.fp8.blocks import gated_mlp
 from octavo.fp8.blocks import mlp as saved_mlp
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.swap import unswap
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
 ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu2", "mish", "linear")
@@ -158,20 +158,20 @@ def test_close_to_the_mlp_that_keeps_16_bits(kind, together, outliers):
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_fused_function_keeps_the_same(recipe, bias):
-    """One function: as apart but for where h is rounded; counts, bits of a recomputation, bytes."""
+    """One function: as separate layers but for where h is rounded; counts, bits of a recomputation, bytes."""
     mlp, twin = pair(Gated, recipe, torch.bfloat16, together=True, bias=bias)
-    _, apart = pair(Gated, recipe, torch.bfloat16, bias=bias)
+    _, separate = pair(Gated, recipe, torch.bfloat16, bias=bias)
     x = given(dtype=torch.bfloat16)
-    (want, counts), (got, counts2), (alone, counts3) = (run(m, x) for m in (mlp, twin, apart))
+    (want, counts), (got, counts2), (unfused, counts3) = (run(m, x) for m in (mlp, twin, separate))
     assert counts == counts2 == counts3
     assert all(cosine(a, b) >= 0.995 for a, b in zip(want, got, strict=True))
-    assert all(cosine(a, b) >= 0.9995 for a, b in zip(alone, got, strict=True))
+    assert all(cosine(a, b) >= 0.9995 for a, b in zip(unfused, got, strict=True))
     again = run(twin, x, inner=lambda m, x: checkpoint(m, x, use_reentrant=False))[0]
     assert same(got, again)
     with fp8.health():  # layer by layer then, on the same values
         watched, _ = run(twin, x)
-    assert same(watched, alone)
-    assert storages(twin, x) == storages(apart, x) and torch.bfloat16 not in storages(twin, x)
+    assert same(watched, unfused)
+    assert storages(twin, x) == storages(separate, x) and torch.bfloat16 not in storages(twin, x)
 
 
 def storages(m, x):
@@ -192,7 +192,7 @@ def storages(m, x):
 
 def rows(m, x, lowered=False):
     model, x = nn.Sequential(m), x.detach().clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=lowered), kept(model) as accountant:
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered), count_saved(model) as accountant:
         y = model(x)
     found = [r for r in accountant.report().rows if r.kind == "activation"]
     del y
@@ -201,7 +201,7 @@ def rows(m, x, lowered=False):
 
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("kind", [Gated, Plain])
-def test_what_is_kept(kind, lowered):
+def test_what_is_saved(kind, lowered):
     """The codes of x once, those of the activation's inputs, and nothing of 16 or 32 bits but scales."""
     _, twin = pair(kind, dtype=torch.float32 if lowered else torch.bfloat16, k=256, i=512)
     x = given(256, (128,), torch.float32 if lowered else torch.bfloat16)
@@ -233,7 +233,7 @@ def test_a_last_layer_alone_keeps_the_codes_of_its_own_input():
     _, twin = pair(dtype=torch.bfloat16)
     for m in (twin.gate_proj, twin.up_proj):
         m.requires_grad_(False)
-    with kept(nn.Sequential(twin)) as accountant:
+    with count_saved(nn.Sequential(twin)) as accountant:
         y = twin(given(rows=(128,), dtype=torch.bfloat16))
     assert y.requires_grad
     assert sum(r.bytes for r in accountant.report().rows if r.dtype == torch.float8_e4m3fn) == 128 * 160

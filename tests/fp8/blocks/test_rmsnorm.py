@@ -23,7 +23,6 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
 from octavo.models.tiny_configs import tiny_config
-from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -164,8 +163,8 @@ def assert_near(plain, twin, x, inner=lambda m, x: m(x), tolerance=None):
         assert (exact is None) == (found is None)
         if exact is not None:
             assert found.dtype == exact.dtype
-            gap = (found.float() - exact.float()).abs().max()
-            assert gap <= (tolerance or 2**-8) * exact.float().abs().max()
+            error = (found.float() - exact.float()).abs().max()
+            assert error <= (tolerance or 2**-8) * exact.float().abs().max()
             assert fp8.calc_diff(found, exact) < (tolerance or 1e-6)
 
 
@@ -203,7 +202,7 @@ def test_selective_checkpointing():
         assert_near(plain, twin, torch.randn(5, 96), inner)
 
 
-def test_only_what_is_needed_is_cast_and_kept(monkeypatch):
+def test_only_what_is_needed_is_cast_and_saved(monkeypatch):
     _, twin = pair()
     wanted, backend = [], registry.get("reference")
     own = backend.rmsnorm_quantize
@@ -218,10 +217,10 @@ def test_only_what_is_needed_is_cast_and_kept(monkeypatch):
     twin(x)
     assert wanted == [(r.fwd.a, r.wgrad.b), (r.fwd.a, None), (None, None), (r.fwd.a, None)]
     x = x.requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = twin.input_layernorm(x)
-    assert [tuple(t.shape) for t in kept] == [(5, 96), (96,), (5,)]
+    assert [tuple(t.shape) for t in saved] == [(5, 96), (96,), (5,)]
     assert inputs.held_bytes() > 0
     del y
     assert inputs.held_bytes() == 0
@@ -282,9 +281,9 @@ def test_copies_pickles_back_high_precision_and_compiled():
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp(alone, reshard):  # noqa: F811
+def test_fsdp(mesh_of_one, reshard):
     plain, twin = pair()
-    fully_shard(twin, mesh=alone, reshard_after_forward=reshard)
+    fully_shard(twin, mesh=mesh_of_one, reshard_after_forward=reshard)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (plain, twin)]
     losses: list[list[float]] = [[], []]
     for seed in range(3):

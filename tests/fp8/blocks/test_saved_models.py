@@ -12,7 +12,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from octavo import fp8, models
 from octavo.fp8.dense.swap import Swapped
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 from octavo.models.tiny_configs import tiny_config
 from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
@@ -107,7 +107,7 @@ def test_what_is_left_in_16_bits_is_what_attention_keeps(family, fuse):
     fp8.apply(model, fp8.plan(model, fp8.Policy(activations="fp8", fuse=fuse), described.components))
     model(**inputs).loss.backward()
     model.zero_grad()
-    with kept(model, described.layers(model)) as accountant:
+    with count_saved(model, described.layers(model)) as accountant:
         loss = model(**inputs).loss
     wide = [r for r in accountant.report().rows if r.block and r.kind == "activation" and r.dtype == torch.bfloat16]
     assert loss.requires_grad and wide
@@ -136,7 +136,7 @@ def test_bytes_of_a_decoder_layer():
     ids = torch.randint(0, 64, (1, 128))
     model(input_ids=ids).logits.sum().backward()
     model.zero_grad()
-    with kept(model, [("layer", model.model.layers[0])]) as accountant:
+    with count_saved(model, [("layer", model.model.layers[0])]) as accountant:
         logits = model(input_ids=ids).logits
     assert logits.requires_grad
     found = accountant.report().by_block["layer"] / 128
@@ -155,9 +155,9 @@ def test_the_plan_says_what_stays_and_a_file_keeps_it(tmp_path):
     assert not any("visual.blocks" in b.name for b in plan.blocks)
     stays = {b.name: b.why for b in plan.blocks if b.saves is False}
     assert stays and all("merger" in n and "holds norm" in why for n, why in stays.items())
-    told = " ".join(plan.notes)
-    assert "2 gated MLPs keep gate and up in FP8" in told and "activations stay: MLP model.visual.merger" in told
-    assert "not fused" not in told
+    notes = " ".join(plan.notes)
+    assert "2 gated MLPs keep gate and up in FP8" in notes and "activations stay: MLP model.visual.merger" in notes
+    assert "not fused" not in notes
     row = next(b for b in json.loads(json.dumps(plan.to_json()))["blocks"] if b["kind"] == "attention")
     assert row["saves"] and not row["fused"]
     path = fp8.save_plan(plan, tmp_path / "plan.json")
@@ -202,7 +202,7 @@ def test_gemma_stays_and_says_so():
     norms = [b for b in plan.blocks if b.kind == "norm"]
     assert len(norms) == 5 and all(not b.saves and "1 + weight" in b.why for b in norms)
     (mlp,) = [b for b in plan.blocks if b.kind == "gated MLP"]
-    assert not mlp.fused and mlp.saves  # GELU is no obstacle to keeping codes
+    assert not mlp.fused and mlp.saves  # GELU does not keep it from saving codes
     fp8.apply(gemma, plan)
     ids = torch.randint(0, 64, (2, 8))
     gemma(input_ids=ids, labels=ids).loss.backward()

@@ -34,8 +34,8 @@ class Recorder:
         self.forwards: list[torch.fx.GraphModule] = []
         self.backwards: list[torch.fx.GraphModule] = []
 
-        def keep(kept: list) -> object:
-            return lambda graph, inputs: kept.append(graph) or make_boxed_func(graph.forward)
+        def keep(graphs: list) -> object:
+            return lambda graph, inputs: graphs.append(graph) or make_boxed_func(graph.forward)
 
         self.backend = aot_autograd(
             fw_compiler=keep(self.forwards),
@@ -173,8 +173,8 @@ def test_a_frozen_weight_has_no_wgrad_and_keeps_nothing_of_x():
     ).sum().backward()
     (backward,) = recorder.backwards
     assert "wgrad" not in Recorder.ops(backward) and Recorder.ops(backward).count("dgrad") == 6
-    kept = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")]
-    assert not [t for t in kept if isinstance(t, Tensor) and t.dtype is torch.uint8]
+    saved = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")]
+    assert not [t for t in saved if isinstance(t, Tensor) and t.dtype is torch.uint8]
     assert_no_casts_for_wgrad(recorder.forwards[0])
 
 
@@ -190,7 +190,7 @@ def test_an_input_without_gradient_has_no_dgrad():
     assert Recorder.ops(recorder.backwards[0]) == ["cast", "wgrad"]
 
 
-def test_without_gradients_nothing_is_kept():
+def test_without_gradients_nothing_is_saved():
     model = block()
     x = torch.randn(9, 32)
     with torch.no_grad():
@@ -255,8 +255,8 @@ def test_projections_of_one_input_share_its_cast_and_keep_its_codes_once(name):
     # The inputs of q, k and v, of gate and up, and of down: three casts for six layers.
     assert Recorder.ops(forward).count("cast") == 3 and Recorder.ops(forward).count("linear") == 6
     assert Recorder.ops(backward).count("cast") == 6  # dy of each layer, row and column in one
-    kept = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")]
-    codes = [t for t in kept if isinstance(t, Tensor) and t.dtype is torch.uint8 and t.dim() == 2]
+    saved = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")]
+    codes = [t for t in saved if isinstance(t, Tensor) and t.dtype is torch.uint8 and t.dim() == 2]
     assert len(codes) == 3
 
 

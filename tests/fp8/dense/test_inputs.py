@@ -1,4 +1,4 @@
-"""One cast of an input for all layers that multiply it: how often it is cast, when it must be again, what is kept."""
+"""One cast of an input for all layers that multiply it: how often it is cast, when it must be again, what is saved."""
 
 import gc
 import threading
@@ -16,7 +16,6 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.dense.inputs import CastRequest, cast_matrix
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights import cache
-from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -77,7 +76,7 @@ def warm(m, x):
     inputs.forget()
 
 
-def alone_each(m, x):
+def each_by_itself(m, x):
     """What every layer gives by itself: output, gradients."""
     x = x.detach().clone().requires_grad_()
     ys = []
@@ -114,7 +113,7 @@ def test_values_are_those_of_layers_that_share_nothing(recipe):
         grads = [p.grad.clone() for p in m.parameters()]
         m.zero_grad()
         fp8.load_scaling_state(m, state)
-        b, z = alone_each(m, x)
+        b, z = each_by_itself(m, x)
         z.square().sum().backward()
         assert torch.equal(y, z) and torch.equal(a.grad, b.grad)
         assert all(torch.equal(g, p.grad) for g, p in zip(grads, m.parameters(), strict=True))
@@ -351,10 +350,10 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
         assert m.q._site.codes.casts == casts2
 
 
-def test_under_fsdp(alone, casts):  # noqa: F811
+def test_under_fsdp(mesh_of_one, casts):
     m = three()
     plain = three()
-    fully_shard(m, mesh=alone)
+    fully_shard(m, mesh=mesh_of_one)
     x = torch.randn(5, 64)
     for _ in range(2):
         casts.clear()

@@ -152,7 +152,7 @@ def test_autocast_gives_its_dtype_and_does_not_reach_into_the_gemms(backward_ins
     assert torch.equal(y, y2) and torch.equal(x.grad, x2.grad.float()) and torch.equal(m[0].weight.grad, w.grad)
 
 
-def kept(module, x):
+def saved(module, x):
     """Bytes of every tensor that lives because of a forward: saved through hooks, and found in memory."""
     seen = {}
 
@@ -191,8 +191,8 @@ def _reachable(root, depth=6):
 def test_only_fp8_lives_for_the_backward(recipe):
     module, x = layer(256, 512, dtype=torch.bfloat16, recipe=recipe), torch.randn(1024, 512).bfloat16()
     inner = (x * 1.0).requires_grad_()
-    module[0](torch.randn(2, 512).bfloat16())  # the weight's codes are cached, not kept per forward
-    _, live = kept(module[0], inner)
+    module[0](torch.randn(2, 512).bfloat16())  # the weight's codes are cached, not saved per forward
+    _, live = saved(module[0], inner)
     wide = [t for t in live if t.element_size() > 1 and t.numel() > 4096]
     assert not wide, [(t.dtype, t.shape) for t in wide]
     codes = [t for t in live if t.dtype in FP8_TYPES and t.shape == (1024, 512)]
@@ -212,14 +212,14 @@ def test_a_frozen_weight_keeps_no_x_and_runs_no_wgrad():
     m[0].weight.requires_grad_(False)
     x = torch.randn(64, 160, requires_grad=True)
     with fp8.count_gemms() as counts:
-        y, live = kept(m[0], x)
+        y, live = saved(m[0], x)
         y.sum().backward()
     assert not [t for t in live if t.shape == x.shape]
     assert m[0].weight.grad is None and x.grad is not None and m[0].bias.grad is not None
     assert counts.total("wgrad") == 0 and counts.total("dgrad") == 1
 
 
-def test_no_dgrad_where_x_needs_none_and_nothing_is_kept_without_gradients():
+def test_no_dgrad_where_x_needs_none_and_nothing_is_saved_without_gradients():
     m, x = layer(), torch.randn(64, 160)
     with fp8.count_gemms() as counts:
         m(x).sum().backward()

@@ -14,6 +14,7 @@ from octavo.fp8.dense import compiled
 from octavo.fp8.dense.gemms import Site, select_backends
 from octavo.fp8.kernels import layout, registry
 from octavo.fp8.weights import cache as weights
+from tests.fp8.kernels.laid_out import laid_out
 
 CPU = torch.device("cpu")
 RECIPES = ("blockwise", "rowwise", "tensorwise", "mxfp8")
@@ -69,12 +70,9 @@ def test_packing_takes_apart_and_puts_together_for_every_cast_and_layout(spec, c
 def test_codes_that_lie_right_already_are_packed_without_a_copy(spec, contract):
     rows, cols = 33, 140
     plain = quantize(torch.randn(rows, cols), spec)
-    _, view = layout.codes_buffer(rows, cols, spec, contract, CPU, zero=True)
-    view.view(torch.uint8).copy_(plain.data.view(torch.uint8))
-    scale = layout.scale_buffer(rows, cols, spec, contract, CPU)
-    scale.copy_(plain.scale)
-    codes, packed = compiled.pack(Quantized(view, scale, spec), contract)
-    assert codes.data_ptr() == view.data_ptr() and packed.data_ptr() == scale.data_ptr()
+    right = laid_out(plain, contract)
+    codes, packed = compiled.pack(right, contract)
+    assert codes.data_ptr() == right.data.data_ptr() and packed.data_ptr() == right.scale.data_ptr()
     assert same(plain, compiled.unpack(codes, packed, rows, cols, spec, contract))
 
 
@@ -221,11 +219,11 @@ def test_copies_pickles_and_moved_layers_are_found_and_dead_ones_forgotten():
     assert weights.codes_of(module.weight) is module._site.codes
     module.weight = torch.nn.Parameter(torch.randn(24, 40))
     assert weights.codes_of(module.weight) is module._site.codes
-    kept = twin.weight
-    before = len(weights._owners)
+    weight = twin.weight
+    before = len(weights._caches)
     del twin, loaded
     gc.collect()
-    assert weights.codes_of(kept) is None and len(weights._owners) <= before - 2
+    assert weights.codes_of(weight) is None and len(weights._caches) <= before - 2
 
 
 def test_an_unknown_weight_is_cast_inside_the_call():
@@ -256,11 +254,11 @@ def test_weights_that_are_cast_twice_lie_for_the_gemm_that_reads_them(name, monk
 
 @pytest.mark.parametrize("contract", [0, 1])
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.scale != "e8m0"], ids=str)
-def test_the_sizes_that_a_compiler_is_told_are_those_of_the_buffer_of_scales(spec, contract):
+def test_the_sizes_that_a_compiler_is_given_are_those_of_the_buffer_of_scales(spec, contract):
     for rows, cols in ((1, 1), (130, 257), (0, 24)):
-        held = layout.scale_buffer(rows, cols, spec, contract, CPU)
+        scale = laid_out(quantize(torch.zeros(rows, cols), spec), contract).scale
         sizes = layout.scale_sizes(rows, cols, spec, contract)
-        assert held.untyped_storage().nbytes() == 4 * sizes[0] * sizes[1]
+        assert scale.untyped_storage().nbytes() == 4 * sizes[0] * sizes[1]
 
 
 def test_a_cuda_graph_capture_casts_inside_and_keeps_nothing(monkeypatch):

@@ -12,7 +12,7 @@ from octavo.fp8.blocks import attention_output
 from octavo.fp8.dense import inputs, sources
 from octavo.fp8.dense.inputs import Source, forget
 from octavo.fp8.dense.sources import SPEC
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,10 +87,10 @@ def test_an_input_made_again_gives_the_very_same_gradients(recipe, policy, lower
     x, layers = x.half().float(), [layer(recipe, **policy) for _ in range(2)]
     for module in layers:
         run(module, 7 * x, None, lowered)  # a history whose scale is not that of x
-    (want, codes), (got, kept) = (run(m, x, again, lowered) for m, again in zip(layers, (None, half), strict=True))
+    (want, codes), (got, saved) = (run(m, x, again, lowered) for m, again in zip(layers, (None, half), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-    assert [t.shape for t in kept if t.dtype == torch.float16] == [x.shape]
-    other = [t for t in kept if t.dtype != torch.float16]
+    assert [t.shape for t in saved if t.dtype == torch.float16] == [x.shape]
+    other = [t for t in saved if t.dtype != torch.float16]
     assert sum(t.numel() for t in other) == (1 if recipe == "delayed" else 0)  # the scale of a history
     assert sum(t.numel() for t in codes) >= x.numel()
 
@@ -100,8 +100,8 @@ def test_a_frozen_weight_asks_for_no_source(recipe):
     module = layer(recipe)
     module.weight.requires_grad_(False)
     x = torch.randn(5, 96)
-    (_, kept), again = run(module, x, Source((x,), lambda t: t)), []
-    assert not any(t.shape == x.shape for t in kept) and not again
+    (_, saved), again = run(module, x, Source((x,), lambda t: t)), []
+    assert not any(t.shape == x.shape for t in saved) and not again
 
 
 def test_only_the_tensor_itself_has_a_source():
@@ -164,8 +164,8 @@ def gradients(model, x, lowered=False):
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-def bytes_kept(model, x, lowered=False):
-    with torch.autocast("cpu", torch.bfloat16, enabled=lowered), kept(model, [("0", model[0])]) as k:
+def bytes_saved(model, x, lowered=False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered), count_saved(model, [("0", model[0])]) as k:
         y = model(x.clone().requires_grad_())
     rows = [r for r in k.report().rows if r.kind == "activation"]
     del y
@@ -178,7 +178,7 @@ def test_the_output_layer_of_attention_keeps_what_attention_keeps(lowered):
     x = torch.randn(2, 64, 128).to(dtype)
     plain, twin = (attention(dtype=dtype, activations=a, fuse="off") for a in ("bf16", "fp8"))
     assert all(torch.equal(a, b) for a, b in zip(*(gradients(m, x, lowered) for m in (plain, twin)), strict=True))
-    sizes = [sum(r.bytes for r in bytes_kept(m, x, lowered)) for m in (plain, twin)]
+    sizes = [sum(r.bytes for r in bytes_saved(m, x, lowered)) for m in (plain, twin)]
     codes = x.numel() * (1 + 4 / 128)
     assert sizes[0] - sizes[1] == codes
 
@@ -186,11 +186,11 @@ def test_the_output_layer_of_attention_keeps_what_attention_keeps(lowered):
 def test_a_copy_of_attentions_output_is_nobodys():
     x = torch.randn(2, 64, 128).bfloat16()
     plain, twin = (attention(flash=False, activations=a, fuse="off") for a in ("bf16", "fp8"))
-    rows = [bytes_kept(m, x) for m in (plain, twin)]
+    rows = [bytes_saved(m, x) for m in (plain, twin)]
     assert sum(r.bytes for r in rows[0]) == sum(r.bytes for r in rows[1])
     y = torch.randn(2, 64, 4, 32, requires_grad=True).transpose(1, 2)
     out = nn.functional.scaled_dot_product_attention(y, y, y)
-    shared = attention_output.kept_by_attention
+    shared = attention_output.saved_by_attention
     assert shared(out) and shared(out.transpose(1, 2).reshape(2, 64, 128)) and not shared(out * 1) and not shared(y)
     assert not shared(out.reshape(2, 4, 32, 64).reshape(-1))  # a copy
     assert not shared(out.clone()) and not shared(torch.cat([out, out])) and not shared(out.detach())
@@ -215,7 +215,7 @@ def test_v_does_not_hold_the_q_and_k_of_its_gemm():
             q, key, v = (2 * x).view(1, 64, 3, 4, 32).permute(2, 0, 3, 1, 4)
             return attention(turn(q), turn(key), v)
 
-        with kept(nn.Identity()) as k:
+        with count_saved(nn.Identity()) as k:
             y = attend(fp8.grouped_attention)
         assert torch.equal(y, attend(nn.functional.scaled_dot_product_attention))
         sizes.append(sum(r.bytes for r in k.report().rows if r.kind == "activation" and r.dtype == torch.bfloat16))

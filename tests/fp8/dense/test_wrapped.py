@@ -86,8 +86,8 @@ def test_a_copy_counts_what_stays_in_high_precision(copied):
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "rowwise", "delayed"])
 def test_selective_checkpointing_may_save_the_products(recipe):
     def save_mm(ctx, op, *args, **kwargs):
-        kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     m = nn.Sequential(layer(64, 64, recipe)[0], nn.GELU(), nn.Linear(64, 64))
     plain = copy.deepcopy(m)

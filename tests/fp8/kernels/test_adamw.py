@@ -128,8 +128,8 @@ def test_coat_agrees_as_far_as_powers_do() -> None:
                 torch.testing.assert_close(q.state[name], p.state[name], rtol=2e-3, atol=0)
             for name in ("exp_avg_codes", "exp_avg_sq_codes"):
                 codes = [s.state[name].view(torch.uint8).int() for s in (p, q)]
-                apart = (codes[0] - codes[1]).abs()
-                assert apart.numel() == 0 or (apart.max() <= 1 and (apart > 0).float().mean() < 0.02), name
+                moved = (codes[0] - codes[1]).abs()
+                assert moved.numel() == 0 or (moved.max() <= 1 and (moved > 0).float().mean() < 0.02), name
             for mine, its in ((q.weight, p.weight), *((q.state[k], p.state[k]) for k in p.state)):
                 mine.copy_(its)
 

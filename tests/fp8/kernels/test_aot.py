@@ -165,7 +165,7 @@ def test_words_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--arch", "foo"], "--arch takes a number such as 90 or sm_90, not 'foo'; there are 89, 90, 100, 120."),
         (["--arch", "sm_9x"], "--arch takes a number such as 90 or sm_90, not 'sm_9x'; there are 89, 90, 100, 120."),
@@ -180,9 +180,9 @@ def test_words_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_each_is_told_in_a_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_is_reported_in_a_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert aot.main(words) == 2
-    assert capsys.readouterr().err == said + "\n"
+    assert capsys.readouterr().err == message + "\n"
 
 
 def test_help_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:

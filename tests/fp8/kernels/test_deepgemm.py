@@ -95,9 +95,9 @@ WHOLE = {
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """What the backend remembers of the machine, before and after."""
-    deepgemm_backend._lacks.cache_clear()
+    deepgemm_backend._why_not.cache_clear()
     yield
-    deepgemm_backend._lacks.cache_clear()
+    deepgemm_backend._why_not.cache_clear()
 
 
 @pytest.fixture
@@ -220,9 +220,9 @@ def test_what_it_can_do(library: list[object], hopper: None) -> None:
     made = recipe("blockwise")
     for op in ("fwd", "dgrad", "wgrad", "grouped_fwd", "grouped_dgrad"):
         assert BACKEND.supports(op, made, CUDA, (None, 3420, 1280)) is None
-    said = {op: BACKEND.supports(op, made, CUDA, None) for op in ("grouped_wgrad", "rmsnorm", "quantize")}
-    assert "every step would wait" in said["grouped_wgrad"] and said["rmsnorm"] == "it has no rmsnorm"
-    assert "no casts of its own" in said["quantize"]
+    why_not = {op: BACKEND.supports(op, made, CUDA, None) for op in ("grouped_wgrad", "rmsnorm", "quantize")}
+    assert "every step would wait" in why_not["grouped_wgrad"] and why_not["rmsnorm"] == "it has no rmsnorm"
+    assert "no casts of its own" in why_not["quantize"]
     for other in ("rowwise", "tensorwise", "mxfp8"):
         assert "it multiplies E4M3 with pow2 scales" in BACKEND.supports("fwd", recipe(other), CUDA, None)
     assert "e5m2" in BACKEND.supports("dgrad", recipe("blockwise", "hybrid"), CUDA, None)
@@ -236,13 +236,13 @@ def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
         "the deep_gemm installed has no fp8_gemm_nt: it is not github.com/deepseek-ai/DeepGEMM 2.0 or later "
         "(PyPI's deep-gemm is not)"
     )
-    deepgemm_backend._lacks.cache_clear()
+    deepgemm_backend._why_not.cache_clear()
     monkeypatch.setitem(
         sys.modules, "deep_gemm", stand_in(**(WHOLE | {"get_mk_alignment_for_contiguous_layout": lambda: 240}))
     )
     assert "multiples of 240 rows, not of 128" in BACKEND.supports("fwd", made, CUDA, None)
 
-    deepgemm_backend._lacks.cache_clear()
+    deepgemm_backend._why_not.cache_clear()
 
     def broken() -> None:
         raise OSError("libnvrtc.so: cannot open\nmore")
@@ -250,8 +250,8 @@ def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     monkeypatch.setattr(deepgemm_backend, "_library", broken)
     assert BACKEND.supports("fwd", made, CUDA, None) == ("deep_gemm does not import: OSError: libnvrtc.so: cannot open")
     assert "not on cpu" in BACKEND.supports("fwd", made, torch.device("cpu"), None)
-    assert deepgemm_backend.lacks_on_gpu((10, 3)) is None
-    assert "this GPU has 12.0" in deepgemm_backend.lacks_on_gpu((12, 0))
+    assert deepgemm_backend.why_not_on_gpu((10, 3)) is None
+    assert "this GPU has 12.0" in deepgemm_backend.why_not_on_gpu((12, 0))
 
 
 def test_it_says_that_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels import torch_backend as tb
-from octavo.fp8.kernels.layout import CONTRACTED, codes_buffer, scale_buffer
+from octavo.fp8.kernels.layout import CONTRACTED
+from tests.fp8.kernels.laid_out import laid_out
 
 GEMMS = ("fwd", "dgrad", "wgrad")
 WIDE = (
@@ -31,22 +32,14 @@ WIDE = (
 TOKENS = (1, 2, 15, 16, 17, 33, 127, 128, 129, 300)
 
 
-def laid_out(rows: int, cols: int, spec: cast.CastSpec, contract: int) -> Quantized:
-    """A cast as a kernel leaves it, without the arithmetic: zero codes, scales of 1."""
-    _, view = codes_buffer(rows, cols, spec, contract, torch.device("cpu"), zero=True)
-    if spec.scale == "e8m0":
-        grid = cast.quantize(torch.zeros(rows, cols), spec).scale
-        return Quantized(view, grid, spec)
-    return Quantized(view, scale_buffer(rows, cols, spec, contract, torch.device("cpu")), spec)
-
-
 def operands(name: str, op: str, m: int, n: int, k: int, plain: bool = False) -> tuple[Quantized, Quantized]:
     gemm = recipe(name).gemm(op)
     sides = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[op]
+    a, b = cast.quantize(torch.zeros(sides[0]), gemm.a), cast.quantize(torch.zeros(sides[1]), gemm.b)
     if plain:  # as the reference leaves it: nothing padded, nothing ordered
-        return cast.quantize(torch.zeros(sides[0]), gemm.a), cast.quantize(torch.zeros(sides[1]), gemm.b)
+        return a, b
     dims = CONTRACTED[op]
-    return laid_out(*sides[0], gemm.a, dims[0]), laid_out(*sides[1], gemm.b, dims[1])
+    return laid_out(a, dims[0]), laid_out(b, dims[1])
 
 
 def ask(product: tb.Product, dtype: torch.dtype = torch.bfloat16, **more: object) -> Tensor:

@@ -97,14 +97,14 @@ def numbers(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 def record_plain(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Have the backward write its gradients beside their codes, as it does where a cast must read them."""
-    original, kept = fused._plain, []
+    original, values = fused._plain, []
 
     def plain(like, emit, *outs):
-        kept.append(original(like, True, *outs))
-        return kept[-1]
+        values.append(original(like, True, *outs))
+        return values[-1]
 
     monkeypatch.setattr(fused, "_plain", plain)
-    return kept
+    return values
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def assert_same(a: Quantized, b: Quantized) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_inputs_that_do_not_fit_are_refused_with_the_cure(name: str) -> None:
+def test_inputs_that_do_not_fit_are_refused_with_the_fix(name: str) -> None:
     backend = registry.get(name)
     with pytest.raises(CastError, match=r"x has shape \[2, 3, 4\] and weight \[4\]; it takes x \[M, K\].*Flatten"):
         backend.rmsnorm_quantize(torch.ones(2, 3, 4), torch.ones(4), 1e-6, ROW, None)

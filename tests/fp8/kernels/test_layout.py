@@ -9,6 +9,7 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels import layout, registry
+from tests.fp8.kernels.laid_out import laid_out
 
 BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (32, 1))
 SIZES = ((1, 1), (16, 16), (17, 15), (33, 144), (130, 260), (128, 256))
@@ -19,17 +20,6 @@ def made(rows: int, cols: int, spec: CastSpec, seed: int = 0) -> Quantized:
     return cast.quantize(torch.rand(rows, cols, generator=torch.Generator().manual_seed(seed)) + 0.5, spec)
 
 
-def as_layout_says(q: Quantized, contract: int) -> Quantized:
-    """The same cast as a kernel would write it."""
-    rows, cols = q.data.shape
-    _, view = layout.codes_buffer(rows, cols, q.spec, contract, q.data.device, zero=True)
-    view.view(torch.uint8).copy_(q.data.view(torch.uint8))
-    scale = q.scale
-    if scale.dtype is torch.float32:
-        scale = layout.scale_buffer(rows, cols, q.spec, contract, q.data.device).copy_(q.scale)
-    return Quantized(view, scale, q.spec)
-
-
 @pytest.mark.parametrize("contract", (0, 1))
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rows, cols", SIZES)
@@ -37,7 +27,7 @@ def test_an_operand_holds_the_codes_zeros_and_scales(rows: int, cols: int, block
     spec = CastSpec("e4m3", block, "e8m0" if 32 in block else "pow2")
     plain = made(rows, cols, spec)
     free, contracted = (rows, cols) if contract == 1 else (cols, rows)
-    for q in (plain, as_layout_says(plain, contract), as_layout_says(plain, 1 - contract)):
+    for q in (plain, laid_out(plain, contract), laid_out(plain, 1 - contract)):
         got = layout.k_major(q, contract)
         assert (got.free, got.contracted) == (free, contracted)
         codes = got.codes.view(torch.uint8)
@@ -58,15 +48,15 @@ def test_an_operand_holds_the_codes_zeros_and_scales(rows: int, cols: int, block
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rows, cols", SIZES)
 def test_what_lies_right_is_not_copied(rows: int, cols: int, block: tuple[int, int], contract: int):
-    q = as_layout_says(made(rows, cols, CastSpec("e4m3", block, "pow2")), contract)
+    q = laid_out(made(rows, cols, CastSpec("e4m3", block, "pow2")), contract)
     got = layout.k_major(q, contract)
     assert got.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr()
     assert got.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr()
 
 
 def test_scales_of_lines_reach_over_the_padding_of_the_codes():
-    q = as_layout_says(made(33, 260, CastSpec("e4m3", (1, 128), "pow2")), 1)
-    got = layout.k_major(q, 1)
+    q = made(33, 260, CastSpec("e4m3", (1, 128), "pow2"))
+    got = layout.k_major(laid_out(q, 1), 1)
     assert got.codes.shape == (48, 384) and got.scale.stride() == (1, 48)
     whole = got.scale.as_strided((48, 3), (1, 48))
     assert torch.equal(whole[:33], q.scale) and bool((whole[33:] == 1).all())
@@ -74,7 +64,7 @@ def test_scales_of_lines_reach_over_the_padding_of_the_codes():
 
 def test_scales_of_squares_are_padded_to_four_along_the_contraction():
     for contract, shape in ((1, (300, 700)), (0, (700, 300))):
-        got = layout.k_major(as_layout_says(made(*shape, CastSpec("e4m3", (128, 128), "pow2")), contract), contract)
+        got = layout.k_major(laid_out(made(*shape, CastSpec("e4m3", (128, 128), "pow2")), contract), contract)
         assert got.scale.shape == (3, 6) and got.scale.stride() == (8, 1)
         assert bool((got.scale.as_strided((3, 8), (8, 1))[:, 6:] == 1).all())
 
@@ -136,9 +126,9 @@ def test_weights_of_experts(contract: int) -> None:
     got = layout.experts_k_major(q, contract)
     assert (got.free, got.contracted) == ((150, 200) if contract == 1 else (200, 150))
     for e in range(3):
-        alone = layout.k_major(each[e], contract)
-        assert torch.equal(got.codes[e].view(torch.uint8), alone.codes.view(torch.uint8))
-        assert torch.equal(got.scale[e], alone.scale)
+        one = layout.k_major(each[e], contract)
+        assert torch.equal(got.codes[e].view(torch.uint8), one.codes.view(torch.uint8))
+        assert torch.equal(got.scale[e], one.scale)
     view = got.codes[:, : got.free, : got.contracted]
     again = layout.experts_k_major(q._replace(data=view if contract == 1 else view.transpose(1, 2)), contract)
     assert again.codes.data_ptr() == got.codes.data_ptr() and again.codes.shape == got.codes.shape
@@ -148,5 +138,5 @@ def test_whether_codes_lie_already() -> None:
     q = made(33, 144, CastSpec("e4m3", (1, -1), "pow2"))
     assert not layout.lies(q, 1) and not layout.lies(q, 0)
     for contract in (0, 1):
-        right = as_layout_says(q, contract)
+        right = laid_out(q, contract)
         assert layout.lies(right, contract) and not layout.lies(right, 1 - contract)

@@ -102,7 +102,7 @@ def test_on_an_ada_blocks_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def fresh() -> Iterator[None]:
     """Without what the backends remember of this machine, before and after."""
-    known = (deepgemm_backend._lacks, torch_backend._lacks, triton_backend._lacks)
+    known = (deepgemm_backend._why_not, torch_backend._why_not, triton_backend._why_not)
     for remembered in known:
         remembered.cache_clear()
     try:
@@ -159,14 +159,14 @@ def test_a_backend_without_casts_cannot_be_asked_for_one() -> None:
 
 def test_triton_by_name_is_met_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter it serves the CPU; outside of it, it says where it runs."""
-    for value, lack in (("1", None), ("0", "on the CPU only in Triton's interpreter, TRITON_INTERPRET=1")):
+    for value, why_not in (("1", None), ("0", "on the CPU only in Triton's interpreter, TRITON_INTERPRET=1")):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         with fresh():
-            if lack is None:
+            if why_not is None:
                 asked = select("quantize", recipe_or_spec=CastSpec(), device="cpu", requested="triton")
                 assert asked.backend.name == "triton" and asked.reason == "requested by name"
             else:
-                with pytest.raises(BackendError, match=lack):
+                with pytest.raises(BackendError, match=why_not):
                     fp8.quantize(torch.randn(2, 128), CastSpec(), backend="triton")
 
 
@@ -195,8 +195,8 @@ def test_what_triton_says_is_what_its_kernels_take() -> None:
     for across in (-1, 1, 16, 32, 64, 128):
         for along in (-1, 1, 16, 32, 64, 128):
             spec = CastSpec("e4m3", (across, along))
-            said = triton_backend._lacks_operand(spec, 1)
-            if said is not None and "its GEMMs" in said:
+            why_not = triton_backend._why_not_operand(spec, 1)
+            if why_not is not None and "its GEMMs" in why_not:
                 with pytest.raises(CastError):
                     tiles.grain(spec, 1)
             else:
@@ -233,14 +233,14 @@ def test_a_gemm_that_the_recipe_keeps_in_high_precision_is_no_fp8_gemm() -> None
 def test_experts_can_be_planned_for_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated and one by one, as its linear layers are emulated; the reason is there to be shown."""
     from octavo.fp8.dense.gemms import backends_for
-    from octavo.fp8.moe.grouped import alone
+    from octavo.fp8.moe.grouped import why_not_grouped
 
     for module in (deepgemm_backend, torch_backend, triton_backend):
-        monkeypatch.setattr(module, "_lacks", lambda *device: "this GPU has 8.0")
+        monkeypatch.setattr(module, "_why_not", lambda *device: "this GPU has 8.0")
     chosen, device = recipe("blockwise"), torch.device("cuda")
     found = backends_for(chosen, device, (None, 64, 32), "auto", "experts")
     assert {s.backend.name for s in found.values()} == {"reference"}
-    assert alone(chosen, found, device).startswith("reference: it reads the sizes of the experts")
+    assert why_not_grouped(chosen, found, device).startswith("reference: it reads the sizes of the experts")
 
 
 def test_unknown_ops_and_taken_names(backends: None) -> None:

@@ -204,7 +204,7 @@ def test_casts_come_from_another_backend() -> None:
     assert float(given.scale) == 0.5
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_what_does_not_fit_is_reported() -> None:
     x_q, w_q = operands("rowwise", "fwd", 4, 8, 16)
     with pytest.raises(CastError, match=r"gemm_dgrad: the operands are \[4, 16\] and \[8, 16\]"):
         BACKEND.gemm_dgrad(x_q, w_q, torch.float32)
@@ -232,15 +232,15 @@ def test_what_it_says_of_the_cpu() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not there")
 def test_without_a_gpu_it_does_not_guess() -> None:
-    lack = BACKEND.supports("fwd", recipe("tensorwise"), torch.device("cuda"), None)
-    assert lack == "what it can do depends on the GPU, and this process sees none"
+    why_not = BACKEND.supports("fwd", recipe("tensorwise"), torch.device("cuda"), None)
+    assert why_not == "what it can do depends on the GPU, and this process sees none"
 
 
 ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
 
 
 @pytest.mark.parametrize(
-    "kind, capability, cuda, lack",
+    "kind, capability, cuda, why_not",
     [
         *((kind, AMPERE, (13, 0), "compute capability 8.9 or later, this GPU has 8.0") for kind in tb._SCALINGS),
         *((("tensor"), gpu, (12, 6), None) for gpu in (ADA, HOPPER, B200, CONSUMER)),
@@ -258,9 +258,11 @@ ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
         ("mx", B200, (12, 8), None),
     ],
 )
-def test_what_it_says_of_gpus(kind: str, capability: tuple[int, int], cuda: tuple[int, int], lack: str | None) -> None:
-    said = tb.lacks_on_gpu(kind, capability, cuda)
-    assert said is None if lack is None else lack in (said or "")
+def test_what_it_says_of_gpus(
+    kind: str, capability: tuple[int, int], cuda: tuple[int, int], why_not: str | None
+) -> None:
+    found = tb.why_not_on_gpu(kind, capability, cuda)
+    assert found is None if why_not is None else why_not in (found or "")
 
 
 def test_the_kind_of_a_gemm() -> None:

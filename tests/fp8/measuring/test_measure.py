@@ -38,8 +38,8 @@ def fake(seconds):
     def timer(case, calls, device):
         out = {}
         for name in calls:
-            said = seconds(case, name.removesuffix(", cold"))
-            device_s, host = said if isinstance(said, tuple) else (said, said / 10)
+            given = seconds(case, name.removesuffix(", cold"))
+            device_s, host = given if isinstance(given, tuple) else (given, given / 10)
             out[name] = Timed(device_s * (1.5 if name.endswith(", cold") else 1), host, 0.0, 4)
         return out
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
-from octavo.fp8.memory.accounting import Kept, kept
+from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from tests import ranks
 
 
@@ -27,8 +27,8 @@ class Run(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
-def count(model: nn.Module, *args, blocks=(), **kwargs) -> Kept:
-    with kept(model, blocks) as k:
+def count(model: nn.Module, *args, blocks=(), **kwargs) -> SavedBytes:
+    with count_saved(model, blocks) as k:
         out = model(*args, **kwargs)
     report = k.report()
     del out
@@ -137,7 +137,7 @@ def test_weights_buffers_gradients_and_cached_codes_do_not_count():
 
 
 @pytest.mark.long
-def test_positions_and_masks_are_apart():
+def test_positions_and_masks_are_separate():
     def decoder(self, x):
         angles = torch.arange(x.shape[0], dtype=torch.float32)[:, None] * torch.ones(8)
         mask, cos = torch.ones(x.shape[0], 1, dtype=torch.bool).tril(), angles.cos()
@@ -152,7 +152,7 @@ def test_positions_and_masks_are_apart():
     def model(depth: int) -> Run:
         return Run(decoder, blocks=nn.ModuleList(Run(block) for _ in range(depth)))
 
-    def report(depth: int, tokens: int = 4) -> Kept:
+    def report(depth: int, tokens: int = 4) -> SavedBytes:
         made = model(depth)
         return count(made, leaf(tokens, 8), blocks=list(made.blocks.named_children()))
 
@@ -166,7 +166,7 @@ def test_positions_and_masks_are_apart():
 
 def test_a_report_inside_says_what_is_alive_now_and_afterwards_what_was_at_the_end():
     x = leaf(4, 8)
-    with kept(nn.Identity()) as k:
+    with count_saved(nn.Identity()) as k:
         y = (x * 2).exp()
         assert k.report().total == 4 * 8 * 4
         z = y.exp()
@@ -181,14 +181,14 @@ def test_counting_leaves_no_trace():
     model(x).sum().backward()
     plain, x.grad = x.grad, None
     before = (len(nn.modules.module._global_forward_pre_hooks), len(nn.modules.module._global_forward_hooks))
-    with kept(model) as k:
+    with count_saved(model) as k:
         loss = model(x).sum()
     refs = [seen.storage for seen in k._seen.values() if seen.created]
     loss.backward()
     assert torch.equal(x.grad, plain)
     del loss
     assert refs and all(ref.expired() for ref in refs)
-    with pytest.raises(ZeroDivisionError), kept(model):
+    with pytest.raises(ZeroDivisionError), count_saved(model):
         model(x)
         raise ZeroDivisionError
     after = (len(nn.modules.module._global_forward_pre_hooks), len(nn.modules.module._global_forward_hooks))
@@ -196,27 +196,27 @@ def test_counting_leaves_no_trace():
 
 
 def test_a_layout_that_cannot_be_counted_is_refused():
-    with pytest.raises(TypeError, match="sparse_csr"), kept(nn.Identity()):
+    with pytest.raises(TypeError, match="sparse_csr"), count_saved(nn.Identity()):
         torch.ones(4, 4).to_sparse_csr()
 
 
 def test_sparse_tensors_count_their_indices_and_values():
-    with kept(nn.Identity()) as k:
+    with count_saved(nn.Identity()) as k:
         held = (torch.ones(4, 4) * 2).to_sparse()
     assert k.report().total == 16 * 4 + 2 * 16 * 8 and held.layout is torch.sparse_coo
 
 
-def test_what_a_model_elsewhere_keeps_in_host_memory_is_apart():
+def test_what_a_model_elsewhere_keeps_in_host_memory_is_separate():
     model = nn.Linear(8, 16, device="meta")
-    with kept(model) as k:
+    with count_saved(model) as k:
         there, here = torch.ones(4, 8) * 2, torch.ones(4, 8, device="meta") * 2
     assert k.report().separate == {"host": 4 * 8 * 4} and k.report().total == 4 * 8 * 4 and there.shape == here.shape
 
 
-def test_buffers_of_a_gathering_are_apart():
+def test_buffers_of_a_gathering_are_separate():
     import torch.distributed.fsdp  # its operations
 
-    with kept(nn.Identity()) as k:
+    with count_saved(nn.Identity()) as k:
         whole, parts = torch.ones(8, 4), [torch.empty(8, 1), torch.empty(8, 3)]
         torch.ops.fsdp.split_with_sizes_copy(whole, [1, 3], 1, out=parts)
     assert k.report().separate == {"gathered": 2 * 8 * 4 * 4} and k.report().total == 0
@@ -245,7 +245,7 @@ def stock(hidden: int, intermediate: int, heads: int, kv: int, head: int):
                          num_key_value_heads=kv, head_dim=head)  # fmt: skip
     config._attn_implementation = "sdpa"
 
-    def keeps(depth: int, tokens: int) -> Kept:
+    def keeps(depth: int, tokens: int) -> SavedBytes:
         torch.set_default_dtype(torch.bfloat16)
         try:
             model = qwen3(depth, config)

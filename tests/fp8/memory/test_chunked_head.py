@@ -27,7 +27,6 @@ from octavo.fp8.dense.swap import unswap
 from octavo.fp8.memory.chunked_head import ChunkedHead, chunked_head
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy
 from octavo.models.tiny_configs import CONFIGS, tiny_config
-from tests.fp8.weights.test_fsdp_cache import alone  # noqa: F401
 
 IGNORE = -100
 
@@ -35,8 +34,8 @@ IGNORE = -100
 def tiny(family: str) -> nn.Module:
     config = tiny_config(family)
     torch.manual_seed(0)
-    pictures = hasattr(config, "vision_config")
-    return (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_config(config)
+    multimodal = hasattr(config, "vision_config")
+    return (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM).from_config(config)
 
 
 def asked(seed=0):
@@ -124,8 +123,8 @@ def test_a_model_that_changes_its_logits_is_refused(config):
 )
 def test_further_families_on_the_meta_device(config):
     with torch.device("meta"):
-        pictures = hasattr(config, "vision_config")
-        model = (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_config(config)
+        multimodal = hasattr(config, "vision_config")
+        model = (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM).from_config(config)
     assert isinstance(chunked_head(model), ChunkedHead)
 
 
@@ -153,7 +152,7 @@ def test_a_change_that_the_probe_did_not_see_stops_the_step():
         given.take(torch.zeros(2, 3))
 
 
-def test_misuse_is_told():
+def test_misuse_is_reported():
     model, (inputs, target) = tiny("qwen3"), asked()
     head = chunked_head(model)
     with head.losses(target):
@@ -192,7 +191,7 @@ def test_copies_pickles_and_the_way_back():
     assert type(head) is nn.Linear and torch.equal(model(**inputs).logits, want)
 
 
-def test_under_fsdp_the_weight_is_gathered_where_the_head_runs(alone):  # noqa: F811
+def test_under_fsdp_the_weight_is_gathered_where_the_head_runs(mesh_of_one):
     model, (inputs, target) = tiny("llama"), asked()
     want = plain_losses(model(**inputs).logits, target)
     want.sum().backward()
@@ -200,8 +199,8 @@ def test_under_fsdp_the_weight_is_gathered_where_the_head_runs(alone):  # noqa: 
     model.zero_grad(set_to_none=True)
     head = chunked_head(model)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=alone)
-    fully_shard(model, mesh=alone)
+        fully_shard(layer, mesh=mesh_of_one)
+    fully_shard(model, mesh=mesh_of_one)
     for _ in range(2):  # the second step meets weights that were resharded
         model.zero_grad(set_to_none=True)
         with head.losses(target) as given:

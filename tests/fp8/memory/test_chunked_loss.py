@@ -40,7 +40,7 @@ def gradients(loss: Tensor, inputs, seed=1):
     return torch.autograd.grad((loss * each).sum(), [t for t in inputs if t is not None], retain_graph=True)
 
 
-def gap(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_of_the_plain_formulas(bias: bool, smooth
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, full, rtol=2e-6, atol=4e-6)
     for got, want in zip(gradients(ours, (hidden, weight, b)), gradients(full, (hidden, weight, b)), strict=True):
-        assert gap(got, want) < 2e-6
+        assert relative_error(got, want) < 2e-6
 
 
 def test_it_is_torch_s_own_cross_entropy():
@@ -87,9 +87,9 @@ def test_a_vocabulary_of_152k(dtype: torch.dtype):
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     true = gradients(plain(*exact, target), exact)
     for got, low, want in zip(gradients(ours, (hidden, weight)), gradients(full, (hidden, weight)), true, strict=True):
-        assert gap(got, want) <= 1.02 * gap(low, want) + 1e-7
+        assert relative_error(got, want) <= 1.02 * relative_error(low, want) + 1e-7
         if dtype == torch.float32:
-            assert gap(got, low) <= 1e-6 + 2 * gap(low, want)
+            assert relative_error(got, low) <= 1e-6 + 2 * relative_error(low, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -99,11 +99,11 @@ def test_in_16_bits_the_error_is_at_most_the_plain_path_s(dtype: torch.dtype, se
     ours, full = linear_cross_entropy(hidden, weight, target, b, chunk=5), plain(hidden, weight, target, b)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, b)]
     true_loss = plain(*exact[:2], target, exact[2])
-    assert gap(ours, true_loss) <= 1.01 * gap(full, true_loss)
+    assert relative_error(ours, true_loss) <= 1.01 * relative_error(full, true_loss)
     given = (hidden, weight, b)
     for got, low, want in zip(gradients(ours, given), gradients(full, given), gradients(true_loss, exact), strict=True):
         assert got.dtype == dtype
-        assert gap(got, want) <= 1.02 * gap(low, want)
+        assert relative_error(got, want) <= 1.02 * relative_error(low, want)
 
 
 def test_no_tensor_comes_near_the_size_of_the_logits():
@@ -136,7 +136,7 @@ def test_any_number_of_ignored_tokens(ignored: int):
     ours, full = linear_cross_entropy(hidden, weight, target, z_loss=0.1), plain(hidden, weight, target, z=0.1)
     torch.testing.assert_close(ours, full, rtol=2e-6, atol=4e-6)
     for got, want in zip(gradients(ours, (hidden, weight)), gradients(full, (hidden, weight)), strict=True):
-        assert got.isfinite().all() and gap(got, want) < 2e-6
+        assert got.isfinite().all() and relative_error(got, want) < 2e-6
     if ignored == 19:
         assert not ours.any() and not got.any()
 
@@ -164,7 +164,7 @@ def test_targets_that_cannot_be_looked_at_give_the_same(monkeypatch: pytest.Monk
     got = linear_cross_entropy(hidden, weight, target, z_loss=0.1)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     for a, b in zip(gradients(got, (hidden, weight)), gradients(want, (hidden, weight)), strict=True):
-        assert gap(a, b) < 1e-6
+        assert relative_error(a, b) < 1e-6
     assert not gradients(got, (hidden,))[0][target == IGNORE].any()
     target[0] = 101
     assert linear_cross_entropy(hidden, weight, target)[0].isnan()
@@ -190,7 +190,7 @@ def test_strided_hidden_states_and_weights():
     ours, full = linear_cross_entropy(hidden, weight, target), plain(hidden, weight, target)
     torch.testing.assert_close(ours, full)
     for got, want in zip(gradients(ours, (hidden, weight)), gradients(full, (hidden, weight)), strict=True):
-        assert gap(got, want) < 2e-6
+        assert relative_error(got, want) < 2e-6
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -254,10 +254,10 @@ def test_hidden_states_that_need_no_gradient_get_none():
 
 def test_between_forward_and_backward_only_hidden_states_and_lse_remain():
     hidden, weight, target, _ = problem(m=64, v=999, ignored=0)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear_cross_entropy(hidden, weight, target, label_smoothing=0.1)
-    sizes = {t.data_ptr(): t.numel() for t in kept}
+    sizes = {t.data_ptr(): t.numel() for t in saved}
     assert sum(sizes.values()) <= weight.numel() + hidden.numel() + 3 * len(target)
 
 
@@ -272,7 +272,7 @@ def test_autocast_casts_as_it_does_for_a_linear_layer():
     given = (hidden, weight, b)
     for got, low, want in zip(gradients(ours, given), gradients(full, given), true, strict=True):
         assert got.dtype == torch.float32
-        assert gap(got, want) <= 1.02 * gap(low, want)
+        assert relative_error(got, want) <= 1.02 * relative_error(low, want)
 
 
 def test_tied_weights_add_to_the_embedding_s_gradient():
@@ -285,7 +285,7 @@ def test_tied_weights_add_to_the_embedding_s_gradient():
         loss(table(ids).tanh(), table.weight, target).sum().backward()
         return table.weight.grad
 
-    assert gap(grad(linear_cross_entropy), grad(plain)) < 2e-6
+    assert relative_error(grad(linear_cross_entropy), grad(plain)) < 2e-6
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
@@ -304,7 +304,7 @@ def test_log_probabilities_and_entropies(temperature: float, chunk):
     given = (hidden, weight, b)
     for value, reference in ((logs, want), (entropy, want_entropy), (alone, want)):
         for got, should in zip(gradients(value, given), gradients(reference, given), strict=True):
-            assert gap(got, should) < 2e-5
+            assert relative_error(got, should) < 2e-5
 
 
 def test_log_probabilities_are_minus_the_loss():
@@ -334,7 +334,7 @@ def test_log_probabilities_are_minus_the_loss():
         ({"weight": torch.zeros(0, 24), "target": torch.full((19,), IGNORE)}, ValueError, "has no classes"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_cure(change, error, words: str):
+def test_what_cannot_be_is_refused_with_the_fix(change, error, words: str):
     hidden, weight, target, _ = problem()
     with pytest.raises(error, match=words):
         linear_cross_entropy(**{"hidden": hidden, "weight": weight, "target": target, **change})

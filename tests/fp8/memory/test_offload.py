@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.memory.offload import offload, synchronize_per_layer
 from octavo.fp8.memory.recompute import recompute
 from tests import ranks
@@ -129,10 +129,10 @@ def test_at_most_two_blocks_are_on_the_device_after_the_forward():
 
     copies.out = out
     x = torch.randn(2, 8, 32, requires_grad=True)
-    with kept(model, model.named_children()) as k:
+    with count_saved(model, model.named_children()) as k:
         y = model(x)
     on_device = k.report().total - copies.moved  # the host's copies are alive as well, and made in the forward
-    with kept(stack(1)) as one:
+    with count_saved(stack(1)) as one:
         z = stack(1)(x)
     assert on_device <= 2 * one.report().total + 2 * y.numel() * 4 and z is not None
 
@@ -240,7 +240,7 @@ def test_without_gradient_nothing_moves_and_hooks_come_off():
     assert not copies.log
 
 
-def test_a_saved_tensor_that_is_written_to_is_told():
+def test_a_saved_tensor_that_is_written_to_is_reported():
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config
 
 from octavo import fp8, models
-from octavo.fp8.memory.accounting import Kept, kept
+from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from octavo.fp8.memory.recompute import recompute
 from octavo.models import tiny
 from tests import ranks
@@ -97,9 +97,9 @@ def test_what_runs_again_has_a_name():
     assert recompute([("layers.0", stack(1)[0])], "full") == ("layers.0",)
 
 
-def count(how: str) -> Kept:
+def count(how: str) -> SavedBytes:
     model, x = stack(3, how=how), torch.randn(2, 8, 32, requires_grad=True)
-    with kept(model, model.named_children()) as k:
+    with count_saved(model, model.named_children()) as k:
         y = model(x)
     report = k.report()
     del y
@@ -135,9 +135,9 @@ def test_keywords_copies_pickles_and_evaluation(how):
         assert same(step(twin), step(plain))
         plain.zero_grad()
     assert isinstance(model[0], Block) and list(model.state_dict()) == list(plain.state_dict())
-    with kept(model) as k:
+    with count_saved(model) as k:
         y = model.eval()(x.requires_grad_())
-    with kept(plain) as k2:
+    with count_saved(plain) as k2:
         z = plain.eval()(x)
     assert k.report().total == k2.report().total and torch.equal(y, z)
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused():
 # --- the described families, in FP8 -----------------------------------------------------------------------------------
 
 
-def pictured():
+def vision_model():
     """InternVL, whose images have one size and need no grid."""
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config("internvl"), "cpu", torch.float32)
@@ -187,7 +187,7 @@ def pictured():
 
 
 def family_step(family: str, how: str, policy: fp8.Policy) -> tuple[Tensor, dict[str, Tensor], fp8.GemmCounts]:
-    model, described, inputs = pictured() if family == "internvl" else made(family)
+    model, described, inputs = vision_model() if family == "internvl" else made(family)
     plan = fp8.plan(model, policy, described.components)
     fp8.apply(model, plan)
     recompute(described.layers(model), how)
@@ -199,7 +199,7 @@ def family_step(family: str, how: str, policy: fp8.Policy) -> tuple[Tensor, dict
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, counts
 
 
-POLICIES = {"apart": {"fuse": "off"}, "fused": {"fuse": "on"}, "saved": {"fuse": "on", "activations": "fp8"}}
+POLICIES = {"separate": {"fuse": "off"}, "fused": {"fuse": "on"}, "saved": {"fuse": "on", "activations": "fp8"}}
 
 
 # Every policy with a decoder and with images; of the other families each under one, in turn.

@@ -15,7 +15,7 @@ from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe import grouped_high
-from octavo.fp8.moe.grouped import alone
+from octavo.fp8.moe.grouped import why_not_grouped
 
 E, H, I = 5, 144, 40  # noqa: E741
 SPECS = [
@@ -216,7 +216,7 @@ def test_bf16_and_autocast_round_where_the_loop_does():
     assert torch.equal(block.down_proj.grad, ours.down_proj.grad)
 
 
-def kept(block, given):
+def saved(block, given):
     """What the forward keeps: (dtype, elements) of every tensor that autograd saves."""
     found = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append((t.dtype, t.numel())) or t, lambda t: t):
@@ -224,16 +224,16 @@ def kept(block, given):
     return found
 
 
-def test_only_the_codes_of_x_are_kept_and_none_for_a_frozen_weight():
+def test_only_the_codes_of_x_are_saved_and_none_for_a_frozen_weight():
     given = inputs("uneven", 2)
     rows = route(given[1].reshape(-1), E).groups.rows
     ours = converted(Block(), fp8.recipe("blockwise"))
-    found = kept(ours, given)
+    found = saved(ours, given)
     assert (torch.float8_e4m3fn, rows * H) in found and (torch.float8_e4m3fn, rows * I) in found
     assert (torch.float32, rows * H) not in found
     ours.gate_up_proj.requires_grad_(False)
     ours.down_proj.requires_grad_(False)
-    found = kept(ours, given)
+    found = saved(ours, given)
     assert not [entry for entry in found if entry[0] == torch.float8_e4m3fn]
     with fp8.count_gemms() as counts:
         ours(*given).sum().backward()
@@ -399,14 +399,16 @@ def test_without_grouped_gemms_experts_run_one_by_one_and_the_plan_says_why(back
             results_of[name] = results(model["experts"], model, given, torch.ones_like(given[0]))
         proof = fp8.Proof(plan)
         proof.observe(counts, {"foundation": 1})
-        told = "2 rows of experts run expert by expert: ungrouped: it knows no groups" in plan.notes
-        assert told == (name == "ungrouped") and (counts.idle["experts.down_proj"] == 1) == told
+        noted = "2 rows of experts run expert by expert: ungrouped: it knows no groups" in plan.notes
+        assert noted == (name == "ungrouped") and (counts.idle["experts.down_proj"] == 1) == noted
     assert all(map(torch.equal, *results_of.values()))
     assert "a history of each expert" in fp8.plan(nn.ModuleDict({"e": Block()}), "delayed").table()
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     chosen = fp8.recipe("rowwise")
     picked = {"fwd": registry.select("fwd", recipe_or_spec=chosen, device=cpu, requested="reference")}
-    assert alone(chosen, picked, cpu) is None and "would have to be waited for" in alone(chosen, picked, cuda)
+    assert why_not_grouped(chosen, picked, cpu) is None and "would have to be waited for" in why_not_grouped(
+        chosen, picked, cuda
+    )
 
 
 def test_high_precision_gemms_ignore_what_padding_holds():

@@ -1,4 +1,4 @@
-"""Experts that keep gate and up in FP8: beside experts whose gate_up was rounded and whose rows were all kept."""
+"""Experts that keep gate and up in FP8: beside experts whose gate_up was rounded and whose rows were all saved."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe import experts as saved_experts
 from tests.fp8.blocks.test_mlp import Rounded, cosine
@@ -74,11 +74,11 @@ def test_recomputation_health_no_graph_and_no_token():
     assert y.shape == (0, H)
 
 
-def test_what_is_kept():
+def test_what_is_saved():
     sizes, tokens = [], 256
     for experts in pair(dtype=torch.bfloat16):
         given = routed(tokens, dtype=torch.bfloat16)
-        with kept(experts) as accountant:
+        with count_saved(experts) as accountant:
             y = experts(*given)
         assert y.requires_grad
         rows = [r for r in accountant.report().rows if r.kind == "activation"]
@@ -87,7 +87,7 @@ def test_what_is_kept():
     assert not wide and sizes[1] < 0.55 * sizes[0]
     _, frozen = pair(dtype=torch.bfloat16)
     x, index, weights = routed(tokens, dtype=torch.bfloat16)
-    with kept(frozen) as accountant:
+    with count_saved(frozen) as accountant:
         y = frozen(x, index, weights.detach())  # no router is trained: nobody asks for the answers
     assert y.requires_grad and not any(r.shape[-1] == H and r.shape[0] == 2 * tokens for r in accountant.report().rows)
 

@@ -77,9 +77,9 @@ def test_cosine_leaves_its_arguments_alone():
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
-def test_a_muted_backward_runs_again_what_a_watched_forward_kept(how: str):
+def test_a_muted_backward_runs_again_what_a_watched_forward_saved(how: str):
     """Update in backward goes over the graph twice, and nobody listens the second time: what is computed again must
-    still be what its forward kept."""
+    still be what its forward saved."""
 
     class Block(nn.Module):
         def __init__(self):

@@ -202,7 +202,7 @@ def test_a_copy_goes_on_by_itself():
         ({"seed": -1}, "from 0 to"),
     ],
 )
-def test_what_cannot_be_met_is_refused_with_the_cure(settings, message):
+def test_what_cannot_be_met_is_refused_with_the_fix(settings, message):
     with pytest.raises(ValueError, match=message):
         fp8.AdamW([nn.Parameter(torch.zeros(3))], **settings)
 
@@ -234,7 +234,7 @@ def test_stepping_one_parameter_at_a_time_walks_through_all_of_them_once():
 
 
 def test_one_at_a_time_is_all_at_once_also_after_groups_were_added():
-    def run(apart):
+    def run(singly):
         params = [nn.Parameter(some(200, i).bfloat16()) for i in range(4)]
         optimizer = fp8.AdamW(params[:2], lr=1e-2, master="bf16+sr")
         for step in range(3):
@@ -243,7 +243,7 @@ def test_one_at_a_time_is_all_at_once_also_after_groups_were_added():
             for i, p in enumerate(params):
                 p.grad = some(200, 10 * step + i).bfloat16()
             known = params if step else params[:2]
-            for some_ in [[p] for p in reversed(known)] if apart else [known]:
+            for some_ in [[p] for p in reversed(known)] if singly else [known]:
                 optimizer.update(some_)
         return params
 

@@ -239,7 +239,7 @@ def test_a_parameter_has_one_update_in_backward() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_a_function_that_runs_no_backward_is_told_so(clip: float) -> None:
+def test_a_function_that_runs_no_backward_is_reported(clip: float) -> None:
     model = plain_model()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     updating = UpdateInBackward(optimizer, model)

@@ -139,7 +139,7 @@ def test_cut_groups_follow_from_shapes():
 
 
 def test_one_process_asks_nobody(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *a, **k: pytest.fail("one process talked to others"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *a, **k: pytest.fail("one process communicated"))
     p = nn.Parameter(torch.randn(7, 40))
     optimizer = AdamW([p])
     p.grad = torch.randn(7, 40)

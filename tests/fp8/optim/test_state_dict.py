@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(spoil, words):
     assert _bits(optimizer.state_dict()) == before
 
 
-def test_names_are_told_where_the_optimizer_has_them_and_amsgrad_is_refused():
+def test_names_are_reported_where_the_optimizer_has_them_and_amsgrad_is_refused():
     params = _parameters(torch.float32)
     torchs = torch.optim.AdamW(params, amsgrad=True)
     _run(torchs, range(1))

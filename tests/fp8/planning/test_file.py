@@ -142,7 +142,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("old", "new", "message"), EDITS, ids=[m[:30] for _, _, m in EDITS])
-def test_an_edit_that_cannot_be_met_is_told_with_its_line(saved, old, new, message):
+def test_an_edit_that_cannot_be_met_is_reported_with_its_line(saved, old, new, message):
     _, path = saved
     where = line_of(path, '"match": "layers.*.q_proj"')
     start, _, rest = path.read_text().partition('"layers": [')
@@ -151,7 +151,7 @@ def test_an_edit_that_cannot_be_met_is_told_with_its_line(saved, old, new, messa
         fp8.load_plan(path, Net())
 
 
-def test_a_comma_too_many_is_told_with_its_line(saved):
+def test_a_comma_too_many_is_reported_with_its_line(saved):
     _, path = saved
     path.write_text(path.read_text().replace("}\n  ]\n}", "},\n  ]\n}"))
     last = len(path.read_text().splitlines()) - 1
@@ -199,7 +199,7 @@ def test_another_gpu_is_refused_with_the_difference(saved, monkeypatch):
         ('{"octavo_plan": 1}', "no usable 'machine': it is missing"),
     ],
 )
-def test_what_is_no_plan_is_told(tmp_path, text, message):
+def test_what_is_no_plan_is_reported(tmp_path, text, message):
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(fp8.PlanError, match=message):
         fp8.load_plan(tmp_path / "p.json", Net())
@@ -217,7 +217,7 @@ def test_what_is_no_plan_is_told(tmp_path, text, message):
         ("micro_steps", 0), ("micro_steps", None), ("fuse_blocks", "on"), ("sisters", "x"), ("layers", {}),
     ],
 )  # fmt: skip
-def test_damage_outside_the_lines_is_told_with_its_key(saved, where, value):
+def test_damage_outside_the_lines_is_reported_with_its_key(saved, where, value):
     _, path = saved
     found = json.loads(path.read_text())
     inner, parts = found, [int(p) if p.isdecimal() else p for p in where.split(".")]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.memory.accounting import kept
+from octavo.fp8.memory.accounting import count_saved
 
 RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
 
@@ -66,7 +66,7 @@ def test_it_is_the_layer_of_its_values(kind: str, how: str) -> None:
         fp8.apply(model, plan)
         x = batch().requires_grad_()
         with fp8.count_gemms() as counts:
-            with kept(model, []) as held:
+            with count_saved(model, []) as held:
                 y = model(x)
             y.backward(batch(seed=2))
         found.append((y.detach(), x.grad, held.report().total))
@@ -107,7 +107,7 @@ def test_a_frozen_layer_keeps_nothing(kind: str, dgrad: str) -> None:
     model[0].weight = fp8.freeze_weight(model[0].weight, kind)
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=RECIPES[kind], dgrad=dgrad)))
     x = batch().requires_grad_()
-    with kept(model, []) as held:
+    with count_saved(model, []) as held:
         y = model(x)
     report = held.report()
     assert report.total == 0, str(report)
@@ -153,7 +153,7 @@ def test_training_beside_it_changes_no_code(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind,wrong,cure",
+    "kind,wrong,fix",
     [
         ("row", "blockwise", "rowwise"),
         ("block", "tensorwise", "blockwise"),
@@ -162,8 +162,8 @@ def test_training_beside_it_changes_no_code(kind: str) -> None:
         ("row", "tensorwise", "rowwise"),
     ],
 )
-def test_other_blocks_are_refused_with_the_cure(kind: str, wrong: str, cure: str) -> None:
-    with pytest.raises(fp8.PlanError, match=rf"'0.gate_proj' holds frozen FP8 codes of kind {kind}.*{wrong}.*{cure}"):
+def test_other_blocks_are_refused_with_the_fix(kind: str, wrong: str, fix: str) -> None:
+    with pytest.raises(fp8.PlanError, match=rf"'0.gate_proj' holds frozen FP8 codes of kind {kind}.*{wrong}.*{fix}"):
         fp8.plan(built(kind), wrong)
     with pytest.raises(fp8.PlanError, match=r"rule \*\*.up_proj asks for the recipe"):
         fp8.plan(built(kind), fp8.Policy(recipe="off", rules=(fp8.Rule("**.up_proj", recipe=wrong),)))
@@ -192,11 +192,11 @@ def test_auto_takes_what_fits() -> None:
 def test_the_plan_says_what_is_frozen(tmp_path) -> None:
     model = built("row")
     plan = fp8.plan(model, fp8.Policy(recipe="rowwise", rules=(fp8.Rule("**.down_proj", recipe="off"),)))
-    said = "\n".join(plan.notes)
+    notes = "\n".join(plan.notes)
     size = fp8.frozen_bytes(model)
-    assert f"6 weights hold frozen FP8 codes (6 row): {size:,} bytes" in said and "cast weights twice" not in said
-    assert "2 of 6 layers with frozen codes stay in high precision and compute with dequantized values" in said
-    assert "cast for it from dequantized values at each backward, and not kept" in said
+    assert f"6 weights hold frozen FP8 codes (6 row): {size:,} bytes" in notes and "cast weights twice" not in notes
+    assert "2 of 6 layers with frozen codes stay in high precision and compute with dequantized values" in notes
+    assert "cast for it from dequantized values at each backward, and not kept" in notes
     assert plan.rows[0].to_json()["codes"] == "e4m3 row pow2"
     mixed = built("row", trained=True)
     assert "rowwise cast weights twice" in "\n".join(fp8.plan(mixed, "rowwise").notes)

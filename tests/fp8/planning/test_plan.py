@@ -65,8 +65,8 @@ def test_the_table_says_everything():
     for piece in (
         "layers.{0..3}.q_proj", "32 x 32", "blockwise e4m3", "reference", "the whole model; frozen, no wgrad",
         "FP8: 14 of 18 linear layers", "high precision: 1 (lm_head stays in high precision)",
-        "linear FLOPs in FP8: 91.0 %", "image_projector 0.0 %", "lm_head and patch embedding apart",
-        "note: 6 of 14 FP8 layers are frozen: no wgrad, no kept input",
+        "linear FLOPs in FP8: 91.0 %", "image_projector 0.0 %", "lm_head and patch embedding do not count",
+        "note: 6 of 14 FP8 layers are frozen: no wgrad, no saved input",
     ):  # fmt: skip
         assert piece in text, f"{piece!r} is not in\n{text}"
     assert max(len(line) for line in text.splitlines()) < 200
@@ -155,7 +155,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("asked,message", ERRORS, ids=[m[:40] for _, m in ERRORS])
-def test_what_cannot_be_met_is_an_error_that_names_the_cure(asked, message):
+def test_what_cannot_be_met_is_an_error_that_names_the_fix(asked, message):
     with pytest.raises(fp8.PlanError, match=message):
         fp8.plan(Vlm(), fp8.Policy(**asked))
 
@@ -197,12 +197,12 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("given,message", NONSENSE, ids=[m[:40] for _, m in NONSENSE])
-def test_nonsense_is_told_before_any_model_is_seen(given, message):
+def test_nonsense_is_reported_before_any_model_is_seen(given, message):
     with pytest.raises(fp8.PlanError, match=message):
         fp8.Policy(**given)
 
 
-def test_a_backend_that_does_not_exist_is_told_even_where_nothing_runs_in_fp8():
+def test_a_backend_that_does_not_exist_is_reported_even_where_nothing_runs_in_fp8():
     with pytest.raises(fp8.BackendError, match="no backend 'x'"):
         fp8.Policy(recipe="off", backend="x")
 

@@ -60,7 +60,7 @@ def test_every_optimizer_step_is_seen_and_micro_steps_reuse_the_codes(name):
 
 
 def test_fused_adamw_really_hides_its_write_from_the_version_counter():
-    """The reason for the epoch. Should torch change this, the epoch stays harmless."""
+    """The reason for the weight version. Should torch change this, it stays harmless."""
     p = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([p], lr=0.1, fused=True)
     p.grad = torch.ones(4)

@@ -159,7 +159,7 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
         whole = sum(p.numel() for p in model.parameters() if fp8.is_frozen(p))
         seen = Seen(model, want)
         found = _step(model, share=share)
-        said = {
+        checks = {
             "same": all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
             "wrong": seen.wrong,
             "undecoded": not decode.called,
@@ -172,19 +172,19 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
         # Values, codes that are loaded again, and what stays refused.
         values = full_state_dict(model, world)
         read = alone[0].up.base_layer.weight.dequantize()
-        said["values"] = not share or torch.equal(values["0.up.base_layer.weight"], read)
+        checks["values"] = not share or torch.equal(values["0.up.base_layer.weight"], read)
         for p in local.values():
             fp8.codes_of_frozen(p).data.view(torch.uint8).zero_()
-        said["zeroed"] = fp8.fingerprint(model) != before
+        checks["zeroed"] = fp8.fingerprint(model) != before
         fp8.load_fp8_state_dict(model, state)
-        said["loaded"] = fp8.fingerprint(model) == before
+        checks["loaded"] = fp8.fingerprint(model) == before
         for wrong in (lambda m: m.to(torch.float32), lambda m: fp8.thaw(m)):
             try:
                 wrong(model)
             except RuntimeError as error:
-                said.setdefault("refused", []).append("fp8.thaw" in str(error))
-        said["after"] = all(math.isfinite(float(t.float().sum())) for t in _step(model, 1))
-        answer[f"{kind} {dtype}"] = said
+                checks.setdefault("refused", []).append("fp8.thaw" in str(error))
+        checks["after"] = all(math.isfinite(float(t.float().sum())) for t in _step(model, 1))
+        answer[f"{kind} {dtype}"] = checks
     return answer
 
 
@@ -202,7 +202,7 @@ CASES = [("block", "float32"), ("row", "bfloat16"), ("tensor", "float32")]
 )
 def test_ranks(size: int, cases: list[tuple[str, str]]) -> None:
     for answer in ranks.run(_all, size, cases):
-        for case, said in answer.items():
-            assert said.pop("bytes") < (1.06 if size == 1 else 0.7), case
-            assert said.pop("wrong") == [] and said.pop("refused") == [True, True], case
-            assert all(said.values()), (case, said)
+        for case, checks in answer.items():
+            assert checks.pop("bytes") < (1.06 if size == 1 else 0.7), case
+            assert checks.pop("wrong") == [] and checks.pop("refused") == [True, True], case
+            assert all(checks.values()), (case, checks)

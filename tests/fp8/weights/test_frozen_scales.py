@@ -81,13 +81,13 @@ def test_codes_are_brought_into_line_for_any_tensor_core(kind: str, n: int, k: i
 def test_deepgemm_takes_any_scale_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     own = fitted(fp8.recipe("blockwise"), fp8.CastSpec("e4m3", (128, 128), "fp32"))
     assert own is not None and own.fwd.b.scale == own.dgrad.b.scale == "fp32" and own.wgrad.b.scale == "pow2"
-    monkeypatch.setattr(deepgemm_backend, "_lacks", lambda *_: None)
+    monkeypatch.setattr(deepgemm_backend, "_why_not", lambda *_: None)
     made, cuda = registry.get("deepgemm"), torch.device("cuda")
     for hopper in (True, False):
         monkeypatch.setattr(deepgemm_backend, "_any_scale", lambda *_, hopper=hopper: hopper)
         for op in ("fwd", "dgrad", "grouped_fwd"):
-            lack = made.supports(op, own, cuda, None)
-            assert (lack is None) is hopper and (hopper or "keeps the exponents of scales alone" in lack)
+            why_not = made.supports(op, own, cuda, None)
+            assert (why_not is None) is hopper and (hopper or "keeps the exponents of scales alone" in why_not)
         assert made.supports("fwd", fp8.recipe("blockwise"), cuda, None) is None
 
 

@@ -94,16 +94,6 @@ def ddp(rank, size):
     assert (mean / size).tolist() == pytest.approx(want, rel=1e-3)
 
 
-@pytest.fixture
-def alone():
-    """A mesh of this one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 def check(recipe, fused, reshard, recompute, mesh, rank, size, want):
     model = build(recipe, recompute)
     for block in model:
@@ -139,8 +129,8 @@ SOME = [(True, True, True), (True, False, False), (False, True, False)]
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 @pytest.mark.parametrize("case", ALL)
-def test_one_rank_never_uses_stale_codes(alone, recipe, case):
-    check(recipe, *case, alone, 0, 1, reference(recipe, case[0], 1))
+def test_one_rank_never_uses_stale_codes(mesh_of_one, recipe, case):
+    check(recipe, *case, mesh_of_one, 0, 1, reference(recipe, case[0], 1))
 
 
 @pytest.mark.parametrize(
@@ -155,25 +145,25 @@ def test_two_ranks_never_use_stale_codes(recipe, cases):
     ranks.run(worker, 2, recipe, cases)
 
 
-def test_weights_gathered_in_bf16_are_cast_from_bf16(alone):
+def test_weights_gathered_in_bf16_are_cast_from_bf16(mesh_of_one):
     model = build("blockwise")
     full = {k: v.clone() for k, v in model.state_dict().items()}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model:
-        fully_shard(block, mesh=alone, mp_policy=policy)
-    fully_shard(model, mesh=alone, mp_policy=policy)
+        fully_shard(block, mesh=mesh_of_one, mp_policy=policy)
+    fully_shard(model, mesh=mesh_of_one, mp_policy=policy)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
     twin = build("blockwise").bfloat16()
     twin.load_state_dict(full)
     assert torch.equal(model(x), twin(x.bfloat16()))
 
 
-def test_a_write_to_the_master_behind_gathered_codes_is_seen(alone):
+def test_a_write_to_the_master_behind_gathered_codes_is_seen(mesh_of_one):
     """As a loader writes through a state dict; where a border cuts a block, fp8.invalidate must tell all ranks."""
     want, model, x = build("blockwise"), build("blockwise", param=True), torch.randn(4, 32)
     for block in model:
-        fully_shard(block, mesh=alone)
-    fully_shard(model, mesh=alone)
+        fully_shard(block, mesh=mesh_of_one)
+    fully_shard(model, mesh=mesh_of_one)
     before = model(x)
     with torch.no_grad():
         for m in (want, model):
@@ -182,13 +172,13 @@ def test_a_write_to_the_master_behind_gathered_codes_is_seen(alone):
 
 
 @pytest.mark.parametrize("param", [False, True], ids=["values", "codes"])
-def test_a_captured_step_of_gathered_weights(alone, monkeypatch, param):
+def test_a_captured_step_of_gathered_weights(mesh_of_one, monkeypatch, param):
     """Codes cast in a CUDA graph are saved for the backward. Those that were gathered must not be: FSDP2 frees them
     behind the forward and gathers them anew, into the same memory."""
     want, model = build("blockwise"), build("blockwise", param=param)
     for block in model:
-        fully_shard(block, mesh=alone)
-    fully_shard(model, mesh=alone)
+        fully_shard(block, mesh=mesh_of_one)
+    fully_shard(model, mesh=mesh_of_one)
     monkeypatch.setattr(cache, "capturing", lambda tensor: True)
     x = torch.randn(4, 32)
     for m in (want, model):
@@ -197,38 +187,38 @@ def test_a_captured_step_of_gathered_weights(alone, monkeypatch, param):
         assert torch.equal(p.grad.full_tensor(), q.grad)
 
 
-def test_a_weight_that_was_not_gathered_says_what_is_wrong(alone):
-    model = fully_shard(build("blockwise"), mesh=alone)
+def test_a_weight_that_was_not_gathered_says_what_is_wrong(mesh_of_one):
+    model = fully_shard(build("blockwise"), mesh=mesh_of_one)
     with pytest.raises(RuntimeError, match="is a DTensor where its GEMM runs.*fully_shard"):
         model[0].up(torch.randn(2, 32))
 
 
-def test_a_layer_that_is_its_own_shard_still_works(alone):
+def test_a_layer_that_is_its_own_shard_still_works(mesh_of_one):
     model = build("blockwise")
     x = torch.randn(3, 32)
     want = model(x)
     for block in model:
-        fully_shard(block.up, mesh=alone)
-        fully_shard(block.down, mesh=alone)
+        fully_shard(block.up, mesh=mesh_of_one)
+        fully_shard(block.down, mesh=mesh_of_one)
     assert isinstance(model[0].up, fp8.Linear) and "FSDP" in type(model[0].up).__name__
     assert torch.equal(model(x), want)
 
 
-def test_a_layer_sharded_before_the_plan_is_left_and_the_plan_says_so(alone):
+def test_a_layer_sharded_before_the_plan_is_left_and_the_plan_says_so(mesh_of_one):
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    fully_shard(plain[0], mesh=alone)
+    fully_shard(plain[0], mesh=mesh_of_one)
     plan = fp8.plan(plain, "blockwise")
     assert [r.fp8 for r in plan.rows] == [False, True]
     assert "FSDPLinear is a subclass of nn.Linear and is left as it is" in plan.table()
 
 
-def test_a_plan_may_be_applied_after_sharding(alone):
+def test_a_plan_may_be_applied_after_sharding(mesh_of_one):
     want = build("blockwise")(torch.ones(2, 32))
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(2)])
     for block in model:
-        fully_shard(block, mesh=alone)
-    fully_shard(model, mesh=alone)
+        fully_shard(block, mesh=mesh_of_one)
+    fully_shard(model, mesh=mesh_of_one)
     fp8.apply(model, fp8.plan(model, "blockwise"))
     assert torch.equal(model(torch.ones(2, 32)), want)
     assert all(len(m._site.codes) == 0 for m in model.modules() if isinstance(m, fp8.Linear))
@@ -244,7 +234,7 @@ class Moe(nn.Module):
         return self.experts(x, index, torch.full((len(x), 2), 0.5))
 
 
-def test_experts_follow_their_shards(alone):
+def test_experts_follow_their_shards(mesh_of_one):
     config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
     config._experts_implementation = "eager"
     results = []
@@ -255,7 +245,7 @@ def test_experts_follow_their_shards(alone):
             nn.init.normal_(p, std=0.2)
         fp8.apply(model, fp8.plan(model))
         if shard:
-            fully_shard(model, mesh=alone)
+            fully_shard(model, mesh=mesh_of_one)
             with pytest.raises(fp8.PlanError, match="applied to this model before"):
                 fp8.apply(model, fp8.plan(model))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
@@ -272,7 +262,7 @@ def test_experts_follow_their_shards(alone):
     assert results[0] == results[1]
 
 
-def test_experts_sharded_before_the_plan_stay(alone):
+def test_experts_sharded_before_the_plan_stay(mesh_of_one):
     config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
-    model = nn.ModuleDict({"moe": fully_shard(Moe(Qwen3MoeExperts(config)), mesh=alone), "a": nn.Linear(8, 8)})
+    model = nn.ModuleDict({"moe": fully_shard(Moe(Qwen3MoeExperts(config)), mesh=mesh_of_one), "a": nn.Linear(8, 8)})
     assert "experts already sharded (plan and apply before fully_shard)" in fp8.plan(model).table()

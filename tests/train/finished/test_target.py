@@ -82,8 +82,8 @@ def test_the_adapter_folder_computes_as_its_run(runs):
 
 def test_codes_are_multiplied_as_they_are_or_dequantized(runs):
     found = finished.look(runs / "fp8")
-    kernels, _, (said,) = found.open(backend="reference")
-    assert "blockwise on reference" in said
+    kernels, _, (note,) = found.open(backend="reference")
+    assert "blockwise on reference" in note
     same, _, _ = found.open(recipe="off")
     assert fp8.fingerprint(same) == fp8.fingerprint(kernels) != {}
     values, _, _ = found.open(load_in_fp8="off")
@@ -122,8 +122,8 @@ def test_a_full_run_takes_another_recipe_and_no_other_base(runs):
 def test_a_base_that_changed_since_is_refused(runs, tmp_path, place):
     shutil.copytree(place / "tiny", tmp_path / "base")
     shutil.copytree(runs / "lora", tmp_path / "run")
-    said = (tmp_path / "run/config.yaml").read_text().replace(str(place / "tiny"), str(tmp_path / "base"))
-    (tmp_path / "run/config.yaml").write_text(said)
+    text = (tmp_path / "run/config.yaml").read_text().replace(str(place / "tiny"), str(tmp_path / "base"))
+    (tmp_path / "run/config.yaml").write_text(text)
     finished.look(tmp_path / "run").open()
     file = tmp_path / "base/model.safetensors"
     data = bytearray(file.read_bytes())

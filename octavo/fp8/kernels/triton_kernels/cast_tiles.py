@@ -67,9 +67,9 @@ def _place(pid_r, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED: tl.constexpr, TR
     """(group, end): what "all rows" of this tile is, 0 or its expert, and the row where its real rows end."""
     if GROUPED:
         # Tiles may lie beyond the last row, where scales are padded further than codes.
-        owner = tl.load(tiles_ptr + pid_r * TR // 128, mask=pid_r * TR < M, other=-1)
-        group = tl.maximum(owner, 0)
-        return group, tl.where(owner >= 0, tl.load(starts_ptr + group) + tl.load(sizes_ptr + group), 0)
+        expert = tl.load(tiles_ptr + pid_r * TR // 128, mask=pid_r * TR < M, other=-1)
+        group = tl.maximum(expert, 0)
+        return group, tl.where(expert >= 0, tl.load(starts_ptr + group) + tl.load(sizes_ptr + group), 0)
     return 0, M
 
 

@@ -20,8 +20,8 @@ forward GEMMs skip that and accumulate in the tensor core. A plain ``acc += tl.d
 compiler is not told that sums are imprecise, it folds the addition into the product.
 
 Range. A sum times scale_a alone may leave fp32 where the result does not (x near 1e34, w near 1e-30). So a power of two
-changes sides where scale_a is far out (:func:`_apart`, :func:`_far`), which rounds nothing and costs nothing a value
-in the loop. That takes a tile with one scale on one side: where both scales are vectors and change along the
+changes sides where scale_a is far out (:func:`_rebalanced`, :func:`_far`), which rounds nothing and costs nothing a
+value in the loop. That takes a tile with one scale on one side: where both scales are vectors and change along the
 contraction (blockwise wgrad; mxfp8 before SM100) it would be one more multiplication a value and step: there a sum is
 infinite as soon as it is under the scale of dy alone, which takes a dy beyond 5e33. Small scales are safe: products of
 two codes are multiples of 2^-32 and scales at least 2^-115, so that what follows is exact down to the last subnormal.
@@ -84,7 +84,7 @@ def _times(acc, scale, FREE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _apart(sa, sb):
+def _rebalanced(sa, sb):
     """(sa, sb) with the same product, sa brought back by 2^40 from beyond 2^80 unless sb is out there too: then a sum
     overflows under sa only if it does under both. NaN stays."""
     far = tl.where(sb < HUGE, sa, 1.0) >= HUGE
@@ -165,7 +165,7 @@ def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl
                 sb = _scale(b_scales, k // B.side, B, BLOCK_N)
             part = tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
             if A.side > 0 and B.side > 0 and (A.free != 1 or B.free != 1):  # one of them at most is a vector
-                sa, sb = _apart(sa, sb)
+                sa, sb = _rebalanced(sa, sb)
                 ROWS: tl.constexpr = A.free == 1
                 FREE: tl.constexpr = A.free if ROWS else B.free
                 part = _times(_times(part, sa, FREE, ROWS), sb, FREE, ROWS)

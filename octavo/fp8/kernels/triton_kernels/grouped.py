@@ -40,7 +40,7 @@ def grouped_rows_kernel(
     a_scale,
     b_scale,
     bias,
-    owners,
+    experts,
     rows,
     N,
     K,
@@ -60,11 +60,11 @@ def grouped_rows_kernel(
     GROUP_M: tl.constexpr,
     OWNED: tl.constexpr,
 ):
-    """fwd and dgrad: a tile of rows [rows, K] times its owner's b [N, K]; ``owners`` [rows / OWNED]."""
+    """fwd and dgrad: a tile of rows [rows, K] times its expert's b [N, K]; ``experts`` [rows / OWNED]."""
     i, j = place(tl.program_id(0), rows // TILE.m, tl.cdiv(N, TILE.n), GROUP_M)
     row = i * TILE.m
     col = j * TILE.n
-    expert = tl.load(owners + row // OWNED)
+    expert = tl.load(experts + row // OWNED)
     if expert < 0:
         BLOCK_M: tl.constexpr = TILE.m
         BLOCK_N: tl.constexpr = TILE.n

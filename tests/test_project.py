@@ -63,7 +63,7 @@ KEPT_IN = {
 
 
 def package_of(module: str) -> str | None:
-    """The package of ``octavo.<package>...``; the front door has none, and fp8's arithmetic lies below all others."""
+    """The package of ``octavo.<package>...``; octavo itself has none, and fp8's arithmetic lies below all others."""
     parts = module.split(".")
     if parts[0] != "octavo" or len(parts) < 2 or parts[1] in {"__main__", "__init__"}:
         return None
@@ -124,12 +124,12 @@ def imports_down(tree: Tree) -> list[str]:
             if LEVEL_OF[there] >= LEVEL_OF[here]:
                 wrong.append(f"{module}:{line} imports {name}: {here} may not look up or sideways to {there}")
             if here == "models" and there == "fp8" and name not in ("octavo.fp8", "octavo.fp8.policy"):
-                wrong.append(f"{module}:{line} imports {name}: models knows of FP8 its face and fp8.policy")
+                wrong.append(f"{module}:{line} imports {name}: models knows of FP8 octavo.fp8 and fp8.policy")
     return wrong
 
 
 def fp8_imports_down(tree: Tree) -> list[str]:
-    """Rule 1, inside fp8: a package imports only from lower levels, and nothing through the face of all."""
+    """Rule 1, inside fp8: a package imports only from lower levels, and nothing through octavo.fp8."""
     wrong = []
     for module in tree.sources:
         here = module.split(".")[2] if module.startswith("octavo.fp8.") else None
@@ -156,7 +156,7 @@ def circles(tree: Tree) -> list[str]:
         number[module] = low[module] = len(number)
         stack.append(module)
         for name in sorted(tree.inside(module)):
-            # A package's face imports its files; a file that names the face of its own package closes a circle.
+            # A package's __init__ imports its files; a file that imports its own package closes a circle.
             if name not in number:
                 visit(name)
             if name in stack:
@@ -173,7 +173,7 @@ def circles(tree: Tree) -> list[str]:
     return found
 
 
-def faces(tree: Tree) -> list[str]:
+def inits(tree: Tree) -> list[str]:
     """Rule 2: a package inside fp8 has an ``__init__`` of at most 40 lines: a sentence and the names it offers."""
     wrong = []
     for name in tree.packages:
@@ -193,7 +193,7 @@ def faces(tree: Tree) -> list[str]:
 
 
 def reach_inside(tree: Tree) -> list[str]:
-    """Rule 3: from outside, ``octavo.fp8`` or the face of one of its packages is imported, never a file in it."""
+    """Rule 3: from outside, ``octavo.fp8`` or one of its packages is imported, never a file in it."""
     return [
         f"{module}:{line} imports {name}; take it from {'.'.join(name.split('.')[:3])}"
         for module in tree.sources
@@ -241,7 +241,7 @@ def tree() -> Tree:
     return Tree()
 
 
-RULES = (imports_down, fp8_imports_down, circles, faces, reach_inside, know_shards, names_as_text)
+RULES = (imports_down, fp8_imports_down, circles, inits, reach_inside, know_shards, names_as_text)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -264,8 +264,8 @@ def test_the_layout_keeps(rule, tree: Tree) -> None:
         (fp8_imports_down, {"octavo.fp8.stray": ""}),
         (circles, {"octavo.fp8.dense.inputs": "def f():\n    from octavo.fp8.dense import gemms"}),
         (circles, {"octavo.fp8.arithmetic.formats": "if TYPE_CHECKING:\n    from octavo.fp8.arithmetic import cast"}),
-        (faces, {"octavo.fp8.dense": '"""A sentence."""\nx = 1\n'}),
-        (faces, {"octavo.fp8.dense": '"""A sentence."""\n' + "from octavo.fp8.dense.linear import Linear\n" * 41}),
+        (inits, {"octavo.fp8.dense": '"""A sentence."""\nx = 1\n'}),
+        (inits, {"octavo.fp8.dense": '"""A sentence."""\n' + "from octavo.fp8.dense.linear import Linear\n" * 41}),
         (reach_inside, {"octavo.train.step": "from octavo.fp8.dense.linear import Linear"}),
         (reach_inside, {"octavo.train.step": "def f():\n    from octavo.fp8.weights import cache"}),
         (know_shards, {"octavo.fp8.dense.linear": "from octavo.fp8.weights.shards import is_dtensor"}),

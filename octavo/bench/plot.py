@@ -1,4 +1,4 @@
-"""A picture of each suite: for every case the candidates as bars of their ratio against the baseline.
+"""A plot of each suite: for every case the candidates as bars of their ratio against the baseline.
 
 The scripts in ``benchmarks/`` draw on the same :func:`canvas`.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-def worst_gap(sharded: nn.Module, whole: nn.Module) -> float:
+def worst_difference(sharded: nn.Module, whole: nn.Module) -> float:
     """The largest relative difference of a gradient; infinite where one of the two lacks one."""
     worst = 0.0
     for (name, mine), (other, want) in zip(sharded.named_parameters(), whole.named_parameters(), strict=True):

@@ -1,0 +1,181 @@
+"""Models read by Octavo: high precision as transformers reads it, or quantized to FP8 on the way in."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from octavo import fp8, models
+from octavo.models import streaming, tiny
+from octavo.models.assembly import assemble
+from octavo.models.shards import open_weights
+from octavo.models.skeleton import read_config, skeleton
+from tests.models.conftest import batch
+from tests.models.fp8_folders import CHANNEL, edit_config, edit_weights, refused, same
+
+KINDS = tuple(fp8.FROZEN)
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+
+
+def streamed(folder: Path, dtype=torch.float32):
+    """A folder in high precision by Octavo's own way, which `load` takes for FP8 alone."""
+    shards, _ = open_weights(folder, False)
+    build = partial(skeleton, read_config(folder), dtype, None)
+    with shards:
+        return assemble(folder, build, shards, None, {}, dtype, torch.device("cpu"), True, print, None)
+
+
+# high precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_streaming_gives_what_transformers_gives(checkpoint, family, dtype, monkeypatch):
+    monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)  # many chunks, as large matrices have
+    mine, stock = streamed(checkpoint(family), dtype), models.load(checkpoint(family), dtype)
+    assert type(mine) is type(stock) and not mine.training
+    for get in ("named_parameters", "named_buffers"):
+        for (name, a), (other, b) in zip(getattr(mine, get)(), getattr(stock, get)(), strict=True):
+            assert name == other and a.dtype == b.dtype and torch.equal(a, b), name
+            assert a.requires_grad == b.requires_grad and not a.is_meta
+    assert mine.config.to_dict() == stock.config.to_dict()
+    assert mine.config._attn_implementation == stock.config._attn_implementation
+    assert mine.generation_config.to_dict() == stock.generation_config.to_dict()
+    assert str(mine._weight_conversions) == str(stock._weight_conversions)
+    tied = mine.lm_head.weight is mine.get_input_embeddings().weight
+    assert tied == (stock.lm_head.weight is stock.get_input_embeddings().weight)
+
+
+def test_published_experts_lie_transposed(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl_moe"), tmp_path / "m"))
+    stock = models.load(folder, load_in_fp8="row")
+    turned = "mlp.experts.gate_up_proj"
+
+    def turn(weights):
+        for name in list(weights):
+            if name.endswith(turned):
+                weights[name] = weights[name].mT.contiguous()
+
+    edit_weights(folder, turn)
+    found = models.load(folder, load_in_fp8="row")
+    for (name, a), (_, b) in zip(fp8.frozen_weights(stock), fp8.frozen_weights(found), strict=True):
+        assert same(fp8.codes_of_frozen(a).data, fp8.codes_of_frozen(b).data), name
+    assert all(
+        torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), models.load(folder).parameters(), strict=True)
+    )
+
+
+# quantized on the way in
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeypatch):
+    monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)
+    stock = models.load(checkpoint(family))  # fp32, as on disk
+    asked = dict.fromkeys(("foundation", "image_encoder", "image_projector"), kind) if family in VISION else kind
+    seen = []
+    model = models.load(
+        checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), say=pytest.fail
+    )
+    values = dict(stock.named_parameters())
+    rows = fp8.topology(model, models.describe(model).components)
+    wanted = {r.name if r.kind == "experts" else f"{r.name}.weight" for r in rows if r.kind in ("linear", "experts")}
+    frozen = dict(fp8.frozen_weights(model))
+    assert set(frozen) == wanted
+    for name, weight in frozen.items():
+        q = fp8.codes_of_frozen(weight)
+        transposed = bool(getattr(stock.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
+        expected = fp8.codes_of_frozen(fp8.freeze_weight(values[name].detach(), kind, transposed=transposed))
+        assert same(q.data, expected.data) and torch.equal(q.scale, expected.scale) and q.spec == expected.spec, name
+        assert weight.dtype == torch.bfloat16 and not weight.requires_grad and weight.shape == values[name].shape
+    for name, parameter in model.named_parameters():
+        if name not in frozen:
+            assert torch.equal(parameter, values[name].bfloat16()) and parameter.requires_grad, name
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen) and seen[-1][0] == seen[-1][1] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
+def test_what_stays_in_high_precision(checkpoint, family):
+    model = models.load(checkpoint(family), load_in_fp8="block")
+    frozen = [name for name, _ in fp8.frozen_weights(model)]
+    assert frozen and not [n for n in frozen if re.search("visual|embed|lm_head|norm|mlp.gate.weight|patch", n)]
+
+
+def test_a_quantized_model_computes_and_trains_around_its_weights(checkpoint):
+    model = models.load(checkpoint("qwen3_vl"), load_in_fp8={"foundation": "row", "image_projector": None})
+    inputs = batch(models.load_processor(checkpoint("qwen3_vl")), image=True)
+    frozen = {name: weight.dequantize() for name, weight in fp8.frozen_weights(model)}
+    thawed = models.load(checkpoint("qwen3_vl"))
+    thawed.load_state_dict(frozen, strict=False)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, thawed(**inputs).logits)
+    model(**inputs).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "message"),
+    [
+        ("llama", "rows", "asks for 'rows' in foundation; there are rowwise, blockwise, tensorwise"),
+        ("llama", 7, "load_in_fp8=7: give rowwise, blockwise, tensorwise, or one of them for each component"),
+        ("llama", {"lm_head": "row"}, "names 'lm_head'; the components are image_encoder, image_projector, foundation"),
+        ("llama", {"image_encoder": "row"}, "asks for image_encoder, in which .* has no linear layer.*foundation"),
+    ],
+)
+def test_what_cannot_be_asked(checkpoint, family, asked, message):
+    refused(checkpoint(family), message, load_in_fp8=asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_weight_that_is_no_number(checkpoint, tmp_path, kind, bad, name):
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
+    edit_weights(folder, lambda weights: weights[name].view(-1)[7:8].fill_(bad))
+    refused(folder, rf"{name} \(model.safetensors\) holds NaN or infinity", load_in_fp8=kind)
+
+
+def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatch):
+    """q, k and v fused on disk: a rule that cuts whole tensors apart. Values go through it, codes do not."""
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    from octavo.models import sources
+
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
+    stock = models.load(folder, load_in_fp8="row")
+
+    def fuse(weights):
+        for name in [n for n in weights if n.endswith("mlp.gate_proj.weight")]:
+            stem = name.removesuffix("gate_proj.weight")
+            weights[stem + "fused.weight"] = torch.cat([weights.pop(name), weights.pop(stem + "up_proj.weight")])
+
+    edit_weights(folder, fuse)
+    rule = WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(0)])
+    monkeypatch.setattr(sources, "get_model_conversion_mapping", lambda model: [rule])
+    found = models.load(folder, load_in_fp8="row")
+    for (name, a), (other, b) in zip(fp8.frozen_weights(stock), fp8.frozen_weights(found), strict=True):
+        assert name == other and same(fp8.codes_of_frozen(a).data, fp8.codes_of_frozen(b).data)
+    plain = models.load(checkpoint("llama"))
+    assert all(torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), plain.parameters(), strict=True))
+
+    def freeze(weights):
+        for name in [n for n in weights if re.search("fused|_proj", n)]:
+            value = weights[name]
+            weights[name] = value.to(torch.float8_e4m3fn)
+            weights[name + "_scale"] = torch.full((value.shape[0], 1), 0.5)
+
+    edit_weights(folder, freeze)
+    edit_config(folder, quantization_config=CHANNEL)
+    refused(
+        folder, "fused.weight .* holds FP8 codes, and on the way to .*gate_proj.weight its tensor goes through Chunk"
+    )
+    high = models.load(folder, keep_fp8=False)
+    gate = load_file(folder / "model.safetensors")["model.layers.0.mlp.fused.weight"].float().chunk(2)[0] * 0.5
+    assert torch.equal(high.model.layers[0].mlp.gate_proj.weight, gate)
