@@ -162,7 +162,9 @@ def _asked(found: Target, cfg: Config | None) -> Config:
         )
     if not chosen.data.eval:
         where = f"the run {found.path}" if cfg is None else "the configuration that was given"
-        raise TrainError(f"{where} names no held-out data; add data.eval to its configuration")
+        raise TrainError(
+            f"{where} names no held-out data; give a configuration whose data.eval does: --config FILE.yaml"
+        )
     return chosen
 
 

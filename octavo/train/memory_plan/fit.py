@@ -19,6 +19,7 @@ before `bf16+sr`, then moments in more bits, then activations in more bits.
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -73,8 +74,9 @@ class Setting:
         return {key: value for key, value in self.settings.items() if key not in other or other[key] != value}
 
     def words(self, other: Settings) -> str:
-        """What differs from ``other`` as `key=value` words for the command line."""
-        return " ".join(f"{key}={_word(value).replace(' ', '')}" for key, value in self.differing(other).items())
+        """What differs from ``other`` as `key=value` words for the command line, quoted where a shell asks for it."""
+        pairs = (f"{key}={_word(value).replace(' ', '')}" for key, value in self.differing(other).items())
+        return " ".join(shlex.quote(pair) for pair in pairs)
 
     def yaml(self, other: Settings = MappingProxyType({})) -> list[str]:
         """Lines of a configuration file: what differs from ``other``."""

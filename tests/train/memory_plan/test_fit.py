@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -61,7 +62,7 @@ data: {{train: [{{path: x.json}}]}}
     made = load_config_text("\n".join([text, *lines, "train:", "  steps: 1", "  global_batch: 2", *more]))
     assert made.optimizer.states == best.settings["optimizer.states"]
     assert {key: value for key, value in settings_of(made).items() if key in best.settings} == best.settings
-    again = override(all_of.cfg, best.words(settings_of(all_of.cfg)).split())
+    again = override(all_of.cfg, shlex.split(best.words(settings_of(all_of.cfg))))
     assert settings_of(again) == settings_of(made)
 
 
