@@ -5,12 +5,14 @@ The files are ``tests/made_by_0_4_0``; its README.md says how each was made. The
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -67,6 +69,18 @@ def test_a_stopped_run_goes_on_to_the_same_losses(name: str, copy: Path) -> None
     agree(result.losses(), name)
     proof = json.loads((copy / "runs" / name / "proof.json").read_text())
     assert not proof["pending"] and proof["share"] == 1.0
+
+
+def test_a_run_that_fused_siblings_says_that_they_are_separate(copy: Path) -> None:
+    file = copy / "runs" / "stopped" / "plan.json"
+    earlier, fused = (json.loads(path.read_text()) for path in (file, copy / "plan_fused.json"))
+    file.write_text(json.dumps({**earlier, "sisters": fused["sisters"]}))
+    said = Console(file=io.StringIO(), width=400)
+    train.run(load_config("runs/stopped/config.yaml", ["run.resume=auto"]), console=said)
+    assert said.file.getvalue().count("as one GEMM: each layer runs its own now") == 1
+    now = json.loads(file.read_text())
+    assert "sisters" not in now and any("as one GEMM" in note for note in now["notes"])
+    siblings_run_as(fp8.load_plan(file, meta("model")), set())
 
 
 def test_a_lora_run_goes_on_from_an_earlier_checkpoint(copy: Path) -> None:

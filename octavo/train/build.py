@@ -21,7 +21,7 @@ from torch import nn
 from octavo import checkpoint, data, environment, fp8, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
-from octavo.fp8.planning import document
+from octavo.fp8.planning import document, separated
 from octavo.models.quantization import read_quantization
 from octavo.train import base, compiled, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
@@ -78,9 +78,8 @@ def build(
     saved = _saved_plan(cfg, world, start)
     made = cfg if start.checkpoint is None else base.begun(cfg)
     plan, family, notes, prediction = planning.plan_run(made, world, count, saved, say)
-    own = saved is not None and saved == (directory / rundir.PLAN).resolve() and rundir.is_whole_plan(saved)
-    if world.is_main and not own:
-        rundir.write_plan(directory, family.name, plan, notes, prediction)
+    if world.is_main:
+        notes = (*notes, *_keep_plan(directory, saved, family.name, plan, notes, prediction))
     say(_message(plan, notes, prediction))
     if saved is not None and planning.leaves_open(cfg):
         say(
@@ -133,6 +132,23 @@ def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path
         return str(start.directory.resolve() / rundir.PLAN)
 
     return Path(world.from_main(find))
+
+
+def _keep_plan(
+    directory: Path, saved: Path | None, family: str, plan: fp8.Plan, notes: tuple[str, ...],
+    prediction: fp8.Prediction | None,
+) -> tuple[str, ...]:  # fmt: skip
+    """Write the run's plan.json, unless the run continues by the one that is there. Returns what else to say: layers
+    that version 0.4.0 ran as one GEMM do so no more, which its plan.json would still have."""
+    file = directory / rundir.PLAN
+    more: tuple[str, ...] = ()
+    if saved == file.resolve() and rundir.is_whole_plan(file):
+        earlier = rundir.read_json(file) or {}
+        more = tuple(note for note in separated(file.name, earlier) if note not in notes)
+        if not more:
+            return ()
+    rundir.write_plan(directory, family, plan, (*notes, *more), prediction)
+    return more
 
 
 def _message(plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None) -> str:

@@ -96,6 +96,8 @@ def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) 
     auto    continue from its newest whole checkpoint; without one, or without a run, begin
     PATH    continue from that checkpoint: its own run, or another directory that is new or empty
 
+    A run that failed before its first step left nothing to lose: its directory counts as empty.
+
     Raises TrainError for a directory that must not be touched or is in use, settings that changed since the
     checkpoint, with the keys that differ, or data files that changed.
     """
@@ -167,6 +169,8 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
             f"run.dir {directory} is not empty ({', '.join(there[:3])}) and holds no run of Octavo. Name a directory "
             "that is new or empty; nothing is overwritten"
         )
+    if not _has_begun(directory):
+        return {"run": False, "result": None}
     if resume == "never":
         steps = checkpoint.steps(directory / CHECKPOINTS)
         reached = f"with checkpoints up to step {steps[-1]}" if steps else "without a checkpoint yet"
@@ -182,6 +186,13 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
     return {"run": True, "result": result if finished else None}
 
 
+def _has_begun(directory: Path) -> bool:
+    """Whether a run in it has anything to show: a step, a checkpoint, an end."""
+    metrics = directory / METRICS
+    steps = metrics.exists() and metrics.stat().st_size > 0
+    return steps or (directory / RESULT).exists() or any((directory / CHECKPOINTS).glob("*"))
+
+
 def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
     step, rows, data = 0, 0, datafiles.fingerprints(cfg)
@@ -192,7 +203,7 @@ def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> dict[str, Any
         step, rows = counters["step"], counters["rows"]
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
-    if not (directory / CONFIG).exists():
+    if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
     return {"rows": rows, "step": step, "data": data}
 

@@ -3,7 +3,7 @@ cover it, until one fails.
 
     python tests/mutants/run.py --check                     # is every fragment where the list says?
     python tests/mutants/run.py --out tests/mutants/before.json
-    python tests/mutants/run.py --caught-in tests/mutants/before.json --out tests/mutants/after.json
+    python tests/mutants/run.py --caught-in tests/mutants/after.json   # is what was caught caught?
     python tests/mutants/run.py --only adamw-no-first-correction --tree ../other/checkout
 
 A fault that no test notices has survived. ``--out`` keeps what was found, and names that it has already are left out,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from octavo import train
-from octavo.config import override, to_yaml
+from octavo import fp8, train
+from octavo.config import load_config, override, to_yaml
+from octavo.models import ModelError
 from octavo.train.rundir import read_rows, settings
 
 from .conftest import STEPS, at
@@ -172,6 +173,19 @@ def test_a_directory_with_a_run_is_refused_by_default(make):
     train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0"))
     with pytest.raises(train.TrainError, match="holds a run with checkpoints up to step 1.*run.resume=auto"):
         train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0"))
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_run_that_failed_before_its_first_step_begins_with_corrected_settings(make, resume: str):
+    over = ("data.eval=[]", "train.steps=1", "train.warmup=0", f"run.resume={resume}")
+    with pytest.raises(fp8.PlanError, match="layerz"):
+        train.run(make(*over, 'fp8.rules=[{match: "**.layerz.0.**", recipe: off}]'))
+    with pytest.raises(ModelError, match="missing"):
+        train.run(make(*over, "model.path=nowhere"))
+    done = train.run(make(*over))
+    assert done.status == "finished" and load_config(done.dir / "config.yaml").fp8.rules == ()
+    with pytest.raises(train.TrainError, match="nothing is overwritten|other settings: model.path"):
+        train.run(make(*over, "model.path=nowhere"))
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo import models, train
+from octavo import fp8, models, train
+from octavo.parallel import World
 from octavo.train.forward import autocasts, model_dtype
 from octavo.train.rundir import read_rows
-from octavo.train.update import AfterBackward
+from octavo.train.update import AfterBackward, InBackward, Loss
 
 
 @pytest.mark.parametrize("reduction", ["token", pytest.param("sample", marks=pytest.mark.long)])
@@ -92,7 +93,6 @@ def test_a_weight_that_is_not_finite_is_named_itself(make, monkeypatch):
 
 
 def test_a_skipped_step_leaves_no_amax_in_the_histories(make, monkeypatch):
-    from octavo import fp8
     from octavo.train.step import Stepper
 
     run, before, after = Stepper.run, [], []
@@ -126,6 +126,18 @@ def test_one_bad_step_is_skipped_counted_and_reported(make, monkeypatch):
     assert [row.get("skipped", False) for row in rows] == [False, True, False, False]
     assert rows[1]["grad_norm"] is None
     assert (result.status, result.skipped) == ("finished", 1)
+
+
+@pytest.mark.parametrize("way", [AfterBackward, InBackward])
+def test_an_infinite_loss_under_finite_gradients_moves_no_weight(way):
+    """As where a sum over tokens overflows: the gradients are probabilities, and look sound."""
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    update = way(fp8.AdamW(model.parameters(), lr=0.1), model, 1.0, World())
+    for cross_entropy, applied in ((float("inf"), False), (2.0, True)):
+        model.zero_grad()
+        update.backward(Loss(model(torch.ones(2, 4)).sum(), torch.tensor([cross_entropy, 0.0])))
+        assert update.step().applied is applied and torch.equal(model.weight, before) is not applied
 
 
 def test_a_short_run_that_applied_no_step_does_not_end_as_finished(make, monkeypatch):

@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.blocks import mlp
-from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp
+from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp, trial
 from octavo.fp8.dense import gemms, sources
 from octavo.fp8.dense.gemms import DENSE, Site
 from octavo.fp8.dense.inputs import Cast, CastRequest, Input, Pair, cast_matrix, compute_dtype, once, without_autocast
@@ -107,6 +107,7 @@ def _recipe_why_not(recipe: Recipe | None) -> str | None:
     return f"{high[0]} stays in high precision" if high else None
 
 
+@trial
 def matches_stock(module: nn.Module) -> str | None:
     """Run the stock forward on small random layers of the weights' dtype: None if it is that of a gated SiLU MLP, else
     why not.

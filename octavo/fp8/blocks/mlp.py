@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.blocks.probe import compare_mlp, exchanged, is_idle, layer_of, small_mlp, wrong_dtype
+from octavo.fp8.blocks.probe import compare_mlp, exchanged, is_idle, layer_of, small_mlp, trial, wrong_dtype
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.inputs import Source, behind, source_of, without_autocast
 from octavo.fp8.dense.swap import Swapped, computable, hooked, probe, swap
@@ -97,6 +97,7 @@ def why_not(module: nn.Module) -> str | None:
     return wrong_dtype("its weights are", weights) or matches_stock(module)
 
 
+@trial
 def matches_stock(module: nn.Module) -> str | None:
     """Run the stock forward on small random layers in fp32: None if it is last(act(first) * second), else why not.
 

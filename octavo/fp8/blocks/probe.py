@@ -3,12 +3,16 @@
 A module is found by its names, which do not say what its forward computes. Its stock forward is therefore tried on
 small random layers (:func:`~octavo.fp8.dense.swap.probe`, also where the model is on the meta device) and compared with
 our formula, element by element, under a tolerance that each block states. Whatever stands against a module is a
-sentence, which the plan shows; None where nothing does.
+sentence, which the plan shows; None where nothing does. Of modules that are alike one is tried for all, within
+:func:`one_of_a_kind`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import torch
@@ -41,6 +45,61 @@ def wrong_dtype(what: str, weights: Iterable[Tensor]) -> str | None:
     """Why ``what`` of this module, ``its weight is``, cannot be computed with or cast."""
     wrong = next((w.dtype for w in weights if w.dtype not in sources.DTYPES), None)
     return None if wrong is None else f"{what} {str(wrong).removeprefix('torch.')}"
+
+
+Trial = Callable[[nn.Module], str | None]
+_tried: ContextVar[dict[Hashable, str | None] | None] = ContextVar("_tried", default=None)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+
+
+@contextmanager
+def one_of_a_kind() -> Iterator[None]:
+    """Inside, a trial of a module also answers for those that are alike: a model has hundreds, of few kinds."""
+    token = _tried.set({})
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
+
+def trial(ask: Trial) -> Trial:
+    """A function that tries a module, asked once for all that are alike within :func:`one_of_a_kind`."""
+
+    @wraps(ask)
+    def asked(module: nn.Module) -> str | None:
+        known = _tried.get()
+        if known is None:
+            return alone(module)
+        key = ask, _kind(module)
+        if key not in known:
+            known[key] = alone(module)
+        return known[key]
+
+    def alone(module: nn.Module) -> str | None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # on a busy machine so small a product waits fifty times as long for a second thread
+        try:
+            return ask(module)
+        finally:
+            torch.set_num_threads(threads)
+
+    return asked
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """What decides how a module computes, values of its parameters aside. What is no plain value must be the same
+    object: a configuration, a buffer, hooks."""
+    own = module.__dict__
+    plain = tuple((name, _plain(value)) for name, value in own.items() if name not in _OF_EVERY_MODULE)
+    hooks = tuple((name, id(own[name])) for name in _OF_EVERY_MODULE if "hooks" in name and own.get(name))
+    parameters = tuple((n, None if p is None else (p.shape, p.dtype)) for n, p in module._parameters.items())
+    buffers = tuple((n, id(b)) for n, b in module._buffers.items())
+    children = tuple((n, None if child is None else _kind(child)) for n, child in module._modules.items())
+    return type(module), plain, hooks, parameters, buffers, children
+
+
+def _plain(value: Any) -> Hashable:
+    return (type(value), value) if isinstance(value, bool | int | float | str | torch.dtype | None) else id(value)
 
 
 def random() -> torch.Generator:

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.blocks.probe import exchanged, fails, layer_of, off, random, unlike, wrong_dtype
+from octavo.fp8.blocks.probe import exchanged, fails, layer_of, off, random, trial, unlike, wrong_dtype
 from octavo.fp8.dense import inputs, sources
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import CastRequest, compute_dtype, without_autocast
@@ -151,6 +151,7 @@ def _specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
     return row, None if col == row else col
 
 
+@trial
 def matches_stock(norm: nn.Module) -> str | None:
     """Run the stock forward on random input and weights in the weight's dtype: None if it is an RMSNorm, else why not.
 

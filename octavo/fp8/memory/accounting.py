@@ -30,6 +30,7 @@ checkpointed region stores).
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections import defaultdict
@@ -238,13 +239,13 @@ class Accountant:
 
     def _ran(self, func: Any, given: list[Tensor], made: list[Tensor]) -> None:
         """After an operation: what it was given was there before, unless noted; what else comes out it made."""
-        op = str(func)
-        fresh = op.startswith("aten.lift_fresh")  # torch.tensor() shows itself here first
+        op, fresh, gathers = _known_op(func)
         for tensors, created in ((given, fresh), (made, True)):
-            for plain, storage in (part for tensor in tensors for part in _parts(tensor)):
-                seen = self._note(plain, storage, op, created)
-                if op.startswith("fsdp."):
-                    seen.role = "gathered"
+            for tensor in tensors:
+                for plain, storage in _parts(tensor):
+                    seen = self._note(plain, storage, op, created)
+                    if gathers:
+                        seen.role = "gathered"
 
 
 class _Mode(TorchDispatchMode):
@@ -256,7 +257,12 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.accountant._ran(func, _tensors((args, kwargs)), _tensors(out))
+        given: list[Tensor] = []
+        made: list[Tensor] = []
+        _collect(args, given)
+        _collect(kwargs, given)
+        _collect(out, made)
+        self.accountant._ran(func, given, made)
         return out
 
 
@@ -266,6 +272,26 @@ def _kind(seen: _Seen) -> str | None:
     if seen.role:
         return seen.role
     return "output" if seen.returned and not seen.saved else ACTIVATION
+
+
+@functools.cache
+def _known_op(func: Any) -> tuple[str, bool, bool]:
+    """(its name, whether torch.tensor() shows itself first in it, whether it gathers weights)."""
+    op = str(func)
+    return op, op.startswith("aten.lift_fresh"), op.startswith("fsdp.")
+
+
+def _collect(value: Any, into: list[Tensor]) -> None:
+    """The tensors among an operation's arguments or results. They are nested in nothing but these containers, which is
+    why no general walk through a tree, five times slower, is needed."""
+    if isinstance(value, Tensor):
+        into.append(value)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _collect(one, into)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _collect(one, into)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
+from octavo.fp8.blocks.probe import one_of_a_kind
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.swap import Swapped, unswap
@@ -101,6 +102,7 @@ def _apply_weights(model: nn.Module, plan: Plan) -> None:
     exchange(model, sites, keep)
 
 
+@one_of_a_kind()
 def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
     """What is planned of blocks, in a model with FP8 layers. Raises PlanError where the loaded model does not allow
     it."""

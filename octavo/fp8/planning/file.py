@@ -123,7 +123,7 @@ def load_plan(
     _check_model(path, found["model"], topology(model, components))
     made = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
     rows = (replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in made.rows)
-    notes = [*made.notes, *_separate(path, found.get("sisters") or [])]
+    notes = [*made.notes, *separated(path.name, found)]
     changed = [d for d in then.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
         notes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen anew")
@@ -148,13 +148,13 @@ def _policy(found: Mapping[str, Any], path: Path, text: str, other_machine: bool
     )
 
 
-def _separate(path: Path, siblings: Sequence[Any]) -> Iterator[str]:
-    """What version 0.4.0 let run as one GEMM."""
-    ones = [x for x in siblings if isinstance(x, dict) and x.get("fuse") == "on"]
+def separated(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """A note on what version 0.4.0 let run as one GEMM, by what it wrote into the plan file ``name``."""
+    ones = [x for x in found.get("sisters") or [] if isinstance(x, dict) and x.get("fuse") == "on"]
     if ones:
         what = ", ".join(f"{x.get('names') or 'siblings'} of {x.get('match') or 'the model'}" for x in ones[:3])
         yield (
-            f"{path.name} is of version 0.4.0, which ran {what}{' and others' if len(ones) > 3 else ''} as one GEMM: "
+            f"{name} is of version 0.4.0, which ran {what}{' and others' if len(ones) > 3 else ''} as one GEMM: "
             "each layer runs its own now, on one cast of their input"
         )
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from torch import nn
 
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
+from octavo.fp8.blocks.probe import one_of_a_kind
 from octavo.fp8.dense.swap import Planned
 from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.globs import template
@@ -29,6 +30,7 @@ NORM, MLP, PLAIN, ATTENTION, EXPERTS = "norm", "gated MLP", "MLP", "attention", 
 Lookup = Callable[["nn.Module | None"], "Planned | None"]
 
 
+@one_of_a_kind()
 def blocks_of(
     model: nn.Module,
     rows: Sequence[PlanRow],

@@ -146,7 +146,7 @@ def _counted(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
         counting = count_saved(small, blocks)
-        with _nothing_older(), fp8.uncounted(), _RealIndices(), counting as counted, _KnownDevice(), computing:
+        with _nothing_older(), fp8.uncounted(), counting as counted, _ForFakeTensors(), computing:
             if not autocast and "pixel_values" in batch:  # as octavo.train.forward does
                 batch["pixel_values"] = batch["pixel_values"].to(dtype)
             if balanced:
@@ -312,25 +312,22 @@ def _nothing_older() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _RealIndices(TorchDispatchMode):
-    """A boolean mask says by its values how much it selects. Masks are real here: they become indices, which do not."""
+class _ForFakeTensors(TorchDispatchMode):
+    """Two things that fake tensors do slowly or not at all.
+
+    Their device is known at once: half of what a forward asks of its tensors is that, and no operation. A boolean mask
+    says by its values how much it selects: masks are real here and become indices, which need no values.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
         if func in _INDEXING and isinstance(args[0], FakeTensor):
             indices: list[Tensor | None] = []
             for index in args[1]:
                 real = isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor)
                 indices += index.nonzero().unbind(1) if real else [index]
             args = (args[0], indices, *args[2:])
-        return func(*args, **(kwargs or {}))
-
-
-class _KnownDevice(TorchDispatchMode):
-    """Answers for the device of a fake tensor at once: half of what a forward asks of its tensors, and no operation."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device
         return func(*args, **(kwargs or {}))
 
 

@@ -61,6 +61,14 @@ def test_fp8_decodes_to_a_neighbour_on_the_grid(name):
         assert int(pace) == 512 or int(pace) * 4 / 5 * 508 < int(high - low) + 508
 
 
+def test_a_grid_is_the_finest_whose_508_steps_hold_the_group():
+    paces = torch.tensor([quarters << octave for octave in range(7, 20) for quarters in (4, 5, 6, 7)])
+    for more, want in ((0, paces[:-1]), (1, paces[1:])):  # bit patterns as far apart as 508 steps are, and one more
+        lo = torch.ones(len(want), dtype=torch.int32)
+        range_ = moments.v_range(lo, lo + 508 * paces[:-1].int() + more)
+        assert torch.equal(moments.grid(range_)[1][:, 0], want.int())
+
+
 def test_the_grid_stands_still_while_the_group_moves():
     v = rows()["chi squared"][None]
     grids = [moments.grid(moments.v_range(*moments.extrema(v * 0.999**t))) for t in range(99)]

@@ -150,12 +150,14 @@ def test_a_bad_value_reaches_the_result(name: str) -> None:
     assert bool(out.isnan().all()) == (name in ("tensorwise", "delayed"))
 
 
-def test_extreme_scales_do_not_overflow_on_the_way() -> None:
-    spec = CastSpec("e4m3", (1, -1), "pow2")
-    a, b = operands("fwd", (4, 5, 64))
-    big, small = cast.quantize(a * 2.0**115, spec), cast.quantize(b * 2.0**-96, spec)
+@pytest.mark.parametrize(("block", "kind"), [((1, -1), "pow2"), ((1, -1), "fp32"), ((-1, -1), "fp32")], ids=str)
+def test_extreme_scales_do_not_overflow_on_the_way(block: tuple[int, int], kind: str) -> None:
+    """Sums of 64 products of codes times 2^117 are beyond fp32; what the other scale makes of them is not."""
+    spec = CastSpec("e4m3", block, kind)
+    a, b = (t.abs() for t in operands("fwd", (4, 5, 64)))
+    big, small = cast.quantize(a * 2.0**124, spec), cast.quantize(b * 2.0**-96, spec)
     plain = run("fwd", cast.quantize(a, spec), cast.quantize(b, spec))
-    assert torch.equal(run("fwd", big, small), plain * 2.0**19)
+    assert torch.equal(run("fwd", big, small), plain * 2.0**28)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -199,7 +199,10 @@ def test_given_powers_of_two_reach_both_ends_of_e8m0(scale):
     spec = CastSpec("e4m3", (-1, -1), "e8m0")
     x = torch.tensor([[1e-38, -3e38, 0.0, 5e-39, 1.0, -2e-36, 3e38, 1e-45]]).to(DEVICE)
     want = reference.quantize_with_scale(x.cpu(), torch.tensor(scale), spec)
-    assert_same(cast.quantize_with_scale(x, torch.tensor(scale, device=DEVICE), spec), x, spec, want)
+    got = cast.quantize_with_scale(x, torch.tensor(scale, device=DEVICE), spec)
+    assert_same(got, x, spec, want)
+    values = cast.dequantize(got, torch.float32).cpu()
+    assert values.any() and torch.equal(values, reference.dequantize(want))
 
 
 @settings(max_examples=25, deadline=None)

@@ -247,10 +247,11 @@ def test_scales_within_bounds_are_applied_one_after_the_other() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32])
 def test_rounds_once_after_the_bias(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
-    a, b = (cast.quantize(torch.randn(n, 70), CastSpec("e4m3", (1, -1), "pow2")) for n in (20, 33))
-    bias = torch.randn(33).to(bias_dtype)
-    plain = gemm(a, 1, b, 1, torch.float32)
-    assert torch.equal(gemm(a, 1, b, 1, dtype, bias), (plain + bias.float()).to(dtype))
+    """Two tiles of columns, each with the bias of its own."""
+    a, b = (cast.quantize(torch.randn(n, 70), CastSpec("e4m3", (1, -1), "pow2")) for n in (20, SMALL.n + 33))
+    bias = torch.randn(SMALL.n + 33).to(bias_dtype)
+    plain = gemm(a, 1, b, 1, torch.float32, tile=SMALL)
+    assert torch.equal(gemm(a, 1, b, 1, dtype, bias, tile=SMALL), (plain + bias.float()).to(dtype))
 
 
 def test_empty_sides() -> None:

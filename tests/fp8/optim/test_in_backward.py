@@ -126,6 +126,13 @@ def test_every_kind_of_state_and_master(states: str, master: str) -> None:
     assert_same(*models)
 
 
+def test_a_norm_below_the_limit_changes_nothing() -> None:
+    one, other = plain_model(), plain_model()
+    free, limited = train(one, 0.0, False), train(other, 1e3, True)
+    assert free == limited and max(free) < 1e3
+    assert_same(one, other)
+
+
 def test_experts_one_of_them_without_tokens() -> None:
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM

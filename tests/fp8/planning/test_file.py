@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
+from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning import document
 from tests.fp8.planning.layers import Block, Custom
 
@@ -162,7 +163,7 @@ def test_another_model_is_refused_with_the_difference(saved, model, difference):
         fp8.load_plan(saved[1], model())
 
 
-def test_another_gpu_is_refused_with_the_difference(saved):
+def test_another_gpu_is_refused_with_the_difference(saved, monkeypatch):
     plan, path = saved
     found = json.loads(path.read_text())
     found["machine"] |= {"gpu": "NVIDIA L4", "capability": "8.9"}
@@ -172,6 +173,10 @@ def test_another_gpu_is_refused_with_the_difference(saved):
         fp8.load_plan(path, Net())
     again = fp8.load_plan(path, Net(), other_machine=True)
     assert fates(again) == fates(plan) and any("made for NVIDIA L4" in n for n in again.notes)
+    here = Machine(gpu="NVIDIA L4", capability="9.0")  # one name, two architectures, as boards before their release
+    monkeypatch.setattr(Machine, "here", lambda device: here)
+    with pytest.raises(fp8.PlanError, match=r"capability 8.9\), and this is NVIDIA L4 \(compute capability 9.0\)"):
+        fp8.load_plan(path, Net())
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ def test_share_counts_gemms_and_leaves_lm_head_and_patches_apart():
     plan = fp8.plan(model, fp8.Policy(rules=(off_b,)))
     assert plan.share == pytest.approx(2 / (2 + 6))
     assert sum(r.share for r in plan.rows) == pytest.approx(1) and plan.rows[-1].share == 0
+    high = fp8.plan(model, fp8.Policy(rules=(off_b,), wgrad="bf16"))  # what is frozen has no wgrad to leave out
+    assert high.share == pytest.approx(2 / (2 + 6))
     with pytest.raises(KeyError, match="no component 'image_encoder'"):
         plan.share_of("image_encoder")
 

@@ -160,6 +160,19 @@ def test_many_uncounted_blocks_before_their_backward():
     assert not {k: n for k, n in counts.items() if n}
 
 
+def test_what_comes_right_behind_an_uncounted_block_counts():
+    model, _, _ = ready()
+    x = torch.randn(3, 16, requires_grad=True)
+    with fp8.count_gemms() as counts:
+        with fp8.uncounted():
+            dummy = model.visual[0](x)
+        y = checkpoint(model.layers[0], x, use_reentrant=True)  # whose node is the next one, and runs layers.0 again
+        (y.sum() + 0 * dummy.sum()).backward()
+    assert {key[:2]: n for key, n in counts.items()} == {
+        ("layers.0", gemm): 1 for gemm in ("fwd", "recompute", "dgrad", "wgrad")
+    }
+
+
 def skipped(model):
     model.layers[1].forward = lambda x: F.linear(x, model.layers[1].weight, model.layers[1].bias)
 
@@ -237,6 +250,17 @@ def test_another_backend_than_planned():
         counts.calls[(key[0], key[1], "elsewhere")] = counts.calls.pop(key)
     with pytest.raises(fp8.ProofError, match="layers.1: dgrad planned on reference, 2 ran on elsewhere"):
         proof.observe(counts, {"foundation": 2})
+
+
+def test_a_forward_that_is_recomputed_twice():
+    """By a checkpoint within a checkpoint. Each of its backward GEMMs runs once, so that nothing else shows it."""
+    model, plan, proof = ready()
+    twice = nn.Sequential(*model.layers)
+    with fp8.count_gemms() as counts:
+        x = torch.randn(3, 16, requires_grad=True)
+        checkpoint(lambda x: checkpoint(twice, x, use_reentrant=True), x, use_reentrant=True).sum().backward()
+    with pytest.raises(fp8.ProofError, match="layers.0: 1 fwd were recomputed 2 times; layers.1: 1 fwd"):
+        proof.observe(counts, {"foundation": 1})
 
 
 def test_dummies_do_not_count():

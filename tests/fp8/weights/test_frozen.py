@@ -172,6 +172,7 @@ def test_reading_gives_values() -> None:
     values = made.dequantize()
     assert torch.equal(made + 0, values) and torch.equal(made.t() @ values, values.t() @ values)
     assert torch.equal(made[130:140].dequantize(), values[130:140])  # begins inside a block
+    assert torch.equal(made[100:][20:90].dequantize(), values[120:190])  # and so does a part of a part
     assert torch.equal(made[:, 3:7], values[:, 3:7]) and torch.equal(made[5], values[5])
     assert torch.zeros_like(made).sum() == 0 and type(torch.zeros_like(made)) is torch.Tensor
     for part, own in zip(made.split(77), values.split(77), strict=True):

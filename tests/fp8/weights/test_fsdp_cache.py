@@ -11,6 +11,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from octavo import fp8
+from octavo.fp8.weights import cache
+from octavo.fp8.weights.shards import plain
 from tests import ranks
 
 STEPS, MICRO = 3, 2
@@ -28,10 +30,10 @@ class Block(nn.Module):
         return x + (checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x))
 
 
-def build(recipe, recompute=False):
+def build(recipe, recompute=False, **policy):
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(recompute) for _ in range(2)])
-    return fp8.apply(model, fp8.plan(model, recipe))
+    return fp8.apply(model, fp8.plan(model, fp8.Policy(recipe, **policy)))
 
 
 def train(model, optimizer, rank, size, forget=False):
@@ -154,6 +156,35 @@ def test_weights_gathered_in_bf16_are_cast_from_bf16(mesh_of_one):
     twin = build("blockwise").bfloat16()
     twin.load_state_dict(full)
     assert torch.equal(model(x), twin(x.bfloat16()))
+
+
+def test_a_write_to_the_master_behind_gathered_codes_is_seen(mesh_of_one):
+    """As a loader writes through a state dict; where a border cuts a block, fp8.invalidate must tell all ranks."""
+    want, model, x = build("blockwise"), build("blockwise", param=True), torch.randn(4, 32)
+    for block in model:
+        fully_shard(block, mesh=mesh_of_one)
+    fully_shard(model, mesh=mesh_of_one)
+    before = model(x)
+    with torch.no_grad():
+        for m in (want, model):
+            plain(m[0].up.weight).mul_(1.5)
+    assert not torch.equal(model(x), before) and torch.equal(model(x), want(x))
+
+
+@pytest.mark.parametrize("param", [False, True], ids=["values", "codes"])
+def test_a_captured_step_of_gathered_weights(mesh_of_one, monkeypatch, param):
+    """Codes cast in a CUDA graph are saved for the backward. Those that were gathered must not be: FSDP2 frees them
+    behind the forward and gathers them anew, into the same memory."""
+    want, model = build("blockwise"), build("blockwise", param=param)
+    for block in model:
+        fully_shard(block, mesh=mesh_of_one)
+    fully_shard(model, mesh=mesh_of_one)
+    monkeypatch.setattr(cache, "capturing", lambda tensor: True)
+    x = torch.randn(4, 32)
+    for m in (want, model):
+        m(x).sum().backward()
+    for p, q in zip(model.parameters(), want.parameters(), strict=True):
+        assert torch.equal(p.grad.full_tensor(), q.grad)
 
 
 def test_a_weight_that_was_not_gathered_says_what_is_wrong(mesh_of_one):

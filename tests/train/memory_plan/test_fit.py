@@ -8,7 +8,7 @@ import pytest
 
 from octavo.config import load_config_text, override
 from octavo.train import planning
-from octavo.train.memory_plan.fit import TIE, _fastest, propose, settings_of
+from octavo.train.memory_plan.fit import LINK, TIE, _fastest, _settings, propose, settings_of
 from octavo.train.memory_plan.footprint import CONTEXT, FRAGMENTS, Card, Footprints
 from octavo.train.tokens import Tokens
 
@@ -71,6 +71,13 @@ def test_settings_given_are_held(all_of) -> None:
     found = propose(all_of, card(0.6 * roomy.footprint.total), held=["optimizer.states", "train.recompute"])
     settings = (found.best or found.smallest).settings
     assert settings["optimizer.states"] == "fp32" and settings["train.recompute"] == "none"
+
+
+def test_offloaded_states_cross_the_link_both_ways(all_of) -> None:
+    held = frozenset(settings_of(all_of.cfg)) - {"optimizer.offload"}
+    here, away = sorted(_settings(all_of, card(1e12), 1, held), key=lambda s: s.settings["optimizer.offload"])
+    assert away.footprint.host > 0 == here.footprint.host
+    assert away.seconds - here.seconds == pytest.approx(2 * away.footprint.host / LINK, rel=0.01)
 
 
 def test_nothing_fits(all_of) -> None:

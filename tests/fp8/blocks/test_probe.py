@@ -1,0 +1,77 @@
+"""A trial of one module speaks for those that are alike, and for no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from octavo.fp8 import planning
+from octavo.fp8.blocks import rmsnorm
+from octavo.fp8.blocks.probe import one_of_a_kind, trial
+
+
+class Norm(nn.Module):
+    def __init__(self, k: int = 8, eps: float = 1e-6, offset: float = 0.0, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(k, dtype=dtype))
+        self.variance_epsilon, self.offset, self.config = eps, offset, _CONFIG
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return ((self.offset + self.weight) * scaled.to(x.dtype)).to(x.dtype)
+
+
+class Other(Norm):
+    pass
+
+
+_CONFIG = object()
+
+
+def _counted() -> tuple[list[nn.Module], Callable[[nn.Module], str | None]]:
+    tried: list[nn.Module] = []
+
+    @trial
+    def ask(module: nn.Module) -> str | None:
+        assert torch.get_num_threads() == 1
+        tried.append(module)
+        return f"no. {len(tried)}"
+
+    return tried, ask
+
+
+def test_one_stands_for_its_kind() -> None:
+    tried, ask = _counted()
+    threads = torch.get_num_threads()
+    first, alike = nn.Sequential(Norm(), nn.SiLU()), nn.Sequential(Norm(), nn.SiLU())
+    with one_of_a_kind():
+        assert ask(first) == ask(alike) == "no. 1" and tried == [first]
+    assert ask(alike) == "no. 2", "a verdict is forgotten with the plan that asked for it"
+    with one_of_a_kind():
+        assert ask(first) == "no. 3"
+    assert torch.get_num_threads() == threads
+
+
+def test_what_differs_is_tried_itself() -> None:
+    tried, ask = _counted()
+    configured, hooked, trained = Norm(), Norm(), Norm().eval()
+    configured.config = object()
+    hooked.register_forward_hook(lambda *_: None)
+    small, own = Norm(16), Norm()
+    own.register_buffer("table", torch.zeros(2))
+    different = [Norm(), small, Norm(eps=1e-5), Norm(offset=1.0), Norm(dtype=torch.bfloat16), Other()]
+    different += [configured, hooked, trained, own, nn.Sequential(Norm()), nn.Sequential(Norm(eps=1e-5))]
+    with one_of_a_kind():
+        assert len({ask(module) for module in different}) == len(different) == len(tried)
+
+
+def test_a_plan_tries_each_kind_once(monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(rmsnorm, "_stock", lambda *given, real=rmsnorm._stock: calls.append(given) or real(*given))
+    norms = nn.ModuleDict({f"norm{i}": Norm(offset=float(i == 2)) for i in range(6)})
+    found = planning.blocks_of(norms, (), on=False, saving=("foundation",))
+    assert [block.saves for block in found] == [True, True, False, True, True, True]
+    assert "Gemma" in found[2].why and len(calls) == 2
