@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,23 +11,10 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.config.sections import LoraSection
 from octavo.fp8.kernels import registry
-from octavo.models import tiny
+from tests.models.conftest import checkpoint as folder  # noqa: F401
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "qwen3", "llama")
 EVERYWHERE = ("foundation", "image_encoder", "image_projector")
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """family -> folder of its mini checkpoint (read only)."""
-    made: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini")
-        return made[family]
-
-    return get
 
 
 def lora(**settings: object) -> LoraSection:

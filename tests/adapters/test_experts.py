@@ -9,43 +9,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
-from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
 
 from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
+from tests.fp8.moe.expert_modules import FAMILIES, E, H, I, made, routed
 
-E, H, I, R = 6, 32, 24, 4  # noqa: E741
+R = 4
 BOTH = ("gate_up_proj", "down_proj")
-SMALL = {"hidden_size": H, "num_experts": E, "num_experts_per_tok": 2}
-
-
-def _made(cls, config):
-    torch.manual_seed(0)
-    config._experts_implementation = "eager"
-    module = cls(config)
-    for p in module.parameters():
-        nn.init.normal_(p, std=0.3)
-    return module
-
-
-FAMILIES = {
-    "qwen3_moe": lambda: _made(Qwen3MoeExperts, Qwen3MoeConfig(moe_intermediate_size=I, **SMALL)),
-    "qwen3_vl_moe": lambda: _made(Qwen3VLMoeTextExperts, Qwen3VLMoeTextConfig(moe_intermediate_size=I, **SMALL)),
-    "mixtral": lambda: _made(
-        MixtralExperts, MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
-    ),
-    # transposed, with biases, an interleaved gate of its own
-    "gpt_oss": lambda: _made(
-        GptOssExperts, GptOssConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
-    ),
-}
 
 
 class Block(nn.Module):
@@ -57,13 +29,6 @@ class Block(nn.Module):
 
     def forward(self, x, index, share):
         return self.experts(x, index, share)
-
-
-def routed(tokens=10, top_k=2, dtype=torch.float32, used=E):
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(tokens, H, generator=g, dtype=dtype)
-    index = torch.rand(tokens, used, generator=g).argsort(1)[:, :top_k]
-    return x.requires_grad_(), index, torch.rand(tokens, top_k, generator=g, dtype=dtype).requires_grad_()
 
 
 def config(names=BOTH, **changes):
@@ -195,9 +160,9 @@ def test_the_base_runs_the_gemms_that_it_ran():
     """fwd and dgrad of each expert, once; no wgrad; and the adapters are counted nowhere."""
     plain, block = quantized(Block(FAMILIES["qwen3_moe"]())), adapted(quantized(Block(FAMILIES["qwen3_moe"]())))
     seen = []
-    for made in (plain, block):
+    for one in (plain, block):
         with fp8.count_gemms() as counts:
-            made(*routed()).sum().backward()
+            one(*routed()).sum().backward()
         seen.append(dict(counts))
     assert seen[0] == seen[1] and {gemm for _, gemm, _ in seen[0]} == {"fwd", "dgrad"}
 
@@ -347,7 +312,7 @@ def test_a_parameter_of_no_experts_is_refused():
 def test_experts_of_another_structure_are_refused():
     from transformers import Llama4TextConfig
 
-    block = Block(_made(Llama4TextExperts, Llama4TextConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)))
+    block = Block(made(Llama4TextExperts, Llama4TextConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)))
     inject_adapter_in_model(config(), block)
     with pytest.raises(AdapterError, match="cannot have adapters beside them: experts called with"):
         experts.adopt(block)

@@ -44,10 +44,10 @@ def _both(world: World, path: str) -> list[dict]:
 @pytest.mark.long
 def test_two_ranks_have_one_processs_gradients(tmp_path: Path) -> None:
     path = tiny.write("qwen3_moe", tmp_path / "tiny", size="mini")
-    for ours, alone in ranks.run(_both, 2, str(path)):
-        assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-        assert len(ours["grads"]) == 8 and list(ours["grads"]) == list(alone["grads"])
+    for ours, single in ranks.run(_both, 2, str(path)):
+        assert ours["loss"] == pytest.approx(single["loss"], rel=1e-6)
+        assert len(ours["grads"]) == 8 and list(ours["grads"]) == list(single["grads"])
         for name, grad in ours["grads"].items():
-            a, b = torch.tensor(grad), torch.tensor(alone["grads"][name])
+            a, b = torch.tensor(grad), torch.tensor(single["grads"][name])
             assert a.abs().max() > 0, name
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6 * float(b.abs().max()), msg=name)

@@ -33,10 +33,10 @@ def _steps(model: nn.Module, family: models.Family, share: float) -> None:
 
 
 def _rank(world: World, path: str, target: str) -> dict[str, bool]:
-    alone, family = _build(path)
-    first = {name: value.clone() for name, value in adapters.adapter_state(alone).items()}
-    _steps(alone, family, 1.0)
-    expected = adapters.adapter_state(alone)
+    single, family = _build(path)
+    first = {name: value.clone() for name, value in adapters.adapter_state(single).items()}
+    _steps(single, family, 1.0)
+    expected = adapters.adapter_state(single)
     model, _ = _build(path)
     shard(model, family, world)
     _steps(model, family, float(world.rank == 0))

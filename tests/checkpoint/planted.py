@@ -25,6 +25,7 @@ from octavo.models import tiny
 from octavo.models.tiny_configs import tiny_config
 
 FORMS = ("plain", "fp8-block", "ct-row", "ct-tensor", "ct-block")
+Good = Callable[..., Path]  # (form, model) -> a good folder; read only
 QUANTIZED = FORMS[1:]
 BLOCK = 128
 INDEX = "model.safetensors.index.json"

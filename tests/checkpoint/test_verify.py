@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,21 +10,7 @@ import pytest
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.verify import verify
 from tests.checkpoint import planted
-
-Good = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
-    """good("fp8-block", "qwen3_moe") -> the folder, written once; read only."""
-    place = tmp_path_factory.mktemp("good")
-    tokenizer = planted.tokenizers(place / "tokenizer")
-
-    def get(form: str, model: str = "qwen3") -> Path:
-        folder = place / f"{form}-{model}"
-        return folder if folder.exists() else planted.write(form, folder, tokenizer, model)
-
-    return get
+from tests.checkpoint.planted import Good
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_tied", "qwen3_moe", "qwen3_vl"])

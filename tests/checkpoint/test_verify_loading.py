@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,26 +10,13 @@ import torch
 
 from octavo import models
 from tests.checkpoint import planted
+from tests.checkpoint.planted import Good
 
 CASES = [c for c in planted.CORRUPTIONS if c.load and not c.against]
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    place = tmp_path_factory.mktemp("good")
-    tokenizer = planted.tokenizers(place / "tokenizer")
-
-    def get(form: str, model: str) -> Path:
-        folder = place / f"{form}-{model}"
-        return folder if folder.exists() else planted.write(form, folder, tokenizer, model)
-
-    return get
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.plant.__name__)
-def test_damaged_folders_are_refused(
-    case: planted.Corruption, good: Callable[[str, str], Path], tmp_path: Path
-) -> None:
+def test_damaged_folders_are_refused(case: planted.Corruption, good: Good, tmp_path: Path) -> None:
     form = case.forms[-1] if case.forms[-1] == "fp8-block" else case.forms[0]
     folder = tmp_path / "damaged"
     shutil.copytree(good(form, case.model), folder)

@@ -22,20 +22,7 @@ from octavo.checkpoint.verify.sentences import SENTENCES
 from octavo.cli.main import main
 from octavo.models.quantization import by_parts
 from tests.checkpoint import planted
-
-Good = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
-    place = tmp_path_factory.mktemp("good")
-    tokenizer = planted.tokenizers(place / "tokenizer")
-
-    def get(form: str, model: str = "qwen3") -> Path:
-        folder = place / f"{form}-{model}"
-        return folder if folder.exists() else planted.write(form, folder, tokenizer, model)
-
-    return get
+from tests.checkpoint.planted import Good
 
 
 @pytest.fixture

@@ -10,19 +10,9 @@ from torch import nn
 from octavo import fp8
 from octavo.fp8.blocks import gated_mlp, rmsnorm
 
-from .blocks import Norm
+from .blocks import Mlp, Norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
-
-class Mlp(nn.Module):
-    def __init__(self, k, n):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(k, n, bias=False), nn.Linear(k, n, bias=False)
-        self.down_proj, self.act_fn = nn.Linear(n, k, bias=False), nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

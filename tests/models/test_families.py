@@ -21,8 +21,8 @@ def test_every_parameter_has_one_component(checkpoint, family):
     assert described.name == family
     assert described.has_vision == (family in TOWERS)
     expected = set(models.COMPONENTS) if described.has_vision else {"foundation", "lm_head"}
-    owners = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
-    assert owners == expected == set(described.components)
+    found = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
+    assert found == expected == set(described.components)
     layers = described.layers(model)
     assert len(layers) == sum(TOWERS.get(family, (2,)))
     assert len({type(block) for _, block in layers}) == (2 if described.has_vision else 1)

@@ -99,9 +99,18 @@ def test_no_tokens_leave_no_trace():
     assert not x_history(m).any() and not dy_history(m).any()
 
 
+def same_when_recomputed(losses, reentrant):
+    """``losses(module, call)`` gives the weight's gradient; so it does where the calls are checkpointed, and the same
+    histories."""
+    plain, saved = layer(), layer()
+    want = losses(plain, lambda m, x: m(x))
+    got = losses(saved, lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
+    assert torch.equal(want, got)
+    assert torch.equal(x_history(plain), x_history(saved)) and torch.equal(dy_history(plain), dy_history(saved))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_after_other_forwards_finds_its_own_scale(reentrant):
-    plain, saved = layer(), layer()
     xs = [torch.randn(4, 32) * s for s in (1, 6, 0.5)]
 
     def losses(m, call):
@@ -110,10 +119,7 @@ def test_recomputation_after_other_forwards_finds_its_own_scale(reentrant):
             out.square().sum().backward()
         return m[0].weight.grad
 
-    want = losses(plain, lambda m, x: m(x))
-    got = losses(saved, lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
-    assert torch.equal(want, got)
-    assert torch.equal(x_history(plain), x_history(saved)) and torch.equal(dy_history(plain), dy_history(saved))
+    same_when_recomputed(losses, reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -121,7 +127,6 @@ def test_recomputation_after_other_forwards_finds_its_own_scale(reentrant):
 @pytest.mark.parametrize("order", [1, -1])
 def test_recomputation_tells_inputs_of_equal_amax_apart(reentrant, mode, order):
     """Equal amaxes and equal inputs, between which the history outgrows its largest entry: other scales every time."""
-    plain, saved = layer(), layer()
     noise = [torch.randn(4, 32).clamp(-1, 1) / 2 for _ in range(3)]
     for x in noise:
         x[0, 0] = 0.5
@@ -142,10 +147,7 @@ def test_recomputation_tells_inputs_of_equal_amax_apart(reentrant, mode, order):
             out.square().sum().backward()
         return m[0].weight.grad
 
-    want = losses(plain, lambda m, x: m(x))
-    got = losses(saved, lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
-    assert torch.equal(want, got)
-    assert torch.equal(x_history(plain), x_history(saved)) and torch.equal(dy_history(plain), dy_history(saved))
+    same_when_recomputed(losses, reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -435,7 +435,7 @@ def test_shape_and_strides_tell_inputs_of_one_memory_apart():
             assert torch.equal(y, fp8.linear(other, m.k.weight, m.k.bias))
 
 
-def test_one_pass_where_a_backend_borrows_its_casts():
+def test_one_pass_where_a_backend_has_the_casts_of_another():
     """A GemmOnlyBackend hands both casts to one caster, though the other GEMM's backend is another."""
     from octavo.fp8.kernels.registry import GemmOnlyBackend
 

@@ -30,10 +30,10 @@ def pair():
     """Layers that share the cast of their input, and a twin whose layers share nothing."""
     torch.manual_seed(0)
     shared = fp8.apply(Attention(), fp8.plan(Attention(), "blockwise"))
-    alone = copy.deepcopy(shared)
-    for layer in alone.children():
+    separate = copy.deepcopy(shared)
+    for layer in separate.children():
         layer.register_forward_pre_hook(lambda *_: inputs.forget())
-    return shared, alone
+    return shared, separate
 
 
 def seeded(seed):

@@ -68,10 +68,10 @@ def m_grouped_fp8_gemm_nt_contiguous(a, b, d, m_indices, recipe=None, compiled_d
     calls.append(recipe)
     rows = a[0].float() * line_scales(a[1], m, k)
     for tile in range(0, m, TILE):
-        owners = m_indices[tile : tile + TILE].unique().tolist()
-        assert len(owners) == 1
-        if owners[0] >= 0:
-            weight = b[0][owners[0]].float() * square_scales(b[1][owners[0]], n, k)
+        experts = m_indices[tile : tile + TILE].unique().tolist()
+        assert len(experts) == 1
+        if experts[0] >= 0:
+            weight = b[0][experts[0]].float() * square_scales(b[1][experts[0]], n, k)
             d[tile : tile + TILE] = rows[tile : tile + TILE] @ weight.t()
 
 

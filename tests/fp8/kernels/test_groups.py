@@ -21,11 +21,11 @@ def check(chosen: torch.Tensor, experts: int) -> Routing:
     assert starts[0] == 0 and all(s % TILE == 0 for s in starts) and starts[-1] <= groups.rows
     for e in range(experts):
         assert 0 <= starts[e + 1] - starts[e] - sizes[e] < TILE
-    owner = [-1] * len(tiles)
+    expected = [-1] * len(tiles)
     for e in range(experts):
         for tile in range(starts[e] // TILE, starts[e + 1] // TILE):
-            owner[tile] = e
-    assert tiles == owner
+            expected[tile] = e
+    assert tiles == expected
     filled = [pairs] * groups.rows
     taken = list(starts)
     rows = []

@@ -253,7 +253,7 @@ def test_unknown_ops_and_taken_names(backends: None) -> None:
             register(taken)
 
 
-def test_who_lends_a_cast_is_remembered_until_the_registry_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cast_backend_is_remembered_until_the_registry_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_kernels, x = get("torch"), torch.randn(3, 256)
     assert torch_kernels._cast_backend(CastSpec(), x).name == "reference"
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))

@@ -10,16 +10,7 @@ from torch import nn
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from octavo import fp8
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.q_proj, self.up_proj = nn.Linear(width, width), nn.Linear(width, 2 * width)
-
-
-class Custom(nn.Linear):
-    pass
+from tests.fp8.planning.layers import Block, Custom
 
 
 class Tower(nn.Module):

@@ -19,7 +19,7 @@ RECIPES = fp8.RECIPES
 
 
 class Mlp(nn.Module):
-    """Sisters that may run as one GEMM, a layer behind them, one that is frozen, an embedding in front."""
+    """Siblings, a layer behind them, one that is frozen, an embedding in front."""
 
     def __init__(self):
         super().__init__()

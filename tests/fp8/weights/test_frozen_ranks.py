@@ -143,10 +143,10 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
     answer: dict = {}
     share = float(world.rank == 0)
     for kind, dtype in cases:
-        alone = _build(kind, getattr(torch, dtype))
-        want = {name: fp8.codes_of_frozen(p) for name, p in alone.named_parameters() if fp8.is_frozen(p)}
-        before, state = fp8.fingerprint(alone), fp8.fp8_state_dict(alone)
-        expected = _step(alone)
+        single = _build(kind, getattr(torch, dtype))
+        want = {name: fp8.codes_of_frozen(p) for name, p in single.named_parameters() if fp8.is_frozen(p)}
+        before, state = fp8.fingerprint(single), fp8.fp8_state_dict(single)
+        expected = _step(single)
         model = _build(kind, getattr(torch, dtype))
         with mock.patch.object(fp8_rows, "dequantize") as decode:
             if world.mesh is not None:
@@ -164,14 +164,14 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
             "wrong": seen.wrong,
             "undecoded": not decode.called,
             "looked": seen.count == 2 * len(want),
-            "print": fp8.fingerprint(model) == before == fp8.fingerprint(alone),
+            "print": fp8.fingerprint(model) == before == fp8.fingerprint(single),
             "local": all(fp8.is_frozen(p) for p in local.values()),
             "bytes": fp8.frozen_bytes(model) / whole,
-            "codes": _equal(fp8.fp8_state_dict(model), fp8.fp8_state_dict(alone)),
+            "codes": _equal(fp8.fp8_state_dict(model), fp8.fp8_state_dict(single)),
         }
         # Values, codes that are loaded again, and what stays refused.
         values = full_state_dict(model, world)
-        read = alone[0].up.base_layer.weight.dequantize()
+        read = single[0].up.base_layer.weight.dequantize()
         checks["values"] = not share or torch.equal(values["0.up.base_layer.weight"], read)
         for p in local.values():
             fp8.codes_of_frozen(p).data.view(torch.uint8).zero_()

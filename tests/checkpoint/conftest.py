@@ -1,0 +1,22 @@
+"""Good folders of every format, for whoever plants corruptions in copies of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import planted
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> planted.Good:
+    """good("fp8-block", "qwen3_moe") -> the folder, written once; read only."""
+    place = tmp_path_factory.mktemp("good")
+    tokenizer = planted.tokenizers(place / "tokenizer")
+
+    def get(form: str, model: str = "qwen3") -> Path:
+        folder = place / f"{form}-{model}"
+        return folder if folder.exists() else planted.write(form, folder, tokenizer, model)
+
+    return get
