@@ -161,13 +161,14 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
             found = "has no effect where the recipe is off" + ("" if part.recipe else ", as it is here unless set")
             needs = (f"fp8.{name}.recipe", "fp8.recipe", "fp8.rules")
             yield finding(f"fp8.{name}.param", found, "remove it, or set a recipe", *needs)
-    asked = {"param": fp8.param, "weight_codes": fp8.weight_codes == "recast"}
+    asked = {"param": fp8.param, "weight_codes": fp8.weight_codes != "keep"}
     for key in (key for key, is_on in asked.items() if is_on and not on):
         found = "has no effect where nothing runs in FP8"
         yield finding(f"fp8.{key}", found, "remove it, or set fp8.recipe", "fp8.recipe", "fp8.rules", *PARTS)
     held = [name for name in on if (fp8.param if (own := parts.get(name)) is None or own.param is None else own.param)]
-    if fp8.weight_codes == "recast" and on and held == on:
-        found = "recast keeps no codes between uses, and param keeps weights as codes between steps"
+    if fp8.weight_codes != "keep" and on and held == on:
+        does = "keeps no codes between uses" if fp8.weight_codes == "recast" else "holds codes beside their weights"
+        found = f"{fp8.weight_codes} {does}, and param keeps weights as codes between steps"
         yield finding("fp8.weight_codes", found, "use one of them", "fp8.param", *PARTS)
 
 

@@ -159,10 +159,11 @@ class Fp8Section(Section):
         description="What blocks keep for backward beside the inputs of their FP8 layers: bf16, as it comes; or fp8 "
         "for inputs of norms, gate and up, inputs of activations, with products computed again in backward.",
     )
-    weight_codes: Literal["keep", "recast"] = Field(
+    weight_codes: Literal["keep", "recast", "both"] = Field(
         default="keep",
         description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte a parameter, rowwise "
-        "and mxfp8 2), or recast them at each use (0 bytes, one more cast a GEMM).",
+        "and mxfp8 2), recast them at each use (0 bytes, one more cast a GEMM), or keep both layouts of those that "
+        "forward and dgrad share (2 bytes, and no backward lays a weight out anew).",
     )
     backend: str = Field(
         default="auto",

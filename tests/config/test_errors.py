@@ -159,7 +159,12 @@ def test_aliases_that_loop_or_explode():
             "fp8.weight_codes: recast keeps no codes between uses, and param keeps weights as codes between steps",
         ),
         ("fp8={recipe: off, param: true}", "fp8.param: has no effect where nothing runs in FP8; remove it, or set"),
+        (
+            "fp8={param: true, weight_codes: both}",
+            "fp8.weight_codes: both holds codes beside their weights, and param keeps weights as codes between steps",
+        ),
         ("fp8={recipe: off, weight_codes: recast}", "fp8.weight_codes: has no effect where nothing runs in FP8"),
+        ("fp8={recipe: off, weight_codes: both}", "fp8.weight_codes: has no effect where nothing runs in FP8"),
         (
             "fp8={image_projector: {param: true}}",
             "fp8.image_projector.param: has no effect where the recipe is off, as it is here unless set; remove it, or",

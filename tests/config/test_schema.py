@@ -8,7 +8,8 @@ from octavo.config import RECIPES, SCHEMA_FILE, Config, json_schema, schema_text
 
 
 def test_the_committed_schema_is_current():
-    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), "run: make schema"
+    again = "from octavo.config import SCHEMA_FILE, schema_text; SCHEMA_FILE.write_text(schema_text())"
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), f"run: python -c '{again}'"
 
 
 def test_the_schema_teaches():

@@ -29,7 +29,6 @@ and where a weight is not whole (a DTensor).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,7 @@ from octavo.fp8.blocks import mlp
 from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp, trial
 from octavo.fp8.dense import gemms, sources
 from octavo.fp8.dense.gemms import DENSE, Site
-from octavo.fp8.dense.inputs import Cast, CastRequest, Input, Pair, cast_matrix, compute_dtype, once, without_autocast
+from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix, compute_dtype, without_autocast
 from octavo.fp8.dense.linear import WHOLE, Linear
 from octavo.fp8.dense.swap import Planned, Swapped, computable, hooked, planned, probe, swap
 from octavo.fp8.kernels.reference_fused import swiglu_backward
@@ -201,14 +200,14 @@ class _Mlp(torch.autograd.Function):
             return gemms.fwd(call.sites[at], DENSE, None, x_q, weight, WHOLE, bias, given.dtype, seen[at])
 
         with given.autocast_off:
-            x_row, x_col = once(given.codes, gate.x.row, gate.x.col if any(needs.weights[:2]) else None)
+            x_row, x_col = given.codes(gate.x.row, gate.x.col if any(needs.weights[:2]) else None)
             (g, g_w), (u, u_w) = forward(0, x_row), forward(1, x_row)
             pair: list[Tensor | Quantized] = [g, u]
             if call.saves:
                 pair = [sources.keep(g), sources.keep(u)]
                 g, u = (sources.decoded(q, given.dtype) for q in pair)
-            h_row, h_col = once(
-                _codes_of_h(down, g, u), down.x.row, down.x.col if needs.weights[2] and not call.saves else None
+            h_row, h_col = _codes_of_h(
+                down, g, u, down.x.row, down.x.col if needs.weights[2] and not call.saves else None
             )
             y, y_w = forward(2, h_row)
         weights = {f"w{i}": parameters[i] if due else None for i, due in enumerate(dgrads)}
@@ -234,14 +233,14 @@ class _Mlp(torch.autograd.Function):
         dbs: list[Tensor | None] = [None] * 3
         with without_autocast(dy):
             wanted = (down.dy.row if needs.h else None, down.dy.col if needs.weights[2] else None)
-            row, col = once(partial(cast_matrix, dy_MK), *wanted)
+            row, col = cast_matrix(dy_MK, *wanted)
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
             gate_MI, up_MI = (sources.decoded(held[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
                 h_col = held["h_col"]
                 if ctx.call.saves:
-                    _, h_col = once(_codes_of_h(down, gate_MI, up_MI), None, down.x.col)
+                    _, h_col = _codes_of_h(down, gate_MI, up_MI, None, down.x.col)
                 dws[2] = _wgrad(ctx, 2, dy_MK, col, h_col)
             if needs.h:
                 dh = _dgrad(ctx, 2, dy_MK, row, held)
@@ -254,13 +253,9 @@ class _Mlp(torch.autograd.Function):
         return dx, None, *dws, *dbs
 
 
-def _codes_of_h(down: Site, gate: Tensor, up: Tensor) -> Cast:
+def _codes_of_h(down: Site, gate: Tensor, up: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
     backend = sources.fused_backend("swiglu", down, gate.device)
-
-    def cast(row: CastRequest | None, col: CastRequest | None) -> Pair:
-        return backend.swiglu_codes(gate, up, _spec(row), _spec(col))
-
-    return cast
+    return backend.swiglu_codes(gate, up, _spec(row), _spec(col))
 
 
 def _spec(request: CastRequest | None) -> CastSpec | None:
@@ -276,17 +271,10 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
         for i, d in enumerate(pair):
             if needs.biases[i]:
                 dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
-        return once(partial(cast_matrix, pair[0]), row, col), once(partial(cast_matrix, pair[1]), row, col)
+        return cast_matrix(pair[0], row, col), cast_matrix(pair[1], row, col)
     backend = sources.fused_backend("swiglu_backward", site, dh.device)
-    made: list[Quantized | None] = []
-
-    def cast(row: CastRequest | None, col: CastRequest | None) -> Pair:
-        made[:] = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
-        return made[0], made[1]
-
-    of_gate = once(cast, row, col)
-    shared = row is not None and col is not None and row.spec == col.spec
-    return of_gate, (made[2], made[2] if shared else made[3])
+    made = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
+    return made[:2], made[2:]
 
 
 def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, held: dict[str, Any]) -> Tensor:

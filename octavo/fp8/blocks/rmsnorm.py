@@ -32,7 +32,6 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks.probe import exchanged, fails, layer_of, off, random, trial, unlike, wrong_dtype
 from octavo.fp8.dense import inputs, sources
-from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import CastRequest, compute_dtype, without_autocast
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.dense.swap import Planned, Swapped, computable, planned, probe, swap
@@ -139,11 +138,6 @@ def _eps(norm: nn.Module) -> float | None:
     return next((v for name in _EPS if isinstance(v := getattr(norm, name, None), float)), None)
 
 
-def _casts(site: Site) -> tuple[CastRequest | None, CastRequest | None]:
-    row, col = site.x
-    return row, None if row is not None and col is not None and row.spec == col.spec else col
-
-
 def _specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
     """The casts of x that a layer asks for: that of fwd, and that of wgrad unless it is the same."""
     fwd, wgrad = recipe.fwd, recipe.wgrad
@@ -215,7 +209,7 @@ class RmsNorm(Swapped):
         if x.dtype not in sources.DTYPES or weight.dtype not in sources.DTYPES:
             return None
         # An FP8 layer that is one no longer (fp8.high_precision) wants the stock norm before it, too.
-        layers = [m for m in self._feeds if isinstance(m, Linear) and _casts(m._site) != (None, None)]
+        layers = [m for m in self._feeds if isinstance(m, Linear) and m._site.x != (None, None)]
         if not layers and not self._saves:
             return None
         out = torch.promote_types(x.dtype, weight.dtype) if self._promotes else x.dtype
@@ -224,10 +218,10 @@ class RmsNorm(Swapped):
         else:
             backend, row, col = sources.backend_of("rmsnorm", sources.SPEC, x.device), None, None
         saves = self._saves and torch.is_grad_enabled()
-        call = _Call(self._eps, row, col, backend, out, _lowered(x, out), saves, {})
+        call = _Call(self._eps, row, col, backend, out, _lowered(x, out), saves, [])
         y = _RmsNorm.apply(x, weight, call)
         if call.made:
-            self.__dict__["_taken"] = inputs.offer(y, call.low, call.made)
+            self.__dict__["_taken"] = inputs.offer(y, call.low, (call.row, call.col), (call.made[0], call.made[1]))
         return y
 
     def _wanted(self, layers: list[Linear]) -> tuple[CastRequest | None, CastRequest | None]:
@@ -238,7 +232,7 @@ class RmsNorm(Swapped):
             self.__dict__["_misses"] = 0 if taken else self._misses + 1
         if self._misses >= _MISSES or torch.is_inference_mode_enabled():
             return None, None
-        row, col = _casts(layers[0]._site)
+        row, col = layers[0]._site.x
         trains = torch.is_grad_enabled() and any(m.weight.requires_grad for m in layers)
         return row, col if trains else None
 
@@ -256,7 +250,7 @@ class _Call(NamedTuple):
     out: torch.dtype
     low: torch.dtype
     saves: bool
-    made: dict[CastRequest, Quantized]  # filled by the forward
+    made: list[Quantized | None]  # the codes under ``row`` and ``col``, filled by the forward
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -267,9 +261,8 @@ class _RmsNorm(torch.autograd.Function):
             x_MK = x.detach().reshape(-1, x.shape[-1])
             y_MK, rstd_M, *codes = call.backend.rmsnorm_quantize(x_MK, weight, call.eps, row, col, call.out, call.low)
             saved = sources.keep(x_MK) if call.saves and any(ctx.needs_input_grad) else None
-        for want, q in zip((call.row, call.col), codes, strict=True):
-            if want is not None and q is not None:
-                call.made[want] = q
+        if (row, col) != (None, None):
+            call.made.extend(codes)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         sources.save(ctx, x=x if saved is None else saved, weight=weight, rstd=rstd_M)
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.

@@ -216,11 +216,12 @@ def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, T
     return (*_packed_fake(x, row, 1), *_packed_fake(x, col, 0))
 
 
-def _weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, contract: int, forward: bool) -> Quantized:
-    codes, cast = codes_of(weight), partial(backend.quantize, contract=contract)
+def _weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, forward: bool, shared: bool = False) -> Quantized:
+    """``shared``: dgrad multiplies by the codes of the forward."""
+    codes, cast = codes_of(weight), partial(backend.quantize, contract=1 if forward or shared else 0)
     if codes is None:
         return cast(weight.detach(), spec)
-    return codes.get(weight, WeightSlice(), spec, backend, forward, cast)
+    return codes.get(weight, WeightSlice(), spec, backend, forward, cast, shared)
 
 
 def _linear(
@@ -233,7 +234,7 @@ def _linear(
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     backend, a, b = _gemm(fwd)
     x_q = unpack(row, row_scale, x.shape[0], x.shape[1], a, 1)
-    return backend.gemm_fwd(x_q, _weight_codes(weight, b, backend, 1, True), x.dtype, bias).contiguous()
+    return backend.gemm_fwd(x_q, _weight_codes(weight, b, backend, True), x.dtype, bias).contiguous()
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -244,8 +245,8 @@ def _dgrad(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: tor
     parts = gemms(key)
     backend, a, b = _gemm(parts.dgrad)
     dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 1)
-    shared = parts.fwd != "" and _gemm(parts.fwd)[2] == b  # the codes of the forward, in its layout
-    return backend.gemm_dgrad(dy_q, _weight_codes(weight, b, backend, 1 if shared else 0, False), dtype).contiguous()
+    shared = parts.fwd != "" and _gemm(parts.fwd)[2] == b
+    return backend.gemm_dgrad(dy_q, _weight_codes(weight, b, backend, False, shared), dtype).contiguous()
 
 
 def _dgrad_fake(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:

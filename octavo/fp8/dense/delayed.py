@@ -17,6 +17,8 @@ rank 0, losing what the other ranks saw. They follow the module to a device and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +29,8 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import CastRequest, Input, Pair
 from octavo.fp8.dense.linear import Linear
+from octavo.fp8.kernels.capture import capturing
 from octavo.fp8.observe.recorder import Seen
-from octavo.fp8.weights import cache
 
 PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", with "_<parameter>" behind it in modules of experts
 _HELD = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
@@ -82,17 +84,11 @@ class Casts(NamedTuple):
 
     def cast_x(self, given: Input, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """The input of a layer [M, K] by its history."""
-        return (
-            None if row is None else self._cast_x(given.matrix(), row, 1),
-            None if col is None else self._cast_x(given.matrix(), col, 0),
-        )
+        return _once(partial(self._cast_x, given.matrix()), row, col)
 
     def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """The gradient of a layer's output [M, N] by its history."""
-        return (
-            None if row is None else self._cast_dy(dy, row, 1),
-            None if col is None else self._cast_dy(dy, col, 0),
-        )
+        return _once(partial(self._cast_dy, dy), row, col)
 
     def _cast_x(self, x: Tensor, request: CastRequest, contract: int) -> Quantized:
         """But for the writing, a forward and its recomputation run the same operations: selective checkpointing replays
@@ -124,6 +120,14 @@ class Casts(NamedTuple):
             if self.record and dy.numel():
                 rows.dy.copy_(_pushed(rows.dy, amax, amax.isfinite()))
             return backend.quantize_with_scale(dy, scale, spec, amax, contract)
+
+
+def _once(cast: Callable[[CastRequest, int], Quantized], row: CastRequest | None, col: CastRequest | None) -> Pair:
+    """The codes under both requests; one cast where they ask for the same, since each moves the history."""
+    first = None if row is None else cast(row, 1)
+    if row is not None and col is not None and row.spec == col.spec:
+        return first, first
+    return first, None if col is None else cast(col, 0)
 
 
 def convert(module: nn.Linear, site: Site) -> Linear:
@@ -170,7 +174,7 @@ _odd_numbers: dict[tuple[torch.device, int], Tensor] = {}  # by device and strea
 def _odd(x: Tensor) -> Tensor:
     """1, 3, 5, ... for each row of x, int64; made once for the longest, but for what a mode or a capture would own."""
     rows, device = x.shape[0], x.device
-    if x.is_meta or cache.capturing(x) or torch._C._len_torch_dispatch_stack():
+    if x.is_meta or capturing(x.device) or torch._C._len_torch_dispatch_stack():
         return torch.arange(1, 2 * rows, 2, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     held = _odd_numbers.get((device, stream))

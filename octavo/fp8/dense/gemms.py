@@ -136,7 +136,7 @@ def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: Weight
     backend = site.selections[gemm].backend
     contract = 1 if gemm == "fwd" or site.shares_weight else 0
     cast = partial(way.weight_cast(backend), contract=contract)
-    return site.codes.get(weight, part, spec, backend, forward=gemm == "fwd", cast=cast)
+    return site.codes.get(weight, part, spec, backend, gemm == "fwd", cast, site.shares_weight)
 
 
 def fwd(

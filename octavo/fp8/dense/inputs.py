@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.kernels.capture import capturing
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend
-from octavo.fp8.weights import cache
 from octavo.fp8.weights.shards import ordinary
 from octavo.fp8.weights.versions import listen
 
@@ -80,17 +80,10 @@ Pair = tuple["Quantized | None", "Quantized | None"]
 Cast = Callable[["CastRequest | None", "CastRequest | None"], Pair]
 
 
-def once(cast: Cast, row: CastRequest | None, col: CastRequest | None) -> Pair:
-    """(codes under ``row``, under ``col``) by ``cast``, made once where both ask for the same codes; None for None."""
-    if row is not None and col is not None and row.spec == col.spec:
-        q = cast(row, None)[0]
-        return q, q
-    return cast(row, col)
-
-
 def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
     """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), in one pass over x
-    where the first backend, or its cast backend, can do both: all backends give the same codes."""
+    where the first backend, or its cast backend, can do both: all backends give the same codes. Under one spec these
+    are the same codes in two layouts, so that no GEMM has to lay them out anew."""
     if row is not None and col is not None:
         first = row.backend
         one = first is col.backend or isinstance(first, GemmOnlyBackend)
@@ -160,13 +153,14 @@ class Input:
         """
         if row is None and col is None:
             return None, None
-        held = self._entry.codes
-        missing = (None if row in held else row, None if col in held else col)
+        entry = self._entry
+        found = entry.find(row, 1), entry.find(col, 0)
+        missing = (None if found[0] is not None else row, None if found[1] is not None else col)
         if missing != (None, None):
-            for request, q in zip(missing, self.cast(self.matrix(), *missing), strict=True):
-                if request is not None and q is not None:
-                    held[request] = q
-        return None if row is None else held[row], None if col is None else held[col]
+            made = self.cast(self.matrix(), *missing)
+            entry.hold(missing, made)
+            found = found[0] or made[0], found[1] or made[1]
+        return found
 
     @property
     def _entry(self) -> _Entry:
@@ -183,9 +177,21 @@ class _Entry:
         self.stamp = stamp
         self.storage: Any = None  # a weak reference to the input's storage
         self.forget: Callable[[], None] = _nothing
-        self.codes: dict[CastRequest, Quantized] = {}
+        self.codes: dict[tuple[CastRequest, int], Quantized] = {}  # by the dimension that their GEMM contracts
         self.high: Tensor | None = None
         self.served: set[int] = set()
+
+    def find(self, request: CastRequest | None, contract: int) -> Quantized | None:
+        """Codes under ``request``, laid out for that contraction if such are there: any GEMM takes the others too."""
+        if request is None:
+            return None
+        q = self.codes.get((request, contract))
+        return self.codes.get((request, 1 - contract)) if q is None else q
+
+    def hold(self, asked: tuple[CastRequest | None, CastRequest | None], made: Pair) -> None:
+        for contract, request, q in zip((1, 0), asked, made, strict=True):
+            if request is not None and q is not None:
+                self.codes[request, contract] = q
 
 
 class _Memo:
@@ -198,16 +204,19 @@ _state = threading.local()
 _memos: weakref.WeakSet[_Memo] = weakref.WeakSet()
 
 
-def offer(y: Tensor, dtype: torch.dtype, codes: Mapping[CastRequest, Quantized]) -> Container[int]:
+def offer(
+    y: Tensor, dtype: torch.dtype, asked: tuple[CastRequest | None, CastRequest | None], codes: Pair
+) -> Container[int]:
     """Leave the codes of ``y`` in ``dtype`` for the layers that will be called with y itself.
 
-    They must be those that each :class:`CastRequest` would get of ``y.to(dtype)`` [product of leading dimensions,
-    last]. What comes back is empty until a layer found them; it never is where y cannot be recognised again.
+    They must be those that the requests would get of ``y.to(dtype)`` [product of leading dimensions, last] for a
+    contraction of its columns and for one of its rows. What comes back is empty until a layer found them; it never is
+    where y cannot be recognised again.
     """
     if not _recognisable(y):
         return (0,)
     entry = _begin(_memo(), y.untyped_storage(), _stamp(Input(y, None, dtype)))
-    entry.codes.update(codes)
+    entry.hold(asked, codes)
     return entry.served
 
 
@@ -276,7 +285,7 @@ def torch_alone_writes(x: Tensor) -> bool:
 
 
 def _capturing(given: Tensor) -> bool:
-    return given.is_cuda and cache.capturing(given)
+    return given.is_cuda and capturing(given.device)
 
 
 def _memo() -> _Memo:

@@ -36,7 +36,7 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.arithmetic.recipe import recipe as named_recipe
 from octavo.fp8.dense import compiled, gemms
 from octavo.fp8.dense.gemms import DENSE, Dense, Site, select_backends
-from octavo.fp8.dense.inputs import Input, Source, once, without_autocast
+from octavo.fp8.dense.inputs import Input, Source, without_autocast
 from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import Seen
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
@@ -105,7 +105,7 @@ class _ThreeGemms(torch.autograd.Function):
         dx = dw = db = None
         with without_autocast(dy):
             cast = partial(way.cast, dy_MN) if ctx.scaling is None else partial(ctx.scaling.cast_dy, dy_MN)
-            dy_row, dy_col = once(cast, site.dy.row if needs_x else None, site.dy.col if needs_w else None)
+            dy_row, dy_col = cast(site.dy.row if needs_x else None, site.dy.col if needs_w else None)
             if needs_x:
                 weight, w_q = tensors.pop(0), None
                 if ctx.w_spec is not None:
@@ -143,7 +143,7 @@ def _cast_x(given: Input, call: Call, seen: Seen, needs_w: bool) -> tuple[Any, Q
     scaling = None if site.scaling is None else site.scaling.begin(given.given, call.part.slot, call.training, seen)
     cast = given.codes if scaling is None else partial(scaling.cast_x, given)
     wanted = site.x.col if needs_w and (source is None or scaling is not None) else None
-    x_q, x_col = once(cast, site.x.row, wanted)
+    x_q, x_col = cast(site.x.row, wanted)
     if not needs_w:
         return scaling, x_q, Saved((), None)
     if source is not None:

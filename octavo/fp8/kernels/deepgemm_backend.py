@@ -29,9 +29,9 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.groups import TILE, Groups
-from octavo.fp8.kernels.layout import CONTRACTED, Operand, experts_k_major, k_major, lines
+from octavo.fp8.kernels.layout import CONTRACTED, Operand, lines
 from octavo.fp8.kernels.registry import GemmOnlyBackend, get
-from octavo.fp8.kernels.torch_backend import finish, kind_of
+from octavo.fp8.kernels.torch_backend import Relaid, finish, kind_of
 
 SOURCE = "github.com/deepseek-ai/DeepGEMM"
 NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout")
@@ -73,23 +73,23 @@ class DeepGemmBackend(GemmOnlyBackend):
         return _why_not_casts(named, casts.a, casts.b, device)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return _gemm("fwd", x_q, w_q, out_dtype, bias)
+        return _gemm(self.relaid, "fwd", x_q, w_q, out_dtype, bias)
 
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm("dgrad", dy_q, w_q, out_dtype)
+        return _gemm(self.relaid, "dgrad", dy_q, w_q, out_dtype)
 
     def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm("wgrad", dy_q, x_q, out_dtype)
+        return _gemm(self.relaid, "wgrad", dy_q, x_q, out_dtype)
 
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
         if bias is not None:
             return get("triton").grouped_fwd(x_q, w_q, groups, out_dtype, bias)
-        return _grouped("fwd", x_q, w_q, groups, out_dtype)
+        return _grouped(self.relaid, "fwd", x_q, w_q, groups, out_dtype)
 
     def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        return _grouped("dgrad", dy_q, w_q, groups, out_dtype)
+        return _grouped(self.relaid, "dgrad", dy_q, w_q, groups, out_dtype)
 
 
 @lru_cache(maxsize=64)
@@ -146,14 +146,16 @@ def _library() -> ModuleType:
     return importlib.import_module("deep_gemm")
 
 
-def _gemm(op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def _gemm(
+    relaid: Relaid, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
     a_dim, b_dim = CONTRACTED[op]
     _check(op, a_q, b_q, a_q.data.dim() == b_q.data.dim() == 2 and a_q.data.shape[a_dim] == b_q.data.shape[b_dim])
     rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
     if not (rows and cols and a_q.data.shape[a_dim]):
         empty = a_q.scale.new_zeros(rows, cols, dtype=out_dtype)
         return empty if bias is None else empty + bias.to(out_dtype)
-    a, b = k_major(a_q, a_dim), k_major(b_q, b_dim)
+    a, b = relaid(a_q, a_dim), relaid(b_q, b_dim)
     shape = (a.codes.shape[0], b.codes.shape[0])
     squares = b_q.spec.block == (128, 128)
     if squares and bias is None and out_dtype is torch.bfloat16:
@@ -178,14 +180,14 @@ def _repeated(operand: Operand) -> Tensor:
     return held.t()
 
 
-def _grouped(op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+def _grouped(relaid: Relaid, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
     """Rows [R, contracted] of all experts times each expert's weight; zeros where no expert owns the tile."""
     dim = CONTRACTED[op][1]
     fits = a_q.data.dim() == 2 and w_q.data.dim() == 3 and a_q.data.shape[1] == w_q.data.shape[1 + dim]
     _check(f"grouped_{op}", a_q, w_q, fits and a_q.data.shape[0] == groups.rows)
     if out_dtype is not torch.bfloat16:
         return getattr(get("triton"), f"grouped_{op}")(a_q, w_q, groups, out_dtype)
-    a, w = k_major(a_q, 1), experts_k_major(w_q, dim)
+    a, w = relaid(a_q, 1), relaid(w_q, dim)
     out = torch.zeros(groups.rows, w.codes.shape[1], dtype=out_dtype, device=a.codes.device)
     if not (w.free and w.contracted and groups.experts):
         return out[:, : w.free]

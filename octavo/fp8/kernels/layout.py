@@ -177,6 +177,12 @@ def _holds(data: Tensor, sizes: tuple[int, int]) -> bool:
     )
 
 
+def scales_for(q: Quantized, contract: int) -> Quantized:
+    """The same codes (two-dimensional) with scales in the order of a contraction of dimension ``contract``."""
+    scale = _ordered(q.scale if contract == 1 else q.scale.t(), q, contract)
+    return q._replace(scale=scale if contract == 1 else scale.t())
+
+
 def _ordered(scale: Tensor, q: Quantized, contract: int) -> Tensor:
     """Scales [free blocks, contracted blocks] in the order above, copied where they lie otherwise; padding holds 1."""
     if q.spec.block[contract] == -1:

@@ -66,6 +66,9 @@ class ReferenceBackend(Backend):
     ) -> Quantized:
         return cast.quantize_with_scale(x, scale, spec, amax)
 
+    def scales_for(self, q: Quantized, contract: int) -> Quantized:
+        return q  # its GEMMs read any order
+
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is None:
             return _gemm("fwd", x_q, 1, w_q, 1, out_dtype)
@@ -80,6 +83,12 @@ class ReferenceBackend(Backend):
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
         return grouped.quantize_rows(x, spec, groups)
+
+    def quantize_rows_both(
+        self, x: Tensor, row: CastSpec, col: CastSpec, groups: Groups
+    ) -> tuple[Quantized, Quantized]:
+        first = grouped.quantize_rows(x, row, groups)
+        return first, first if row == col else grouped.quantize_rows(x, col, groups)
 
     def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         return grouped.quantize_experts(w, spec)

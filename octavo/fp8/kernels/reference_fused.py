@@ -61,7 +61,7 @@ def rmsnorm_quantize(
     rstd_M = 1.0 / torch.sqrt((x_MK * x_MK).mean(1) + eps)
     y_MK = (x_MK * rstd_M.view(-1, 1) * weight.detach().float()).to(out or x.dtype)
     given = y_MK.to(low or y_MK.dtype)
-    return y_MK, rstd_M, _cast(given, row), _cast(given, col)
+    return y_MK, rstd_M, *_casts(given, row, col)
 
 
 def swiglu_quantize(
@@ -72,7 +72,7 @@ def swiglu_quantize(
     check_swiglu("swiglu_quantize", gate, up)
     g, u = gate.detach().float(), up.detach().float()
     h_MI = (g * torch.sigmoid(g) * u).to(gate.dtype)
-    return h_MI, _cast(h_MI, row), _cast(h_MI, col)
+    return h_MI, *_casts(h_MI, row, col)
 
 
 def swiglu_backward_quantize(
@@ -82,7 +82,7 @@ def swiglu_backward_quantize(
     Raises CastError for shapes or dtypes that do not fit."""
     check_swiglu("swiglu_backward_quantize", dh, gate, up)
     dgate_MI, dup_MI = swiglu_backward(dh.detach(), gate.detach(), up.detach())
-    return _cast(dgate_MI, row), _cast(dgate_MI, col), _cast(dup_MI, row), _cast(dup_MI, col)
+    return *_casts(dgate_MI, row, col), *_casts(dup_MI, row, col)
 
 
 def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,5 +93,7 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return (d * up.float() * (s + silu * (1.0 - s))).to(gate.dtype), (d * silu).to(gate.dtype)
 
 
-def _cast(y: Tensor, spec: CastSpec | None) -> Quantized | None:
-    return None if spec is None else cast.quantize(y, spec)
+def _casts(y: Tensor, row: CastSpec | None, col: CastSpec | None) -> tuple[Quantized | None, Quantized | None]:
+    if row is not None and col is not None:
+        return cast.quantize_both(y, row, col)
+    return None if row is None else cast.quantize(y, row), None if col is None else cast.quantize(y, col)

@@ -18,6 +18,7 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups
 
 OPS = (
@@ -81,6 +82,15 @@ class Backend:
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         """As ``octavo.fp8.arithmetic.cast.dequantize``, bit for bit."""
         raise self._missing("dequantize")
+
+    def scales_for(self, q: Quantized, contract: int) -> Quantized:
+        """q, which many GEMMs will contract along ``contract``, with its scales in their order."""
+        return q if q.data.dim() != 2 else layout.scales_for(q, contract)
+
+    def relaid(self, q: Quantized, contract: int) -> layout.Operand:
+        """q [rows, columns], or weights of experts [E, N, K], as an operand whose dimension ``contract`` of each matrix
+        is contracted: views where it lies so already, else its codes are copied into that layout."""
+        return layout.k_major(q, contract) if q.data.dim() == 2 else layout.experts_k_major(q, contract)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """y [M, N] = x [M, K] @ w [N, K].T + bias [N], the bias added in fp32 before the one rounding."""
@@ -188,6 +198,9 @@ class GemmOnlyBackend(Backend):
 
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return select("dequantize", recipe_or_spec=q.spec, device=q.data.device).backend.dequantize(q, dtype)
+
+    def relaid(self, q: Quantized, contract: int) -> layout.Operand:
+        return self._cast_backend(q.spec, q.data).relaid(q, contract)
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
         return self._cast_backend(spec, x, "grouped_fwd").quantize_rows(x, spec, groups, contract)

@@ -10,8 +10,9 @@ is to hand over what the operation asks for, and that differs by the kind of sca
     line     1x128 by 1x128: as a's above, for both                  sm 9.x, CUDA 12.9
     mx       1x32, e8m0 scales in tiles of 128x4 (see swizzled)      sm 10.0 and later, CUDA 12.8
 
-k and n must be multiples of 16 and both operands contiguous along k: :func:`octavo.fp8.kernels.layout.k_major` sees to
-that with zeros, and columns of zeros are cut off the result again. (Rules: aten/src/ATen/native/cuda/ScaledBlas.cpp.)
+k and n must be multiples of 16 and both operands contiguous along k, as :mod:`octavo.fp8.kernels.layout` has them. What
+lies otherwise is laid out anew by the backend that casts (``relaid``), and columns of zeros are cut off the result.
+(Rules: aten/src/ATen/native/cuda/ScaledBlas.cpp.)
 
 Fast accumulation, which keeps partial sums in fewer bits, is used in the forward alone, and only with one scale a
 tensor or row. A bias goes into the GEMM where that rounds once; elsewhere the GEMM answers in fp32.
@@ -19,7 +20,7 @@ tensor or row. A bias goes into the GEMM where that rounds once; elsewhere the G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ _SCALINGS = {
     "line": (ScalingType.BlockWise1x128, ScalingType.BlockWise1x128),
     "mx": (ScalingType.BlockWise1x32, ScalingType.BlockWise1x32),
 }
+Relaid = Callable[[Quantized, int], Operand]
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -94,13 +96,13 @@ class TorchBackend(GemmOnlyBackend):
         return _why_not(kind, device.type, device.index)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return _gemm("fwd", x_q, w_q, out_dtype, bias)
+        return _gemm(self.relaid, "fwd", x_q, w_q, out_dtype, bias)
 
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm("dgrad", dy_q, w_q, out_dtype)
+        return _gemm(self.relaid, "dgrad", dy_q, w_q, out_dtype)
 
     def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm("wgrad", dy_q, x_q, out_dtype)
+        return _gemm(self.relaid, "wgrad", dy_q, x_q, out_dtype)
 
 
 def kind_of(op: str, a: CastSpec, b: CastSpec) -> str | None:
@@ -156,8 +158,8 @@ def _cuda_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
-    """The operands of a GEMM as scaled_mm wants them. Copies only what does not lie in memory as layout.py says. Raises
+def lay_out(op: str, a_q: Quantized, b_q: Quantized, relaid: Relaid = k_major) -> Product:
+    """The operands of a GEMM as scaled_mm wants them, what does not lie in memory so copied by ``relaid``. Raises
     CastError unless they are two matrices that fit each other, in casts that scaled_mm can multiply."""
     a_dim, b_dim = CONTRACTED[op]
     check_fit(op, a_q, a_dim, b_q, b_dim)
@@ -167,7 +169,7 @@ def lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
             f"gemm_{op}: scaled_mm cannot multiply {a_q.spec} by {b_q.spec}; use the casts of a recipe that "
             "the torch backend supports, or another backend."
         )
-    a, b = k_major(a_q, a_dim), k_major(b_q, b_dim)
+    a, b = relaid(a_q, a_dim), relaid(b_q, b_dim)
     if kind in ("block", "line"):  # scales reach over the padding of the free dimensions, so all rows are handed over
         scale_b = lines(b) if kind == "line" else _squares(b)
         return Product(kind, a.codes, b.codes.t(), lines(a), scale_b)
@@ -209,8 +211,10 @@ def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias:
     )  # fmt: skip
 
 
-def _gemm(op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    product = lay_out(op, a_q, b_q)
+def _gemm(
+    relaid: Relaid, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    product = lay_out(op, a_q, b_q, relaid)
     a_dim, b_dim = CONTRACTED[op]
     rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
     if not (rows and cols and a_q.data.shape[a_dim]):  # the kernels do not take empty matrices

@@ -89,14 +89,14 @@ def _site(row: PlanRow) -> Site:
 def _apply_weights(model: nn.Module, plan: Plan) -> None:
     """What the policy says of weights between steps: whether their codes are kept, and which weights are FP8."""
     sites: dict[tuple[str, str], Site] = {}
-    keep = plan.policy.weight_codes == "keep"
+    keep = plan.policy.weight_codes != "recast"
     for row in plan.rows:
         if not row.fp8:
             continue
         module: Any = model.get_submodule(row.row.module)
         parameter = row.name.rpartition(".")[2] if row.kind == "experts" else "weight"
         site = module._sites[parameter] if row.kind == "experts" else module._site
-        site.codes.keep = keep
+        site.codes.keep, site.codes.both = keep, plan.policy.weight_codes == "both"
         if plan.policy.param_of(row.component):
             sites[row.row.module, parameter] = site
     exchange(model, sites, keep)

@@ -138,7 +138,7 @@ _KEYS: dict[str, tuple[Fits, str]] = {
         _maybe(_dict(lambda v: isinstance(v, bool))),
         "true or false for the whole model (an empty name) and for components",
     ),
-    "weight_codes": (_maybe(lambda v: v in WEIGHT_CODES), "keep or recast"),
+    "weight_codes": (_maybe(lambda v: v in WEIGHT_CODES), "keep, recast or both"),
     "fuse_blocks": (_maybe(lambda v: isinstance(v, bool)), "true or false"),
     "sisters": (_maybe(lambda v: isinstance(v, list)), "a list of lines"),
     "layers": (lambda v: isinstance(v, list), "a list of lines"),

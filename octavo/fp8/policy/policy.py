@@ -20,7 +20,7 @@ FUSE = (OFF, "on", AUTO)
 CANDIDATES = ("blockwise", "mxfp8", "rowwise", "tensorwise")
 """What auto chooses among. ``delayed`` is not in it: its histories are state, and values that outgrow them saturate."""
 ACTIVATIONS = ("bf16", "fp8")
-WEIGHT_CODES = ("keep", "recast")
+WEIGHT_CODES = ("keep", "recast", "both")
 _SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
 
 
@@ -103,7 +103,8 @@ class Policy:
         activations: what blocks keep for backward besides the inputs of FP8 layers: "bf16", as they come; or "fp8",
             wherever FP8 can hold it (:mod:`octavo.fp8.dense.sources`).
         weight_codes: "keep" the FP8 codes of weights from one optimizer step to the next (a byte a parameter; rowwise
-            and mxfp8 two), or "recast" them at each use.
+            and mxfp8 two), "recast" them at each use, or keep "both" layouts of those that forward and dgrad share (two
+            bytes), so that no backward turns them.
         param: whether weights of FP8 layers are FP8 between steps, with their high-precision values as a master.
         backend: "auto", or the backend that must run every FP8 GEMM.
         candidates: the recipes that "auto" chooses among.
@@ -145,7 +146,7 @@ class Policy:
             if level.activations not in ACTIVATIONS and not (level.activations is None and level is not self):
                 raise PlanError(f"{where}: activations={level.activations!r} does not exist; use 'bf16' or 'fp8'.")
         if self.weight_codes not in WEIGHT_CODES:
-            raise PlanError(f"weight_codes={self.weight_codes!r} does not exist; use 'keep' or 'recast'.")
+            raise PlanError(f"weight_codes={self.weight_codes!r} does not exist; use 'keep', 'recast' or 'both'.")
         if self.fuse not in FUSE:
             raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off' or 'on'.")
         if self.backend != "auto":

@@ -18,7 +18,6 @@ In-place writes through ``.data`` cannot be seen: they move neither version nor 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.kernels.capture import capturing
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights import versions as clock
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held, master_of
@@ -69,7 +69,8 @@ class WeightSlice(NamedTuple):
 class WeightCache:
     """The codes of one parameter, by part and cast. ``casts`` counts the casts made, for tests and for the curious.
 
-    ``keep``: False casts anew at each use and holds nothing in between (``Policy.weight_codes="recast"``). Of a weight
+    ``keep``: False casts anew at each use and holds nothing in between (``Policy.weight_codes="recast"``). ``both``:
+    the codes that forward and dgrad share are held in two layouts (``Policy.weight_codes="both"``). Of a weight
     that FSDP2 gathered as FP8 the codes are taken from the weight itself (:mod:`octavo.fp8.weights.fp8_tensor`), as are
     those of a frozen one; dgrad's of a frozen one in rows, whose blocks are columns, are cast at each use and not kept.
 
@@ -77,22 +78,23 @@ class WeightCache:
     watch on, because a pickle may bring a model into a process that never converted one.
     """
 
-    def __init__(self, keep: bool = True) -> None:
+    def __init__(self, keep: bool = True, both: bool = False) -> None:
         watch_optimizers()
-        self.keep = keep
+        self.keep, self.both = keep, both
         self.casts = 0
         self.captured = False  # whether the last codes went into a CUDA graph, and are in no cache
         self._codes: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
+        self._for_dgrad: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
         self._source: Any = None  # what holds the values: held weakly, so that no address can be reused
         self._stamp: tuple[Any, ...] = ()
         self._sharded: Callable[[], Tensor | None] = lambda: None
         self._address = 0  # of the storage that this cache is known by
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        return WeightCache(self.keep)
+        return WeightCache(self.keep, self.both)
 
-    def __reduce__(self) -> tuple[type[WeightCache], tuple[bool]]:
-        return WeightCache, (self.keep,)
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[bool, bool]]:
+        return WeightCache, (self.keep, self.both)
 
     def __len__(self) -> int:
         return len(self._codes)
@@ -100,6 +102,7 @@ class WeightCache:
     def drop(self) -> None:
         """Forget all codes and free their memory."""
         self._codes.clear()
+        self._for_dgrad.clear()
         self._source, self._stamp = None, ()
 
     def placed(self, value: object) -> None:
@@ -128,11 +131,14 @@ class WeightCache:
         spec: CastSpec,
         backend: Backend,
         forward: bool,
-        cast: Callable[[Tensor, CastSpec], Quantized] | None = None,
+        cast: Callable[..., Quantized] | None = None,
+        shared: bool = False,
     ) -> Quantized:
         """The codes of ``part`` of ``parameter`` under ``spec``, cast now if there are no valid ones.
 
-        ``cast``: another cast of the backend than its ``quantize``, such as ``quantize_experts``.
+        ``cast``: another cast of the backend than its ``quantize``, such as ``quantize_experts``. ``shared``: dgrad
+        multiplies by the codes of the forward, which lie for the forward. With ``both`` the one cast of a generation
+        gives dgrad a layout of its own; otherwise its GEMMs turn the codes, and find scales that are turned once.
 
         Only a forward begins a new generation of codes. A backward that finds other values than the last forward (a
         weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
@@ -143,7 +149,7 @@ class WeightCache:
             codes = parameter.codes(spec, part.slot)
             if codes is not None:
                 return codes
-        self.captured = capturing(parameter)
+        self.captured = capturing(parameter.device)
         cast = cast or backend.quantize
         if isinstance(parameter, Fp8Weight) and parameter.frozen:  # another cast than that of its codes: not cached
             self.casts += 1
@@ -154,17 +160,29 @@ class WeightCache:
             self.casts += 1
             return cast(part.of(parameter), spec)
         if not self._valid(parameter):
-            self._codes.clear()
+            self.drop()
             self._source, self._stamp = source_of(parameter), self._stamp_of(parameter)
             self.own(parameter)
         codes = self._codes.get((part, spec))
         if codes is None:
             # Codes made in inference mode must serve a later training step.
             with torch.inference_mode(False), torch.no_grad():
-                codes = cast(part.of(parameter), spec)
+                matrix = part.of(parameter)
+                if not (self.both and shared):
+                    codes = cast(matrix, spec)
+                elif matrix.dim() == 2:
+                    codes, self._for_dgrad[part, spec] = backend.quantize_both(matrix, spec, spec)
+                else:
+                    codes, self._for_dgrad[part, spec] = (cast(matrix, spec, contract=c) for c in (1, 0))
             self._codes[part, spec] = codes
             self.casts += 1
-        return codes
+        if forward or not shared:
+            return codes
+        turned = self._for_dgrad.get((part, spec))
+        if turned is None:
+            with torch.inference_mode(False), torch.no_grad():
+                turned = self._for_dgrad[part, spec] = backend.scales_for(codes, 0)
+        return turned
 
     def _valid(self, parameter: Tensor) -> bool:
         return same_source(self._source, parameter) and self._stamp == self._stamp_of(parameter)
@@ -265,17 +283,6 @@ class CachesWeights(nn.Module):
                 codes.own(weight)
 
 
-def capturing(tensor: Tensor) -> bool:
-    """Whether what runs now on this tensor goes into a CUDA graph, of ours or of Inductor's (``reduce-overhead``, whose
-    memory pool may hold nothing that outlives a run)."""
-    if tensor.device.type != "cuda":
-        return False
-    if torch.cuda.is_current_stream_capturing():
-        return True
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    return trees is not None and trees.get_manager(tensor.device.index, create_if_none_exists=False) is not None
-
-
 def invalidate(model: nn.Module) -> None:
     """Forget the FP8 codes of all weights of a model, which the next forward casts again, and what layers of one input
     remember of it (:mod:`octavo.fp8.dense.inputs`), whichever model they belong to.
@@ -303,9 +310,10 @@ def code_bytes(model: nn.Module) -> int:
     """Bytes of cached weight codes and their scales in a model, those of the shards of FP8 weights included."""
     modules = [m for m in model.modules() if isinstance(m, CachesWeights)]
     caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
-    codes = [q for c in caches for q in c._codes.values()]
+    codes = [q for c in caches for held in (c._codes, c._for_dgrad) for q in held.values()]
     rows = {id(h): h.rows.nbytes for m in modules for h in _held(m) if h.rows is not None}
-    return sum(t.numel() * t.element_size() for q in codes for t in (q.data, q.scale)) + sum(rows.values())
+    each = {t.data_ptr(): t.numel() * t.element_size() for q in codes for t in (q.data, q.scale)}
+    return sum(each.values()) + sum(rows.values())
 
 
 def _held(module: CachesWeights) -> list[Held]:

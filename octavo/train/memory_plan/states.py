@@ -138,7 +138,15 @@ def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Coll
     if ranks > 1:
         return sum(_shard_of_codes(row, ranks) for row in fp8_weights(plan))
     rows = [row for row in _once(plan.rows) if weight_name(row) not in frozen]
-    return sum(codes_of(row, None if row.row.module in reached else (row.recipe and row.recipe.fwd,)) for row in rows)
+    return sum(codes_of(row, _held_gemms(plan, row, row.row.module in reached)) for row in rows)
+
+
+def _held_gemms(plan: fp8.Plan, row: fp8.PlanRow, reached: bool = True) -> tuple[Any, ...] | None:
+    """The GEMMs whose codes of a weight are held, as :func:`codes_of` takes them. (On a CPU the reference reads codes
+    either way round and holds one layout whatever `fp8.weight_codes` says.)"""
+    if row.recipe is None or (reached and plan.policy.weight_codes != "both"):
+        return None
+    return (row.recipe.fwd, row.recipe.dgrad) if reached else (row.recipe.fwd,)
 
 
 _SIBLINGS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
@@ -248,8 +256,8 @@ def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, in
         if row.name in exchanged:
             values = width(cfg) * (row.row.experts or 1) * row.shape[0] * row.shape[1]
             out[home] = out.get(home, 0) + codes_of(row) - values
-        elif plan.policy.weight_codes == "keep" and weight_name(row) not in frozen:
-            out[home] = out.get(home, 0) + codes_of(row)
+        elif plan.policy.weight_codes != "recast" and weight_name(row) not in frozen:
+            out[home] = out.get(home, 0) + codes_of(row, _held_gemms(plan, row))
     return out
 
 

@@ -92,8 +92,7 @@ def test_three_layers_cast_their_input_once(casts, recipe):
     warm(m, x)
     casts.clear()
     m(x)
-    both = recipe != "tensorwise"  # whose codes serve wgrad as well
-    assert of_x(casts) == ["quantize_both" if both else "quantize"]
+    assert of_x(casts) == ["quantize_both"]
     casts.clear()
     with torch.no_grad():
         m(x.clone())

@@ -93,7 +93,7 @@ OPERATIONS = sorted(
     for name, method in vars(Backend).items()
     if inspect.isfunction(method)
     and not name.startswith("_")
-    and name not in ("version", "auto_unsupported", "supports")
+    and name not in ("version", "auto_unsupported", "supports", "scales_for")
 )
 
 
@@ -115,6 +115,7 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
         "quantize_both": lambda: backend.quantize_both(one, ROW, COL),
         "quantize_with_scale": lambda: backend.quantize_with_scale(one, torch.tensor(0.5), whole),
         "dequantize": lambda: backend.dequantize(q),
+        "relaid": lambda: backend.relaid(cast.quantize(one, CastSpec(block=(128, 128))), 0),
         "gemm_fwd": lambda: backend.gemm_fwd(q, q, torch.float32),
         "gemm_dgrad": lambda: backend.gemm_dgrad(cast.quantize(one[:, :16], across), cast.quantize(one, down), LOW),
         "gemm_wgrad": lambda: backend.gemm_wgrad(cast.quantize(one, down), cast.quantize(one, down), LOW),

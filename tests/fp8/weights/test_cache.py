@@ -229,7 +229,7 @@ def test_another_slice_of_the_same_memory_is_seen():
 
 
 def test_what_counts_as_capturing(monkeypatch):
-    on_gpu, on_cpu = SimpleNamespace(device=torch.device("cuda", 0)), torch.ones(1)
+    on_gpu, on_cpu = torch.device("cuda", 0), torch.device("cpu")
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", None)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)

@@ -59,7 +59,8 @@ def test_a_qwen3_8b_layer_keeps_what_the_target_says() -> None:
 )
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_bytes_a_parameter(overrides, most: float, ranks: int) -> None:
-    """Weights, master, gradients and moments of a real shape; FP8 codes of weights apart, and none if recast."""
+    """Weights, master, gradients and moments of a real shape; FP8 codes of weights apart, none if recast, and twice
+    for both layouts."""
     model, family = shapes.shape_model("qwen3_vl_8b")
     cfg = _shape("optimizer.states=fp8", "train.micro_batch=1", f"train.global_batch={ranks}", *overrides)
     plan, _, _ = planning.plan_model(cfg, model, family)
@@ -69,6 +70,8 @@ def test_bytes_a_parameter(overrides, most: float, ranks: int) -> None:
     assert most - 0.1 < all_of.standing(recast, ranks) / elements <= most
     codes = all_of.standing(cfg, ranks) - all_of.standing(recast, ranks)
     assert codes == 0 if ranks > 1 else 0.8 < codes / elements < 1.1
+    both = all_of.standing(changed(cfg, {"fp8.weight_codes": "both"}), ranks) - all_of.standing(recast, ranks)
+    assert both == 0 if ranks > 1 else 1.99 * codes < both <= 2 * codes
 
 
 def test_fp8_weights(make) -> None:

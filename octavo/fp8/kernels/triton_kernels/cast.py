@@ -16,6 +16,7 @@ arithmetic and stores overlap: 64 x 128 for two layouts at once, 128 x 128 where
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
+from octavo.fp8.kernels.capture import capturing
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import Operand, as_bytes, ceil_div, round_up
 from octavo.fp8.kernels.triton_kernels import cast_tiles
@@ -252,7 +254,7 @@ def _maxima(x: Tensor, blocks: set[tuple[int, int]], groups: Groups | None) -> d
     batch, rows, cols = x.shape
     many = batch if groups is None else groups.experts
     sizes = {(1, -1): batch * rows, (-1, 1): many * cols, (-1, -1): many}
-    held = torch.zeros(sum(sizes[b] for b in blocks), dtype=torch.int32, device=x.device)
+    held = _zeros(sum(sizes[b] for b in blocks), x.device)
     tops = dict(zip(blocks, held.split([sizes[b] for b in blocks]), strict=True))
     by_row, by_col = (1, -1) in blocks, (-1, 1) in blocks
     tile = Tile(64, 128, 8) if by_row and by_col else Tile(32, 128, 4)
@@ -276,6 +278,31 @@ def _maxima(x: Tensor, blocks: set[tuple[int, int]], groups: Groups | None) -> d
         num_warps=tile.warps,
     )
     return tops
+
+
+class _Slabs(threading.local):
+    """Of each thread: by device and stream, what is left of a slab of zeros."""
+
+    def __init__(self) -> None:
+        self.left: dict[tuple[torch.device, int], Tensor] = {}
+
+
+_slabs, _SLAB = _Slabs(), 4096
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    """int32 zeros to take maxima in. A few are cut from a slab that is filled once for thousands of casts: each would
+    be a launch of its own otherwise. A CUDA graph, whose replays take their maxima anew, fills its own."""
+    if count > _SLAB // 64 or capturing(device):
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    left = _slabs.left.get((device, stream))
+    if left is None or left.shape[0] < count:
+        with torch.inference_mode(False):
+            left = torch.zeros(_SLAB, dtype=torch.int32, device=device)
+    cut = -(-count // 4) * 4  # pieces begin at multiples of 16 bytes
+    _slabs.left[device, stream] = left[cut:]
+    return left[:count]
 
 
 def _write_scales(top: Tensor, scale: Tensor, spec: CastSpec) -> None:

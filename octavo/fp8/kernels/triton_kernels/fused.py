@@ -123,8 +123,17 @@ def _pair(out: _Out | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if out is None else (out.codes, out.scales)
 
 
+def _results(
+    y: Tensor | None, row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """What the kernel quantized, or else the cast of what it wrote, in one pass for both; None for None."""
+    if row is not None and col is not None and row_out is None and col_out is None:
+        assert y is not None
+        return cast.quantize_both(y, row, col)
+    return _result(row_out, y, row, 1), _result(col_out, y, col, 0)
+
+
 def _result(out: _Out | None, y: Tensor | None, spec: CastSpec | None, contract: int) -> Quantized | None:
-    """What the kernel quantized, or else the cast of what it wrote; None for None."""
     if spec is None:
         return None
     if out is not None:
@@ -169,7 +178,7 @@ def rmsnorm_quantize(
         outs = (*_pair(row_out), *_pair(col_out))
         launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, *size, UNIT=unit, **dtypes, **constants)
     given = y if low is None else y.to(low)
-    return y, rstd, _result(row_out, given, row, 1), _result(col_out, given, col, 0)
+    return y, rstd, *_results(given, row, row_out, col, col_out)
 
 
 def swiglu_quantize(
@@ -200,7 +209,7 @@ def _swiglu(
     grid, constants = _tiles(gate, row, row_out, col, col_out)
     outs = (*_pair(row_out), *_pair(col_out))
     launch(kernels.swiglu, grid, gate, up, h, *outs, *size, UNIT=unit, **constants)
-    return h if emit else None, _result(row_out, h, row, 1), _result(col_out, h, col, 0)
+    return h if emit else None, *_results(h, row, row_out, col, col_out)
 
 
 def swiglu_backward_quantize(
@@ -217,8 +226,6 @@ def swiglu_backward_quantize(
     outs = (*_pair(gate_row), *_pair(gate_col), *_pair(up_row), *_pair(up_col))
     launch(kernels.swiglu_backward, (2 * across, down), dh, gate, up, dgate, dup, *outs, *size, UNIT=unit, **constants)
     return (
-        _result(gate_row, dgate, row, 1),
-        _result(gate_col, dgate, col, 0),
-        _result(up_row, dup, row, 1),
-        _result(up_col, dup, col, 0),
+        *_results(dgate, row, gate_row, col, gate_col),
+        *_results(dup, row, up_row, col, up_col),
     )

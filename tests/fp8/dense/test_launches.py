@@ -1,0 +1,112 @@
+"""What a linear layer starts on a GPU: its launches, and no copy of codes beside them.
+
+Backends are chosen as on a GPU with cuBLAS: casts in Triton, GEMMs through scaled_mm. Kernels are stand-ins that note
+their names and compute nothing; what torch runs around them is logged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo import fp8
+from octavo.fp8.kernels import layout, torch_backend, triton_backend
+from octavo.fp8.kernels.triton_kernels import cast
+
+_WORK = ("copy", "clone", "zero", "fill", "full", "ones", "cat", "pad", "contiguous")
+
+
+class _Log(TorchDispatchMode):
+    """Operations of torch that would be launches of their own; the sum of gradients apart, which is autograd's."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in str(func) for word in _WORK):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    pytest.importorskip("triton")
+    found: list[str] = []
+
+    def multiply(product: torch_backend.Product, dtype: torch.dtype, *more: Any) -> torch.Tensor:
+        found.append("GEMM")
+        return torch.empty(product.a.shape[0], product.b.shape[1], dtype=dtype)
+
+    monkeypatch.setattr(cast, "launch", lambda kernel, *given, **options: found.append(kernel.__name__))
+    monkeypatch.setattr(triton_backend, "_why_not", lambda *device: None)
+    monkeypatch.setattr(triton_backend.TritonBackend, "auto_unsupported", lambda self, device: None)
+    monkeypatch.setattr(torch_backend, "_why_not", lambda *kind: None)
+    monkeypatch.setattr(torch_backend, "multiply", multiply)
+    return found
+
+
+AMAX, CAST, RELAY = "amax_kernel", "cast_kernel", "relay_kernel"
+EXPECTED = {  # forward; backward with one layout of w, and with both
+    "blockwise": ([CAST, "GEMM"], [CAST, RELAY, "GEMM", "GEMM"], [CAST, "GEMM", "GEMM"]),
+    "tensorwise": ([AMAX, CAST, "GEMM"], [AMAX, CAST, RELAY, "GEMM", "GEMM"], [AMAX, CAST, "GEMM", "GEMM"]),
+}
+
+
+@pytest.mark.parametrize("codes", ["keep", "both"])
+@pytest.mark.parametrize("recipe", EXPECTED)
+def test_a_linear_layer_launches_no_more_than_its_casts_and_gemms(seen: list[str], recipe: str, codes: str) -> None:
+    model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
+    fp8.apply(model, fp8.plan(model, fp8.Policy(recipe, backend="torch", weight_codes=codes)))
+    forward, *backward = EXPECTED[recipe]
+
+    def step() -> tuple[list[str], list[str]]:
+        x = torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(256, 384, dtype=torch.bfloat16)
+        halves: list[list[str]] = []
+        with _Log(seen):
+            y = model(x)
+            halves.append(seen[:])
+            seen.clear()
+            y.backward(dy)
+            halves.append(seen[:])
+            seen.clear()
+        return halves[0], halves[1]
+
+    step()  # casts the weight, and lays its scales out
+    assert step() == (forward, backward[codes == "both"])
+
+
+def test_nor_where_every_gemm_has_a_cast_of_its_own(seen: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
+    fp8.apply(model, fp8.plan(model, fp8.Policy("rowwise", backend="torch")))
+    for _ in range(2):
+        seen.clear()
+        with _Log(seen):
+            model(torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert RELAY not in seen and not [name for name in seen if "copy" in name]
+    assert seen.count("GEMM") == 3
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_both_layouts_hold_the_same_codes(recipe: str) -> None:
+    """In Triton's interpreter: dgrad finds the weight laid out for it, and every bit is as with one layout."""
+    pytest.importorskip("triton")
+    found = []
+    for codes in ("keep", "both"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(150, 140, bias=False))
+        fp8.apply(model, fp8.plan(model, fp8.Policy(recipe, backend="triton", weight_codes=codes)))
+        x = torch.randn(20, 150, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+        held = model[0]._site.codes
+        (turned,) = held._for_dgrad.values()
+        assert held.casts == 1 and layout.lies(turned, 0) == (codes == "both")
+        found.append((y, x.grad, model[0].weight.grad, fp8.code_bytes(model)))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[1][:3], strict=True))
+    assert found[1][3] - found[0][3] >= 150 * 140
