@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import optimizer
+from benchmarks import convert, optimizer
 from octavo import bench, fp8
 from octavo.bench import peers, record, suite_memory, suite_moe, turns
 from octavo.bench.bench import Bench, Refusal, Rotation, Work
@@ -308,3 +308,18 @@ def test_rows_of_an_absent_peer_stay_those_of_their_run(tmp_path: Path, monkeypa
         kept = [row for row in found["closed_loop"] if row["optimizer"].startswith("torchao")]
         assert kept == [{**row, "of_earlier_run": old["octavo"]} for row in rows]
         assert len(found["closed_loop"]) > len(kept) and found["absent"] == {"torchao": "not installed"}
+
+
+def test_the_conversions_of_another_size_leave_the_result_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(convert, "RESULT", tmp_path / "convert_cpu.json")
+    words = ["--gigabytes", "0.001", "--shards", "1", "--repeats", "2", "--scratch", str(tmp_path)]
+    convert.main(words)
+    assert not convert.RESULT.exists() and "wrote no file" in capsys.readouterr().out
+    convert.main([*words, "--out", str(tmp_path / "mine.json")])
+    command = record.load(tmp_path / "mine.json")["command"]
+    assert command == "python benchmarks/convert.py --gigabytes 0.001 --shards 1 --repeats 2"
+    with pytest.raises(SystemExit):
+        convert.main(["--repeats", "1"])
+    assert "1 says nothing of a spread; take 2 or more" in capsys.readouterr().err
