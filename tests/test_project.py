@@ -378,3 +378,10 @@ def test_documents_name_files_that_are_there() -> None:
         links = [str(page.parent / link) for link in re.findall(r"\]\((?!http)([^)#]+)", text)]
         lost += [f"{page.name}: {name}" for name in [*named, *links] if not (ROOT / name).exists()]
     assert not lost, "\n".join(lost)
+
+
+def test_results_of_uncommitted_changes_are_named() -> None:
+    """docs/results.md says that result files name their commit, and which of them are not of it alone."""
+    said = (ROOT / "docs/results.md").read_text(encoding="utf-8").partition("## ")[0]
+    files = (ROOT / "benchmarks/results").glob("*.json")
+    assert {file.name for file in files if '"dirty": true' in file.read_text()} == set(re.findall(r"\w+\.json", said))
