@@ -1,11 +1,12 @@
 """Is a conversion between a Hugging Face folder and DCP about as fast as a plain copy of the folder?
 
-    python benchmarks/convert.py [--gigabytes 1] [--shards 4] [--repeats 5] [--scratch FOLDER]
+    python benchmarks/convert.py [--gigabytes 1] [--shards 4] [--repeats 5] [--scratch FOLDER] [--out FILE]
 
 Makes a folder of BF16 and FP8 tensors in shards and times, by turns and in this order: shutil.copytree of it, the same
 with every file forced to the disk (which a conversion does, so that what appears is there after a power cut),
 `hf_to_dcp`, `dcp_to_hf` of what that made, and, for comparison, what is usual: all tensors loaded, then DCP's own
-`save`. Before the times count, what came back is compared byte by byte. Writes results/convert_cpu.json.
+`save`. Before the times count, what came back is compared byte by byte. A run of the default size writes
+results/convert_cpu.json; another prints its figures, and writes them where --out says.
 
 The ratio is the speed against the copy that is forced to the disk, so 1 is its speed; of several turns the fastest
 counts, since others may be at work on the machine. CPU seconds stand beside it: on a machine whose cores are all busy
@@ -32,6 +33,7 @@ from octavo.bench import record, turns
 from octavo.checkpoint import convert
 
 RESULT = Path(__file__).resolve().parent / "results" / "convert_cpu.json"
+SIZE = {"gigabytes": 1.0, "shards": 4, "repeats": 5}
 COPY = "copytree, forced to the disk"
 
 
@@ -107,20 +109,36 @@ def measure(scratch: Path, gigabytes: float, shards: int, repeats: int) -> recor
     return record.Result("cpu", gigabytes < 1, rows, settings=settings)
 
 
-def main() -> None:
+def at_least_two(text: str) -> int:
+    """Turns of each way: their spread takes two."""
+    if (number := int(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{number} says nothing of a spread; take 2 or more")
+    return number
+
+
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--shards", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gigabytes", type=float)
+    parser.add_argument("--shards", type=int)
+    parser.add_argument("--repeats", type=at_least_two)
     parser.add_argument("--scratch", type=Path, help="where; its disk must hold five times the folder")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--out", type=Path, help="the result file, which is the repository's for the default size alone"
+    )
+    parser.set_defaults(**SIZE)
+    args = parser.parse_args(words)
+    default = all(getattr(args, name) == value for name, value in SIZE.items())
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         result = measure(Path(scratch), args.gigabytes, args.shards, args.repeats)
     for row in record.table(result):
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row[2:], (26, 10, 6, 12, 30, 6), strict=True)))
     for name, seconds in result.settings["cpu_seconds"].items():
         print(f"{name:<28}  {seconds:.3f} CPU s")
-    print(f"wrote {record.write(result, RESULT)}")
+    if out := args.out or (RESULT if default else None):
+        sizes = "".join(f" --{name} {getattr(args, name)}" for name in SIZE if not default)
+        print(f"wrote {record.save(result.to_json() | {'command': f'python benchmarks/convert.py{sizes}'}, out)}")
+    else:
+        print("wrote no file: this is not the default size; --out FILE keeps the figures")
 
 
 if __name__ == "__main__":

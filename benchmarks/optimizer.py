@@ -10,7 +10,8 @@ closed loop   Every optimizer gets the same gradients for hundreds of steps: how
 training      A small transformer reads scikit-learn's digits: loss curves and held-out accuracy.
 speed         A step beside torch's own AdamW, by turns in one run: only the ratio means something.
 
-torchao's 8-bit optimizers take part where it is installed.
+torchao's 8-bit optimizers take part where it is installed (pip install torchao). Where it is not, its rows of an
+earlier run stay in the file and say of which.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def contenders() -> tuple[dict[str, Make], dict[str, str]]:
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
     except ImportError as error:
-        return made, {"torchao": f"not installed ({error})"}
+        return made, {"torchao": f"not installed ({error}); pip install torchao"}
     torch.compiler.set_stance("force_eager")  # they compile their step, which changes no number that counts here
     made["torchao AdamWFp8"] = lambda params, lr: AdamWFp8(params, lr=lr, weight_decay=0.0)
     made["torchao AdamW8bit"] = lambda params, lr: AdamW8bit(params, lr=lr, weight_decay=0.0)
@@ -205,11 +206,19 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
     ]
 
 
+def of_absent(earlier: dict[str, Any], part: str, absent: Collection[str]) -> list[dict[str, Any]]:
+    """Rows of a part that peers left who are not here now, each with the run that it is from."""
+    told = earlier.get("machine", {}).get("octavo")
+    rows = [row for row in earlier.get(part, []) if row["optimizer"].split()[0] in absent]
+    return [{**row, "of_earlier_run": row.get("of_earlier_run", told)} for row in rows]
+
+
 def plot(found: dict[str, Any], path: Path) -> None:
     from octavo.bench.plot import canvas
 
     figure, (left, right) = canvas(11, 4.2, columns=2)
-    names = [row["optimizer"] for row in found["training"] if row["seed"] == 0 and row["optimizer"] != "octavo fp32"]
+    looped = {row["optimizer"] for row in found["closed_loop"]} - {"octavo fp32"}
+    names = [row["optimizer"] for row in found["training"] if row["seed"] == 0 and row["optimizer"] in looped]
     longest = max(row["steps"] for row in found["closed_loop"])
     for i, case in enumerate(CASES):
         rows = {r["optimizer"]: r for r in found["closed_loop"] if r["case"] == case and r["steps"] == longest}
@@ -254,15 +263,19 @@ def measured(part: str, makers: dict[str, Make]) -> list[dict[str, Any]]:
 
 
 def main(parts: list[str]) -> None:
-    """Measure `parts` (all of them where none is named); the file keeps what it has of the others."""
+    """Measure `parts` (all of them where none is named); the file keeps what it has of the others, and of peers that
+    are absent."""
     known = ("closed_loop", "training", "speed")
     if unknown := set(parts) - set(known):
         raise SystemExit(f"{', '.join(sorted(unknown))}: no such part; there are {', '.join(known)}.")
     path = RESULTS / "optimizer_cpu.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() and parts else {}
+    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = dict(earlier) if parts else {}
     makers, absent = contenders()
+    for peer, why in absent.items():
+        print(f"{peer}: {why}; rows that the file has of it stay those of their earlier run", flush=True)
     for part in parts or known:
-        found[part] = measured(part, makers)
+        found[part] = measured(part, makers) + of_absent(earlier, part, absent)
         found.update(command="python benchmarks/optimizer.py", absent=absent, machine=record.machine())
         record.save(found, path)
     if all(part in found for part in known):

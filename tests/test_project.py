@@ -367,3 +367,21 @@ def test_files_end_before_they_tire() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     long = [f"{p.relative_to(ROOT)}: {n} lines" for p in files if (n := p.read_text().count("\n")) > 500]
     assert not long, "a file that wants two summaries is two files:\n" + "\n".join(long)
+
+
+def test_documents_name_files_that_are_there() -> None:
+    """Paths and links of the pages; a table may say of which version its paths are."""
+    lost = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = re.sub(r"\| file \(paths as of .*?\n\n", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        named = re.findall(r"(?<![\w/.])(?:tests|octavo|benchmarks|examples|docs)/[\w./-]*\w", text)
+        links = [str(page.parent / link) for link in re.findall(r"\]\((?!http)([^)#]+)", text)]
+        lost += [f"{page.name}: {name}" for name in [*named, *links] if not (ROOT / name).exists()]
+    assert not lost, "\n".join(lost)
+
+
+def test_results_of_uncommitted_changes_are_named() -> None:
+    """docs/results.md says that result files name their commit, and which of them are not of it alone."""
+    said = (ROOT / "docs/results.md").read_text(encoding="utf-8").partition("## ")[0]
+    files = (ROOT / "benchmarks/results").glob("*.json")
+    assert {file.name for file in files if '"dirty": true' in file.read_text()} == set(re.findall(r"\w+\.json", said))

@@ -8,6 +8,7 @@ Writes report.html (one file, opens offline), report.json and PNG plots. Exit co
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from octavo.cli import arguments, terminal
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     directory = args.out or f"{cfg.run.dir}-compare"
     how = {"fresh": args.fresh, "jobs": args.jobs, "savings": not args.no_savings}
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **how)
+    terminal.note(f"report: {Path(directory) / 'report' / 'report.html'}")
     return conclude(verdict, args.json)
 
 

@@ -21,10 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.report import demo
-
     # with --json, stdout is the verdict alone and people read along on stderr
     console = terminal.console(stderr=args.json)
+    console.print(
+        f"Trains a tiny Qwen3-VL to read handwriting, {args.steps} steps each: twice in high precision, once in FP8; "
+        "then asks it. This takes some minutes.", highlight=False,
+    )  # fmt: skip
+
+    from octavo.report import demo
+
     verdict = demo.run(args.dir, args.steps, fresh=args.fresh, console=console)
     if args.json:
         terminal.show_json(compare.summary(verdict))

@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         terminal.note(f"{args.target}: {', '.join(notes)}" + (f"; {gemms} FP8 GEMMs" if gemms else ""))
         print(answer)
+        if not answer.strip():
+            terminal.note("(the model answered nothing)")
     return 0
 
 

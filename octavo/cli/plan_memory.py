@@ -56,12 +56,17 @@ def show(sizes: Any, message: str, args: Any) -> None:
         terminal.show_table(
             ("switch", "to", "saves", "what it costs"),
             [
-                (s.key, f"{_word(s.value)} (on)" if s.on else _word(s.value), gb(s.bytes), s.cost)
+                (s.key, f"{_word(s.value)} (on)" if s.on else _word(s.value), _saved(s.bytes), s.cost)
                 for s in listed
-                if abs(s.bytes) >= 1e6 or s.on
+                if s.bytes >= 1e6 or s.on
             ],
             right=(2,),
         )
+
+
+def _saved(size: int) -> str:
+    """What a switch saves; one that is on may take more than off would."""
+    return gb(size) if size >= 0 else f"costs {gb(-size)}"
 
 
 def fits(card: Any, total: int, ranks: int) -> str:

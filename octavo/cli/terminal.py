@@ -56,10 +56,13 @@ def note(text: str) -> None:
 
 
 def console(*, stderr: bool = True) -> Any:
-    """A rich console for progress; on stderr unless told otherwise, so that stdout holds results alone."""
+    """A rich console for progress; on stderr unless told otherwise, so that stdout holds results alone. Lines are
+    wrapped where a person looks on, and whole in a file or a pipe."""
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    made = Console(stderr=stderr)
+    made.soft_wrap = not made.is_terminal
+    return made
 
 
 @contextmanager

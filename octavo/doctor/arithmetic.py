@@ -36,7 +36,7 @@ def _backend(name: str, device: str) -> list[Check]:
     every = "; ".join(dict.fromkeys(filter(None, whys.values())))
     why = every if all(whys.values()) else backend.auto_unsupported(on)
     if why is not None:
-        means = "it is never chosen here by itself"
+        means = "another backend is chosen on this device"
         found = why if "not installed" in why else f"not tried: {why} ({backend.version()})"
         return [Check("fp8", f"{name} on {device}", ABSENT, found, means, "none needed")]
     checks = [Check("fp8", f"{name} on {device}", OK, f"{backend.version()}{_more(name, device)}")]

@@ -49,7 +49,7 @@ def devices(record: dict[str, Any]) -> list[Check]:
 
 def _no_gpu(record: dict[str, Any]) -> Check:
     torch, driver = record.get("torch") or {}, record.get("driver")
-    means = "the reference does the real job on the CPU, slowly"
+    means = "training runs on the CPU, where FP8 is emulated: right, and slow"
     if driver and not torch.get("cuda_build"):
         fix = "install torch with CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
         found = f"driver {driver} is there, but torch {torch.get('version')} is built without CUDA"

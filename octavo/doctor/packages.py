@@ -82,7 +82,6 @@ OPTIONAL = (
     Package("flash-attn", "import flash_attn", "attention uses torch's own kernels", "pip install flash-attn"),
     Package("torchao", "import torchao", "benchmarks lack this peer", "pip install torchao"),
     Package("trl", "import trl", "some tests lack their oracle", "pip install trl"),
-    Package("vllm", "import vllm", "nothing in this version; faster rollouts will use it", "pip install vllm"),
     Package(
         "torchvision",
         "import torchvision",

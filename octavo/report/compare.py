@@ -84,8 +84,8 @@ def compare(
             record = read(run.cfg.run.dir)
         records.append((run, record or _one(run, f"{number}/{len(runs)} {run.label}", console)))
     verdict = judge(records, jobs)
-    paths = write(verdict, records, directory / "report")
-    _say(console, f"{len(runs)} runs in {time.monotonic() - started:.0f} s; report: {paths[0]}")
+    write(verdict, records, directory / "report")
+    _say(console, f"{len(runs)} runs in {time.monotonic() - started:.0f} s")
     return verdict
 
 

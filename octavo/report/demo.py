@@ -207,7 +207,7 @@ def show(console: Any, interview: Interview, directory: Path) -> None:
         mark = "[green]right[/]" if answer.right else "[red]wrong[/]"
         table.add_row(answer.question, answer.answer or "(nothing)", answer.truth, mark)
     console.print(table)
-    message = f"{interview.gemms} FP8 GEMMs gave these answers; saved as {directory / 'answer.png'}"
+    message = f"Computed in FP8, {interview.gemms} matrix products by count; saved as {directory / 'answer.png'}"
     console.print(message, highlight=False)
 
 

@@ -173,7 +173,7 @@ class _Progress:
         elif final or time.monotonic() - self._last >= LINES:
             self._last = time.monotonic()
             done = (f"{run.label} {_steps(run)}/{run.cfg.train.steps}" for run in self.runs)
-            self.console.print("step: " + ", ".join(done), highlight=False, markup=False, soft_wrap=True)
+            self.console.print("step: " + " | ".join(done), highlight=False, markup=False, soft_wrap=True)
 
 
 def _steps(run: Run) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo import bench
+from benchmarks import convert, optimizer
+from octavo import bench, fp8
 from octavo.bench import peers, record, suite_memory, suite_moe, turns
 from octavo.bench.bench import Bench, Refusal, Rotation, Work
 from octavo.bench.record import Result, Row
@@ -288,3 +289,37 @@ def test_a_record_names_its_machine_and_is_written_whole(tmp_path: Path) -> None
     assert record.load(path) == {"machine": {"torch": "2.13", "gpus": []}, "path": str(tmp_path)}
     assert [file.name for file in path.parent.iterdir()] == ["kept.json"]
     assert {"octavo", "python", "cpu", "torch", "packages"} <= record.machine().keys()
+
+
+def test_rows_of_an_absent_peer_stay_those_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks/optimizer.py` where torchao is not installed: its rows are neither lost nor taken for new ones."""
+    old = {"octavo": {"version": "0.3.0"}}
+    rows = [{"case": case, "steps": 600, "distance": 0.1, "optimizer": "torchao AdamWFp8"} for case in optimizer.CASES]
+    curves = [{"seed": 0, "losses": [2.0, 1.0], "diverged_at": None, "optimizer": "torchao AdamWFp8"}]
+    record.save({"closed_loop": rows, "training": curves, "speed": [], "machine": old}, tmp_path / "optimizer_cpu.json")
+    monkeypatch.setattr(optimizer, "RESULTS", tmp_path)
+    makers = {f"octavo {states}": functools.partial(fp8.AdamW, states=states) for states in ("fp32", "fp8")}
+    monkeypatch.setattr(optimizer, "contenders", lambda: (makers, {"torchao": "not installed"}))
+    whole = optimizer.closed_loop
+    monkeypatch.setattr(optimizer, "closed_loop", lambda makers, steps: whole(makers, steps=2, groups=1))
+    for _ in range(2):
+        optimizer.main(["closed_loop"])  # the plot needs the rows of every peer too
+        found = record.load(tmp_path / "optimizer_cpu.json")
+        kept = [row for row in found["closed_loop"] if row["optimizer"].startswith("torchao")]
+        assert kept == [{**row, "of_earlier_run": old["octavo"]} for row in rows]
+        assert len(found["closed_loop"]) > len(kept) and found["absent"] == {"torchao": "not installed"}
+
+
+def test_the_conversions_of_another_size_leave_the_result_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(convert, "RESULT", tmp_path / "convert_cpu.json")
+    words = ["--gigabytes", "0.001", "--shards", "1", "--repeats", "2", "--scratch", str(tmp_path)]
+    convert.main(words)
+    assert not convert.RESULT.exists() and "wrote no file" in capsys.readouterr().out
+    convert.main([*words, "--out", str(tmp_path / "mine.json")])
+    command = record.load(tmp_path / "mine.json")["command"]
+    assert command == "python benchmarks/convert.py --gigabytes 0.001 --shards 1 --repeats 2"
+    with pytest.raises(SystemExit):
+        convert.main(["--repeats", "1"])
+    assert "1 says nothing of a spread; take 2 or more" in capsys.readouterr().err

@@ -46,9 +46,21 @@ def test_pieces_change_nothing(good: Good, copy: Good, monkeypatch: pytest.Monke
     monkeypatch.setattr(verify_against, "PIECE", 20000)
     seen: list[tuple[int, int, str]] = []
     parts = verify(folder, against=good("plain"), progress=lambda done, total, what: seen.append((done, total, what)))
-    assert parts.findings == whole.findings and {f.kind for f in whole.findings} == {"nan-codes", "error"}
+    assert parts.findings == whole.findings and {f.kind for f in whole.findings} == {"nan-codes", "against-values"}
     assert [(c.tensor, c.status) for c in parts.compared] == [(c.tensor, c.status) for c in whole.compared]
     assert all(0 <= done <= total for done, total, _ in seen) and len(seen) > 20
+
+
+def test_other_values_are_no_garbage(good: Good, copy: Good, tmp_path: Path) -> None:
+    """A trained model beside the one it began with: codes and scales are sound, and rows that were zero are not."""
+    shutil.copytree(good("plain"), tmp_path / "untrained")
+    planted.put(tmp_path / "untrained", planted.Q, planted.get(tmp_path / "untrained", planted.Q) * 0)
+    for form in ("plain", "fp8-block"):
+        verified = verify(good(form), against=tmp_path / "untrained")
+        (finding,) = verified.failures
+        assert finding.kind == "against-values" and "a trained or merged model, the wrong reference" in finding.text
+        assert form != "plain" or "(rows that should be equal differ)" in finding.text
+        assert "e+2" not in finding.text and {v.verdict for v in verified.verdicts} == {"warns"}
 
 
 def test_a_damaged_tensor_is_compared_by_its_worst_row(good: Good, copy: Good) -> None:

@@ -343,6 +343,11 @@ def test_json_is_json_even_where_a_loss_is_not_finite(capsys):
     assert json.loads(capsys.readouterr().out) == {"loss": None, "all": [1, None], "at": "a"}
 
 
+def test_lines_are_whole_where_nobody_looks_on(capsys):
+    terminal.console(stderr=False).print("many words " * 30)
+    assert capsys.readouterr().out == "many words " * 30 + "\n"
+
+
 def test_plain_tables_line_up():
     text = terminal.plain_table(("name", "n"), [("a", "10"), ("longer", "5")], title="T", right=(1,))
     assert text == "T\nname     n\n------  --\na       10\nlonger   5"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from octavo.cli import plan_memory
 from octavo.cli.main import main
+from octavo.train.memory_plan import Switch
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama2_7b_coat.yaml"
 
@@ -22,6 +24,16 @@ def test_a_file_on_a_published_shape_against_a_card(capsys) -> None:
     ):
         assert words in out
     assert "optimizer.states" in out and "fp8 (on)" in out
+
+
+def test_a_switch_that_saves_nothing_is_offered_to_nobody(capsys, monkeypatch) -> None:
+    found = [Switch("a.saves", True, False, 10**9, ""), Switch("a.wastes", True, False, -(10**9), "")]
+    found += [Switch("is.wasting", True, True, -(10**9), "")]
+    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: found)
+    assert main(["plan", "--shape", "llama2_7b", "--card", "80GB"]) == 0
+    out = capsys.readouterr().out
+    assert "a.saves" in out and "a.wastes" not in out
+    assert any(line.split()[:5] == ["is.wasting", "true", "(on)", "costs", "1.0"] for line in out.splitlines())
 
 
 def test_as_json(capsys) -> None:

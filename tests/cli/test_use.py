@@ -49,6 +49,13 @@ def answer(argv, capsys):
 ASK = ["--prompt", "first?", "--max-new-tokens", "2"]
 
 
+def test_an_empty_answer_is_said_to_be_one(here, capsys, monkeypatch):
+    monkeypatch.setattr("octavo.models.generate", lambda *_, **__: "")
+    assert main(["generate", "fp8", *ASK]) == 0
+    got = capsys.readouterr()
+    assert got.out == "\n" and got.err.endswith("(the model answered nothing)\n")
+
+
 def test_generate_asks_all_of_them(here, capsys):
     image = ["--image", str(next((here / "digits").rglob("*.png")))]
     run = answer(["generate", "lora", *ASK, *image], capsys)

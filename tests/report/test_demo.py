@@ -95,7 +95,7 @@ def test_answer_is_saved_and_shown_as_it_is(interview: Interview, tmp_path: Path
     demo.show(Console(file=out, width=100), interview, tmp_path)
     assert "First?" in out.getvalue() and "right" in out.getvalue()
     assert "(nothing)" in out.getvalue() and "wrong" in out.getvalue()
-    assert "168 FP8 GEMMs gave these answers" in out.getvalue()
+    assert "Computed in FP8, 168 matrix products" in out.getvalue()
 
 
 @pytest.mark.long
@@ -110,7 +110,7 @@ def test_the_whole_demo_in_small(tmp_path: Path, monkeypatch) -> None:
     verdict = demo.run(tmp_path / "demo", steps=4, console=Console(file=out, width=200))
     printed = out.getvalue()
     assert (tmp_path / "demo" / "answer.png").is_file() and (tmp_path / "demo" / "report" / "report.html").is_file()
-    assert verdict.line in printed and "FP8 GEMMs gave these answers" in printed
+    assert verdict.line in printed and "Computed in FP8" in printed and printed.count("report.html") == 1
 
     fp8 = verdict.data["arms"][2]
     assert fp8["proof"]["shares"]["image_encoder"] == fp8["proof"]["shares"]["foundation"] == 1.0

@@ -61,6 +61,12 @@ def test_every_section_is_there(page) -> None:
         assert text in page["html"]
 
 
+def test_no_underflow_at_all_is_0_and_not_a_rounded_0(trial, tmp_path: Path) -> None:
+    records = records_of(trial(tables={1: health(underflow=0.0)}))
+    html = write(judge(records), records, tmp_path / "report")[0].read_text()
+    assert '<td class="n">0</td>' in html and "0.000 %" not in html
+
+
 def test_opens_offline(page) -> None:
     assert not re.findall(r"""(?:https?:)?//[\w.]""", page["html"])
     links = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", page["html"])

@@ -74,7 +74,7 @@ def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None
         pass
     steps = cfg.train.steps
     assert (
-        f"step: high precision 2/{steps}, high precision, seed 1 0/{steps}, FP8 blockwise 0/{steps}" in out.getvalue()
+        f"step: high precision 2/{steps} | high precision, seed 1 0/{steps} | FP8 blockwise 0/{steps}" in out.getvalue()
     )
 
 

@@ -131,7 +131,7 @@ def dcp_to_hf(
     manifest = read_manifest(directory)
     if manifest is not None and like is not None:
         raise CheckpointError(
-            f"{directory} was converted by Octavo and knows the folder that it came from; leave out like ({like})"
+            f"{directory} was converted by Octavo and knows the folder that it came from; leave out --like {like}"
         )
     back = own(directory, manifest) if manifest is not None else foreign(directory, like, say)
     shards, opens, places, beside = back.shards, back.opens, back.place, back.folder

@@ -13,7 +13,7 @@ for F32); twice the FP8 bound where both are FP8 of different casts. A correct c
 
     ok          no row beyond its bound
     suspicious  a row up to twice beyond: two roundings, e.g. weights requantized on the way
-    bad         a row further off: other values, or scales that do not belong to these codes
+    bad         a row further off: other values (a trained or merged model, say), or scales of other codes
 
 A bad FP8 tensor is decoded once more with its scales transposed (square grids), inverted, rooted and left out; the one
 that brings it within the bound is named as the cause.
@@ -149,9 +149,12 @@ def _one(name: str, a: Source, b: Source, found: Findings) -> Compared:
     sqnr = math.inf if error == 0 else -math.inf if error is None else -20 * math.log10(error)
     file = a.held.file
     if status == "bad":
-        why = f"; {cause}" if cause else ""
         much = f"differs from the reference by {error:.3g} of its norm" if error is not None else "is not zero as there"
-        found.fail("error", file, name, much=much, bound=bound, ratio=ratio, why=why)
+        worst = f"worst row {ratio:.3g} times its bound" if ratio < math.inf else "rows that should be equal differ"
+        if cause:
+            found.fail("error", file, name, much=much, bound=bound, worst=worst, cause=cause)
+        else:
+            found.fail("against-values", file, name, much=much, bound=bound, worst=worst)
     elif status == "suspicious":
         found.warn("error/suspicious", file, name, ratio=ratio, bound=bound)
     return Compared(name, file, error, sqnr, bound, status, codes, cause)
@@ -174,8 +177,7 @@ def _error(a: Source, b: Source, scale: Tensor | None) -> tuple[float | None, fl
         for spread in (s, t):
             if spread is not None:
                 limit = limit + SUBNORMAL * spread.double().square().sum(1).sqrt()
-        share = difference.sqrt() / limit.clamp(min=1e-300)
-        share = torch.where(difference == 0, torch.zeros_like(share), share)
+        share = torch.where(difference == 0, 0.0, difference.sqrt() / limit)  # infinite where nothing may differ
         worst = max(worst, float(share.nan_to_num(math.inf, math.inf, math.inf).max()) if share.numel() else 0.0)
         noise += float(difference.sum())
         power += float(reference.sum())

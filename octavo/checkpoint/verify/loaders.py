@@ -144,6 +144,7 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "scale-unshared": _servers(WARNS, "fused layers are quantized again under the largest of their scales"),
     "against-names": {},
     "against-shape": {},
+    "against-values": _all(WARNS, "values are read as they are, and are not those of the reference"),
     "error": _all(GARBAGE, "values are not those of the reference"),
 }
 

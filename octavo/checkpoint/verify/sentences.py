@@ -138,8 +138,10 @@ SENTENCES: dict[str, str] = {
     "against-names/missing": "{name!r} of the reference ({there.file}) is missing here; export again.",
     "against-shape": "{name!r} in {file} is {shape} and {other} in the reference; compare with the folder that this "
     "one was made from.",
-    "error": "{name!r} in {file} {much}, where a correct cast stays below {bound:.3g} (worst row {ratio:.3g} times "
-    "its bound){why}; export it again.",
+    "against-values": "{name!r} in {file} {much}, where a correct cast stays below {bound:.3g} ({worst}): a trained or "
+    "merged model, the wrong reference, or damage; compare with the folder that this one was made from.",
+    "error": "{name!r} in {file} {much}, where a correct cast stays below {bound:.3g} ({worst}); {cause}; "
+    "export it again.",
     "error/suspicious": "{name!r} in {file} has a row {ratio:.3g} times beyond the bound of one cast ({bound:.3g} of "
     "its norm): it may have been quantized twice; export it from the original.",
     # Adapters

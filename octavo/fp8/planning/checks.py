@@ -56,7 +56,7 @@ def notes_of(
     if any(r.row.experts and not r.row.experts_per_token for r in rows):
         notes.append("experts per token are unknown: FLOPs count every expert as active")
     if tokens is None and len({r.component for r in rows if r.kind not in OUTSIDE}) > 1:
-        notes.append("shares weigh every component by one token; give tokens per component to weigh by a real step")
+        notes.append("shares weigh every component by one token; --tokens (tokens= in Python) weighs by a real step")
     whys = [
         why_not_grouped(r.recipe, r.selections, device) for r in rows if r.kind == "experts" and r.recipe is not None
     ]

@@ -58,9 +58,9 @@ def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str,
         kind = kind_of(codes)
         fix = f"recipe {RECIPE_OF[kind]!r}" if kind in RECIPE_OF else "another checkpoint"
         raise PlanError(
-            f"{row.name!r} holds frozen FP8 codes of kind {kind} ({codes}), and {decision.source} asks for the recipe "
-            f"{decision.recipe!r}, which multiplies by other blocks. Set {fix} for it, or 'off' to compute with its "
-            "dequantized values."
+            f"{row.name!r} holds frozen FP8 codes of kind {RECIPE_OF.get(kind, kind)} ({codes}), and "
+            f"{decision.source} asks for the recipe {decision.recipe!r}, which multiplies by other blocks. "
+            f"Set {fix} for it, or 'off' to compute with its dequantized values."
         )
     return out
 
@@ -80,7 +80,7 @@ def frozen_notes(model: nn.Module, rows: Sequence[PlanRow]) -> Iterator[str]:
     weights = [w for _, w in frozen_weights(model)]
     params, size = sum(w.numel() for w in weights), frozen_bytes(model)
     kinds = Counter(kind_of(spec) for weight in weights if (spec := codes_cast(weight)) is not None)
-    what = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    what = ", ".join(f"{n} {RECIPE_OF.get(kind, kind)}" for kind, n in kinds.items())
     yield (
         f"{len(weights)} weights hold frozen FP8 codes ({what}): {size:,} bytes with their scales, "
         f"{size / max(1, params):.3f} a parameter"

@@ -223,7 +223,7 @@ def _chosen(found: Target, kind: str, trained: Mapping[str, str]) -> str:
     if kind == "high":
         return f"the adapter is folded into the high-precision weights of {found.base}"
     if trained:
-        made = ", ".join(f"{name}: {word}" for name, word in trained.items())
+        made = ", ".join(f"{name}: {kind}wise" for name, kind in trained.items())
         return f"the adapter is folded into the FP8 codes that training saw ({found.base}, loaded with {made})"
     return f"the adapter is folded into the FP8 codes of {found.base}"
 
