@@ -160,7 +160,8 @@ class WeightCache:
             self.casts += 1
             return cast(part.of(parameter), spec)
         if not self._valid(parameter):
-            self.drop()
+            self._for_dgrad.clear()
+            self._codes.clear()
             self._source, self._stamp = source_of(parameter), self._stamp_of(parameter)
             self.own(parameter)
         codes = self._codes.get((part, spec))
