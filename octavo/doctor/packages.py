@@ -158,12 +158,6 @@ class Together:
         return number in self._good
 
 
-def imports(packages: Sequence[Package] = REQUIRED + OPTIONAL) -> list[Check]:
-    """One check for each package."""
-    with Together(packages) as together:
-        return together.checks(packages)
-
-
 def try_import(package: Package) -> Check:
     """Imports one package in a fresh interpreter, if it is installed, and keeps the cause of a failure."""
     area = "imports" if package.required else "optional"

@@ -15,7 +15,7 @@ blocks, an output projection), so that a family nobody listed works too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,7 +39,6 @@ class Family:
     language_model   module name of the decoder whose forward takes `inputs_embeds`
     tower            module name of the vision tower ("" without vision)
     image_token_id   the placeholder id whose embedding an image feature replaces (None without vision)
-    pixel_inputs     the names that the model's forward wants for images
     """
 
     name: str
@@ -49,7 +48,6 @@ class Family:
     language_model: str
     tower: str = ""
     image_token_id: int | None = None
-    pixel_inputs: tuple[str, ...] = field(default=())
 
     def component_of(self, module_name: str) -> str | None:
         """The component that holds the module of this name, or None for a container above components."""
@@ -72,19 +70,17 @@ def _below(*names: str) -> tuple[str, ...]:
 _TEXT = {"foundation": _below("model.language_model"), "lm_head": ("lm_head",)}
 
 
-def _vision(
-    name: str, tower: str, blocks: str, encoder: tuple[str, ...], projector: tuple[str, ...], pixels: tuple[str, ...]
-) -> Family:
+def _vision(name: str, tower: str, blocks: str, encoder: tuple[str, ...], projector: tuple[str, ...]) -> Family:
     components = {"image_encoder": _below(*encoder), "image_projector": _below(*projector), **_TEXT}
     layers = (f"{tower}.{blocks}.*", "model.language_model.layers.*")
-    return Family(name, components, layers, True, "model.language_model", tower, pixel_inputs=pixels)
+    return Family(name, components, layers, True, "model.language_model", tower)
 
 
 def _qwen_vl(name: str, encoder: tuple[str, ...] = (), projector: tuple[str, ...] = ()) -> Family:
     """`encoder`, `projector`: what the third generation has beside the second's modules."""
     encoder = tuple(f"model.visual.{part}" for part in ("patch_embed", "blocks", "rotary_pos_emb", *encoder))
     projector = tuple(f"model.visual.{part}" for part in ("merger", *projector))
-    return _vision(name, "model.visual", "blocks", encoder, projector, ("pixel_values", "image_grid_thw"))
+    return _vision(name, "model.visual", "blocks", encoder, projector)
 
 
 _THIRD = (("pos_embed",), ("deepstack_merger_list",))
@@ -93,13 +89,8 @@ _VISION = {
     "qwen3_vl_moe": _qwen_vl("qwen3_vl_moe", *_THIRD),
     "qwen2_5_vl": _qwen_vl("qwen2_5_vl"),
     "internvl": _vision(
-        "internvl",
-        "model.vision_tower",
-        "encoder.layer",
-        ("model.vision_tower",),
-        ("model.multi_modal_projector",),
-        ("pixel_values",),
-    ),  # fmt: skip
+        "internvl", "model.vision_tower", "encoder.layer", ("model.vision_tower",), ("model.multi_modal_projector",)
+    ),
 }
 assert tuple(_VISION) == VISION_FAMILIES
 

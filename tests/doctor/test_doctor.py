@@ -18,6 +18,11 @@ from octavo.fp8.kernels import registry
 GIB = 2**30
 
 
+def imports(asked):
+    with packages.Together(asked) as together:
+        return together.checks(asked)
+
+
 def one(checks):
     assert len(checks) == 1, checks
     return checks[0]
@@ -156,7 +161,7 @@ def test_packages_are_imported_together_and_alone_only_where_that_fails(monkeypa
     lacking = packages.Package("no-such-package", "import nothing", "m", "c")
     crash = packages.Package("pytest", "import os; os.kill(os.getpid(), 11)", "m", "c", required=True)
     after, last = (packages.Package("pytest", f"import {name}", "m", "c") for name in ("json", "math"))
-    checks = packages.imports((ok, bad, lacking, after, crash, last))
+    checks = imports((ok, bad, lacking, after, crash, last))
     assert [c.status for c in checks] == [OK, WARN, ABSENT, OK, FAIL, OK]
     assert "ImportError: libfoo.so" in checks[1].found and "signal 11" in checks[4].found
     assert sorted(alone) == sorted([bad.statement, lacking.statement, crash.statement, last.statement])
@@ -165,7 +170,7 @@ def test_packages_are_imported_together_and_alone_only_where_that_fails(monkeypa
 def test_a_package_that_hangs_does_not_hold_up_the_others_for_ever(monkeypatch):
     monkeypatch.setattr(packages, "SECONDS", 0.5)
     slow = packages.Package("pytest", "import time; time.sleep(60)", "m", "c")
-    assert "did not end in 0.5 s" in one(packages.imports((slow,))).found
+    assert "did not end in 0.5 s" in one(imports((slow,))).found
 
 
 def test_the_cause_is_the_exception_and_not_its_neighbours():
@@ -275,7 +280,7 @@ def test_the_round(monkeypatch):
 
 @pytest.mark.long
 def test_the_required_packages_import_here():
-    assert {check.status for check in packages.imports(packages.REQUIRED)} == {OK}
+    assert {check.status for check in imports(packages.REQUIRED)} == {OK}
 
 
 def test_every_required_import_is_a_dependency():

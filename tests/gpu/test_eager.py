@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.dense import inputs
+from tests.fp8.remembered import held_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -85,8 +85,8 @@ def test_codes_are_shared_and_freed():
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         m.q_proj(x)
-        once = inputs.held_bytes()
+        once = held_bytes()
         m.k_proj(x)
-        assert inputs.held_bytes() == once >= 256 * 512
+        assert held_bytes() == once >= 256 * 512
     del x
-    assert inputs.held_bytes() == 0
+    assert held_bytes() == 0

@@ -6,6 +6,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.dense import inputs
+from tests.fp8.remembered import held_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -23,10 +24,10 @@ def test_codes_are_shared_until_the_backward():
     x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
     assert inputs.torch_alone_writes(x)
     q = m.q_proj(x)
-    held = inputs.held_bytes()
+    held = held_bytes()
     k = m.k_proj(x)
-    assert inputs.held_bytes() == held > 0
+    assert held_bytes() == held > 0
     q.sum().backward()
-    assert inputs.held_bytes() == 0
+    assert held_bytes() == 0
     k.sum().backward()
     assert m.k_proj.weight.grad is not None and m.v_proj.weight.grad is None

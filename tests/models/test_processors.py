@@ -22,7 +22,7 @@ def test_an_image_becomes_as_many_tokens_as_features(checkpoint, family):
     processor = models.load_processor(checkpoint(family))
     inputs = batch(processor, image=True)
     assert (inputs["input_ids"] == models.describe(model).image_token_id).sum() == 4
-    assert set(models.describe(model).pixel_inputs) <= set(inputs)
+    assert "pixel_values" in inputs
     with torch.no_grad():
         seen, other = (model(**batch(processor, image=True, seed=s)).logits for s in (0, 1))
     assert not torch.equal(seen, other)

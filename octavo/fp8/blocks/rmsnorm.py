@@ -139,10 +139,9 @@ def _eps(norm: nn.Module) -> float | None:
 
 
 def _specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
-    """The casts of x that a layer asks for: that of fwd, and that of wgrad unless it is the same."""
+    """The casts of x that a layer asks for: those of fwd and of wgrad."""
     fwd, wgrad = recipe.fwd, recipe.wgrad
-    row, col = None if fwd is None else fwd.a, None if wgrad is None else wgrad.b
-    return row, None if col == row else col
+    return None if fwd is None else fwd.a, None if wgrad is None else wgrad.b
 
 
 @trial

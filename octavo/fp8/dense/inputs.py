@@ -77,7 +77,6 @@ class CastRequest(NamedTuple):
 
 Pair = tuple["Quantized | None", "Quantized | None"]
 """The codes of a matrix for a contraction of its columns, and for one of its rows."""
-Cast = Callable[["CastRequest | None", "CastRequest | None"], Pair]
 
 
 def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
@@ -218,15 +217,6 @@ def offer(
     entry = _begin(_memo(), y.untyped_storage(), _stamp(Input(y, None, dtype)))
     entry.hold(asked, codes)
     return entry.served
-
-
-def held_bytes() -> int:
-    """Bytes that the threads of this process remember for the next layer, whether saved for a backward as well or
-    not."""
-    entries = [entry for memo in list(_memos) if (entry := memo.entry) is not None]
-    held = [t for e in entries for q in list(e.codes.values()) for t in (q.data, q.scale)]
-    held += [e.high for e in entries if e.high is not None]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
 
 def forget() -> None:

@@ -72,14 +72,29 @@ class DeepGemmBackend(GemmOnlyBackend):
             return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
         return _why_not_casts(named, casts.a, casts.b, device)
 
-    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return _gemm(self.relaid, "fwd", x_q, w_q, out_dtype, bias)
-
-    def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm(self.relaid, "dgrad", dy_q, w_q, out_dtype)
-
-    def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm(self.relaid, "wgrad", dy_q, x_q, out_dtype)
+    def gemm(
+        self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        a_dim, b_dim = CONTRACTED[op]
+        _check(op, a_q, b_q, a_q.data.dim() == b_q.data.dim() == 2 and a_q.data.shape[a_dim] == b_q.data.shape[b_dim])
+        rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
+        if not (rows and cols and a_q.data.shape[a_dim]):
+            empty = a_q.scale.new_zeros(rows, cols, dtype=out_dtype)
+            return empty if bias is None else empty + bias.to(out_dtype)
+        a, b = self.relaid(a_q, a_dim), self.relaid(b_q, b_dim)
+        shape = (a.codes.shape[0], b.codes.shape[0])
+        squares = b_q.spec.block == (128, 128)
+        if squares and bias is None and out_dtype is torch.bfloat16:
+            out = torch.empty(shape, dtype=out_dtype, device=a.codes.device)
+            _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, b.scale.contiguous()), out, recipe=SQUARES)
+            return out[:rows, :cols].contiguous()
+        # This form adds to what it finds.
+        out = torch.zeros(shape, dtype=torch.float32, device=a.codes.device)
+        scale_b = _repeated(b) if squares else lines(b)
+        # Sizes named here are compiled in. Those of a weight are few; the number of tokens, wgrad's k, changes.
+        fixed = "mn" if op == "wgrad" else "nk"
+        _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, scale_b), out, c=out, recipe=LINES, compiled_dims=fixed)
+        return finish(out[:rows, :cols], bias, out_dtype)
 
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -144,31 +159,6 @@ def _any_scale(kind: str, index: int | None) -> bool:
 
 def _library() -> ModuleType:
     return importlib.import_module("deep_gemm")
-
-
-def _gemm(
-    relaid: Relaid, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
-    a_dim, b_dim = CONTRACTED[op]
-    _check(op, a_q, b_q, a_q.data.dim() == b_q.data.dim() == 2 and a_q.data.shape[a_dim] == b_q.data.shape[b_dim])
-    rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
-    if not (rows and cols and a_q.data.shape[a_dim]):
-        empty = a_q.scale.new_zeros(rows, cols, dtype=out_dtype)
-        return empty if bias is None else empty + bias.to(out_dtype)
-    a, b = relaid(a_q, a_dim), relaid(b_q, b_dim)
-    shape = (a.codes.shape[0], b.codes.shape[0])
-    squares = b_q.spec.block == (128, 128)
-    if squares and bias is None and out_dtype is torch.bfloat16:
-        out = torch.empty(shape, dtype=out_dtype, device=a.codes.device)
-        _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, b.scale.contiguous()), out, recipe=SQUARES)
-        return out[:rows, :cols].contiguous()
-    # This form adds to what it finds.
-    out = torch.zeros(shape, dtype=torch.float32, device=a.codes.device)
-    scale_b = _repeated(b) if squares else lines(b)
-    # Sizes named here are compiled in. Those of a weight are few; the number of tokens, wgrad's k, changes.
-    fixed = "mn" if op == "wgrad" else "nk"
-    _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, scale_b), out, c=out, recipe=LINES, compiled_dims=fixed)
-    return finish(out[:rows, :cols], bias, out_dtype)
 
 
 def _repeated(operand: Operand) -> Tensor:

@@ -182,6 +182,21 @@ class Backend:
 class GemmOnlyBackend(Backend):
     """A backend of GEMMs that takes its casts from others: from the one that :func:`select` chooses for the cast."""
 
+    def gemm(
+        self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """fwd, dgrad or wgrad, whatever layout the operands have."""
+        raise self._missing(op)
+
+    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return self.gemm("fwd", x_q, w_q, out_dtype, bias)
+
+    def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return self.gemm("dgrad", dy_q, w_q, out_dtype)
+
+    def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return self.gemm("wgrad", dy_q, x_q, out_dtype)
+
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         return self._cast_backend(spec, x).quantize(x, spec, contract)
 

@@ -95,14 +95,24 @@ class TorchBackend(GemmOnlyBackend):
             return f"scaled_mm cannot multiply {casts.a} by {casts.b}"
         return _why_not(kind, device.type, device.index)
 
-    def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return _gemm(self.relaid, "fwd", x_q, w_q, out_dtype, bias)
-
-    def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm(self.relaid, "dgrad", dy_q, w_q, out_dtype)
-
-    def gemm_wgrad(self, dy_q: Quantized, x_q: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm(self.relaid, "wgrad", dy_q, x_q, out_dtype)
+    def gemm(
+        self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        product = lay_out(op, a_q, b_q, self.relaid)
+        a_dim, b_dim = CONTRACTED[op]
+        rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
+        if not (rows and cols and a_q.data.shape[a_dim]):  # the kernels do not take empty matrices
+            empty = product.scale_a.new_zeros(rows, cols, dtype=out_dtype)
+            return empty if bias is None else empty + bias.to(out_dtype)
+        fast = op == "fwd" and product.kind in ("tensor", "row")
+        if product.kind == "row" and not _row_direct(product.a, out_dtype, bias):
+            return _by_hand(product, fast, bias, out_dtype, rows, cols)
+        if bias is None and out_dtype in (*_SIXTEEN_BITS, torch.float32):
+            return multiply(product, out_dtype, fast)[:rows, :cols].contiguous()
+        if bias is not None and fast and out_dtype in _SIXTEEN_BITS and bias.dtype == out_dtype:
+            padded = F.pad(bias, (0, product.b.shape[1] - cols)) if product.b.shape[1] != cols else _aligned(bias)
+            return multiply(product, out_dtype, fast, padded)[:rows, :cols].contiguous()
+        return finish(multiply(product, torch.float32, fast)[:rows, :cols], bias, out_dtype)
 
 
 def kind_of(op: str, a: CastSpec, b: CastSpec) -> str | None:
@@ -209,26 +219,6 @@ def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias:
         product.a, product.b, product.scale_a, recipe_a, product.scale_b, recipe_b,
         swizzle_a=swizzle, swizzle_b=swizzle, bias=bias, output_dtype=out_dtype, use_fast_accum=fast,
     )  # fmt: skip
-
-
-def _gemm(
-    relaid: Relaid, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
-    product = lay_out(op, a_q, b_q, relaid)
-    a_dim, b_dim = CONTRACTED[op]
-    rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
-    if not (rows and cols and a_q.data.shape[a_dim]):  # the kernels do not take empty matrices
-        empty = product.scale_a.new_zeros(rows, cols, dtype=out_dtype)
-        return empty if bias is None else empty + bias.to(out_dtype)
-    fast = op == "fwd" and product.kind in ("tensor", "row")
-    if product.kind == "row" and not _row_direct(product.a, out_dtype, bias):
-        return _by_hand(product, fast, bias, out_dtype, rows, cols)
-    if bias is None and out_dtype in (*_SIXTEEN_BITS, torch.float32):
-        return multiply(product, out_dtype, fast)[:rows, :cols].contiguous()
-    if bias is not None and fast and out_dtype in _SIXTEEN_BITS and bias.dtype == out_dtype:
-        padded = F.pad(bias, (0, product.b.shape[1] - cols)) if product.b.shape[1] != cols else _aligned(bias)
-        return multiply(product, out_dtype, fast, padded)[:rows, :cols].contiguous()
-    return finish(multiply(product, torch.float32, fast)[:rows, :cols], bias, out_dtype)
 
 
 def _row_direct(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:

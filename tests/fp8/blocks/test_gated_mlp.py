@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from octavo import fp8
 from octavo.fp8.arithmetic.cast import quantize
 from octavo.fp8.blocks import gated_mlp
-from octavo.fp8.dense import inputs
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.reference_fused import swiglu_backward
 from octavo.fp8.weights import cache as weights
+from tests.fp8.remembered import held_bytes
 
 CHILDREN = gated_mlp.CHILDREN
 
@@ -493,6 +493,6 @@ def test_a_backward_ends_the_shared_codes_of_its_input():
     _, twin = pair()
     x = torch.randn(40, 72)
     y = twin(x)
-    assert inputs.held_bytes() > 0
+    assert held_bytes() > 0
     y.sum().backward()
-    assert inputs.held_bytes() == 0
+    assert held_bytes() == 0

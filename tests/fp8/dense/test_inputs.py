@@ -16,6 +16,7 @@ from octavo.fp8.dense import inputs
 from octavo.fp8.dense.inputs import CastRequest, cast_matrix
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights import cache
+from tests.fp8.remembered import held_bytes
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -143,7 +144,7 @@ def test_the_codes_that_they_keep_are_saved_once(recipe):
     assert len(live) == (1 if recipe == "tensorwise" else 2)  # what wgrad needs, and what the next layer may ask for
     del x
     gc.collect()
-    assert inputs.held_bytes() == 0 and y.grad_fn is not None
+    assert held_bytes() == 0 and y.grad_fn is not None
 
 
 def test_high_precision_gemms_share_autocasts_copy():
@@ -215,7 +216,7 @@ def test_views_slices_and_addresses_used_again():
         x = torch.randn(6, 64)
         assert torch.equal(m.q(x), fp8.linear(x, m.q.weight, m.q.bias))
         del x
-        assert inputs.held_bytes() == 0
+        assert held_bytes() == 0
 
 
 def test_at_most_one_input_is_held_and_bytes_are_counted():
@@ -225,9 +226,9 @@ def test_at_most_one_input_is_held_and_bytes_are_counted():
         with torch.no_grad():
             m(kept[-1])
         codes, scales = rows * 64, rows * 4
-        assert codes + scales <= inputs.held_bytes() <= codes + 4 * scales
+        assert codes + scales <= held_bytes() <= codes + 4 * scales
     kept.clear()
-    assert inputs.held_bytes() == 0
+    assert held_bytes() == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -298,7 +299,7 @@ def test_inference_and_training_do_not_mix():
         a = m(inner)
         inner.mul_(2)
         assert not torch.equal(a, m(inner))
-    assert inputs.held_bytes() == 5 * 64 * 2 + sum(
+    assert held_bytes() == 5 * 64 * 2 + sum(
         4 * t for t in (5, 64)
     )  # the training input's, both ways, with their scales
     z.sum().backward()
@@ -342,7 +343,7 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
     assert of_x(casts) == []
     assert m.q._site.codes.casts == before
     monkeypatch.undo()
-    assert inputs.held_bytes() > 0
+    assert held_bytes() > 0
     with torch.no_grad():
         casts2 = m.q._site.codes.casts
         m.q(x)
@@ -369,7 +370,7 @@ def test_the_function_shares_nothing(casts):
         casts.clear()
         fp8.linear(x, w)
         assert len(of_x(casts)) == 2  # x and w
-    assert inputs.held_bytes() == 0
+    assert held_bytes() == 0
 
 
 def unchecked(m, x):
@@ -387,7 +388,7 @@ def test_memory_that_numpy_may_write_is_never_remembered():
                 write[:] = step + 1
                 layer = (m.q, m.k)[step % 2]
                 assert torch.equal(layer(x), fp8.linear(x, layer.weight, layer.bias)), step
-    assert inputs.held_bytes() == 0
+    assert held_bytes() == 0
     x = torch.randn(5, 64)
     with torch.no_grad():
         m.q(x)
@@ -400,7 +401,7 @@ def test_codes_end_with_a_backward_an_optimizer_step_and_invalidate(end):
     m, x = three(), torch.randn(5, 64)
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
     y = m.q(x)
-    assert inputs.held_bytes() > 0
+    assert held_bytes() > 0
     x.data.mul_(2)  # unseen
     if end == "backward":
         y.sum().backward()
@@ -408,7 +409,7 @@ def test_codes_end_with_a_backward_an_optimizer_step_and_invalidate(end):
         optimizer.step()
     else:
         fp8.invalidate(nn.Linear(1, 1))
-    assert inputs.held_bytes() == 0
+    assert held_bytes() == 0
     assert all(unchecked(m, x))
 
 

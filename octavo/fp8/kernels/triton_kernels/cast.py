@@ -280,14 +280,8 @@ def _maxima(x: Tensor, blocks: set[tuple[int, int]], groups: Groups | None) -> d
     return tops
 
 
-class _Slabs(threading.local):
-    """Of each thread: by device and stream, what is left of a slab of zeros."""
-
-    def __init__(self) -> None:
-        self.left: dict[tuple[torch.device, int], Tensor] = {}
-
-
-_slabs, _SLAB = _Slabs(), 4096
+_slabs: dict[tuple[int, torch.device, int], Tensor] = {}  # by thread, device and stream: what is left of each
+_SLAB = 4096
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:
@@ -296,12 +290,13 @@ def _zeros(count: int, device: torch.device) -> Tensor:
     if count > _SLAB // 64 or capturing(device):
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    left = _slabs.left.get((device, stream))
+    key = threading.get_ident(), device, stream
+    left = _slabs.get(key)
     if left is None or left.shape[0] < count:
         with torch.inference_mode(False):
             left = torch.zeros(_SLAB, dtype=torch.int32, device=device)
     cut = -(-count // 4) * 4  # pieces begin at multiples of 16 bytes
-    _slabs.left[device, stream] = left[cut:]
+    _slabs[key] = left[cut:]
     return left[:count]
 
 
