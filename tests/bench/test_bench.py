@@ -136,6 +136,20 @@ def test_ratios_are_of_times_or_of_bandwidths_and_never_across_cases() -> None:
     assert Result("some GPU", False).mfu(step) is None
 
 
+@pytest.mark.parametrize(("capability", "takes_part"), [((9, 0), False), ((8, 9), False), ((10, 0), True)])
+def test_mxfp8_takes_part_where_it_can_win(capability, takes_part, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Able:
+        supports = staticmethod(lambda *a: None)
+        auto_unsupported = staticmethod(lambda device: None)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(peers.kernels, "get", lambda name: Able)
+    bench_there = session()
+    bench_there.device = torch.device("cuda")
+    assert bool(peers.able(bench_there, "mxfp8")) == takes_part and peers.able(bench_there, "blockwise")
+    assert peers.able(session(), "mxfp8")  # on a CPU all is emulated, for the code's sake
+
+
 def test_inputs_rotate() -> None:
     made = iter(range(9))
     take = Rotation(lambda: next(made), copies=3)
