@@ -120,6 +120,41 @@ def test_a_spent_budget_leaves_cases_out_and_says_so() -> None:
     assert not result.rows and len(result.cut) == 6 and "time budget of 0 s" in result.cut[0]
 
 
+def test_a_case_that_the_budget_does_not_last_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each candidate takes 10 s: two fill 20 of 45, the next two fit, three more do not; in a case, the rest is cut."""
+    now = [0.0]
+    monkeypatch.setattr("octavo.bench.bench.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("octavo.bench.bench.measuring.time_calls", lambda calls, device: {})
+    begun: list[tuple[str, list[str]]] = []
+    found: list[int] = []
+    there = session(
+        budget=45.0,
+        begins=lambda case, names: begun.append((case, list(names))),
+        found=lambda r: found.append(len(r.cut)),
+    )
+
+    def build(seconds: float = 10.0) -> object:
+        now[0] += seconds
+        return lambda: None
+
+    there.begin()
+    for case, names in (("first", "ab"), ("second", "cd"), ("third", "efg")):
+        there.case("gemm", case, "a", dict.fromkeys(names, build), Work())
+    assert [case for case, names in begun] == ["first"] * 3 + ["second"] * 3 and begun[2] == ("first", ["a", "b"])
+    assert there.result.cut == ["gemm third: the time budget of 45 s does not last for it"] and found == [0, 0, 1]
+    there = session(budget=45.0)
+    there.case("gemm", "one", "a", dict.fromkeys("abcde", functools.partial(build, 20.0)), Work())
+    assert [line.rpartition(" ")[2] for line in there.result.cut] == ["c", "d", "e"]
+
+
+def test_what_an_earlier_process_did_takes_no_part() -> None:
+    begun: list[str] = []
+    there = session(begins=lambda case, names: begun.append(case), skip={("one", "a"), ("one", "b"), ("two", "a")})
+    for case in ("one", "two"):
+        there.case("gemm", case, "a", dict.fromkeys("ab", lambda: lambda: None), Work())
+    assert [(r.case, r.candidate) for r in there.result.rows] == [("two", "b")] and set(begun) == {"two"}
+
+
 def test_ratios_are_of_times_or_of_bandwidths_and_never_across_cases() -> None:
     rows = [
         Row("gemm", "one", "bf16", 4.0, flops=8e12),
