@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import turns
 from octavo import bench
-from octavo.bench import peers, record, suite_memory, suite_moe, turns
+from octavo.bench import peers, record, suite_memory, suite_moe
 from octavo.bench.bench import Bench, Refusal, Rotation, Work
 from octavo.bench.record import Result, Row
 from octavo.cli import bench as command
