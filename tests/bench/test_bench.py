@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -192,7 +190,7 @@ def test_inputs_rotate() -> None:
     assert [take() for _ in range(5)] == [1, 2, 0, 1, 2]
 
 
-def test_json_table_and_picture(gemms: Result, tmp_path: Path) -> None:
+def test_json_and_table(gemms: Result, tmp_path: Path) -> None:
     result = gemms
     found = record.load(record.write(result, tmp_path / "a" / "r.json"))
     assert found["settings"] == {"tokens": 8}
@@ -201,8 +199,7 @@ def test_json_table_and_picture(gemms: Result, tmp_path: Path) -> None:
     assert len(found["rows"]) == len(result.rows) == len(record.table(result))
     assert {len(cells) for cells in record.table(result)} == {len(record.COLUMNS)}
     written = bench.keep(result, tmp_path)
-    assert [p.name for p in written] == ["bench_cpu_gemm.json", "bench_cpu_gemm.png"]
-    assert written[1].stat().st_size > 5000
+    assert [p.name for p in written] == ["bench_cpu_gemm.json"]
     assert not list(tmp_path.rglob(".*"))
 
 
@@ -210,8 +207,7 @@ def test_a_later_suite_leaves_the_files_of_earlier_ones_and_replaces_its_own(tmp
     both = Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0), Row("gemm", "a", "y", 1.0, baseline="x")])
     bench.keep(both, tmp_path)
     bench.keep(Result("cpu", True, rows=[Row("cast", "a", "x", 2.0)]), tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json", "bench_cpu_gemm.png", "bench_cpu_cast.json"}
-    bench.keep(Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0)]), tmp_path)  # no ratio: no plot, nor the old one
+    bench.keep(Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0)]), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json", "bench_cpu_cast.json"}
     assert len(record.load(tmp_path / "bench_cpu_gemm.json")["rows"]) == 1
 
@@ -243,7 +239,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "small sizes; FP8 on a CPU is emulated" in out and "M=8" in out
-    assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json", "bench_cpu_gemm.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json"}
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]
 
@@ -251,7 +247,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gem"], "invalid choice: 'gem'"),
+        (["gem"], "there is no suite 'gem'; there are: all, cast, gemm"),
         ([], "required: SUITE"),
         (["gemm", "--tokens", "0"], "expected a whole number of at least 1, found '0'"),
         (["gemm", "--tokens", "x"], "expected a whole number of at least 1, found 'x'"),
@@ -273,8 +269,6 @@ def test_wrong_usage_is_reported_before_anything_is_timed(
 def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--device", "cuda"]) == 1
     assert "--device cuda is not here; use cpu" in capsys.readouterr().err
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py")], capture_output=True, text=True)
-    assert done.returncode == 2 and "make gpu needs an NVIDIA GPU" in done.stdout
 
 
 def test_the_command_knows_the_suites() -> None:
