@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 LINES = 15  # of what it printed last
-NOISE = ("/pluggy/", "/_pytest/", "<frozen runpy>", "benchmarks/gpu/worker.py")  # of a traceback: how it came there
+#: of a traceback: how it came there, and what else was loaded
+NOISE = ("/pluggy/", "/_pytest/", "<frozen runpy>", "benchmarks/gpu/worker.py", "Extension modules: ")
 GRACE = 1.5  # seconds in which a process that hangs may say where, before it is killed
 
 

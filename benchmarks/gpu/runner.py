@@ -17,6 +17,7 @@ from benchmarks.gpu.store import Store
 
 WORKER = (sys.executable, "-m", "benchmarks.gpu.worker")
 TURNS = 12  # processes that one job may take
+PATIENCE = 30.0  # seconds in which torch is imported anywhere, several times at once
 PYTEST = {2: "interrupted", 3: "an internal error of pytest", 4: "wrong usage of pytest"}  # 1: a test failed, 5: none
 
 
@@ -88,7 +89,7 @@ class _Task:
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self.stall = min(self.job.stall, max(1.0, 0.6 * (self.until - self.began)))
+        self.patience = min(self.job.stall, max(PATIENCE, 0.4 * (self.until - self.began)))
         self._note(began=self.runner.call, tests=self.job.kind == "tests")
         self.runner.say(f"{self.job.name}: begins, for at most {self.until - self.began:.0f} s")
         self._start()
@@ -116,8 +117,8 @@ class _Task:
             silent = time.monotonic() - self.process.heard
             if time.monotonic() > self.until:
                 self.process.force(f"its limit of {self.until - self.began:.0f} s was reached")
-            elif silent > self.stall:
-                self.process.force(f"hung: no word for {self.stall:.3g} s")
+            elif silent > self.patience:
+                self.process.force(f"hung: no word for {self.patience:.3g} s")
             elif self.process.forced:
                 self.process.force(self.process.forced)
             return False
@@ -130,6 +131,7 @@ class _Task:
         late = time.monotonic() + self.runner.least > self.until
         if not case or late or self.turns == TURNS:
             return self._end("cut off")
+        self.patience /= 2 if self.process.forced else 1  # who hung once may hang at each case
         self.skip += [case] if self.job.kind == "tests" else [[case, name] for name in candidates]
         self._start()
         return False

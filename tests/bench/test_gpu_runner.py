@@ -126,10 +126,10 @@ def test_a_crash_costs_one_candidate_of_one_case(what: str, why: str, run, said:
 
 
 def test_a_hang_costs_one_case_and_its_children_end_with_it(run) -> None:
-    found, code = run(fake("planted", ("one", ""), ("two", "hang"), ("three", ""), stall=0.4))
+    found, code = run(fake("planted", ("one", ""), ("two", "hang"), ("three", ""), stall=0.8))
     assert ("three", "b") in rows(found["planted"]) and ("two", "b") not in rows(found["planted"]) and code == 1
     (lost,) = found["planted"]["lost"]
-    assert lost["why"] == "hung: no word for 0.4 s" and lost["candidates"] == ["b"]
+    assert lost["why"] == "hung: no word for 0.8 s" and lost["candidates"] == ["b"]
     children = [int(pid) for pid in lost["last lines"][-1].split()[1:]]
     deadline = time.monotonic() + 3
     while any(alive(pid) for pid in children) and time.monotonic() < deadline:
@@ -144,17 +144,20 @@ def alive(pid: int) -> bool:
         return False
 
 
+CUT = [("one", ""), *((str(i), "nap") for i in range(99))]  # never silent, and too long
+
+
 def test_a_job_past_its_limit_is_cut_off_and_the_next_has_its_time(run, said: list[str]) -> None:
-    found, code = run(fake("slow", ("one", ""), ("two", "hang"), seconds=1), fake("next", ("one", "")), seconds=10)
+    found, code = run(fake("slow", *CUT, seconds=1), fake("next", ("one", "")), seconds=10)
     assert found["slow"]["state"] == "cut off" and found["slow"]["lost"][0]["why"] == "its limit of 1 s was reached"
-    assert rows(found["slow"]) == [("one", "a"), ("one", "b")] and found["next"]["state"] == "done" and code == 1
+    assert rows(found["slow"])[:2] == [("one", "a"), ("one", "b")] and found["next"]["state"] == "done" and code == 1
 
 
 def test_shares_add_up_to_what_is_left_and_spared_time_goes_on(run) -> None:
     work = [fake(name, ("one", ""), seconds=share) for name, share in (("x", 1), ("y", 1), ("z", 2))]
     found, code = run(*work, seconds=8)
     given = [found[job.name]["rows"][0]["seconds"] / 0.95 for job in work]
-    assert given == [pytest.approx(share, abs=0.35) for share in (2, 8 / 3, 8)] and code == 0
+    assert given == [pytest.approx(share, abs=0.6) for share in (2, 8 / 3, 8)] and code == 0
 
 
 def test_what_finds_no_time_is_named_and_what_an_earlier_call_found_stays(run, said: list[str]) -> None:
@@ -210,7 +213,7 @@ def test_last(x): assert "torch" not in sys.modules
 def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(said: list[str], tmp_path: Path, monkeypatch) -> None:
     """The real worker, in four processes."""
     (tmp_path / "test_planted.py").write_text(PLANTED)
-    job = Job("planted", "tests", 1, str(tmp_path / "test_planted.py"), 60.0, stall=3.0)
+    job = Job("planted", "tests", 1, str(tmp_path / "test_planted.py"), 60.0, stall=6.0)
     kept = Store(tmp_path / "out", said.append)
     Runner(kept, said.append, "one", "cpu", True, 4, 0.2).run([job], time.monotonic() + 60)
     found = kept.files["tests"]["jobs"]["planted"]
@@ -222,7 +225,7 @@ def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(said: list[str]
     lost = {what["case"].rpartition("::")[2]: what for what in found["lost"]}
     assert {name: what["why"] for name, what in lost.items()} == {
         "test_crashes": "crashed: SIGSEGV",
-        "test_hangs": "hung: no word for 3 s",
+        "test_hangs": "hung: no word for 6 s",
         "test_loses_the_gpu": "CUDA error: an illegal memory access was encountered",
     }
     assert any("words before the crash" in line for line in lost["test_crashes"]["last lines"])
