@@ -16,6 +16,7 @@ from benchmarks.gpu.process import Process
 from benchmarks.gpu.store import Store
 
 WORKER = (sys.executable, "-m", "benchmarks.gpu.worker")
+MARGIN = 0.15  # of a suite's time: it ends by itself, with its last case timed, before it is ended
 TURNS = 12  # processes that one job may take
 PATIENCE = 30.0  # seconds in which torch is imported anywhere, several times at once
 PYTEST = {2: "interrupted", 3: "an internal error of pytest", 4: "wrong usage of pytest"}  # 1: a test failed, 5: none
@@ -99,13 +100,13 @@ class _Task:
         self.under_way: tuple[str, list[str]] | None = None
         self.exit: int | None = None
         self.broken = ""
-        margin = 0.05 * (self.until - time.monotonic())  # a suite ends by itself before it is ended
+        left = self.until - time.monotonic()
         order = {
             "kind": self.job.kind,
             "target": self.job.target,
             "device": self.runner.device,
             "small": self.runner.small,
-            "seconds": self.until - time.monotonic() - margin,
+            "seconds": (1 - MARGIN) * left,
             "skip": self.skip,
         }
         self.process = Process(self.runner.command, order, ROOT)

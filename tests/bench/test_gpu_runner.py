@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import jobs, store, worker
+from benchmarks.gpu import jobs, runner, store, worker
 from benchmarks.gpu.jobs import Job
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.store import Store, StoreError
@@ -156,7 +156,7 @@ def test_a_job_past_its_limit_is_cut_off_and_the_next_has_its_time(run, said: li
 def test_shares_add_up_to_what_is_left_and_spared_time_goes_on(run) -> None:
     work = [fake(name, ("one", ""), seconds=share) for name, share in (("x", 1), ("y", 1), ("z", 2))]
     found, code = run(*work, seconds=8)
-    given = [found[job.name]["rows"][0]["seconds"] / 0.95 for job in work]
+    given = [found[job.name]["rows"][0]["seconds"] / (1 - runner.MARGIN) for job in work]
     assert given == [pytest.approx(share, abs=0.6) for share in (2, 8 / 3, 8)] and code == 0
 
 
