@@ -156,7 +156,7 @@ def _where() -> dict[str, Any]:
     while not process.ended:
         if time.monotonic() > until:
             process.force("no answer within 90 s")
-        for event in process.news():
+        for event in process.events():
             found |= event
         time.sleep(0.05)
     for event in process.close():

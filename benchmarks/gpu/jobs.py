@@ -17,7 +17,7 @@ TESTS = "tests/gpu"
 @dataclass(frozen=True)
 class Job:
     """``kind``: tests or suite. ``target``: a test file, or a module with ``run(bench)``. ``seconds``: its share.
-    ``stall``: seconds without a word after which it hangs. ``alone``: a test file that times or fills the GPU."""
+    ``stall``: seconds without an event after which it hangs. ``alone``: a test file that times or fills the GPU."""
 
     name: str
     kind: str

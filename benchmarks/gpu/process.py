@@ -1,4 +1,4 @@
-"""A process of a job as its parent sees it: what it tells, what it prints last, how it ended, and its end by force."""
+"""A process of a job as its parent sees it: its events, what it printed last, how it ended, and its end by force."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ class Process:
         with suppress(BrokenPipeError):  # it is gone already, which its end will say
             self._group.stdin.write(json.dumps({**order, "pipe": theirs}).encode())
             self._group.stdin.close()
-        self._pipes = {"told": ours, "printed": self._group.stdout.fileno()}
+        self._pipes = {"events": ours, "output": self._group.stdout.fileno()}
         for pipe in self._pipes.values():
             os.set_blocking(pipe, False)
         self._rest = dict.fromkeys(self._pipes, b"")
         self._last: deque[str] = deque(maxlen=LINES)
         self._killing: float | None = None
-        self.heard = time.monotonic()
+        self.last_event = time.monotonic()
         self.forced = ""
 
     @property
     def pipes(self) -> list[int]:
-        """What to wait on for news."""
+        """What to wait on for events."""
         return list(self._pipes.values())
 
-    def news(self) -> list[dict[str, Any]]:
-        """What it told since the last time; what it printed is kept for `tail`."""
-        printed = [line.decode(errors="replace").rstrip() for line in self._lines("printed")]
+    def events(self) -> list[dict[str, Any]]:
+        """Its events since the last time; what it printed is kept for `tail`."""
+        printed = [line.decode(errors="replace").rstrip() for line in self._lines("output")]
         self._last += [line for line in printed if line and not any(word in line for word in NOISE)]
         events = []
-        for line in self._lines("told"):
-            self.heard = time.monotonic()
+        for line in self._lines("events"):
+            self.last_event = time.monotonic()
             with suppress(ValueError):  # half a line of one that died
                 events.append(json.loads(line))
         return events
@@ -101,10 +101,10 @@ class Process:
         return f"ended with exit code {code}"
 
     def close(self) -> list[dict[str, Any]]:
-        """Its last news, once it has ended; its children end too."""
+        """Its last events, once it has ended; its children end too."""
         self.kill()
-        events = self.news()
-        os.close(self._pipes["told"])
+        events = self.events()
+        os.close(self._pipes["events"])
         assert self._group.stdout is not None
         self._group.stdout.close()
         return events

@@ -112,14 +112,14 @@ class _Task:
         self.process = Process(self.runner.command, order, ROOT)
 
     def over(self) -> bool:
-        """Take the news; see to the limits; once the process has ended, whether the job has."""
-        self._take(self.process.news())
+        """Take its events; see to the limits; once the process has ended, whether the job has."""
+        self._take(self.process.events())
         if not self.process.ended:
-            silent = time.monotonic() - self.process.heard
+            silent = time.monotonic() - self.process.last_event
             if time.monotonic() > self.until:
                 self.process.force(f"its limit of {self.until - self.began:.0f} s was reached")
             elif silent > self.patience:
-                self.process.force(f"hung: no word for {self.patience:.3g} s")
+                self.process.force(f"hung: silent for {self.patience:.3g} s")
             elif self.process.forced:
                 self.process.force(self.process.forced)
             return False

@@ -19,7 +19,7 @@ Pairs = Sequence[tuple[Row, Row]]  # of each case in question: its baseline, and
 class Target:
     """``figure`` of the cases and candidates of a suite that match, at least (or at most) ``limit``.
 
-    ``known``: the best known elsewhere, and whose. Without a suite, ``known`` is the command that tells.
+    ``known``: the best known elsewhere, and whose. Without a suite, ``known`` is the command that says it.
     """
 
     what: str
@@ -96,9 +96,9 @@ TARGETS: tuple[Target, ...] = (
     Target("host time of a linear", "an empty function 1x", 5, "linear", LINEAR, "blockwise", host, "x", False),
     Target("training step, 8B, 8k tokens", "torchao 1.25x, FOG 1.34x", 1.4, "step", STEP, FP8, speed),
     Target("experts, 8 of 128", "1.43x, MXFP8 on a B200", 1.4, "moe", "", FP8, speed),
-    Target("no module below 1.0x", "`octavo plan --measure` tells", 1.0),
+    Target("no module below 1.0x", "`octavo plan --measure`", 1.0),
     Target("training, bytes a parameter", "COAT 10.2", 4.1, "memory", "", "that, codes recast", standing, "", False),
     Target("activations of a block", "COAT 92 KiB", 67, "memory", "", r"\+ FP8 act", activations, " KiB/token", False),
     Target("... with selective recomputation", "", 45, "memory", "", "that, sel", activations, " KiB/token", False),
-    Target("peak of a full 8B beside the plan's", "`octavo plan --card 80GB` tells", 1.05, least=False),
+    Target("peak of a full 8B beside the plan's", "`octavo plan --card 80GB`", 1.05, least=False),
 )

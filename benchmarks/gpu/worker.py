@@ -1,7 +1,7 @@
-"""One process of a job: runs a test file or a suite, and tells of each case before and after it, as a line of JSON.
+"""One process of a job: runs a test file or a suite, and reports each case before and after it as a line of JSON.
 
 The order comes on stdin; the lines go to a pipe of their own, which nothing that is printed, and no full disk, can
-disturb. What a process says:
+disturb. The events:
 
     {"device", "machine"}              where it runs
     {"begins": [case, candidates]}     under way from now on, and lost if the process is
@@ -30,7 +30,7 @@ from typing import Any
 BROKEN = 70
 KEPT = 1500  # characters of what a test failed with
 
-Tell = Callable[..., None]
+Send = Callable[..., None]
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
     faulthandler.enable()
     pipe = os.fdopen(order["pipe"], "w", encoding="utf-8")
 
-    def tell(**event: Any) -> None:
+    def send(**event: Any) -> None:
         try:
             pipe.write(json.dumps(event, default=str) + "\n")
             pipe.flush()
@@ -50,46 +50,46 @@ def main() -> int:
             os._exit(BROKEN)
 
     if order["kind"] == "where":
-        code = where(tell)
+        code = where(send)
     elif order["kind"] == "tests":
-        code = tests(order, tell)
+        code = tests(order, send)
     else:
-        code = suite(order, tell, began)
-    tell(over=code)
+        code = suite(order, send, began)
+    send(over=code)
     return code
 
 
-def where(tell: Tell) -> int:
+def where(send: Send) -> int:
     """Which device there is, and what machine and versions this is."""
     import torch
 
     from octavo.bench import record
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    tell(device=device, machine=record.machine())
+    send(device=device, machine=record.machine())
     return 0
 
 
-def suite(order: dict[str, Any], tell: Tell, began: float) -> int:
+def suite(order: dict[str, Any], send: Send, began: float) -> int:
     """A suite of `octavo bench`, within the seconds that the order leaves it."""
     import torch
 
     from octavo.bench.bench import Bench
     from octavo.bench.record import Result
 
-    told = {"rows": 0, "absent": 0, "cut": 0}
+    sent = {"rows": 0, "absent": 0, "cut": 0}
 
     def found(result: Result) -> None:
-        new = {key: getattr(result, key)[count:] for key, count in told.items()}
-        told.update({key: told[key] + len(lines) for key, lines in new.items()})
+        new = {key: getattr(result, key)[count:] for key, count in sent.items()}
+        sent.update({key: sent[key] + len(lines) for key, lines in new.items()})
         new.update({key: [asdict(line) for line in new[key]] for key in ("rows", "absent")})
-        tell(**new)
+        send(**new)
 
     bench = Bench(
         torch.device(order["device"]),
         small=order["small"],
         say=lambda text: print(text, flush=True),
-        begins=lambda case, candidates: tell(begins=[case, list(candidates)]),
+        begins=lambda case, candidates: send(begins=[case, list(candidates)]),
         found=found,
         skip={(case, candidate) for case, candidate in order["skip"]},
     )
@@ -100,32 +100,32 @@ def suite(order: dict[str, Any], tell: Tell, began: float) -> int:
     return 0
 
 
-def tests(order: dict[str, Any], tell: Tell) -> int:
+def tests(order: dict[str, Any], send: Send) -> int:
     """A test file, less the tests that earlier processes ran or died of. Returns pytest's exit code."""
     import pytest
 
     words = ["-q", "--no-header", "--no-summary", "--tb=short", "--capture=tee-sys", "-p", "no:cacheprovider"]
-    return int(pytest.main([*words, order["target"]], plugins=[_Watch(set(order["skip"]), tell)]))
+    return int(pytest.main([*words, order["target"]], plugins=[_Watch(set(order["skip"]), send)]))
 
 
 class _Watch:
-    """The plugin that tells of each test."""
+    """The plugin that reports each test."""
 
-    def __init__(self, skip: set[str], tell: Tell) -> None:
-        self.skip, self.tell = skip, tell
+    def __init__(self, skip: set[str], send: Send) -> None:
+        self.skip, self.send = skip, send
         self.outcome, self.seconds, self.why = "passed", 0.0, ""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if item.nodeid not in self.skip]
-        self.tell(collected=len(items) + len(self.skip))
+        self.send(collected=len(items) + len(self.skip))
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.tell(test=[report.nodeid, "failed", 0.0, report.longreprtext[-KEPT:]])
+            self.send(test=[report.nodeid, "failed", 0.0, report.longreprtext[-KEPT:]])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.outcome, self.seconds, self.why = "passed", 0.0, ""
-        self.tell(begins=[nodeid, []])
+        self.send(begins=[nodeid, []])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds += report.duration
@@ -133,9 +133,9 @@ class _Watch:
             skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext[-KEPT:]
             self.outcome, self.why = report.outcome, skipped
         if report.when == "teardown":
-            self.tell(test=[report.nodeid, self.outcome, round(self.seconds, 3), self.why])
+            self.send(test=[report.nodeid, self.outcome, round(self.seconds, 3), self.why])
             if self.outcome == "failed" and (why := lost_gpu()):
-                self.tell(broken=why)
+                self.send(broken=why)
                 os._exit(BROKEN)
 
 

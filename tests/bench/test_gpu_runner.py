@@ -29,14 +29,14 @@ FAKE = """
 import json, os, subprocess, sys, time
 order = json.load(sys.stdin)
 pipe = os.fdopen(order["pipe"], "w")
-def tell(**event): print(json.dumps(event), file=pipe, flush=True)
+def send(**event): print(json.dumps(event), file=pipe, flush=True)
 if order["kind"] == "where":
-    tell(device="cpu", machine={})
+    send(device="cpu", machine={})
     sys.exit()
 for case, what in json.loads(order["target"]):
     here = [name for name in "ab" if [case, name] not in order["skip"]]
     for name in here:
-        tell(begins=[case, [name]])
+        send(begins=[case, [name]])
         print("building", case, name, flush=True)
         if name == "b" and what == "crash": os.abort()
         if name == "b" and what == "hang":
@@ -48,8 +48,8 @@ for case, what in json.loads(order["target"]):
         if what == "nap": time.sleep(0.05)
     if here:
         row = {"suite": "fake", "case": case, "seconds": order["seconds"], "host": 0.0}
-        tell(rows=[{**row, "candidate": name} for name in here], absent=[], cut=[])
-tell(over=0)
+        send(rows=[{**row, "candidate": name} for name in here], absent=[], cut=[])
+send(over=0)
 """
 
 
@@ -58,7 +58,7 @@ def fake(name: str, *cases: tuple[str, str], seconds: float = 9.0, stall: float 
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
@@ -69,14 +69,14 @@ def command(tmp_path: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, said: list[str], command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+def run(tmp_path: Path, messages: list[str], command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     """Runs jobs into a folder; (what suites.json holds of each, exit code)."""
-    monkeypatch.setattr(gpu, "say", said.append)
+    monkeypatch.setattr(gpu, "say", messages.append)
 
     def go(*work: Job, seconds: float = 20.0, call: str = "one", least: float = 0.2):
-        kept = Store(tmp_path / "out", said.append)
+        kept = Store(tmp_path / "out", messages.append)
         kept.apply("suite", "", {"call": call, "what": {"device": "cpu", "small": True}})
-        Runner(kept, said.append, call, "cpu", True, 4, least, command).run(work, time.monotonic() + seconds)
+        Runner(kept, messages.append, call, "cpu", True, 4, least, command).run(work, time.monotonic() + seconds)
         code = gpu.summary(work, kept, call)
         kept.close()
         return kept.files["suite"]["jobs"], code
@@ -103,7 +103,7 @@ def test_parts_cover_every_test_file_and_suite_once_the_telling_ones_first() -> 
     assert {path.name for path in marked} - {Path(__file__).name} == files
 
 
-def test_a_new_test_file_is_run_and_a_wrong_name_is_told(tmp_path: Path) -> None:
+def test_a_new_test_file_is_run_and_a_wrong_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
     (tmp_path / "tests" / "gpu" / "test_new.py").write_text("")
     assert "test_new" in [job.name for job in jobs.chosen(2, [], tmp_path)]
@@ -113,14 +113,14 @@ def test_a_new_test_file_is_run_and_a_wrong_name_is_told(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("what", "why"), [("crash", "crashed: SIGABRT"), ("leave", "ended with exit code 3")])
-def test_a_crash_costs_one_candidate_of_one_case(what: str, why: str, run, said: list[str]) -> None:
+def test_a_crash_costs_one_candidate_of_one_case(what: str, why: str, run, messages: list[str]) -> None:
     job = fake("planted", ("one", ""), ("two", what), ("three", ""))
     found, code = run(job, fake("next", ("one", "")))
     assert rows(found["planted"]) == [("one", "a"), ("one", "b"), ("two", "a"), ("three", "a"), ("three", "b")]
     (lost,) = found["planted"]["lost"]
     assert (lost["case"], lost["candidates"], lost["why"]) == ("two", ["b"], why)
     assert lost["last lines"][-1] == "building two b" and found["next"]["state"] == "done" and code == 1
-    summary = "\n".join(said)
+    summary = "\n".join(messages)
     assert f"LOST planted in two with b: {why}\n" in summary and "    building two b" in summary
     assert "2 of 2 jobs ran, 1 cases lost" in summary
 
@@ -129,7 +129,7 @@ def test_a_hang_costs_one_case_and_its_children_end_with_it(run) -> None:
     found, code = run(fake("planted", ("one", ""), ("two", "hang"), ("three", ""), stall=0.8))
     assert ("three", "b") in rows(found["planted"]) and ("two", "b") not in rows(found["planted"]) and code == 1
     (lost,) = found["planted"]["lost"]
-    assert lost["why"] == "hung: no word for 0.8 s" and lost["candidates"] == ["b"]
+    assert lost["why"] == "hung: silent for 0.8 s" and lost["candidates"] == ["b"]
     children = [int(pid) for pid in lost["last lines"][-1].split()[1:]]
     deadline = time.monotonic() + 3
     while any(alive(pid) for pid in children) and time.monotonic() < deadline:
@@ -147,7 +147,7 @@ def alive(pid: int) -> bool:
 CUT = [("one", ""), *((str(i), "nap") for i in range(99))]  # never silent, and too long
 
 
-def test_a_job_past_its_limit_is_cut_off_and_the_next_has_its_time(run, said: list[str]) -> None:
+def test_a_job_past_its_limit_is_cut_off_and_the_next_has_its_time(run, messages: list[str]) -> None:
     found, code = run(fake("slow", *CUT, seconds=1), fake("next", ("one", "")), seconds=10)
     assert found["slow"]["state"] == "cut off" and found["slow"]["lost"][0]["why"] == "its limit of 1 s was reached"
     assert rows(found["slow"])[:2] == [("one", "a"), ("one", "b")] and found["next"]["state"] == "done" and code == 1
@@ -160,12 +160,12 @@ def test_shares_add_up_to_what_is_left_and_spared_time_goes_on(run) -> None:
     assert given == [pytest.approx(share, abs=0.6) for share in (2, 8 / 3, 8)] and code == 0
 
 
-def test_what_finds_no_time_is_named_and_what_an_earlier_call_found_stays(run, said: list[str]) -> None:
+def test_what_finds_no_time_is_named_and_what_an_earlier_call_found_stays(run, messages: list[str]) -> None:
     late = fake("late", ("one", ""))
     run(late)
     found, code = run(late, fake("new", ("one", "")), seconds=0.1, call="two")
     assert found["late"]["call"] == "one" and rows(found["late"]) and found["new"]["state"] == "not begun"
-    assert code == 1 and any("NOT BEGUN: late, new" in line for line in said)
+    assert code == 1 and any("NOT BEGUN: late, new" in line for line in messages)
 
 
 def test_parts_lie_beside_each_other_and_a_job_that_runs_again_is_replaced(run, tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_parts_lie_beside_each_other_and_a_job_that_runs_again_is_replaced(run, 
     assert json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"] == found
 
 
-def test_test_files_run_several_at_a_time_and_some_alone(said: list[str], tmp_path: Path, command) -> None:
-    kept = Store(tmp_path / "out", said.append)
+def test_test_files_run_several_at_a_time_and_some_alone(messages: list[str], tmp_path: Path, command) -> None:
+    kept = Store(tmp_path / "out", messages.append)
     work = [Job(f"t{i}", "tests", 1, '[["c", "nap"]]', 9.0, alone=i == 4) for i in range(5)]
-    Runner(kept, said.append, "one", "cpu", True, 3, 0.1, command).run(work, time.monotonic() + 20)
+    Runner(kept, messages.append, "one", "cpu", True, 3, 0.1, command).run(work, time.monotonic() + 20)
     lines = [
-        line.split(":")[0] + (" +" if "begins" in line else " -") for line in said if re.match(r"t\d: (b|d)", line)
+        line.split(":")[0] + (" +" if "begins" in line else " -") for line in messages if re.match(r"t\d: (b|d)", line)
     ]
     running = [sum(1 if line.endswith("+") else -1 for line in lines[: i + 1]) for i in range(len(lines))]
     assert max(running) == 3 and lines[-2:] == ["t4 +", "t4 -"] and len(lines) == 10
@@ -210,12 +210,14 @@ def test_last(x): assert "torch" not in sys.modules
 """
 
 
-def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(said: list[str], tmp_path: Path, monkeypatch) -> None:
+def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(
+    messages: list[str], tmp_path: Path, monkeypatch
+) -> None:
     """The real worker, in four processes."""
     (tmp_path / "test_planted.py").write_text(PLANTED)
     job = Job("planted", "tests", 1, str(tmp_path / "test_planted.py"), 60.0, stall=6.0)
-    kept = Store(tmp_path / "out", said.append)
-    Runner(kept, said.append, "one", "cpu", True, 4, 0.2).run([job], time.monotonic() + 60)
+    kept = Store(tmp_path / "out", messages.append)
+    Runner(kept, messages.append, "one", "cpu", True, 4, 0.2).run([job], time.monotonic() + 60)
     found = kept.files["tests"]["jobs"]["planted"]
     outcomes = {node.rpartition("::")[2]: test["outcome"] for node, test in found["tests"].items()}
     failed = dict.fromkeys(["test_fails", "test_loses_the_gpu"], "failed")
@@ -225,19 +227,23 @@ def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(said: list[str]
     lost = {what["case"].rpartition("::")[2]: what for what in found["lost"]}
     assert {name: what["why"] for name, what in lost.items()} == {
         "test_crashes": "crashed: SIGSEGV",
-        "test_hangs": "hung: no word for 6 s",
+        "test_hangs": "hung: silent for 6 s",
         "test_loses_the_gpu": "CUDA error: an illegal memory access was encountered",
     }
     assert any("words before the crash" in line for line in lost["test_crashes"]["last lines"])
     assert any("in test_hangs" in line for line in lost["test_hangs"]["last lines"])
-    monkeypatch.setattr(gpu, "say", said.append)
+    monkeypatch.setattr(gpu, "say", messages.append)
     assert found["collected"] == 8 and gpu.summary([job], kept, "one") == 1
-    assert "FAILED" in "\n".join(said) and "assert 1 == 2" in "\n".join(said) and "skipped 1: " in "\n".join(said)
-    assert "LEFT OUT" not in "\n".join(said)
+    assert (
+        "FAILED" in "\n".join(messages)
+        and "assert 1 == 2" in "\n".join(messages)
+        and "skipped 1: " in "\n".join(messages)
+    )
+    assert "LEFT OUT" not in "\n".join(messages)
     kept.close()
 
 
-def test_a_full_disk_costs_nothing(run, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_nothing(run, messages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be written is printed, each result once, and the log makes the files that found no room."""
     writes = []
     real = atomic.write_text
@@ -251,16 +257,18 @@ def test_a_full_disk_costs_nothing(run, said: list[str], tmp_path: Path, monkeyp
     monkeypatch.setattr(atomic, "write_text", full_after_two)
     found, code = run(fake("x", ("one", "nap"), ("two", "crash"), ("three", "nap")))
     assert code == 1 and len(rows(found["x"])) == 5
-    assert sum("cannot be written (No space left on device): results follow" in line for line in said) == 1
-    assert any("NOT SAVED: " in line and "results stand above as lines of JSON" in line for line in said)
+    assert sum("cannot be written (No space left on device): results follow" in line for line in messages) == 1
+    assert any("NOT SAVED: " in line and "results stand above as lines of JSON" in line for line in messages)
     on_disk = json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"]
     monkeypatch.setattr(atomic, "write_text", real)
-    fresh = Store(tmp_path / "fresh", said.append)
-    store.collect(said, fresh)
+    fresh = Store(tmp_path / "fresh", messages.append)
+    store.collect(messages, fresh)
     assert list(fresh.files["suite"]["calls"]) == ["one"] and fresh.files["suite"]["jobs"]["x"]["call"] == "one"
     fresh.close()
-    again = Store(tmp_path / "out", said.append)
-    assert len(on_disk["x"]["rows"]) < 5 and store.collect(said, again) == sum(line.startswith("{") for line in said)
+    again = Store(tmp_path / "out", messages.append)
+    assert len(on_disk["x"]["rows"]) < 5 and store.collect(messages, again) == sum(
+        line.startswith("{") for line in messages
+    )
     again.close()
     assert json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"] == found
 
@@ -332,7 +340,7 @@ def test_a_call_that_is_asked_to_end_says_what_it_has(command_line, tmp_path: Pa
     assert rows(json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"]["x"]) == [("one", "a"), ("one", "b")]
 
 
-def test_wrong_usage_and_a_missing_gpu_are_told_at_once(command_line, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_wrong_usage_and_a_missing_gpu_are_refused_at_once(command_line, tmp_path: Path, monkeypatch, capsys) -> None:
     assert command_line(["--out", str(tmp_path / "out")]) == 2
     assert "make gpu needs an NVIDIA GPU" in capsys.readouterr().out and not (tmp_path / "out").exists()
     for words in (["--part", "4"], ["--budget", "10"], ["--collect", "log"]):
@@ -342,9 +350,9 @@ def test_wrong_usage_and_a_missing_gpu_are_told_at_once(command_line, tmp_path: 
     assert command_line(["--small"]) == 2 and "lacks no_such_package" in capsys.readouterr().out
 
 
-def test_a_suite_tells_of_each_case_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_reports_each_case_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's half: what Bench says becomes events, and candidates of earlier processes are left out."""
-    told: list[dict] = []
+    sent: list[dict] = []
 
     def planted(there: bench.Bench) -> None:
         for case in ("one", "two"):
@@ -353,12 +361,12 @@ def test_a_suite_tells_of_each_case_as_it_goes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "planted_suite", types.SimpleNamespace(run=planted))
     order = {"device": "cpu", "small": True, "seconds": 60, "target": "planted_suite"}
     skip = [["one", "a"], ["one", "b"], ["two", "b"]]
-    assert worker.suite({**order, "skip": skip}, lambda **event: told.append(event), time.monotonic()) == 0
-    assert [event["begins"] for event in told[:2]] == [["two", ["a"]]] * 2 and len(told) == 3
-    assert [row["candidate"] for row in told[2]["rows"]] == ["a"] and json.dumps(told)
-    told.clear()
-    worker.suite({**order, "skip": [], "seconds": 0}, lambda **event: told.append(event), time.monotonic())
-    assert [len(event["cut"]) for event in told] == [1, 1]
+    assert worker.suite({**order, "skip": skip}, lambda **event: sent.append(event), time.monotonic()) == 0
+    assert [event["begins"] for event in sent[:2]] == [["two", ["a"]]] * 2 and len(sent) == 3
+    assert [row["candidate"] for row in sent[2]["rows"]] == ["a"] and json.dumps(sent)
+    sent.clear()
+    worker.suite({**order, "skip": [], "seconds": 0}, lambda **event: sent.append(event), time.monotonic())
+    assert [len(event["cut"]) for event in sent] == [1, 1]
 
 
 BARE = """

@@ -99,7 +99,7 @@ def test_folders_devices_and_tests_come_together(tmp_path: Path, capsys: pytest.
     assert all((tmp_path / "one" / name).stat().st_size > 5000 for name in plots)
 
 
-def test_what_cannot_be_reported_is_told(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_reported_is_explained(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.report([]) == 2 and "usage: python -m octavo.bench report DIR" in capsys.readouterr().out
     assert bench.report([str(tmp_path)]) == 1 and "no figures in" in capsys.readouterr().out
     write(tmp_path, "suites.json", CARD, "NVIDIA H200")
