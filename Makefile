@@ -3,8 +3,10 @@ PYTHON ?= python3
 BIN    := .venv/bin
 JOBS   ?= 2
 DEMO   ?=
-# what make gpu runs with: torch, triton, transformers, pytest, hypothesis and matplotlib are all it needs
+# what make gpu runs with: torch, triton, transformers, pytest, hypothesis and numpy are all it needs
 GPU_PYTHON ?= python3
+GPU_WORDS  = $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT)) \
+	$(if $(BUDGET),--budget $(BUDGET)) $(if $(SMALL),--small)
 
 .PHONY: help install demo test test-long gpu lint types clean
 
@@ -35,8 +37,8 @@ test: lint types  ## what every change must pass, in about 6 minutes on 2 cores;
 test-long: install ## the long tests: kill and resume at random moments, several ranks, example files
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu"
 
-gpu:              ## on a machine with an NVIDIA GPU: its tests and all benchmarks, within a budget of 9 minutes
-	$(GPU_PYTHON) benchmarks/gpu.py
+gpu:              ## on an NVIDIA GPU: tests and benchmarks in 8 minutes; all of them with PART=1, 2, 3 (ONLY= OUT= BUDGET= SMALL=1)
+	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_WORDS)
 
 clean:            ## remove what the commands above made
 	rm -rf .venv demo runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -27,9 +27,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+import turns
 from safetensors.torch import load_file, save_file
 
-from octavo.bench import record, turns
+from octavo.bench import record
 from octavo.checkpoint import convert
 
 RESULT = Path(__file__).resolve().parent / "results" / "convert_cpu.json"

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import turns
 from torch import Tensor, nn
 
 from octavo import fp8
-from octavo.bench import record, turns
+from octavo.bench import record
 from octavo.fp8 import arithmetic
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -1,14 +1,16 @@
 """What Octavo's kernels and layers are worth on this machine: suites that time them beside everybody else's.
 
     octavo bench linear                     one suite
-    octavo bench all --out results          all of them; JSON and a plot for each
+    octavo bench all --out DIR              all of them; JSON for each
+    octavo bench report DIR                 a table against the figures to reach, and a plot
 
-Needs torch, transformers and matplotlib; on a GPU also triton, which comes with CUDA builds of torch. The same suites
-run on small sizes on a CPU, where the figures say nothing about FP8 but the code is the same.
+Needs torch and transformers; on a GPU also triton, which comes with CUDA builds of torch; matplotlib for the plot.
+The same suites run on small sizes on a CPU, where the figures say nothing about FP8 but the code is the same.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +18,7 @@ from pathlib import Path
 from octavo.bench.bench import Bench
 from octavo.bench.record import Result, load, part, suites_of, table, write
 
-__all__ = ["SUITES", "Bench", "BenchError", "Result", "folder", "keep", "load", "run", "table"]
+__all__ = ["SUITES", "Bench", "BenchError", "Result", "folder", "keep", "load", "report", "run", "table"]
 
 #: suite -> what it measures
 SUITES: Mapping[str, str] = {
@@ -47,6 +49,17 @@ def run(names: list[str], bench: Bench) -> Result:
     return bench.result
 
 
+def report(words: list[str]) -> int:
+    """Print what is in folders of figures against those to reach; the exit code. The figures to reach are the
+    project's: they lie in ``benchmarks/gpu`` of a checkout. Raises BenchError where that is not at hand."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "benchmarks" / "gpu" / "report.py").is_file():
+        raise BenchError("the report is made in a checkout of Octavo, whose benchmarks/gpu holds the figures to reach.")
+    sys.path.insert(0, str(root))
+    code: int = import_module("benchmarks.gpu.report").main(words)
+    return code
+
+
 def folder(path: Path) -> Path:
     """``path`` as a folder that can be written to, made if need be. Raises BenchError, before anything is timed."""
     try:
@@ -62,13 +75,6 @@ def folder(path: Path) -> Path:
 
 
 def keep(result: Result, into: Path) -> list[Path]:
-    """Write what each suite found into ``bench_<device>_<suite>.json`` and ``.png``; other suites' files stay."""
-    from octavo.bench import plot
-
-    paths = []
-    for suite in suites_of(result.rows):
-        stem = into / f"bench_{'_'.join(result.device.lower().split())}_{suite}"
-        paths.append(write(part(result, suite), stem.with_suffix(".json")))
-        if plot.draw(result, suite, stem.with_suffix(".png")):
-            paths.append(stem.with_suffix(".png"))
-    return paths
+    """Write what each suite found into ``bench_<device>_<suite>.json``; other suites' files stay."""
+    stem = f"bench_{'_'.join(result.device.lower().split())}"
+    return [write(part(result, suite), into / f"{stem}_{suite}.json") for suite in suites_of(result.rows)]

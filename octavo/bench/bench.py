@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,12 @@ class Work:
 class Bench:
     """Where suites report to.
 
-    ``small`` picks sizes that a CPU finishes in seconds. ``budget`` are seconds after which a suite begins no new case
-    (None: no limit). ``say`` gets each case as it begins. ``shape`` and ``tokens`` choose the model of the layer and
-    step suites and the tokens of a call; None: the suite's own.
+    ``small`` picks sizes that a CPU finishes in seconds. ``budget``: seconds that a suite may take; it begins no case,
+    and builds no candidate, that would pass them by the mean of those before (None: no limit). ``say`` gets each
+    case as it begins, ``begins`` the case and those candidates of it that are built next, or timed, ``found`` the
+    result after each. Candidates in ``skip``, by case and name, take no part: an earlier process timed or died of them.
+    ``shape`` and ``tokens`` choose the model of the layer and step suites and the tokens of a call; None: the suite's
+    own.
     """
 
     device: torch.device
@@ -46,6 +49,9 @@ class Bench:
     shape: str | None = None
     tokens: int | None = None
     layers: int | None = None
+    begins: Callable[[str, Sequence[str]], None] = lambda case, candidates: None
+    found: Callable[[Result], None] = lambda found: None
+    skip: Collection[tuple[str, str]] = ()
     result: Result = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,7 +63,7 @@ class Bench:
 
     def begin(self) -> None:
         """A suite begins: its budget runs from now."""
-        self._began = time.perf_counter()
+        self._began, self._built = time.perf_counter(), 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,7 +82,7 @@ class Bench:
         baseline: str,
         candidates: Mapping[str, Callable[[], Call]],
         work: Work | Mapping[str, Work],
-        memory: bool = False,
+        memory: bool | Mapping[str, int] = False,
     ) -> None:
         """Time the candidates of one case in one run, both orders, and keep a row for each.
 
@@ -84,31 +90,47 @@ class Bench:
             candidates: name -> builder; a builder makes its inputs and returns the call to time. What it raises is
                 kept as the reason why the candidate is absent.
             work: the same for all, or by candidate.
-            memory: note the device's peak of each candidate (one call of each, alone).
+            memory: note the device's peak of each candidate (one call of each, alone); or bytes by kind, which its
+                builder fills in.
         """
-        if self.budget is not None and time.perf_counter() - self._began > self.budget:
-            self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s was used up")
+        candidates = {key: build for key, build in candidates.items() if (name, key) not in self.skip}
+        if not candidates:
+            return
+        if self._late(len(candidates)):
+            self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s does not last for it")
+            self.found(self.result)
             return
         self.say(f"{suite} {name}: {', '.join(candidates)}")
         calls: dict[str, Call] = {}
         peaks: dict[str, int | None] = {}
         for candidate, build in candidates.items():
+            if calls and self._late(1):
+                self.result.cut.append(f"{suite} {name}: the time budget does not last for {candidate}")
+                continue
+            self.begins(name, [candidate])
+            self._built += 1
             try:
                 call = build()
                 call()  # compiles, fills caches, and fails here rather than in the timing
-                peaks[candidate] = self._peak(call) if memory else None
+                peaks[candidate] = self._peak(call) if memory is True else None
             except Exception as error:  # whatever a candidate raises is its answer, and is shown
                 self.result.absent.append(Absent(suite, name, candidate, _first_line(error)))
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # raises where the GPU is lost to this process: end it
                 continue
             calls[candidate] = call
         if calls:
+            self.begins(name, list(calls))
+            kinds = {} if isinstance(memory, bool) else dict(memory)
             for candidate, timed in measuring.time_calls(calls, self.device).items():
                 did = work if isinstance(work, Work) else work[candidate]
                 self.result.rows.append(
                     Row(
                         *(suite, name, candidate, timed.device, timed.spread),
                         *(did.bytes, did.flops, "" if candidate == baseline else baseline, did.tokens),
-                        peak_bytes=peaks[candidate],
+                        peak_bytes=kinds.get("peak", peaks[candidate]),
+                        memory=kinds,
+                        host=timed.host,
                     )
                 )
         calls.clear()
@@ -117,6 +139,12 @@ class Bench:
             torch._dynamo.reset()  # or graphs of many cases pile up until no more are compiled
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        self.found(self.result)
+
+    def _late(self, more: int) -> bool:
+        """Whether the budget does not last for so many candidates more."""
+        spent = time.perf_counter() - self._began
+        return self.budget is not None and spent * (1 + more / self._built if self._built else 1) > self.budget
 
     def _peak(self, call: Call) -> int | None:
         if self.device.type != "cuda":

@@ -43,10 +43,10 @@ BF16_PEAK = {
 class Row:
     """One candidate in one case.
 
-    ``seconds`` is the median, ``spread`` the distance between the quartiles over it. ``bytes`` and ``flops`` are the
-    work that the case asks for. ``baseline`` names the candidate of the same case that the ratio is taken against.
-    ``peak_bytes`` is what the device held at most, ``memory`` of that bytes by kind, ``tokens`` what a step consumed,
-    where they mean something.
+    ``seconds`` is the median, ``spread`` the distance between the quartiles over it, ``host`` the median that Python
+    and the launches took. ``bytes`` and ``flops`` are the work that the case asks for. ``baseline`` names the candidate
+    of the same case that the ratio is taken against. ``peak_bytes`` is what the device held at most, ``memory`` of that
+    bytes by kind, ``tokens`` what a step consumed, where they mean something.
     """
 
     suite: str
@@ -60,6 +60,7 @@ class Row:
     tokens: int = 0
     peak_bytes: int | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
+    host: float = 0.0
 
     @property
     def rate(self) -> str:

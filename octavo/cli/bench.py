@@ -4,6 +4,7 @@ octavo bench linear
 octavo bench all --out benchmarks/results
 octavo bench step --shape qwen3_vl_2b --tokens 4096
 octavo bench all --small --device cpu
+octavo bench report benchmarks/results/gpu_nvidia_h200
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step", "memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("suite", nargs="+", choices=("all", *SUITES), metavar="SUITE", help=f"all, {', '.join(SUITES)}")
+    suites = f"all, {', '.join(SUITES)}; or report and folders of figures, which are held against those to reach"
+    parser.add_argument("suite", nargs="+", metavar="SUITE", help=suites)
     parser.add_argument("--device", metavar="NAME", help="cuda or cpu; default: the GPU if there is one")
     parser.add_argument("--small", action="store_true", help="small sizes (always so on a CPU)")
     parser.add_argument("--shape", metavar="NAME", help="the published size of models (default qwen3_vl_8b)")
@@ -29,11 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=_seconds, metavar="SECONDS", help="let a suite begin no case after so many seconds"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON and a PNG there, a pair for each suite")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON there, a file for each suite")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.suite[0] == "report":
+        from octavo import bench
+
+        return bench.report(args.suite[1:])
+    if unknown := [name for name in args.suite if name not in ("all", *SUITES)]:
+        print(f"octavo bench: there is no suite {unknown[0]!r}; there are: all, {', '.join(SUITES)}", file=sys.stderr)
+        return 2
     import torch
 
     from octavo import bench

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL.Image import Image
 from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 
 from octavo.models.errors import ModelError
 from octavo.models.processors import TextProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image  # GPU machines measure models without it
 
 
 def generate(

@@ -1,9 +1,7 @@
-"""Processors without torchvision: text and PIL images in, the model's tensors out.
+"""The processor of a model folder: text and PIL images in, the model's tensors out.
 
-The stock processors want a video processor, which wants torchvision; without it AutoProcessor fails, or quietly
-returns only the tokenizer. Here the same classes are used through thin subclasses whose `__init__` has no
-`video_processor`, with the image processors in their PIL form. A text-only model gets `TextProcessor`, which takes
-the same calls and refuses images.
+Models that see images get one of :mod:`octavo.models.image_processors`. A text-only model gets `TextProcessor`, which
+takes the same calls and refuses images.
 """
 
 from __future__ import annotations
@@ -13,42 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.internvl.processing_internvl import InternVLProcessor
-from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from octavo.models.errors import ModelError
 from octavo.models.folder import read_json
 from octavo.models.skeleton import VISION_FAMILIES
-
-
-class _WithoutVideo:
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
-        super().__init__(image_processor, tokenizer, None, chat_template=chat_template)  # type: ignore[call-arg]
-
-
-class Qwen3VLImageTextProcessor(_WithoutVideo, Qwen3VLProcessor):
-    """Qwen3VLProcessor for images and text (dense and MoE)."""
-
-
-class Qwen25VLImageTextProcessor(_WithoutVideo, Qwen2_5_VLProcessor):
-    """Qwen2_5_VLProcessor for images and text."""
-
-
-class InternVLImageTextProcessor(InternVLProcessor):
-    """InternVLProcessor for images and text."""
-
-    def __init__(
-        self,
-        image_processor: Any = None,
-        tokenizer: Any = None,
-        image_seq_length: int = 256,
-        chat_template: str | None = None,
-        **_: Any,
-    ):
-        super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template=chat_template)
 
 
 class TextProcessor:
@@ -92,15 +58,6 @@ class TextProcessor:
         self.tokenizer.save_pretrained(directory)
 
 
-# model_type -> (processor, image processor)
-_PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
-    "qwen3_vl": (Qwen3VLImageTextProcessor, Qwen2VLImageProcessorPil),
-    "qwen3_vl_moe": (Qwen3VLImageTextProcessor, Qwen2VLImageProcessorPil),
-    "qwen2_5_vl": (Qwen25VLImageTextProcessor, Qwen2VLImageProcessorPil),
-    "internvl": (InternVLImageTextProcessor, GotOcr2ImageProcessorPil),
-}
-
-
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder. Raises ModelError when there is none, or it needs code from the folder."""
     folder = Path(path)
@@ -133,7 +90,7 @@ def load_processor(
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
-    if raw.get("model_type") not in _PROCESSORS:
+    if raw.get("model_type") not in VISION_FAMILIES:
         if "vision_config" in raw:
             raise ModelError(
                 f"{folder}: no processor for model_type {raw.get('model_type')!r}; families with images: "
@@ -142,7 +99,9 @@ def load_processor(
         if given:
             raise ModelError(f"{', '.join(given)} given, but {folder} is a text-only model. Remove the limit.")
         return TextProcessor(tokenizer)
-    processor_class, image_class = _PROCESSORS[raw["model_type"]]
+    from octavo.models import image_processors
+
+    processor_class, image_class = image_processors.PROCESSORS[raw["model_type"]]
     if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
     try:
@@ -150,8 +109,8 @@ def load_processor(
     except (ValueError, OSError, TypeError) as error:
         reason = " ".join(str(error).split())[:400]
         raise ModelError(f"{folder}: the image processor cannot be loaded: {reason}") from error
-    _limit(image_processor, given)
-    internvl = processor_class is InternVLImageTextProcessor
+    image_processors.limit(image_processor, given)
+    internvl = processor_class is image_processors.InternVLImageTextProcessor
     more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
     return processor_class(image_processor, tokenizer, chat_template=_chat_template(folder, tokenizer), **more)
 
@@ -168,32 +127,3 @@ def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | No
         if file.exists():
             return file.read_text(encoding="utf-8") if name.endswith("jinja") else read_json(file).get("chat_template")
     return tokenizer.chat_template
-
-
-def _limit(image_processor: Any, given: dict[str, int]) -> None:
-    if not given:
-        return
-    low, high = given.get("min_pixels"), given.get("max_pixels")
-    if low is not None and high is not None and low > high:
-        raise ModelError(f"min_pixels {low} is above max_pixels {high}. Swap them or remove one.")
-    if isinstance(image_processor, Qwen2VLImageProcessorPil):
-        unit, what = (image_processor.patch_size * image_processor.merge_size) ** 2, "token"
-    else:
-        unit, what = image_processor.size["height"] * image_processor.size["width"], "tile"
-    for key, value in given.items():
-        if value < unit:
-            raise ModelError(f"{key} {value} is less than one {what} of this model. Give at least {unit}.")
-    if isinstance(image_processor, Qwen2VLImageProcessorPil):
-        size = dict(image_processor.size)
-        if high is not None:
-            size |= {"longest_edge": high, "shortest_edge": min(size["shortest_edge"], high)}
-        if low is not None:
-            size |= {"shortest_edge": low, "longest_edge": max(size["longest_edge"], low)}
-        image_processor.size = type(image_processor.size)(**size)
-    else:
-        if high is not None:
-            image_processor.max_patches = high // unit
-            image_processor.min_patches = min(image_processor.min_patches, image_processor.max_patches)
-        if low is not None:
-            image_processor.min_patches = -(-low // unit)
-            image_processor.max_patches = max(image_processor.max_patches, image_processor.min_patches)

@@ -2,7 +2,8 @@
 
 Each round calls every candidate once, in the given order and in the reverse one by turns: clocks that rise or fall
 favour nobody. Before each call on a GPU its L2 cache is written over, since in a step other layers have run since a
-tensor was written. Results are medians; ``spread`` says how far to trust them.
+tensor was written, and the GPU is kept waiting for :data:`LEAD`. Results are medians; ``spread`` says how far to trust
+them.
 
 On a GPU two times are taken of each call: ``device`` by CUDA events, and ``host``, what Python and the launches needed.
 A step can be no faster than either: many small calls are paid for on the host, however quick the kernels are.
@@ -19,6 +20,10 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
+
+#: Clock cycles that a GPU waits before each call, about 2 ms: the host queues the call's first kernels meanwhile, which
+#: takes it 0.1 to 0.2 ms that would else be counted as the device's. A host that falls behind later is counted.
+LEAD = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class _Clock:
         with torch.cuda.device(self.device):
             if self._scratch is not None:
                 self._scratch.zero_()
+            torch.cuda._sleep(LEAD)
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             began = time.perf_counter()

@@ -1,5 +1,6 @@
 """What is measured, how it is kept, and what plans do with it; on fake machines whose times are known."""
 
+import contextlib
 import importlib
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.kernels import registry
-from octavo.fp8.measuring import choose
+from octavo.fp8.measuring import choose, timing
 from octavo.fp8.measuring import measure as measurements
 from octavo.fp8.measuring.cases import HIGH, Case, Entry, Measured, cases_of
 from octavo.fp8.measuring.timing import Timed, time_calls
@@ -66,6 +67,36 @@ def test_time_calls_takes_both_orders_and_medians():
     assert found["a"].rounds == 4 and found["a"].device > 0 and found["a"].host == found["a"].device
     with pytest.raises(ValueError, match="found 0 functions"):
         time_calls({}, "cpu")
+
+
+def test_a_gpu_waits_while_the_host_queues_the_call(monkeypatch):
+    """The time to the first launch is the host's: the GPU sleeps between the flush and the first event. On a CPU nobody
+    sleeps, and nothing of CUDA is asked."""
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            order.append("event")
+
+        def elapsed_time(self, other):
+            return 3.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(cycles))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    clock = timing._Clock(torch.device("cuda"), flush=False)
+    clock._scratch = type("Scratch", (), {"zero_": lambda self: order.append("flush")})()
+    clock.time("a", lambda: order.append("call"))
+    clock.settle()
+    assert order == ["flush", timing.LEAD, "event", "call", "event", "wait"] and clock.result("a").device == 3e-3
+    assert 1.5e-3 < timing.LEAD / 1.98e9 < 2.7e-3 and timing.LEAD / 1.4e9 < 3e-3  # at an H200's clocks, high and low
+    order.clear()
+    time_calls({"a": lambda: None}, "cpu", rounds=1, warmup=0)
+    assert not order
 
 
 def test_time_calls_sees_which_is_slower():

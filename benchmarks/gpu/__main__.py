@@ -1,0 +1,197 @@
+"""Everything that wants a GPU: the tests of tests/gpu and all suites of `octavo bench`, each a process of its own.
+
+    make gpu PART=1         the most telling third, in 8 minutes: cuBLAS, casts, GEMMs, linear layers
+    make gpu PART=2         the other tests, experts, the optimizer
+    make gpu PART=3         blocks, steps, memory
+    make gpu                all of it in 8 minutes, each cut short
+    make gpu ONLY=cast,test_gemms BUDGET=120 OUT=DIR GPU_PYTHON=python SMALL=1
+
+Needs torch, triton, transformers, pytest, hypothesis and numpy, nothing else. Writes tests.json and suites.json into
+DIR after each case, parts beside each other; `python -m octavo.bench report DIR` reads them. A case that crashes or
+hangs is lost alone, and named at the end with what it printed last. Exit code 0: nothing was lost, no test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.jobs import PARTS, ROOT, Job, chosen
+from benchmarks.gpu.process import Process
+from benchmarks.gpu.runner import WORKER, Runner
+from benchmarks.gpu.store import FILES, Store, collect
+
+NEEDED = ("torch", "transformers", "pytest", "hypothesis", "numpy")  # triton comes with CUDA builds of torch
+END = 15.0  # seconds kept for the report
+
+
+class Stopped(Exception):
+    """A signal asked the call to end."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    until = time.monotonic()
+    args = _arguments(argv)
+    until += args.budget
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        say(f"make gpu: {sys.executable} lacks {', '.join(missing)}; name another Python: make gpu GPU_PYTHON=...")
+        return 2
+    try:
+        jobs = chosen(args.part, [name for word in args.only for name in word.split(",") if name])
+        if args.collect:
+            return _collect(args)
+        where = _where()
+        cuda = where["device"] != "cpu"
+        if not cuda and not args.small:
+            say("make gpu needs an NVIDIA GPU; on this machine `make gpu SMALL=1` shows that its suites run, and times")
+            say("nothing that counts; `make test` runs what can be tested.")
+            return 2
+        stem = "_".join(where["device"].lower().split())
+        folder = args.out or ROOT / ("benchmarks/results" if cuda and not args.small else "build") / f"gpu_{stem}"
+        store = Store(folder, say)
+    except (ValueError, RuntimeError, OSError) as error:
+        say(f"make gpu: {error}")
+        return 2
+    call = datetime.now(UTC).isoformat(timespec="milliseconds")
+    what = {"part": args.part, "only": args.only, "budget": args.budget, "small": args.small, **where}
+    for kind in {job.kind for job in jobs}:
+        store.apply(kind, "", {"call": call, "what": what})
+    device = "cuda" if cuda else "cpu"
+    lanes = min(4, os.cpu_count() or 1)
+    runner = Runner(store, say, call, device, args.small, lanes)
+    say(f"{len(jobs)} jobs on {where['device']}, {args.budget:.0f} s, into {folder}")
+    stopped = ""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    try:
+        runner.run(jobs, until - END)
+    except Stopped as stop:
+        stopped = str(stop)
+    code = summary(jobs, store, call, stopped)
+    store.close()
+    if not stopped:
+        _report(folder, until)
+    return code
+
+
+def summary(jobs: Sequence[Job], store: Store, call: str, stopped: str = "") -> int:
+    """Say what was lost, what failed and what was left out; the exit code."""
+    found = {job: store.files[job.kind]["jobs"].get(job.name, {}) for job in jobs}
+    ran = {job: e for job, e in found.items() if e.get("call") == call and e["state"] != "not begun"}
+    lost = [(job, what) for job, entry in ran.items() for what in entry["lost"]]
+    tests = [(node, t) for entry in ran.values() for node, t in entry.get("tests", {}).items()]
+    failed = [(node, t) for node, t in tests if t["outcome"] == "failed"]
+    say("")
+    if tests:
+        outcomes = Counter(t["outcome"] for _, t in tests)
+        say(f"tests: {', '.join(f'{count} {name}' for name, count in sorted(outcomes.items()))}")
+        reasons = Counter(t["why"] for _, t in tests if t["outcome"] == "skipped")
+        for why, count in reasons.most_common():
+            say(f"  skipped {count}: {why}")
+    for node, test in failed:
+        say(f"FAILED {node}\n{_indented(test.get('why', '').splitlines()[-6:])}")
+    for job, what in lost:
+        case = f" in {what['case']}" if what["case"] else ""
+        with_whom = f" with {', '.join(what['candidates'])}" if what["candidates"] else ""
+        say(f"LOST {job.name}{case}{with_whom}: {what['why']}\n{_indented(what['last lines'])}")
+    for job, entry in ran.items():
+        missing = entry.get("collected", 0) - len(entry.get("tests", {})) - len(entry["lost"])
+        if missing > 0:
+            say(f"LEFT OUT {job.name}: {missing} of {entry['collected']} tests")
+        for line in entry.get("cut", ()):
+            say(f"left out: {line}")
+    absent = Counter((a["candidate"], a["why"]) for entry in ran.values() for a in entry.get("absent", ()))
+    for (candidate, why), count in absent.items():
+        say(f"absent: {candidate} ({count} case{'s' * (count > 1)}): {why}")
+    if idle := [job.name for job in jobs if job not in ran]:
+        say(f"NOT BEGUN: {', '.join(idle)}")
+    if stopped:
+        say(f"STOPPED by {stopped}")
+    if store.trouble:
+        say(f"NOT SAVED: {store.trouble}")
+    unfinished = [job.name for job, entry in ran.items() if entry["state"] == "cut off"]
+    bad = bool(failed or lost or idle or stopped or store.trouble or unfinished)
+    say(f"{len(ran)} of {len(jobs)} jobs ran, {len(lost)} cases lost, {len(failed)} tests failed; in {store.folder}")
+    return int(bad)
+
+
+def say(text: str) -> None:
+    """A line, with the time of day; where nobody can read it, the work goes on."""
+    with suppress(OSError, ValueError):
+        print(text if text.startswith("{") or not text else f"{time.strftime('%X')} {text}", flush=True)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", type=int, choices=PARTS, help="a third of it; default: all")
+    parser.add_argument("--only", action="append", default=[], metavar="NAMES", help="jobs by name, with commas")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: benchmarks/results/gpu_<device>")
+    parser.add_argument("--budget", type=float, default=480.0, metavar="SECONDS", help="of the whole call (480)")
+    parser.add_argument("--small", action="store_true", help="small sizes, also on a CPU: shows that all runs")
+    parser.add_argument("--collect", type=Path, metavar="LOG", help="write the results that a call printed into --out")
+    args = parser.parse_args(argv)
+    if args.budget <= END:
+        parser.error(f"--budget {args.budget:g}: the end of a call alone takes {END:g} s; give more")
+    if args.collect and not args.out:
+        parser.error("--collect needs --out, a folder to write to")
+    return args
+
+
+def _where() -> dict[str, Any]:
+    """Device, machine and versions, asked by a process of its own: this one needs no torch, and no GPU's memory."""
+    process, until, found = Process(WORKER, {"kind": "where"}, ROOT), time.monotonic() + 90, dict[str, Any]()
+    while not process.ended:
+        if time.monotonic() > until:
+            process.force("no answer within 90 s")
+        for event in process.events():
+            found |= event
+        time.sleep(0.05)
+    for event in process.close():
+        found |= event
+    if "device" not in found:
+        raise RuntimeError("\n".join([f"torch cannot be asked for a GPU: {process.how}", *process.tail()]))
+    return {"device": found["device"], "machine": found["machine"]}
+
+
+def _collect(args: argparse.Namespace) -> int:
+    store = Store(args.out, say)
+    with args.collect.open(encoding="utf-8", errors="replace") as lines:
+        count = collect(lines, store)
+    store.close()
+    say(f"{count} lines of {args.collect} are in {', '.join(FILES.values())} of {args.out}")
+    return int(not count or bool(store.trouble))
+
+
+def _report(folder: Path, until: float) -> None:
+    command = [sys.executable, "-m", "octavo.bench", "report", str(folder)]
+    try:
+        subprocess.run(command, cwd=ROOT, timeout=max(END, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        say(f"the report took too long; {' '.join(command[1:])}")
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _stop(number: int, frame: object) -> None:
+    for each in (signal.SIGTERM, signal.SIGINT):  # asked once, it ends: what there is has to be written
+        signal.signal(each, signal.SIG_IGN)
+    raise Stopped(signal.Signals(number).name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

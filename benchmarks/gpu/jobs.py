@@ -1,0 +1,66 @@
+"""What `make gpu` runs: every test file of tests/gpu and every suite of `octavo bench`, in three parts.
+
+A job is a process, or several where one is lost. Its seconds are a share: what a call has for it follows from the
+call's budget. Part 1 tells most: whether cuBLAS takes our layouts, whether casts are exact, what casts, GEMMs and
+linear layers are worth. Part 2 holds the other tests and the small suites, part 3 what compiles for minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = "tests/gpu"
+
+
+@dataclass(frozen=True)
+class Job:
+    """``kind``: tests or suite. ``target``: a test file, or a module with ``run(bench)``. ``seconds``: its share.
+    ``stall``: seconds without an event after which it hangs. ``alone``: a test file that times or fills the GPU."""
+
+    name: str
+    kind: str
+    part: int
+    target: str
+    seconds: float
+    stall: float = 90.0
+    alone: bool = False
+
+
+def _tests(part: int, seconds: dict[str, float], alone: bool = False) -> list[Job]:
+    return [Job(f"test_{n}", "tests", part, f"{TESTS}/test_{n}.py", share, alone=alone) for n, share in seconds.items()]
+
+
+def _suites(part: int, seconds: dict[str, float]) -> list[Job]:
+    return [Job(name, "suite", part, f"octavo.bench.suite_{name}", share) for name, share in seconds.items()]
+
+
+#: in the order in which a call without a part begins them: tests together, then suites one by one
+JOBS: tuple[Job, ...] = (
+    *_tests(1, {"torch_backend": 160, "casts": 160, "gemms": 180}),
+    *_tests(2, {"moe": 120, "fused": 120, "compile": 150, "adamw": 120, "param": 90, "saved": 90, "offloaded": 90}),
+    *_tests(2, {"eager": 60, "blocks": 60, "logits": 60, "optimizer_states": 60, "sharing": 60}),
+    *_tests(2, {"memory": 60, "plan": 70}, alone=True),
+    *_suites(1, {"cast": 70, "gemm": 100, "linear": 115}),
+    *_suites(3, {"layer": 170, "step": 210, "memory": 95}),
+    *_suites(2, {"moe": 50, "optimizer": 40}),
+)
+PARTS = (1, 2, 3)
+
+
+def every(root: Path = ROOT) -> list[Job]:
+    """All jobs; a test file that the table does not know yet belongs to part 2."""
+    known = {job.target for job in JOBS}
+    files = sorted(str(path.relative_to(root)) for path in (root / TESTS).glob("test_*.py"))
+    new = [Job(Path(file).stem, "tests", 2, file, 90.0) for file in files if file not in known]
+    return [*(j for j in JOBS if j.kind == "tests"), *new, *(j for j in JOBS if j.kind == "suite")]
+
+
+def chosen(part: int | None, only: list[str], root: Path = ROOT) -> list[Job]:
+    """The jobs of a part, or those named, or all. Raises ValueError for a name that no job has."""
+    jobs = every(root)
+    names = [job.name for job in jobs]
+    if unknown := [name for name in only if name not in names]:
+        raise ValueError(f"there is no job {unknown[0]!r}; there are: {', '.join(names)}")
+    return [job for job in jobs if (part is None or job.part == part) and (not only or job.name in only)]

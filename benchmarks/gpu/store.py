@@ -1,0 +1,141 @@
+"""What a call found, in two files that are whole at every moment: tests.json and suites.json.
+
+Both hold calls (when, which budget, which machine) and jobs by name; a job that runs again takes the place of its
+former self, jobs of other calls stay. Everything that happens is an event, and the files are what the events add up to:
+where the folder cannot be written, the events are printed instead, as lines of JSON, and `collect` makes files of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from octavo import atomic
+
+FILES = {"tests": "tests.json", "suite": "suites.json"}
+MARK = "octavo-gpu"  # the key by which a printed line is known
+
+Event = dict[str, Any]
+
+
+class StoreError(ValueError):
+    """A folder that cannot be used."""
+
+
+class Store:
+    """The files of a folder. ``unsaved``: how many events stand in no file and were printed."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder, say
+        self.unsaved = 0
+        self._waiting: dict[str, list[Event]] = {kind: [] for kind in FILES}
+        self._full = ""
+        self._lock: int | None = None
+        try:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                if atomic.no_room(folder, error) is None:
+                    raise  # on a full disk there is nothing to lock, and each write will fail and be printed
+            self.files = {kind: _read(folder / name) for kind, name in FILES.items()}
+            if folder.exists():
+                self._lock = os.open(folder, os.O_RDONLY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreError(f"another call writes to {folder}; wait for it, or name another --out.") from error
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be used: {error.strerror}. Name another --out.") from error
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def apply(self, kind: str, job: str, event: Event) -> None:
+        """Note an event of a job; `save` writes it."""
+        self._waiting[kind].append({MARK: [kind, job], **event})
+        add(self.files[kind], job, event)
+
+    def save(self) -> None:
+        """Write what is new, a file at a time; print it where that fails."""
+        for kind, name in FILES.items():
+            if not self._waiting[kind]:
+                continue
+            try:
+                atomic.write_text(self.folder / name, json.dumps(self.files[kind], indent=1, default=str) + "\n")
+            except OSError as error:
+                if not self._full:
+                    self._full = error.strerror or str(error)
+                    self.say(f"{self.folder} cannot be written ({self._full}): results follow as lines of JSON")
+                    self._print([{MARK: [k, ""], "call": c, "what": w} for k in FILES for c, w in self._calls(k)])
+                self._print(self._waiting[kind])
+                self.unsaved += len(self._waiting[kind])
+            self._waiting[kind].clear()
+
+    def _calls(self, kind: str) -> Iterable[tuple[str, Any]]:
+        """Of what calls there are, this one: a log that is collected elsewhere has to say where it ran."""
+        return list(self.files[kind]["calls"].items())[-1:]
+
+    def _print(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.say(json.dumps(event, default=str))
+
+    @property
+    def trouble(self) -> str:
+        """What a person has to know of the files, empty where all is in them."""
+        if not self.unsaved:
+            return ""
+        return (
+            f"{self.folder} could not be written ({self._full}): {self.unsaved} results stand above as lines of JSON "
+            "and perhaps in no file; `python -m benchmarks.gpu --collect LOG --out DIR` makes files of them"
+        )
+
+
+def add(file: dict[str, Any], job: str, event: Event) -> None:
+    """What an event changes in a file."""
+    if "call" in event:  # its name and what it is
+        file["calls"].pop(event["call"], None)  # the last is the one that writes
+        file["calls"][event["call"]] = event["what"]
+        return
+    if "began" in event:  # anew: what an earlier call found of it is replaced
+        file["jobs"][job] = {"call": event["began"], "state": "under way", "lost": [], "cut": []}
+        file["jobs"][job] |= {"tests": {}} if event["tests"] else {"rows": [], "absent": []}
+        return
+    call = next(reversed(file["calls"]), "")
+    found = file["jobs"].setdefault(job, {"call": call, "state": "not begun", "lost": [], "cut": []})
+    for key in ("rows", "absent", "lost", "cut"):
+        if new := [line for line in event.get(key, ()) if line not in found.get(key, ())]:
+            found.setdefault(key, []).extend(new)
+    if "test" in event:
+        node, outcome, seconds, why = event["test"]
+        found.setdefault("tests", {})[node] = {"outcome": outcome, "seconds": seconds} | ({"why": why} if why else {})
+    found.update({key: event[key] for key in ("state", "seconds", "collected") if key in event})
+
+
+def collect(lines: Iterable[str], store: Store) -> int:
+    """Make files of the lines of JSON that a call printed; how many there were."""
+    count = 0
+    for line in lines:
+        if line.startswith(f'{{"{MARK}": ['):
+            event = json.loads(line)
+            kind, job = event.pop(MARK)
+            store.apply(kind, job, event)
+            count += 1
+    store.save()
+    return count
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"command": "make gpu", "calls": {}, "jobs": {}}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(found["jobs"], dict) and isinstance(found["calls"], dict)
+        return found
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise StoreError(
+            f"{path} is not what a call wrote ({error!r}); move it away, or name another --out."
+        ) from error

@@ -1,0 +1,155 @@
+"""One process of a job: runs a test file or a suite, and reports each case before and after it as a line of JSON.
+
+The order comes on stdin; the lines go to a pipe of their own, which nothing that is printed, and no full disk, can
+disturb. The events:
+
+    {"device", "machine"}              where it runs
+    {"begins": [case, candidates]}     under way from now on, and lost if the process is
+    {"rows", "absent", "cut"}          what a case of a suite came to
+    {"collected": how many tests there are}, then of each {"test": [node, outcome, seconds, why]}
+    {"broken": why}                    the GPU is lost to this process, which ends: the rest needs a new one
+    {"over": exit code}                it came to its end by itself
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+BROKEN = 70
+KEPT = 1500  # characters of what a test failed with
+
+Send = Callable[..., None]
+
+
+def main() -> int:
+    began = time.monotonic()
+    order = json.load(sys.stdin)
+    with suppress(OSError, AttributeError):  # Linux: the end of who waits for the lines is the end of this process
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
+    pipe = os.fdopen(order["pipe"], "w", encoding="utf-8")
+
+    def send(**event: Any) -> None:
+        try:
+            pipe.write(json.dumps(event, default=str) + "\n")
+            pipe.flush()
+        except OSError:  # nobody listens
+            os._exit(BROKEN)
+
+    if order["kind"] == "where":
+        code = where(send)
+    elif order["kind"] == "tests":
+        code = tests(order, send)
+    else:
+        code = suite(order, send, began)
+    send(over=code)
+    return code
+
+
+def where(send: Send) -> int:
+    """Which device there is, and what machine and versions this is."""
+    import torch
+
+    from octavo.bench import record
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    send(device=device, machine=record.machine())
+    return 0
+
+
+def suite(order: dict[str, Any], send: Send, began: float) -> int:
+    """A suite of `octavo bench`, within the seconds that the order leaves it."""
+    import torch
+
+    from octavo.bench.bench import Bench
+    from octavo.bench.record import Result
+
+    sent = {"rows": 0, "absent": 0, "cut": 0}
+
+    def found(result: Result) -> None:
+        new = {key: getattr(result, key)[count:] for key, count in sent.items()}
+        sent.update({key: sent[key] + len(lines) for key, lines in new.items()})
+        new.update({key: [asdict(line) for line in new[key]] for key in ("rows", "absent")})
+        send(**new)
+
+    bench = Bench(
+        torch.device(order["device"]),
+        small=order["small"],
+        say=lambda text: print(text, flush=True),
+        begins=lambda case, candidates: send(begins=[case, list(candidates)]),
+        found=found,
+        skip={(case, candidate) for case, candidate in order["skip"]},
+    )
+    run = import_module(order["target"]).run
+    bench.budget = order["seconds"] - (time.monotonic() - began)
+    bench.begin()
+    run(bench)
+    return 0
+
+
+def tests(order: dict[str, Any], send: Send) -> int:
+    """A test file, less the tests that earlier processes ran or died of. Returns pytest's exit code."""
+    import pytest
+
+    words = ["-q", "--no-header", "--no-summary", "--tb=short", "--capture=tee-sys", "-p", "no:cacheprovider"]
+    return int(pytest.main([*words, order["target"]], plugins=[_Watch(set(order["skip"]), send)]))
+
+
+class _Watch:
+    """The plugin that reports each test."""
+
+    def __init__(self, skip: set[str], send: Send) -> None:
+        self.skip, self.send = skip, send
+        self.outcome, self.seconds, self.why = "passed", 0.0, ""
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if item.nodeid not in self.skip]
+        self.send(collected=len(items) + len(self.skip))
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.send(test=[report.nodeid, "failed", 0.0, report.longreprtext[-KEPT:]])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.outcome, self.seconds, self.why = "passed", 0.0, ""
+        self.send(begins=[nodeid, []])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds += report.duration
+        if not report.passed and self.outcome != "failed":
+            skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext[-KEPT:]
+            self.outcome, self.why = report.outcome, skipped
+        if report.when == "teardown":
+            self.send(test=[report.nodeid, self.outcome, round(self.seconds, 3), self.why])
+            if self.outcome == "failed" and (why := lost_gpu()):
+                self.send(broken=why)
+                os._exit(BROKEN)
+
+
+def lost_gpu() -> str | None:
+    """Why this process can use its GPU no more (an illegal access poisons the context), None where it can."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+"""``python -m octavo.bench report DIR``: what `octavo bench report DIR` does, without the command line's packages."""
+
+import sys
+
+from octavo import bench
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    sys.exit(bench.report(words[1:] if words[:1] == ["report"] else []))

@@ -1,0 +1,407 @@
+"""`make gpu` loses the case that crashes, hangs or cannot be written, names it, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import jobs, runner, store, worker
+from benchmarks.gpu.jobs import Job
+from benchmarks.gpu.runner import Runner
+from benchmarks.gpu.store import Store, StoreError
+from octavo import atomic, bench
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A worker without torch: its target is a list of cases, each a name and what happens in it.
+FAKE = """
+import json, os, subprocess, sys, time
+order = json.load(sys.stdin)
+pipe = os.fdopen(order["pipe"], "w")
+def send(**event): print(json.dumps(event), file=pipe, flush=True)
+if order["kind"] == "where":
+    send(device="cpu", machine={})
+    sys.exit()
+for case, what in json.loads(order["target"]):
+    here = [name for name in "ab" if [case, name] not in order["skip"]]
+    for name in here:
+        send(begins=[case, [name]])
+        print("building", case, name, flush=True)
+        if name == "b" and what == "crash": os.abort()
+        if name == "b" and what == "hang":
+            children = [subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(99)"]) for _ in "12"]
+            print("children", *(child.pid for child in children), flush=True)
+            time.sleep(99)
+        if name == "b" and what == "leave": sys.exit(3)
+        if what == "terminate": os.kill(os.getppid(), 15); time.sleep(9)
+        if what == "nap": time.sleep(0.05)
+    if here:
+        row = {"suite": "fake", "case": case, "seconds": order["seconds"], "host": 0.0}
+        send(rows=[{**row, "candidate": name} for name in here], absent=[], cut=[])
+send(over=0)
+"""
+
+
+def fake(name: str, *cases: tuple[str, str], seconds: float = 9.0, stall: float = 9.0, part: int = 1) -> Job:
+    return Job(name, "suite", part, json.dumps(cases), seconds, stall)
+
+
+@pytest.fixture
+def messages() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "fake.py").write_text(FAKE)
+    return (sys.executable, "-S", "-E", str(tmp_path / "fake.py"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, messages: list[str], command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+    """Runs jobs into a folder; (what suites.json holds of each, exit code)."""
+    monkeypatch.setattr(gpu, "say", messages.append)
+
+    def go(*work: Job, seconds: float = 20.0, call: str = "one", least: float = 0.2):
+        kept = Store(tmp_path / "out", messages.append)
+        kept.apply("suite", "", {"call": call, "what": {"device": "cpu", "small": True}})
+        Runner(kept, messages.append, call, "cpu", True, 4, least, command).run(work, time.monotonic() + seconds)
+        code = gpu.summary(work, kept, call)
+        kept.close()
+        return kept.files["suite"]["jobs"], code
+
+    return go
+
+
+def rows(entry: dict) -> list[tuple[str, str]]:
+    return [(row["case"], row["candidate"]) for row in entry["rows"]]
+
+
+def test_parts_cover_every_test_file_and_suite_once_the_telling_ones_first() -> None:
+    every = jobs.chosen(None, [])
+    assert [job.name for job in every][:3] == ["test_torch_backend", "test_casts", "test_gemms"]
+    assert [job.name for job in every if job.kind == "suite"][:3] == ["cast", "gemm", "linear"]
+    parts = [jobs.chosen(part, []) for part in jobs.PARTS]
+    assert sorted(job.target for part in parts for job in part) == sorted(job.target for job in every)
+    files = {path.name for path in (ROOT / jobs.TESTS).glob("test_*.py")}
+    assert {Path(job.target).name for job in every if job.kind == "tests"} == files
+    assert {job.name for job in jobs.JOBS if job.kind == "tests"} == {Path(name).stem for name in files}
+    assert {job.name for job in every if job.kind == "suite"} == set(bench.SUITES)
+    assert {job.name for job in every[:3]} <= {job.name for job in parts[0]} and len({j.target for j in every}) == 25
+    marked = [path for path in ROOT.glob("tests/**/*.py") if re.search(r"mark\.gpu\b", path.read_text())]
+    assert {path.name for path in marked} - {Path(__file__).name} == files
+
+
+def test_a_new_test_file_is_run_and_a_wrong_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "tests" / "gpu" / "test_new.py").write_text("")
+    assert "test_new" in [job.name for job in jobs.chosen(2, [], tmp_path)]
+    assert [job.name for job in jobs.chosen(None, ["cast", "test_gemms"])] == ["test_gemms", "cast"]
+    with pytest.raises(ValueError, match="there is no job 'casts'; there are: test_torch_backend"):
+        jobs.chosen(None, ["casts"])
+
+
+@pytest.mark.parametrize(("what", "why"), [("crash", "crashed: SIGABRT"), ("leave", "ended with exit code 3")])
+def test_a_crash_costs_one_candidate_of_one_case(what: str, why: str, run, messages: list[str]) -> None:
+    job = fake("planted", ("one", ""), ("two", what), ("three", ""))
+    found, code = run(job, fake("next", ("one", "")))
+    assert rows(found["planted"]) == [("one", "a"), ("one", "b"), ("two", "a"), ("three", "a"), ("three", "b")]
+    (lost,) = found["planted"]["lost"]
+    assert (lost["case"], lost["candidates"], lost["why"]) == ("two", ["b"], why)
+    assert lost["last lines"][-1] == "building two b" and found["next"]["state"] == "done" and code == 1
+    summary = "\n".join(messages)
+    assert f"LOST planted in two with b: {why}\n" in summary and "    building two b" in summary
+    assert "2 of 2 jobs ran, 1 cases lost" in summary
+
+
+def test_a_hang_costs_one_case_and_its_children_end_with_it(run) -> None:
+    found, code = run(fake("planted", ("one", ""), ("two", "hang"), ("three", ""), stall=0.8))
+    assert ("three", "b") in rows(found["planted"]) and ("two", "b") not in rows(found["planted"]) and code == 1
+    (lost,) = found["planted"]["lost"]
+    assert lost["why"] == "hung: silent for 0.8 s" and lost["candidates"] == ["b"]
+    children = [int(pid) for pid in lost["last lines"][-1].split()[1:]]
+    deadline = time.monotonic() + 3
+    while any(alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(children) == 2 and not any(alive(pid) for pid in children)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+CUT = [("one", ""), *((str(i), "nap") for i in range(99))]  # never silent, and too long
+
+
+def test_a_job_past_its_limit_is_cut_off_and_the_next_has_its_time(run, messages: list[str]) -> None:
+    found, code = run(fake("slow", *CUT, seconds=1), fake("next", ("one", "")), seconds=10)
+    assert found["slow"]["state"] == "cut off" and found["slow"]["lost"][0]["why"] == "its limit of 1 s was reached"
+    assert rows(found["slow"])[:2] == [("one", "a"), ("one", "b")] and found["next"]["state"] == "done" and code == 1
+
+
+def test_shares_add_up_to_what_is_left_and_spared_time_goes_on(run) -> None:
+    work = [fake(name, ("one", ""), seconds=share) for name, share in (("x", 1), ("y", 1), ("z", 2))]
+    found, code = run(*work, seconds=8)
+    given = [found[job.name]["rows"][0]["seconds"] / (1 - runner.MARGIN) for job in work]
+    assert given == [pytest.approx(share, abs=0.6) for share in (2, 8 / 3, 8)] and code == 0
+
+
+def test_what_finds_no_time_is_named_and_what_an_earlier_call_found_stays(run, messages: list[str]) -> None:
+    late = fake("late", ("one", ""))
+    run(late)
+    found, code = run(late, fake("new", ("one", "")), seconds=0.1, call="two")
+    assert found["late"]["call"] == "one" and rows(found["late"]) and found["new"]["state"] == "not begun"
+    assert code == 1 and any("NOT BEGUN: late, new" in line for line in messages)
+
+
+def test_parts_lie_beside_each_other_and_a_job_that_runs_again_is_replaced(run, tmp_path: Path) -> None:
+    run(fake("x", ("one", "crash"), ("two", "")))
+    run(fake("y", ("one", "")), call="two")
+    found, code = run(fake("x", ("two", "")), call="three")
+    assert rows(found["x"]) == [("two", "a"), ("two", "b")] and not found["x"]["lost"] and rows(found["y"])
+    assert code == 0 and [path.name for path in (tmp_path / "out").iterdir()] == ["suites.json"]
+    assert json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"] == found
+
+
+def test_test_files_run_several_at_a_time_and_some_alone(messages: list[str], tmp_path: Path, command) -> None:
+    kept = Store(tmp_path / "out", messages.append)
+    work = [Job(f"t{i}", "tests", 1, '[["c", "nap"]]', 9.0, alone=i == 4) for i in range(5)]
+    Runner(kept, messages.append, "one", "cpu", True, 3, 0.1, command).run(work, time.monotonic() + 20)
+    lines = [
+        line.split(":")[0] + (" +" if "begins" in line else " -") for line in messages if re.match(r"t\d: (b|d)", line)
+    ]
+    running = [sum(1 if line.endswith("+") else -1 for line in lines[: i + 1]) for i in range(len(lines))]
+    assert max(running) == 3 and lines[-2:] == ["t4 +", "t4 -"] and len(lines) == 10
+    kept.close()
+
+
+PLANTED = """
+import os, sys, time, types, pytest
+def test_passes(): pass
+def test_crashes():
+    print("words before the crash")
+    os.kill(os.getpid(), 11)
+def test_fails(): assert 1 == 2, "planted"
+@pytest.mark.skip(reason="no card")
+def test_skips(): pass
+def test_hangs():
+    while True: time.sleep(1)
+def test_loses_the_gpu():
+    def synchronize(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+    sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+    assert False
+@pytest.mark.parametrize("x", [1, 2])
+def test_last(x): assert "torch" not in sys.modules
+"""
+
+
+def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(
+    messages: list[str], tmp_path: Path, monkeypatch
+) -> None:
+    """The real worker, in four processes."""
+    (tmp_path / "test_planted.py").write_text(PLANTED)
+    job = Job("planted", "tests", 1, str(tmp_path / "test_planted.py"), 60.0, stall=6.0)
+    kept = Store(tmp_path / "out", messages.append)
+    Runner(kept, messages.append, "one", "cpu", True, 4, 0.2).run([job], time.monotonic() + 60)
+    found = kept.files["tests"]["jobs"]["planted"]
+    outcomes = {node.rpartition("::")[2]: test["outcome"] for node, test in found["tests"].items()}
+    failed = dict.fromkeys(["test_fails", "test_loses_the_gpu"], "failed")
+    assert outcomes == failed | {"test_skips": "skipped"} | dict.fromkeys(
+        ["test_passes", "test_last[1]", "test_last[2]"], "passed"
+    )
+    lost = {what["case"].rpartition("::")[2]: what for what in found["lost"]}
+    assert {name: what["why"] for name, what in lost.items()} == {
+        "test_crashes": "crashed: SIGSEGV",
+        "test_hangs": "hung: silent for 6 s",
+        "test_loses_the_gpu": "CUDA error: an illegal memory access was encountered",
+    }
+    assert any("words before the crash" in line for line in lost["test_crashes"]["last lines"])
+    assert any("in test_hangs" in line for line in lost["test_hangs"]["last lines"])
+    monkeypatch.setattr(gpu, "say", messages.append)
+    assert found["collected"] == 8 and gpu.summary([job], kept, "one") == 1
+    assert (
+        "FAILED" in "\n".join(messages)
+        and "assert 1 == 2" in "\n".join(messages)
+        and "skipped 1: " in "\n".join(messages)
+    )
+    assert "LEFT OUT" not in "\n".join(messages)
+    kept.close()
+
+
+def test_a_full_disk_costs_nothing(run, messages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be written is printed, each result once, and the log makes the files that found no room."""
+    writes = []
+    real = atomic.write_text
+
+    def full_after_two(path: Path, text: str) -> None:
+        writes.append(path)
+        if len(writes) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, text)
+
+    monkeypatch.setattr(atomic, "write_text", full_after_two)
+    found, code = run(fake("x", ("one", "nap"), ("two", "crash"), ("three", "nap")))
+    assert code == 1 and len(rows(found["x"])) == 5
+    assert sum("cannot be written (No space left on device): results follow" in line for line in messages) == 1
+    assert any("NOT SAVED: " in line and "results stand above as lines of JSON" in line for line in messages)
+    on_disk = json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"]
+    monkeypatch.setattr(atomic, "write_text", real)
+    fresh = Store(tmp_path / "fresh", messages.append)
+    store.collect(messages, fresh)
+    assert list(fresh.files["suite"]["calls"]) == ["one"] and fresh.files["suite"]["jobs"]["x"]["call"] == "one"
+    fresh.close()
+    again = Store(tmp_path / "out", messages.append)
+    assert len(on_disk["x"]["rows"]) < 5 and store.collect(messages, again) == sum(
+        line.startswith("{") for line in messages
+    )
+    again.close()
+    assert json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"] == found
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    first = Store(tmp_path / "out", print)
+    with pytest.raises(StoreError, match="another call writes to"):
+        Store(tmp_path / "out", print)
+    first.close()
+    (tmp_path / "out" / "tests.json").write_text('{"rows": []}')
+    with pytest.raises(StoreError, match=r"tests\.json is not what a call wrote"):
+        Store(tmp_path / "out", print)
+    with pytest.raises(StoreError, match="cannot be used: Not a directory"):
+        Store(tmp_path / "out" / "tests.json" / "below", print)
+
+
+RUNS = """
+import sys, time
+from pathlib import Path
+from benchmarks.gpu.jobs import Job
+from benchmarks.gpu.runner import Runner
+from benchmarks.gpu.store import Store
+kept = Store(Path(sys.argv[1]), print)
+job = Job("x", "suite", 1, sys.argv[2], 60.0)
+Runner(kept, print, "one", "cpu", True, 4, 0.1, sys.argv[3:]).run([job], time.monotonic() + 60)
+"""
+
+
+def test_a_kill_of_the_runner_leaves_what_was_done(tmp_path: Path, command: tuple[str, ...]) -> None:
+    cases = json.dumps([(str(i), "nap") for i in range(200)])
+    words = [sys.executable, "-c", RUNS, str(tmp_path / "out"), cases, *command]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+    file, deadline, found = tmp_path / "out" / "suites.json", time.monotonic() + 20, {}
+    while len(found.get("rows", ())) < 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+        found = json.loads(file.read_text())["jobs"]["x"] if file.exists() else {}  # readable at any moment
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = json.loads(file.read_text())["jobs"]["x"]
+    assert kept["state"] == "under way" and rows(kept)[:4] == [("0", "a"), ("0", "b"), ("1", "a"), ("1", "b")]
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]):
+    """`main` over a fake job; signals are set back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(gpu, "Runner", lambda *a: Runner(*a, least=0.1, command=command))
+    monkeypatch.setattr(gpu, "_where", lambda: {"device": "cpu", "machine": {"cpu": "fake"}})
+    monkeypatch.setattr(gpu, "_report", lambda folder, until: print(f"report of {folder.name}"))
+    monkeypatch.setattr(gpu, "chosen", lambda part, only: [fake("x", ("one", ""), ("two", only[0] if only else ""))])
+    yield gpu.main
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_command_records_its_call_and_ends_with_the_report(command_line, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    assert command_line(["--small", "--out", str(out), "--part", "2", "--budget", "60"]) == 0
+    file = json.loads((out / "suites.json").read_text())
+    ((call, what),) = file["calls"].items()
+    assert what["part"] == 2 and what["machine"] == {"cpu": "fake"} and file["jobs"]["x"]["call"] == call
+    assert capsys.readouterr().out.endswith("report of out\n")
+
+
+def test_a_call_that_is_asked_to_end_says_what_it_has(command_line, tmp_path: Path, capsys) -> None:
+    assert command_line(["--small", "--out", str(tmp_path / "out"), "--only", "terminate"]) == 1
+    shown = capsys.readouterr().out
+    assert "STOPPED by SIGTERM" in shown and "LOST x in two with a: the call was stopped" in shown
+    assert rows(json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"]["x"]) == [("one", "a"), ("one", "b")]
+
+
+def test_wrong_usage_and_a_missing_gpu_are_refused_at_once(command_line, tmp_path: Path, monkeypatch, capsys) -> None:
+    assert command_line(["--out", str(tmp_path / "out")]) == 2
+    assert "make gpu needs an NVIDIA GPU" in capsys.readouterr().out and not (tmp_path / "out").exists()
+    for words in (["--part", "4"], ["--budget", "10"], ["--collect", "log"]):
+        with pytest.raises(SystemExit):
+            command_line(words)
+    monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package"))
+    assert command_line(["--small"]) == 2 and "lacks no_such_package" in capsys.readouterr().out
+
+
+def test_a_suite_reports_each_case_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's half: what Bench says becomes events, and candidates of earlier processes are left out."""
+    sent: list[dict] = []
+
+    def planted(there: bench.Bench) -> None:
+        for case in ("one", "two"):
+            there.case("gemm", case, "a", dict.fromkeys("ab", lambda: lambda: None), bench.bench.Work())
+
+    monkeypatch.setitem(sys.modules, "planted_suite", types.SimpleNamespace(run=planted))
+    order = {"device": "cpu", "small": True, "seconds": 60, "target": "planted_suite"}
+    skip = [["one", "a"], ["one", "b"], ["two", "b"]]
+    assert worker.suite({**order, "skip": skip}, lambda **event: sent.append(event), time.monotonic()) == 0
+    assert [event["begins"] for event in sent[:2]] == [["two", ["a"]]] * 2 and len(sent) == 3
+    assert [row["candidate"] for row in sent[2]["rows"]] == ["a"] and json.dumps(sent)
+    sent.clear()
+    worker.suite({**order, "skip": [], "seconds": 0}, lambda **event: sent.append(event), time.monotonic())
+    assert [len(event["cut"]) for event in sent] == [1, 1]
+
+
+BARE = """
+import sys
+for name in ("pydantic", "ruamel", "ruamel.yaml", "rich", "matplotlib", "peft", "sklearn", "tensorboard"):
+    sys.modules[name] = None  # an import of it raises
+from benchmarks.gpu import __main__, report, worker
+from octavo import bench
+from importlib import import_module
+for suite in bench.SUITES:
+    import_module(f"octavo.bench.suite_{suite}")
+# transformers imports Pillow where it is installed; Octavo must not need it
+print(report.main(sys.argv[1:]), "octavo.models.image_processors" in sys.modules)
+"""
+
+
+def test_nothing_is_needed_that_a_gpu_machine_may_lack(tmp_path: Path) -> None:
+    row = {"suite": "moe", "case": "c", "candidate": "bf16", "seconds": 2.0}
+    (tmp_path / "bench.json").write_text(
+        json.dumps({"command": "octavo bench", "device": "NVIDIA H200", "small": False, "rows": [row]})
+    )
+    done = subprocess.run([sys.executable, "-c", BARE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("0 False\n"), done.stderr[-2000:]
+    assert "no plot: No module named 'matplotlib" in done.stdout
+
+
+@pytest.mark.long
+def test_the_small_form_runs_on_a_cpu_part_by_part(tmp_path: Path) -> None:
+    """Two calls into one folder; the suites of part 3 have long tests of their own (test_bench.py)."""
+    for part in (1, 2):
+        words = ["make", "gpu", "SMALL=1", f"PART={part}", f"OUT={tmp_path}", f"GPU_PYTHON={sys.executable}"]
+        done = subprocess.run([*words, "BUDGET=600"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert "They say nothing about FP8 on a GPU: no verdict." in done.stdout
+    kept = [json.loads((tmp_path / f"{name}.json").read_text())["jobs"] for name in ("tests", "suites")]
+    assert {name for file in kept for name in file} == {job.name for job in jobs.every() if job.part < 3}
+    assert all(entry["state"] == "done" for file in kept for entry in file.values())
+    assert all(entry["rows"] for entry in kept[1].values()) and len(list(tmp_path.iterdir())) <= 8
