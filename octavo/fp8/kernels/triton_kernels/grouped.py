@@ -34,32 +34,11 @@ from octavo.fp8.kernels.triton_kernels.tiles import Gpu
 
 @triton.jit(do_not_specialize=["rows", "K"])
 def grouped_rows_kernel(
-    a,
-    b,
-    out,
-    a_scale,
-    b_scale,
-    bias,
-    experts,
-    rows,
-    N,
-    K,
-    a_held,
-    b_held,
-    b_rows,
-    b_all,
-    a_stride_e,
-    a_stride_f,
-    a_stride_k,
-    b_stride_e,
-    b_stride_f,
-    b_stride_k,
-    FORM: tl.constexpr,
-    TILE: tl.constexpr,
-    BIAS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    OWNED: tl.constexpr,
-):
+    a, b, out, a_scale, b_scale, bias, experts,
+    rows, N, K, a_held, b_held, b_rows, b_all,
+    a_stride_e, a_stride_f, a_stride_k, b_stride_e, b_stride_f, b_stride_k,
+    FORM: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr, GROUP_M: tl.constexpr, OWNED: tl.constexpr,
+):  # fmt: skip
     """fwd and dgrad: a tile of rows [rows, K] times its expert's b [N, K]; ``experts`` [rows / OWNED]."""
     i, j = place(tl.program_id(0), rows // TILE.m, tl.cdiv(N, TILE.n), GROUP_M)
     row = i * TILE.m
@@ -88,28 +67,11 @@ def grouped_rows_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def grouped_wgrad_kernel(
-    a,
-    b,
-    out,
-    a_scale,
-    b_scale,
-    starts,
-    sizes,
-    M,
-    N,
-    a_held,
-    b_held,
-    a_stride_e,
-    a_stride_f,
-    a_stride_k,
-    b_stride_e,
-    b_stride_f,
-    b_stride_k,
-    FORM: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    OWNED: tl.constexpr,
-):
+    a, b, out, a_scale, b_scale, starts, sizes,
+    M, N, a_held, b_held,
+    a_stride_e, a_stride_f, a_stride_k, b_stride_e, b_stride_f, b_stride_k,
+    FORM: tl.constexpr, TILE: tl.constexpr, GROUP_M: tl.constexpr, OWNED: tl.constexpr,
+):  # fmt: skip
     """One tile of one expert's [M, N]: a [M, rows] contracted with b [N, rows] over that expert's rows."""
     down = tl.cdiv(M, TILE.m)
     across = tl.cdiv(N, TILE.n)
