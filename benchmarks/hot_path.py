@@ -59,22 +59,26 @@ def lines_of_forward() -> int:
     return forward.end_lineno - forward.lineno + 1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="blockwise")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-
+def measure(recipe: str) -> dict[str, Any]:
+    """What one forward and one backward of a warm layer pass through."""
     layer: Any = torch.nn.Sequential(torch.nn.Linear(256, 256))
-    fp8.apply(layer, fp8.plan(layer, args.recipe))
+    fp8.apply(layer, fp8.plan(layer, recipe))
     x = torch.randn(256, 256, requires_grad=True)
     layer(x).sum().backward()  # warm: imports, choices that are remembered, weight codes
     outputs = []
-    result = {"recipe": args.recipe, "forward": seen(lambda: outputs.append(layer(x)))}
+    result = {"recipe": recipe, "forward": seen(lambda: outputs.append(layer(x)))}
     dy = torch.ones_like(outputs[0])
     with torch.autograd.set_multithreading_enabled(False):
         result["backward"] = seen(lambda: outputs[0].backward(dy))
-    result["forward_lines"] = lines_of_forward()
+    return result | {"forward_lines": lines_of_forward()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="blockwise", choices=fp8.RECIPES)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    result = measure(args.recipe)
     for way in ("forward", "backward"):
         found = result[way]
         print(f"{way}: {len(found['files'])} files, {found['changes']} changes of file, {found['calls']} calls")

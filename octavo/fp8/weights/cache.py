@@ -149,7 +149,7 @@ class WeightCache:
             codes = parameter.codes(spec, part.slot)
             if codes is not None:
                 return codes
-        self.captured = capturing(parameter.device)
+        self.captured = _capturing(parameter)
         cast = cast or backend.quantize
         if isinstance(parameter, Fp8Weight) and parameter.frozen:  # another cast than that of its codes: not cached
             self.casts += 1
@@ -282,6 +282,10 @@ class CachesWeights(nn.Module):
             weight = self._parameters.get(name)
             if weight is not None and is_whole(weight):
                 codes.own(weight)
+
+
+def _capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and capturing(weight.device)
 
 
 def invalidate(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.weights import cache
+from octavo.fp8.kernels import capture
 
 
 def layer(**kwargs):
@@ -233,8 +233,8 @@ def test_what_counts_as_capturing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", None)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
-        assert cache.capturing(on_gpu) is capturing and not cache.capturing(on_cpu)
+        assert capture.capturing(on_gpu) is capturing and not capture.capturing(on_cpu)
     for manager in (object(), None):  # of Inductor's graphs, which run and capture on streams of their own
         trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists, m=manager: m)
         monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
-        assert cache.capturing(on_gpu) is (manager is not None) and not cache.capturing(on_cpu)
+        assert capture.capturing(on_gpu) is (manager is not None) and not capture.capturing(on_cpu)
