@@ -17,8 +17,8 @@ from octavo.fp8.arithmetic.recipe import RECIPES, Gemm, Recipe, RecipeError, rec
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.fp8.dense.delayed import load_scaling_state, reduce_scaling_state, scaling_state
 from octavo.fp8.dense.linear import Linear, linear
-from octavo.fp8.kernels import registry as _registry
 from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
+from octavo.fp8.kernels.registry import names as backends
 from octavo.fp8.measuring.cases import MeasureError, Measurements
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.measuring.measure import Cache, measure
@@ -56,8 +56,6 @@ from octavo.fp8.weights.frozen import (
     thaw,
 )
 from octavo.fp8.weights.state import fp8_state_dict, load_fp8_state_dict
-
-backends = _registry.names
 
 __all__ = [
     "FROZEN",

@@ -1,9 +1,9 @@
 """Who holds a weight's bits: shards, versions, the cache of FP8 codes, and weights that are FP8 between steps."""
 
-from octavo.fp8.weights import fp8_ops  # noqa: F401  # tells Fp8Weight what operations do
 from octavo.fp8.weights.cache import CachesWeights, WeightSlice
+from octavo.fp8.weights.fp8_ops import Fp8Weight
 from octavo.fp8.weights.fp8_rows import Shards
-from octavo.fp8.weights.fp8_tensor import Fp8Weight, master_of
+from octavo.fp8.weights.fp8_tensor import master_of
 from octavo.fp8.weights.shards import distributed, full, is_whole, plain, span
 
 __all__ = [

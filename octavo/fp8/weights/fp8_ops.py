@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.fp8.weights.fp8_codes import Codes
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
-__all__: list[str] = []
+__all__ = ["Fp8Weight"]  # who takes it from here has it with its operations
 
 aten = torch.ops.aten
 
