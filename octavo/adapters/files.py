@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from octavo import atomic, fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
-from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name, whole
+from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
 from octavo.adapters.targets import NEVER, taken_over
-from octavo.fp8.weights import distributed, is_whole
+from octavo.fp8.weights import distributed, full, is_whole
 from octavo.models.folder import pickles
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
     Raises AdapterError for a model without adapters.
     """
-    state = {state_name(name): whole(p) for name, p in adapter_parameters(model)}
+    state = {state_name(name): full(p.detach()) for name, p in adapter_parameters(model)}
     if not state:
         raise AdapterError("the model has no adapters; octavo.adapters.attach gives it some.")
     return state

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from octavo import fp8
 from octavo.adapters import experts
@@ -104,12 +104,6 @@ def state_name(name: str) -> str:
     if name.endswith("lora_magnitude_vector.weight"):
         name = name.removesuffix(".weight")
     return f"base_model.model.{name}"
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A parameter's values, gathered from all ranks if it is sharded (which all ranks must then ask for)."""
-    full = getattr(tensor.detach(), "full_tensor", None)
-    return tensor.detach() if full is None else full()
 
 
 def copied(config: Any) -> Any:

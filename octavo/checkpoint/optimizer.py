@@ -21,7 +21,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
 from octavo.fp8 import optim
 from octavo.fp8.optim import AdamW
-from octavo.fp8.weights import span
+from octavo.fp8.weights import reshard, span
 
 # How the step is computed, not what it computes: these belong to the machine, not to the run.
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -133,10 +133,9 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, found: Slots, docum
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
     """The name of each of the optimizer's parameters.
 
-    `state_dict` comes first because it reshards FSDP modules; only then are the module's parameters the ones that the
-    optimizer knows.
+    Resharded first: only then are the module's parameters the ones that the optimizer knows.
     """
-    model.state_dict(keep_vars=True)
+    reshard(model)
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

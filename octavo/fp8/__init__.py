@@ -55,6 +55,7 @@ from octavo.fp8.weights.frozen import (
     is_frozen,
     thaw,
 )
+from octavo.fp8.weights.shards import is_whole
 from octavo.fp8.weights.state import fp8_state_dict, load_fp8_state_dict
 
 __all__ = [
@@ -113,6 +114,7 @@ __all__ = [
     "high_precision",
     "invalidate",
     "is_frozen",
+    "is_whole",
     "linear",
     "linear_cross_entropy",
     "load_fp8_state_dict",

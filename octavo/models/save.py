@@ -78,7 +78,7 @@ def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tenso
             f"{len(strange)} unknown (first {strange[:1]}). Save with the folder that the model was loaded from."
         )
     for name, tensor in weights.items():
-        if hasattr(tensor, "to_local"):
+        if not fp8.is_whole(tensor):
             raise ModelError(f"{name} is a rank's shard of a DTensor; gather the weights and give them as state_dict.")
         if tensor.shape != wanted[name].shape:
             raise ModelError(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from octavo.fp8.weights import plain
+
 
 def first_source(model: nn.Module, run: Callable[[], Any]) -> str:
     """One sentence naming where NaN or Inf first appears when `run` (forwards and backwards) is repeated.
@@ -64,8 +66,7 @@ def _good(value: Any) -> bool:
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             return True
-        local = value.to_local() if hasattr(value, "to_local") else value
-        return bool(torch.isfinite(local).all())
+        return bool(torch.isfinite(plain(value)).all())
     if isinstance(value, dict):
         return all(_good(entry) for entry in value.values())
     if isinstance(value, list | tuple):

@@ -4,7 +4,7 @@ from octavo.fp8.weights.cache import CachesWeights, WeightSlice
 from octavo.fp8.weights.fp8_ops import Fp8Weight
 from octavo.fp8.weights.fp8_rows import Shards
 from octavo.fp8.weights.fp8_tensor import master_of
-from octavo.fp8.weights.shards import distributed, full, is_whole, plain, span
+from octavo.fp8.weights.shards import distributed, full, is_whole, plain, reshard, span
 
 __all__ = [
     "Fp8Weight",
@@ -16,5 +16,6 @@ __all__ = [
     "is_whole",
     "master_of",
     "plain",
+    "reshard",
     "span",
 ]

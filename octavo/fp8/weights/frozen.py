@@ -37,7 +37,7 @@ from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights.fp8_codes import Codes, Source
 from octavo.fp8.weights.fp8_rows import Need, Shards, assembled, gather, shard_mesh
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
-from octavo.fp8.weights.shards import is_whole, local_of
+from octavo.fp8.weights.shards import is_whole, local_of, reshard
 
 FROZEN = {
     "row": CastSpec("e4m3", (1, -1), "pow2"),
@@ -150,7 +150,7 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
     and the digest of a weight is that of its rows' digests (experts: of its experts'), in order, and of all scales. An
     adapter changes no name: ``X.base_layer.weight`` is listed as ``X.weight``.
     """
-    model.state_dict(keep_vars=True)  # lets FSDP2 put the sharded parameters back
+    reshard(model)
     return {name.replace(".base_layer.", "."): _digest(weight) for name, weight in frozen_weights(model)}
 
 

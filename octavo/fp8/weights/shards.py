@@ -41,6 +41,11 @@ def distributed(value: Tensor, like: Any) -> Tensor:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 put the sharded parameters back, if a forward left gathered ones in their place."""
+    model.state_dict(keep_vars=True)
+
+
 class Span(NamedTuple):
     """Elements ``start`` to ``stop`` of the flattened whole parameter of ``total`` elements."""
 

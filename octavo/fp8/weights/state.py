@@ -16,7 +16,7 @@ from octavo.fp8.weights.cache import CachesWeights
 from octavo.fp8.weights.fp8_rows import Shards, dequantize, gather, gathered, shard_mesh
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
 from octavo.fp8.weights.frozen import codes_of_frozen, frozen, is_frozen
-from octavo.fp8.weights.shards import distributed, full, is_whole, local_of
+from octavo.fp8.weights.shards import distributed, full, is_whole, local_of, reshard
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> Fp8Weight:
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The FP8 weights of a model under all their names, sharded ones as DTensors."""
-    model.state_dict(keep_vars=True)  # lets FSDP2 put the sharded parameters back
+    reshard(model)
     for prefix, module in model.named_modules():
         layers = module._weight_codes() if isinstance(module, CachesWeights) else ()
         for name, value in module._parameters.items():
