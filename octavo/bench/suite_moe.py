@@ -47,7 +47,7 @@ def _able(bench: Bench, recipe: str) -> list[str]:
     return [
         name
         for name in peers.able(bench, recipe)
-        if not any(fp8.kernels.registry.get(name).supports(op, made, bench.device, None) for op in ops)
+        if not any(fp8.kernels.get(name).supports(op, made, bench.device, None) for op in ops)
     ]
 
 
