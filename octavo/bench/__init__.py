@@ -43,7 +43,7 @@ def run(names: list[str], bench: Bench) -> Result:
     if unknown:
         raise BenchError(f"there is no suite {unknown[0]!r}; there are: all, {', '.join(SUITES)}.")
     for name in names:
-        suite: Callable[[Bench], None] = import_module(f"octavo.bench.suite_{name}").run
+        suite: Callable[[Bench], None] = import_module(f"{__name__}.suite_{name}").run
         bench.begin()
         suite(bench)
     return bench.result

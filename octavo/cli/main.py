@@ -73,7 +73,7 @@ def _dispatch(arguments: list[str]) -> int:
         return DONE
     if name not in COMMANDS:
         return _unknown(name)
-    command = importlib.import_module(f"octavo.cli.{name}")
+    command = importlib.import_module(f"{__package__}.{name}")
     parser = argparse.ArgumentParser(
         prog=f"octavo {name}",
         description=command.__doc__,

@@ -112,7 +112,7 @@ def prepare(directory: Path, steps: int, console: Any) -> Config:
     tiny.write("qwen3_vl", directory / "model", texts=_texts(directory / "digits" / "train.json"))
     file = directory / "demo.yaml"
     if not file.is_file():
-        file.write_text(resources.files("octavo.report").joinpath("demo.yaml").read_text(encoding="utf-8"))
+        file.write_text(resources.files(__package__).joinpath("demo.yaml").read_text(encoding="utf-8"))
     return load_config(file, [f"train.steps={steps}"])
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from octavo.config import to_yaml
+from octavo.report import parent_watch
 from octavo.report.judge import Run
 from octavo.report.rundir import ReportError
 
@@ -30,7 +31,7 @@ PATIENCE = 60.0  # seconds that a run may take to save and leave
 
 #: what the process of a run executes: ``octavo train FILE``, which also leaves when the trial is gone
 COMMAND = (
-    "import runpy, sys; from octavo.report.parent_watch import follow; follow(int(sys.argv.pop(1))); "
+    f"import runpy, sys; from {parent_watch.__name__} import follow; follow(int(sys.argv.pop(1))); "
     "runpy.run_module('octavo', run_name='__main__')"
 )
 

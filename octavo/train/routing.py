@@ -15,7 +15,6 @@ Loads are counted from the indices that a module of experts is called with, on t
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -58,7 +57,7 @@ def _balances(model: nn.Module) -> bool:
     Not every version names that argument in the signature, but the loss itself stands beside the model's class.
     """
     known = inspect.signature(model.forward).parameters
-    file = sys.modules.get(type(model).__module__)
+    file = inspect.getmodule(type(model))
     return "output_router_logits" in known or (
         hasattr(file, "load_balancing_loss_func") and any(p.kind is p.VAR_KEYWORD for p in known.values())
     )
