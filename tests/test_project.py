@@ -1,239 +1,33 @@
 """The layout is a test: who may import whom, what the lowest level may need, and what must not be in the repository.
 
-Each rule is a function of a tree of sources; the tests below hold it on this one, and on one with a violation planted.
+The rules are in ``project_rules.py``; the tests below hold them on this tree, and on one with a violation planted.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "octavo"
-
-# Packages by level, the highest first. A package imports from lower levels only: never upward, never sideways.
-LEVELS = [
-    {"cli"},
-    {"rl", "report", "doctor", "bench"},
-    {"train"},
-    {"parallel", "checkpoint", "adapters"},
-    {"models", "data"},
-    {"fp8"},
-    {"config", "environment", "atomic", "arithmetic"},
-]
-LEVEL_OF = {package: -i for i, level in enumerate(LEVELS) for package in level}
-# The packages of octavo.fp8, the lowest first; within one, files form no circle.
-FP8_LEVELS = [
-    {"arithmetic"},
-    {"kernels", "observe"},
-    {"weights"},
-    {"dense"},
-    {"blocks", "memory", "optim"},
-    {"moe"},
-    {"policy"},
-    {"measuring"},
-    {"planning"},
-    {"proof"},
-]
-FP8_LEVEL_OF = {package: i for i, level in enumerate(FP8_LEVELS) for package in level}
-# Who knows that a parameter may be a DTensor.
-SHARDS = (
-    "octavo.fp8.weights.shards",
-    "octavo.fp8.weights.fp8_",
-    "octavo.fp8.optim.",
-    "octavo.parallel",
-    "octavo.checkpoint",
+from tests.project_rules import (
+    FP8_LEVEL_OF,
+    PACKAGE,
+    ROOT,
+    Tree,
+    circles,
+    fp8_imports_down,
+    imports_down,
+    inits,
+    know_shards,
+    loaded_by_text,
+    names_as_text,
+    reach_inside,
 )
-OF_SHARDS = {"DTensor", "is_dtensor", "fully_shard", "FSDPModule", "full_tensor", "distribute_tensor", "_local_tensor"}
-# Third-party packages that only some packages may import.
-KEPT_IN = {
-    "transformers": {"models", "data", "checkpoint", "adapters", "rl", "bench"},
-    "peft": {"adapters"},
-    "triton": {"fp8"},
-    "argparse": {"cli"},
-}
-
-
-def package_of(module: str) -> str | None:
-    """The package of ``octavo.<package>...``; octavo itself has none, and fp8's arithmetic lies below all others."""
-    parts = module.split(".")
-    if parts[0] != "octavo" or len(parts) < 2 or parts[1] in {"__main__", "__init__"}:
-        return None
-    return "arithmetic" if parts[1:3] == ["fp8", "arithmetic"] else parts[1]
-
-
-class Tree:
-    """Modules by dotted name with their sources; :meth:`planted` is the same with other sources for some of them."""
-
-    def __init__(self) -> None:
-        self.sources: dict[str, str] = {}
-        self.packages: set[str] = set()
-        for path in sorted(PACKAGE.rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            if parts[-1] == "__init__":
-                self.packages.add(name)
-            self.sources[name] = path.read_text(encoding="utf-8")
-        self.parsed = {name: ast.parse(source) for name, source in self.sources.items()}
-        self.imports = {name: list(self._imports(name)) for name in self.sources}
-
-    def planted(self, sources: dict[str, str]) -> Tree:
-        other = copy.copy(self)
-        other.sources = self.sources | sources
-        other.parsed = self.parsed | {name: ast.parse(source) for name, source in sources.items()}
-        other.imports = self.imports | {name: list(other._imports(name)) for name in sources}
-        return other
-
-    def _imports(self, module: str) -> Iterator[tuple[int, str]]:
-        """Every import, wherever it stands, lazy ones and those for type checkers included: (line, module or name)."""
-        package = module if module in self.packages else module.rpartition(".")[0]
-        for node in ast.walk(self.parsed[module]):
-            if isinstance(node, ast.Import):
-                yield from ((node.lineno, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-                stem = ".".join([*up, *([node.module] if node.module else [])])
-                for alias in node.names:
-                    yield node.lineno, f"{stem}.{alias.name}" if f"{stem}.{alias.name}" in self.sources else stem
-
-    def inside(self, module: str) -> set[str]:
-        """The modules of this tree that a module imports."""
-        return {name for _, name in self.imports[module] if name in self.sources} - {module}
-
-
-def imports_down(tree: Tree) -> list[str]:
-    """Rule 1, between packages: only downward, never sideways; third-party packages where they belong."""
-    wrong = []
-    for module in tree.sources:
-        here = package_of(module)
-        for line, name in tree.imports[module]:
-            top = name.split(".")[0]
-            if here is not None and top in KEPT_IN and here not in KEPT_IN[top]:
-                wrong.append(f"{module}:{line} imports {name}, which only {sorted(KEPT_IN[top])} may")
-            there = package_of(name) if name in tree.sources else None
-            if here is None or there is None or there == here or {here, there} <= {"fp8", "arithmetic"}:
-                continue
-            if LEVEL_OF[there] >= LEVEL_OF[here]:
-                wrong.append(f"{module}:{line} imports {name}: {here} may not look up or sideways to {there}")
-            if here == "models" and there == "fp8" and name not in ("octavo.fp8", "octavo.fp8.policy"):
-                wrong.append(f"{module}:{line} imports {name}: models knows of FP8 octavo.fp8 and fp8.policy")
-    return wrong
-
-
-def fp8_imports_down(tree: Tree) -> list[str]:
-    """Rule 1, inside fp8: a package imports only from lower levels, and nothing through octavo.fp8."""
-    wrong = []
-    for module in tree.sources:
-        here = module.split(".")[2] if module.startswith("octavo.fp8.") else None
-        if here is None:
-            continue
-        if here not in FP8_LEVEL_OF:
-            wrong.append(f"{module} lies in no package of fp8")
-            continue
-        for name in sorted(tree.inside(module)):
-            there = name.split(".")[2] if name.startswith("octavo.fp8.") else None
-            if name == "octavo.fp8" or (there != here and FP8_LEVEL_OF.get(there or "", -1) >= FP8_LEVEL_OF[here]):
-                wrong.append(f"{module} imports {name}: {here} may not look up or sideways")
-    return wrong
-
-
-def circles(tree: Tree) -> list[str]:
-    """Rule 1, within packages and everywhere: groups of modules that import each other."""
-    found: list[str] = []
-    number: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-
-    def visit(module: str) -> None:  # Tarjan's strongly connected components
-        number[module] = low[module] = len(number)
-        stack.append(module)
-        for name in sorted(tree.inside(module)):
-            # A package's __init__ imports its files; a file that imports its own package closes a circle.
-            if name not in number:
-                visit(name)
-            if name in stack:
-                low[module] = min(low[module], low[name])
-        if low[module] == number[module]:
-            group = stack[stack.index(module) :]
-            del stack[stack.index(module) :]
-            if len(group) > 1:
-                found.append("circle: " + ", ".join(sorted(group)))
-
-    for module in tree.sources:
-        if module not in number:
-            visit(module)
-    return found
-
-
-def inits(tree: Tree) -> list[str]:
-    """Rule 2: a package inside fp8 has an ``__init__`` of at most 40 lines: a sentence and the names it offers."""
-    wrong = []
-    for name in tree.packages:
-        if not name.startswith("octavo.fp8.") or name == "octavo.fp8.kernels.triton_kernels":
-            continue
-        body = tree.parsed[name].body
-        allowed = [
-            isinstance(n, ast.ImportFrom)
-            or (isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__")
-            or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
-            for n in body
-        ]
-        lines = tree.sources[name].count("\n")
-        if ast.get_docstring(tree.parsed[name]) is None or not all(allowed) or lines > 40:
-            wrong.append(f"{name}: {lines} lines; it holds one sentence and the names it offers, nothing else")
-    return wrong
-
-
-def reach_inside(tree: Tree) -> list[str]:
-    """Rule 3: from outside, ``octavo.fp8`` or one of its packages is imported, never a file in it."""
-    return [
-        f"{module}:{line} imports {name}; take it from {'.'.join(name.split('.')[:3])}"
-        for module in tree.sources
-        if not module.startswith("octavo.fp8")
-        for line, name in tree.imports[module]
-        if name.startswith("octavo.fp8.") and name.count(".") > 2
-    ]
-
-
-def know_shards(tree: Tree) -> list[str]:
-    """Rule 4: few files know DTensor and FSDP2; the others ask whether a weight is whole here."""
-    wrong = []
-    for module, parsed in tree.parsed.items():
-        if module.startswith(SHARDS):
-            continue
-        for node in ast.walk(parsed):
-            if isinstance(node, ast.Name):
-                word = node.id
-            elif isinstance(node, ast.Attribute):
-                word = node.attr
-            elif isinstance(node, ast.alias):
-                word = node.name.rpartition(".")[2]
-            else:
-                continue
-            if word in OF_SHARDS:
-                wrong.append(f"{module} names {word}; ask octavo.fp8.weights.is_whole")
-    return wrong
-
-
-def names_as_text(tree: Tree) -> list[str]:
-    """Rule 5: no module is named by a string, which breaks in silence when files move."""
-    return [
-        f"{module}:{node.lineno} names {node.value!r} as text"
-        for module, parsed in tree.parsed.items()
-        for node in ast.walk(parsed)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and node.value.startswith("octavo.fp8.")
-        and node.value in tree.sources
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -241,12 +35,15 @@ def tree() -> Tree:
     return Tree()
 
 
-RULES = (imports_down, fp8_imports_down, circles, inits, reach_inside, know_shards, names_as_text)
+RULES = (imports_down, fp8_imports_down, circles, inits, reach_inside, know_shards, names_as_text, loaded_by_text)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_layout_keeps(rule, tree: Tree) -> None:
     assert not rule(tree), "\n".join(rule(tree))
+
+
+FACE = "from octavo.fp8.dense.linear import Linear\n"
 
 
 @pytest.mark.parametrize(
@@ -264,18 +61,83 @@ def test_the_layout_keeps(rule, tree: Tree) -> None:
         (fp8_imports_down, {"octavo.fp8.stray": ""}),
         (circles, {"octavo.fp8.dense.inputs": "def f():\n    from octavo.fp8.dense import gemms"}),
         (circles, {"octavo.fp8.arithmetic.formats": "if TYPE_CHECKING:\n    from octavo.fp8.arithmetic import cast"}),
+        (imports_down, {"octavo.models.freeze": "from octavo import fp8\nfp8.weights.is_whole(w)"}),
+        (imports_down, {"octavo.data.digits": "importlib.import_module('triton')\nimport importlib"}),
+        (fp8_imports_down, {"octavo.fp8.dense.swap": "from importlib import import_module as i\ni('octavo.fp8.moe')"}),
+        (circles, {"octavo.cli.train": "from octavo.cli.main import COMMANDS"}),
+        (circles, {"octavo.bench.suite_moe": "import octavo.bench as b"}),
+        (circles, {"octavo.fp8.kernels.layout": "def f():\n    from octavo.fp8.kernels import backends"}),
+        (loaded_by_text, {"octavo.train.step": "import importlib\nimportlib.import_module('octavo.cli')"}),
+        (loaded_by_text, {"octavo.train.step": "import importlib as i\ni.import_module('.build', __package__)"}),
+        (loaded_by_text, {"octavo.train.step": "from importlib import import_module as i\ni(name)"}),
+        (loaded_by_text, {"octavo.train.step": "__import__('octavo.fp8')"}),
+        (loaded_by_text, {"octavo.train.step": "from sys import modules\nmodules['octavo.fp8']"}),
+        (loaded_by_text, {"octavo.train.step": "import sys\nm = sys.modules.get('octavo.fp8')"}),
+        (loaded_by_text, {"octavo.train.step": "import sys\nm = sys.modules[name]"}),
         (inits, {"octavo.fp8.dense": '"""A sentence."""\nx = 1\n'}),
-        (inits, {"octavo.fp8.dense": '"""A sentence."""\n' + "from octavo.fp8.dense.linear import Linear\n" * 41}),
+        (inits, {"octavo.fp8.dense": f'"""A sentence."""\n{FACE * 41}__all__ = ["Linear"]'}),
+        (inits, {"octavo.fp8.dense": f"{FACE}__all__ = ['Linear']"}),
+        (inits, {"octavo.fp8.dense": '"""' + "A\nlong story.\n" * 4 + f'"""\n{FACE}__all__ = ["Linear"]'}),
+        (inits, {"octavo.fp8.dense": f'"""A sentence."""\n{FACE}'}),
+        (inits, {"octavo.fp8.dense": f'"""A sentence."""\n{FACE}__all__ = ["Linear", "linear"]'}),
+        (inits, {"octavo.fp8.dense": f'"""A sentence."""\n{FACE}__all__ = sorted(["Linear"])'}),
+        (inits, {"octavo.fp8.dense": '"""A sentence."""\nfrom octavo.fp8.dense import linear  # its effect'}),
+        (inits, {"octavo.fp8.dense": '"""A sentence."""\nfrom torch import nn\n__all__ = ["nn"]'}),
         (reach_inside, {"octavo.train.step": "from octavo.fp8.dense.linear import Linear"}),
         (reach_inside, {"octavo.train.step": "def f():\n    from octavo.fp8.weights import cache"}),
+        (reach_inside, {"octavo.train.step": "from octavo import fp8\nfp8.dense.gemms.Site"}),
+        (reach_inside, {"octavo.train.step": "from octavo.fp8 import dense as d\nd.gemms.Site"}),
+        (reach_inside, {"octavo.train.step": "import octavo.fp8\noctavo.fp8.dense.gemms.Site"}),
         (know_shards, {"octavo.fp8.dense.linear": "from octavo.fp8.weights.shards import is_dtensor"}),
-        (know_shards, {"octavo.train.step": "def f(w):\n    return w.full_tensor()"}),
-        (names_as_text, {"octavo.fp8.blocks.mlp": "WATCHERS = ('octavo.fp8.observe.counts',)"}),
+        *(
+            (know_shards, {"octavo.train.step": says})
+            for says in (
+                "def f(w):\n    return w.full_tensor()",
+                "getattr(w, 'full_tensor')",
+                "hasattr(w, '_local_tensor')",
+                "w.to_local()",
+                "w.placements",
+                "w.device_mesh",
+                "import torch.distributed.tensor as dt",
+                "import torch\ntorch.distributed.fsdp.register",
+                "from torch.distributed import fsdp",
+                "from torch import distributed as d\nd.tensor.empty(1)",
+                "type(w).__name__ == 'DTensor'",
+                "sys.modules.get('torch.distributed.tensor')",
+                "model.state_dict(keep_vars=True)",
+            )
+        ),
+        *(
+            (names_as_text, {"octavo.fp8.blocks.mlp": says})
+            for says in (
+                "WATCHERS = ('octavo.fp8.observe.counts',)",
+                "x = 'octavo.fp8.long_gone'",
+                "x = 'octavo.fp8'",
+                "x = 'octavo.train.build'",
+                "x = 'octavo.fp8.observe.counts.GemmCounts'",
+                "x = 'octavo.fp8.'",
+                "x = f'octavo.fp8.{name}'",
+                "x = f'see octavo.fp8.{name}'",
+                "x = 'octavo/fp8/dense/linear.py'",
+                "x = 'from octavo.fp8 import dense'",
+                "x = 'call octavo.fp8.long_gone'",
+                "x = 'it is in octavo/fp8/long_gone.py, line 1'",
+            )
+        ),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
 def test_a_planted_violation_is_found(rule, planted: dict[str, str], tree: Tree) -> None:
     assert rule(tree.planted(planted))
+
+
+def test_what_is_text_may_be_said(tree: Tree) -> None:
+    said = """\"octavo.fp8.long_gone in a docstring\"
+x = "run octavo train FILE", "python -m octavo", "octavo::cast", "octavo.schema.json", "see octavo.fp8.linear."
+y = importlib.import_module("deep_gemm"), "torch._dynamo" in sys.modules, model.state_dict()
+"""
+    planted = tree.planted({"octavo.fp8.blocks.mlp": said})
+    assert not [*names_as_text(planted), *loaded_by_text(planted), *know_shards(planted)]
 
 
 def test_no_package_of_fp8_hides_a_public_function_or_grows_too_large() -> None:

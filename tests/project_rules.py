@@ -1,0 +1,339 @@
+"""The rules of the layout, each a function of a tree of sources that gives a sentence for whatever breaks it.
+
+Sources are read, never run. ``tests/test_project.py`` holds the rules on this tree, and on one with a violation
+planted.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "octavo"
+
+# Packages by level, the highest first. A package imports from lower levels only: never upward, never sideways.
+LEVELS = [
+    {"cli"},
+    {"rl", "report", "doctor", "bench"},
+    {"train"},
+    {"parallel", "checkpoint", "adapters"},
+    {"models", "data"},
+    {"fp8"},
+    {"config", "environment", "atomic", "arithmetic"},
+]
+LEVEL_OF = {package: -i for i, level in enumerate(LEVELS) for package in level}
+# The packages of octavo.fp8, the lowest first; within one, files form no circle.
+FP8_LEVELS = [
+    {"arithmetic"},
+    {"kernels", "observe"},
+    {"weights"},
+    {"dense"},
+    {"blocks", "memory", "optim"},
+    {"moe"},
+    {"policy"},
+    {"measuring"},
+    {"planning"},
+    {"proof"},
+]
+FP8_LEVEL_OF = {package: i for i, level in enumerate(FP8_LEVELS) for package in level}
+# Who knows that a parameter may be a DTensor, and the words and modules by which one sees that a file does.
+SHARDS = (
+    "octavo.fp8.weights.shards",
+    "octavo.fp8.weights.fp8_",
+    "octavo.fp8.optim.",
+    "octavo.parallel",
+    "octavo.checkpoint",
+)
+OF_SHARDS = {"DTensor", "is_dtensor", "fully_shard", "FSDPModule", "full_tensor", "distribute_tensor", "_local_tensor"}
+OF_SHARDS |= {"to_local", "placements", "device_mesh", "DeviceMesh", "init_device_mesh"}
+SHARD_MODULES = tuple(
+    f"torch.distributed.{name}" for name in ("tensor", "_tensor", "fsdp", "device_mesh", "_composable")
+)
+# Who imports the files of its own folder by name, when they are asked for: its edges are to all of them.
+LOADERS = {"octavo.cli.main", "octavo.bench", "octavo.fp8.kernels.triton_kernels"}
+BY_TEXT = {"importlib.import_module", "importlib.__import__", "importlib.util.find_spec", "sys.modules"}
+BY_TEXT |= {"__import__", "exec", "eval", "runpy.run_module", "pkgutil.resolve_name"}
+# One word that looks like a module and is none: a file that users keep.
+NO_MODULES = {"octavo.schema.json"}
+# Third-party packages that only some packages may import.
+KEPT_IN = {
+    "transformers": {"models", "data", "checkpoint", "adapters", "rl", "bench"},
+    "peft": {"adapters"},
+    "triton": {"fp8"},
+    "argparse": {"cli"},
+}
+
+
+def package_of(module: str) -> str | None:
+    """The package of ``octavo.<package>...``; octavo itself has none, and fp8's arithmetic lies below all others."""
+    parts = module.split(".")
+    if parts[0] != "octavo" or len(parts) < 2 or parts[1] in {"__main__", "__init__"}:
+        return None
+    return "arithmetic" if parts[1:3] == ["fp8", "arithmetic"] else parts[1]
+
+
+class Tree:
+    """Modules by dotted name with their sources; :meth:`planted` is the same with other sources for some of them."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, str] = {}
+        self.packages: set[str] = set()
+        for path in sorted(PACKAGE.rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            if parts[-1] == "__init__":
+                self.packages.add(name)
+            self.sources[name] = path.read_text(encoding="utf-8")
+        self.files = {name: File(name, self) for name in self.sources}
+
+    def planted(self, sources: dict[str, str]) -> Tree:
+        other = copy.copy(self)
+        other.sources = self.sources | sources
+        other.files = self.files | {name: File(name, other) for name in sources}
+        return other
+
+    def module_of(self, name: str) -> str:
+        """The longest beginning of a dotted name that is a module here; "" if none is."""
+        while name and name not in self.sources:
+            name = name.rpartition(".")[0]
+        return name
+
+    def inside(self, module: str) -> set[str]:
+        """The modules of this tree that a module imports."""
+        return {name for _, name in self.files[module].imports if name in self.sources} - {module}
+
+    def offers(self, name: str) -> bool:
+        """Whether a dotted name is a module or a name at the top of one."""
+        module = self.module_of(name)
+        rest = name.removeprefix(module).split(".")
+        return len(rest) == 1 or (len(rest) == 2 and rest[1] in self.files[module].top)
+
+
+class File:
+    """What a module says: the names it binds and uses, its imports, and its strings but for docstrings."""
+
+    def __init__(self, module: str, tree: Tree) -> None:
+        self.parsed = ast.parse(tree.sources[module])
+        self.nodes = list(ast.walk(self.parsed))
+        self.folder = module if module in tree.packages else module.rpartition(".")[0]
+        docs = {id(n.value) for n in self.nodes if isinstance(n, ast.Expr)}
+        self.texts = [
+            (n.lineno, n.value, id(n))
+            for n in self.nodes
+            if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs
+        ]
+        stated, bound = [], [("__import__", "__import__"), ("exec", "exec"), ("eval", "eval")]
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                stated += [(node.lineno, a.name) for a in node.names]
+                bound += [(a.asname, a.name) if a.asname else (a.name.split(".")[0],) * 2 for a in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                up = self.folder.split(".")[: len(self.folder.split(".")) - node.level + 1] if node.level else []
+                stem = ".".join([*up, *([node.module] if node.module else [])])
+                stated += [(node.lineno, f"{stem}.{a.name}") for a in node.names]
+                bound += [(a.asname or a.name, f"{stem}.{a.name}") for a in node.names]
+        # Every dotted name that begins with an imported one, whatever was imported under that word: (node, full name).
+        self.used = list(self._used(bound))
+        #: imports wherever they stand, also lazy, for type checkers, by attribute and by text: (line, module or name)
+        self.imports: list[tuple[int, str]] = []
+        for line, name in [*stated, *((n.lineno, name) for n, name in self.used if name.startswith("octavo."))]:
+            self.imports.append((line, tree.module_of(name) or name))
+        self.named = {name for _, name in stated} | {name for _, name in self.used}
+        self.loads = list(self._loads())
+        for line, text in self.loads:
+            if text is None and module in LOADERS:
+                siblings = [name for name in tree.sources if name.rpartition(".")[0] == self.folder]
+                self.imports += [(line, name) for name in siblings if not name.endswith(".__main__")]
+            elif text is not None:
+                self.imports.append((line, text))
+        self.top = {name for node in self.parsed.body for name in _binds(node)}
+
+    def _used(self, bound: list[tuple[str, str]]) -> Iterator[tuple[ast.expr, str]]:
+        for node in self.nodes:
+            at, attributes = node, []
+            while isinstance(at, ast.Attribute):
+                attributes.append(at.attr)
+                at = at.value
+            if isinstance(at, ast.Name) and isinstance(at.ctx, ast.Load):
+                for name in {name for word, name in bound if word == at.id}:
+                    yield node, ".".join([name, *reversed(attributes)])
+
+    def _loads(self) -> Iterator[tuple[int, str | None]]:
+        """What is imported, or looked up among modules, by text: (line, the text; None where it is not plain)."""
+        told = {}
+        for node in self.nodes:
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=who, attr="get" | "pop"), args=[ast.Constant(value=str(text)), *_]
+                ):
+                    told[id(who)] = text
+                case ast.Subscript(value=who, slice=ast.Constant(value=str(text))):
+                    told[id(who)] = text
+                case ast.Compare(left=ast.Constant(value=str(text)), comparators=[who]):
+                    told[id(who)] = text
+            match node:
+                case ast.Call(func=who, args=[ast.Constant(value=str(text)), *_]):
+                    told[id(who)] = text
+        return ((node.lineno, told.get(id(node))) for node, name in self.used if name in BY_TEXT)
+
+
+def _binds(node: ast.stmt) -> set[str]:
+    """The names that a statement at the top of a module makes."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {a.asname or a.name for a in node.names}
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def imports_down(tree: Tree) -> list[str]:
+    """Rule 1, between packages: only downward, never sideways; third-party packages where they belong."""
+    wrong = []
+    for module in tree.sources:
+        here = package_of(module)
+        for line, name in tree.files[module].imports:
+            top = name.split(".")[0]
+            if here is not None and top in KEPT_IN and here not in KEPT_IN[top]:
+                wrong.append(f"{module}:{line} imports {name}, which only {sorted(KEPT_IN[top])} may")
+            there = package_of(name) if name in tree.sources else None
+            if here is None or there is None or there == here or {here, there} <= {"fp8", "arithmetic"}:
+                continue
+            if LEVEL_OF[there] >= LEVEL_OF[here]:
+                wrong.append(f"{module}:{line} imports {name}: {here} may not look up or sideways to {there}")
+            if here == "models" and there == "fp8" and name not in ("octavo.fp8", "octavo.fp8.policy"):
+                wrong.append(f"{module}:{line} imports {name}: models knows of FP8 octavo.fp8 and fp8.policy")
+    return wrong
+
+
+def fp8_imports_down(tree: Tree) -> list[str]:
+    """Rule 1, inside fp8: a package imports only from lower levels, and nothing through octavo.fp8."""
+    wrong = []
+    for module in tree.sources:
+        here = module.split(".")[2] if module.startswith("octavo.fp8.") else None
+        if here is None:
+            continue
+        if here not in FP8_LEVEL_OF:
+            wrong.append(f"{module} lies in no package of fp8")
+            continue
+        for name in sorted(tree.inside(module)):
+            there = name.split(".")[2] if name.startswith("octavo.fp8.") else None
+            if name == "octavo.fp8" or (there != here and FP8_LEVEL_OF.get(there or "", -1) >= FP8_LEVEL_OF[here]):
+                wrong.append(f"{module} imports {name}: {here} may not look up or sideways")
+    return wrong
+
+
+def circles(tree: Tree) -> list[str]:
+    """Rule 1, within packages and everywhere: groups of modules that import each other."""
+    found: list[str] = []
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(module: str) -> None:  # Tarjan's strongly connected components
+        number[module] = low[module] = len(number)
+        stack.append(module)
+        for name in sorted(tree.inside(module)):
+            # A package's __init__ imports its files; a file that imports its own package closes a circle.
+            if name not in number:
+                visit(name)
+            if name in stack:
+                low[module] = min(low[module], low[name])
+        if low[module] == number[module]:
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(group) > 1:
+                found.append("circle: " + ", ".join(sorted(group)))
+
+    for module in tree.sources:
+        if module not in number:
+            visit(module)
+    return found
+
+
+def inits(tree: Tree) -> list[str]:
+    """Rule 2: a package inside fp8 has an ``__init__`` of at most 40 lines: a sentence and the names it offers. That of
+    fp8 may be longer, and :data:`LOADERS` import what others name."""
+    wrong = []
+    for name in tree.packages - LOADERS:
+        if not (name + ".").startswith("octavo.fp8."):
+            continue
+        lines, said = (tree.sources[name].count("\n"), 5) if name != "octavo.fp8" else (0, 15)
+        doc, *body = tree.files[name].parsed.body or [ast.Pass()]
+        imports = [n for n in body if isinstance(n, ast.ImportFrom) and f"{n.module}.".startswith(f"{name}.")]
+        offered = [a.asname or a.name for n in imports for a in n.names]
+        match body[len(imports) :]:
+            case []:
+                listed = []
+            case [ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List(elts=elements))]:
+                listed = [e.value for e in elements if isinstance(e, ast.Constant)]
+            case _:
+                listed = None
+        documented = 0 < len((ast.get_docstring(tree.files[name].parsed) or "").splitlines()) <= said
+        if not documented or lines > 40 or listed is None or sorted(listed) != sorted(set(offered)):
+            wrong.append(f"{name}: it holds one sentence and the names it offers, listed in __all__, and nothing else")
+    return wrong
+
+
+def reach_inside(tree: Tree) -> list[str]:
+    """Rule 3: from outside, ``octavo.fp8`` or one of its packages is imported, never a file in it, by attribute too."""
+    return [
+        f"{module}:{line} imports {name}; take it from {'.'.join(name.split('.')[:3])}"
+        for module in tree.sources
+        if not f"{module}.".startswith("octavo.fp8.")
+        for line, name in tree.files[module].imports
+        if name.startswith("octavo.fp8.") and name.count(".") > 2
+    ]
+
+
+def know_shards(tree: Tree) -> list[str]:
+    """Rule 4: few files know DTensor and FSDP2, by name, attribute or text; the others ask whether a weight is whole
+    here. A state dict that nobody reads is asked for because FSDP2 reshards then: ``weights.reshard`` does that."""
+    wrong = []
+    for module, file in tree.files.items():
+        if module.startswith(SHARDS):
+            continue
+        found = {name for name in file.named if f"{name}.".startswith(tuple(f"{m}." for m in SHARD_MODULES))}
+        found |= {text for _, text, _ in file.texts if text in OF_SHARDS or text.startswith(SHARD_MODULES)}
+        for node in file.nodes:
+            match node:
+                case ast.Name(id=word) | ast.Attribute(attr=word) | ast.alias(name=word) if word in OF_SHARDS:
+                    found.add(word)
+                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="state_dict"))):
+                    found.add("state_dict() without reading it")
+        wrong += [f"{module} names {word}; ask octavo.fp8.weights" for word in sorted(found)]
+    return wrong
+
+
+def names_as_text(tree: Tree) -> list[str]:
+    """Rule 5: no module is named by a string, which breaks in silence when files move. A sentence may name what is
+    there; code in a string, one word and the beginning of one may not."""
+    wrong = []
+    for module, file in tree.files.items():
+        parts = [pair for n in file.nodes if isinstance(n, ast.JoinedStr) for pair in itertools.pairwise(n.values)]
+        begun = {id(left) for left, right in parts if isinstance(right, ast.FormattedValue)}
+        for line, text, node in file.texts:
+            names = re.findall(r"(?<![\w/.-])octavo[./][\w./]*", text)
+            if not names or text in NO_MODULES:
+                continue
+            code = " " not in text or re.search(r"\b(from|import) octavo[./]", text)
+            cut = node in begun and text.endswith(names[-1])
+            stale = [n for n in names if not tree.offers(n.rstrip("./").removesuffix(".py").replace("/", "."))]
+            if code or cut or stale:
+                wrong.append(f"{module}:{line} names {stale or names} as text")
+    return wrong
+
+
+def loaded_by_text(tree: Tree) -> list[str]:
+    """Rules 1 and 5: who imports by text, or looks among modules, names another project's, plainly; :data:`LOADERS`
+    alone import files of this one so, those of their folder."""
+    return [
+        f"{module}:{line} loads {text or 'a module whose name is made at run time'}; import it"
+        for module, file in tree.files.items()
+        for line, text in file.loads
+        if (module not in LOADERS if text is None else text.startswith(".") or "octavo" in text)
+    ]
