@@ -383,6 +383,7 @@ print(report.main(sys.argv[1:]), "octavo.models.image_processors" in sys.modules
 """
 
 
+@pytest.mark.long
 def test_nothing_is_needed_that_a_gpu_machine_may_lack(tmp_path: Path) -> None:
     row = {"suite": "moe", "case": "c", "candidate": "bf16", "seconds": 2.0}
     (tmp_path / "bench.json").write_text(
