@@ -86,7 +86,7 @@ class Callback:
         """A checkpoint is whole and in its place."""
 
     def end(self, run: Run, result: RunResult) -> None:
-        """The run finished or a signal stopped it; all of its files are written. Not called after an error."""
+        """The run finished or was stopped; all of its files are written. Not called after an error."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Run:
     job       what was assembled: cfg, world, model, loader, plan, stepper, progress (:mod:`octavo.train.build`)
     first     the first step of this session
     row       the last step's row
-    stopping  a signal came; this step is the session's last
+    stopping  a signal came or `stop` was called; this step is the session's last
     eval, memory, gain    the last figures of each
     """
 
@@ -147,9 +147,14 @@ class Run:
         """Whether a step's row is written in any case."""
         return number % self.cfg.run.log_every == 0 or number in (self.first, self.cfg.train.steps)
 
+    def stop(self) -> None:
+        """End the run after this step, saved as by a signal: status "stopped", exit code 0; run.resume=auto goes on.
+        One rank suffices. In `begin` and `saved` it means the step to come."""
+        self.request.asked = True
+
     def asked_to_stop(self) -> bool:
-        """Whether a signal reached any rank. A collective."""
-        return self.world.any(self.request.signal is not None)
+        """Whether a signal reached any rank, or one called `stop`. A collective."""
+        return self.world.any(self.request.asked or self.request.signal is not None)
 
     def save(self) -> None:
         """Write a checkpoint, unless this step has one. A collective. Not before the row of the step is written, with

@@ -34,7 +34,7 @@ _WRITTEN = {"eval", "health", "memory", "skipped"}  # rows with one of these are
 
 
 def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterable[Callback] = ()) -> RunResult:
-    """Run one training job to its end, or to a signal.
+    """Run one training job to its end, or to a signal or callback that stops it.
 
     console: a rich console (None: silent). label: what its lines are called. callbacks: see `octavo.train.Callback`.
     Under torchrun every rank calls this; only the main one prints and writes.
@@ -112,7 +112,7 @@ def _train(run: Run) -> RunResult:
         if run.log is not None:
             run.log.close()
     # Stopped at the last step: finished, unless its evaluation is still due (made when the run goes on).
-    stopped = run.stopping and (run.step < steps or evaluation.due(run, steps))
+    stopped = run.stopping and (run.step < steps or (evaluation.due(run, steps) and "eval" not in run.row))
     result = _result(run, stopped)
     run.notify("end", result)
     return result
@@ -170,7 +170,7 @@ def _result(run: Run, stopped: bool) -> RunResult:
         final={key: value for key, value in run.row.items() if key not in _APART},
         eval=run.eval, health=run.job.progress.health, memory=run.memory, gain=run.gain, base=held,
         skipped=run.job.progress.skipped, seconds=run.job.progress.seconds,
-        signal=run.request.signal if stopped else None,
+        signal=max(run.world.gather_objects(run.request.signal or 0)) or None if stopped else None,
     )  # fmt: skip
     if stopped:
         run.say(f"stopped after step {run.step}; saved. Continue with run.resume=auto")

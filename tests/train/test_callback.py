@@ -15,6 +15,8 @@ from octavo.train.rundir import read_rows
 
 from .conftest import at
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/callback.py"
+
 
 class Diary(train.Callback):
     """Writes down what it is told."""
@@ -182,13 +184,45 @@ def test_a_train_error_of_its_own_is_left_as_it_is(make):
         train.run(make("train.steps=1", "train.warmup=0"), callbacks=[Refuses()])
 
 
+@pytest.mark.parametrize("event", ["before_step", "after_step", "evaluated", "end_step"])
+def test_it_stops_a_run_after_the_step_under_way(make, event: str):
+    def stop(self, run, *given):
+        if not stopped:
+            stopped.append(run.step)
+            run.stop()
+
+    stopped: list[int] = []
+    cfg = make("train.steps=2", "train.warmup=1", "run.eval_every=1", "run.log_every=2")
+    result = train.run(cfg, callbacks=[mine(**{event: stop})])
+    assert (result.status, result.steps, result.signal, result.exit_code) == ("stopped", 1, None, 0)
+    assert (result.dir / "checkpoints/step_1").is_dir() and not (result.dir / "result.json").exists()
+    assert (event in ("evaluated", "end_step")) == (result.eval is not None), "else it is made when the run goes on"
+    result = train.run(override(cfg, ["run.resume=auto"]))
+    rows = read_rows(result.dir / "metrics.jsonl")
+    assert result.status == "finished" and [(row["step"], "eval" in row) for row in rows] == [(1, True), (2, True)]
+
+
+def test_a_stop_in_begin_means_the_first_step_and_one_after_the_last_evaluation_nothing(make):
+    cfg = make("train.steps=2", "train.warmup=1", "run.eval_every=2")
+    result = train.run(cfg, callbacks=[mine(begin=lambda _, run: run.stop())])
+    assert (result.status, result.steps, result.exit_code) == ("stopped", 1, 0)
+    result = train.run(
+        override(cfg, ["run.resume=auto"]), callbacks=[mine(evaluated=lambda _, run, figures: run.stop())]
+    )
+    assert (result.status, result.steps) == ("finished", 2) and (result.dir / "result.json").exists()
+
+
 def test_the_example_runs(make, tmp_path: Path, monkeypatch, capsys):
     from octavo.config import to_yaml
 
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(make("train.steps=2", "train.warmup=1", "data.eval=[]")))
     monkeypatch.setattr("sys.argv", ["callback.py", str(file)])
-    runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/callback.py"), run_name="__main__")
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
     rows = read_rows(tmp_path / "run/metrics.jsonl")
     assert [row["best_loss"] for row in rows] == [rows[0]["loss"], min(row["loss"] for row in rows)]
     assert "best loss" in capsys.readouterr().out
+    early = runpy.run_path(str(EXAMPLE))["EarlyStop"](patience=2)
+    run = type("Run", (), {"stops": 0, "stop": lambda self: setattr(self, "stops", self.stops + 1)})()
+    seen = [(early.evaluated(run, {"loss": loss}), run.stops)[1] for loss in (2.0, 3.0, 1.0, 1.0, 1.5)]
+    assert seen == [0, 0, 0, 0, 1], "two in a row were no better than the best"
