@@ -22,8 +22,7 @@ class RunResult:
     health   the last FP8 health summary (worst and median figures)
     memory   bytes by kind, as last measured
     gain     what FP8 gained, where run.gain_steps asked for it; {"failed": why, "step"} without the memory for it
-    base     of a run beside a frozen base: how many weights it has, that they are what they were, what its FP8 codes
-             take (base.json has their fingerprints)
+    base     of a frozen base: how many weights, that they are what they were, what its FP8 codes take (see base.json)
     skipped  steps that were not applied because loss or gradient were not finite
     seconds  of training, all sessions of the run together
     signal   the signal that stopped it, None: a callback did
