@@ -1,9 +1,11 @@
-"""A callback: a column of one's own in metrics.jsonl, and a line at the end.
+"""Callbacks: a column of one's own in metrics.jsonl with a line at the end, and an early end.
 
 python examples/callback.py run.yaml
 """
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 
@@ -25,5 +27,18 @@ class BestLoss(train.Callback):
         run.say(f"best loss {self.best:.4f} in {result.steps} steps")
 
 
+class EarlyStop(train.Callback):
+    """Ends the run once `patience` evaluations in a row were no better than the best of this session."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience, self.worse, self.best = patience, 0, float("inf")
+
+    def evaluated(self, run: train.Run, figures: Mapping[str, Any]) -> None:
+        self.worse = self.worse + 1 if figures["loss"] >= self.best else 0
+        self.best = min(self.best, figures["loss"])
+        if self.worse >= self.patience:
+            run.stop()
+
+
 if __name__ == "__main__":
-    train.run(load_config(sys.argv[1]), console=Console(), callbacks=[BestLoss()])
+    train.run(load_config(sys.argv[1]), console=Console(), callbacks=[BestLoss(), EarlyStop(patience=3)])

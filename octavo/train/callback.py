@@ -2,7 +2,7 @@
 
     class BestLoss(train.Callback):
         def begin(self, run):
-            self.best = float("inf")
+            self.best = run.row.get("best_loss", float("inf"))  # of an earlier session too
 
         def after_step(self, run, step):
             self.best = min(self.best, step.row["loss"])
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from octavo.train.result import RunResult
 from octavo.train.signals import StopRequest
 from octavo.train.step import Batches, Observe, StepResult
 
+_RARE = "eval", "health", "memory", "gain", "experts", "base", "skipped", "empty", "aux_loss", "zeroed_v"  # in rows
+
 
 @dataclass
 class Step:
@@ -45,7 +47,7 @@ class Step:
     number   1 for the first of the run
     batches  this rank's micro-batches
     result   what the step gave
-    row      its line of metrics.jsonl; callbacks may add entries, which must be JSON
+    row      its line of metrics.jsonl; `after_step` may add entries, which must be JSON
     wanted   True: the line is written though `run.log_every` would pass it over
     """
 
@@ -59,8 +61,8 @@ class Step:
 class Callback:
     """Listens to a run. Override what you need; every method does nothing here.
 
-    What a method is given may be read. In `after_step` it may add entries to `step.row` and set `step.wanted`; whatever
-    else it changes (weights, gradients, batches) is no longer the run that was asked for.
+    What a method is given may be read. In `after_step` it may add entries to `step.row` and set `step.wanted`; it is an
+    error to change others, and with other weights, gradients or batches it is not the run that was asked for.
     An error stops the run: as a TrainError that names callback and step, with your error as its cause. The last
     checkpoint stands, and run.resume=auto goes on from there. What a callback remembers is in no checkpoint.
     """
@@ -84,7 +86,7 @@ class Callback:
         """A checkpoint is whole and in its place."""
 
     def end(self, run: Run, result: RunResult) -> None:
-        """The run finished or a signal stopped it; all of its files are written. Not called after an error."""
+        """The run finished or was stopped; all of its files are written. Not called after an error."""
 
 
 @dataclass
@@ -94,7 +96,7 @@ class Run:
     job       what was assembled: cfg, world, model, loader, plan, stepper, progress (:mod:`octavo.train.build`)
     first     the first step of this session
     row       the last step's row
-    stopping  a signal came; this step is the session's last
+    stopping  a signal came or `stop` was called; this step is the session's last
     eval, memory, gain    the last figures of each
     """
 
@@ -110,11 +112,11 @@ class Run:
     users: Sequence[Callback]
     callbacks: Sequence[Callback] = ()
     stopping: bool = False
-    fp8: bool = field(init=False)
     _saved: int = -1
 
-    def __post_init__(self) -> None:
-        self.fp8 = any(row.fp8 for row in self.job.plan.rows)
+    @property
+    def fp8(self) -> bool:
+        return any(row.fp8 for row in self.job.plan.rows)
 
     @property
     def cfg(self) -> Config:
@@ -145,17 +147,22 @@ class Run:
         """Whether a step's row is written in any case."""
         return number % self.cfg.run.log_every == 0 or number in (self.first, self.cfg.train.steps)
 
+    def stop(self) -> None:
+        """End the run after this step, saved as by a signal: status "stopped", exit code 0; run.resume=auto goes on.
+        One rank suffices. In `begin` and `saved` it means the step to come."""
+        self.request.asked = True
+
     def asked_to_stop(self) -> bool:
-        """Whether a signal reached any rank. A collective."""
-        return self.world.any(self.request.signal is not None)
+        """Whether a signal reached any rank, or one called `stop`. A collective."""
+        return self.world.any(self.request.asked or self.request.signal is not None)
 
     def save(self) -> None:
         """Write a checkpoint, unless this step has one. A collective. Not before the row of the step is written, with
-        which the run would go on: raises TrainError in `after_step`."""
+        which the run would go on: an error in `after_step` and `evaluated`."""
         if self._saved == self.step:
             return
         if self.step >= self.first and self.row.get("step") != self.step:
-            raise TrainError(f"step {self.step} has no row in metrics.jsonl yet; save in end_step, not in after_step")
+            raise ValueError(f"step {self.step} has no row in metrics.jsonl yet; save in end_step")
         if self.log is not None:
             self.log.sync()
         self._saved = self.step
@@ -173,21 +180,35 @@ class Run:
         return [self._call(callback, event, given) for callback in self.callbacks]
 
     def _call(self, callback: Callback, event: str, given: Sequence[Any]) -> Any:
+        if not any(callback is user for user in self.users):
+            return getattr(callback, event)(self, *given)
+        before = self._fixed(given)
         try:
             answer = getattr(callback, event)(self, *given)
-            if event == "after_step" and callback in self.users:
-                json.dumps(given[0].row)  # what it added must be JSON, and is its own to answer for
+            after = self._fixed(given)
+            for name, value in before.items():
+                if value is not after.get(name) and value != after.get(name):
+                    raise ValueError(f"it changed {name}; after_step may add other entries to step.row, nothing else")
+            if event == "before_step" and not isinstance(answer, Observe | None):
+                raise TypeError(f"it returned {answer!r}, which is neither None nor a train.Observe")
             return answer
+        except TrainError:
+            raise
         except Exception as error:
-            if callback not in self.users or isinstance(error, TrainError):
-                raise
-            step = given[0] if event == "before_step" else self.step
-            after = (
-                "The run itself has finished"
-                if event == "end"
-                else "Mend or remove it, and continue with run.resume=auto"
-            )
+            ended = event == "end" and given[0].status == "finished"
             raise TrainError(
-                f"the callback {type(callback).__name__} failed in {event} at step {step}: "
-                f"{type(error).__name__}: {error}. {after}"
+                f"the callback {type(callback).__name__} failed in {event} at step "
+                f"{given[0] if event == 'before_step' else self.step}: {type(error).__name__}: {error}. "
+                + ("The run itself has finished" if ended else "Mend or remove it, and continue with run.resume=auto")
             ) from error
+
+    def _fixed(self, given: Sequence[Any]) -> dict[str, Any]:
+        """What a callback may not change, by name; figures as JSON. Raises for entries of the row that are no JSON."""
+        fixed = {f"run.{name}": value for name, value in vars(self).items() if not name.startswith("_")}
+        fixed |= {f"run.{name}": json.dumps(getattr(self, name)) for name in ("row", "eval", "memory", "gain")}
+        for step in (it for it in given if isinstance(it, Step)):
+            fixed |= {f"step.{name}": getattr(step, name) for name in ("number", "batches", "result")}
+            fixed |= {f"the type of step.{name}": type(getattr(step, name)) for name in ("row", "wanted")}
+            row = dict.fromkeys(_RARE) | dict(step.row or {})
+            fixed |= {f"step.row[{key!r}]": json.dumps({key: value}) for key, value in row.items()}
+        return fixed

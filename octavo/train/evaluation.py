@@ -53,8 +53,7 @@ def _judge(logits: Tensor, batch: dict[str, Any]) -> Tensor:
 
 
 class Evaluation(Callback):
-    """Evaluates every `run.eval_every` steps and after the last one. A run that was stopped or killed before one that
-    was due makes it when it goes on."""
+    """Evaluates every `run.eval_every` steps and after the last one. What a stop leaves due is made on resume."""
 
     def begin(self, run: Run) -> None:
         done = run.row.get("step") == run.step

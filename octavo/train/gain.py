@@ -65,8 +65,7 @@ class Gain:
 
 class GainWindow(Callback):
     """Takes the window once in a run (`run.gain_steps`), when a session is warm; gain.json keeps it, or why there is
-    nothing to keep, and the step's row gets it too. A run that is asked to stop leaves it, and takes one when it goes
-    on."""
+    nothing to keep, and the step's row gets it too. A run that is asked to stop takes one when it goes on."""
 
     def begin(self, run: Run) -> None:
         if run.cfg.run.gain_steps and not run.fp8:

@@ -7,7 +7,7 @@ a run is made of is assembled in :mod:`octavo.train.build`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ _APART = ("eval", "health", "memory", "gain", "experts", "base")  # of a row, wh
 _WRITTEN = {"eval", "health", "memory", "skipped"}  # rows with one of these are written whatever run.log_every says
 
 
-def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Run one training job to its end, or to a signal.
+def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterable[Callback] = ()) -> RunResult:
+    """Run one training job to its end, or to a signal or callback that stops it.
 
     console: a rich console (None: silent). label: what its lines are called. callbacks: see `octavo.train.Callback`.
     Under torchrun every rank calls this; only the main one prints and writes.
@@ -42,8 +42,9 @@ def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Sequenc
     Raises TrainError and the errors of the packages below, each with its fix. What is raised on one rank alone ends
     that process; torchrun then ends the others.
     """
-    if strange := [c for c in callbacks if not isinstance(c, Callback)]:
-        raise TrainError(f"callbacks holds {strange[0]!r}; give instances of octavo.train.Callback, such as Mine()")
+    users = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
+    if any(not isinstance(user, Callback) for user in users):
+        raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
     cfg = base.settled(cfg)
     world = parallel.setup(cfg.run.threads)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
@@ -55,7 +56,7 @@ def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Sequenc
             result = RunResult(**{**start.result, "dir": start.directory})
         else:
             with StopRequest() as request:
-                result = _train(_begin(cfg, world, start, display, request, callbacks))
+                result = _train(_begin(cfg, world, start, display, request, users))
     world.close()
     return result
 
@@ -68,13 +69,9 @@ def _refuse_early(cfg: Config) -> None:
 
 
 def _begin(
-    cfg: Config,
-    world: parallel.World,
-    start: rundir.Start,
-    display: Display,
-    request: StopRequest,
-    users: Sequence[Callback],
-) -> Run:
+    cfg: Config, world: parallel.World, start: rundir.Start,
+    display: Display, request: StopRequest, users: Sequence[Callback],
+) -> Run:  # fmt: skip
     """Everything assembled and resumed, with what the run directory knows of earlier sessions."""
     job = build.build(cfg, world, start, display.say)
     rundir.settle(start, world)
@@ -87,8 +84,7 @@ def _begin(
         eval=next((row["eval"] for row in reversed(rows) if "eval" in row), None),
         memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
         gain=rundir.read_json(start.directory / rundir.GAIN),
-        callbacks=_in_order(users),
-        users=users,
+        users=users, callbacks=_in_order(users),
     )  # fmt: skip
 
 
@@ -116,7 +112,7 @@ def _train(run: Run) -> RunResult:
         if run.log is not None:
             run.log.close()
     # Stopped at the last step: finished, unless its evaluation is still due (made when the run goes on).
-    stopped = run.stopping and (run.step < steps or evaluation.due(run, steps))
+    stopped = run.stopping and (run.step < steps or (evaluation.due(run, steps) and "eval" not in run.row))
     result = _result(run, stopped)
     run.notify("end", result)
     return result
@@ -126,7 +122,7 @@ def _step(run: Run, number: int) -> Step:
     """Train one step; its row holds what every step has."""
     job, progress, settings = run.job, run.job.progress, run.cfg.train
     began = time.perf_counter()
-    batches = next(job.loader)
+    batches = tuple(next(job.loader))
     observe = _observe(run, number, batches)
     lr = lr_at(number, schedule=settings.schedule, lr=settings.lr, steps=settings.steps, warmup=settings.warmup,
                min_lr=settings.min_lr)  # fmt: skip
@@ -170,19 +166,12 @@ def _write(run: Run, step: Step) -> None:
 def _result(run: Run, stopped: bool) -> RunResult:
     held = None if stopped else deliver(run.job)
     result = RunResult(
-        dir=run.directory,
-        status="stopped" if stopped else "finished",
-        steps=run.step,
+        dir=run.directory, status="stopped" if stopped else "finished", steps=run.step,
         final={key: value for key, value in run.row.items() if key not in _APART},
-        eval=run.eval,
-        health=run.job.progress.health,
-        memory=run.memory,
-        gain=run.gain,
-        base=held,
-        skipped=run.job.progress.skipped,
-        seconds=run.job.progress.seconds,
-        signal=run.request.signal if stopped else None,
-    )
+        eval=run.eval, health=run.job.progress.health, memory=run.memory, gain=run.gain, base=held,
+        skipped=run.job.progress.skipped, seconds=run.job.progress.seconds,
+        signal=max(run.world.gather_objects(run.request.signal or 0)) or None if stopped else None,
+    )  # fmt: skip
     if stopped:
         run.say(f"stopped after step {run.step}; saved. Continue with run.resume=auto")
     elif run.world.is_main:

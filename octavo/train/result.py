@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,19 +15,17 @@ class RunResult:
     """How a run ended.
 
     dir      the run directory
-    status   "finished", or "stopped" (a signal; saved, continue with run.resume=auto)
+    status   "finished", or "stopped" (a signal or `Run.stop`; saved, continue with run.resume=auto)
     steps    optimizer steps done
     final    the last row of metrics.jsonl without eval, health, memory, gain, experts and base
     eval     the last evaluation, None where there was none
     health   the last FP8 health summary (worst and median figures)
     memory   bytes by kind, as last measured
-    gain     what FP8 gained over high precision, where run.gain_steps asked for it; {"failed": why, "step"} without
-             the memory for it
-    base     of a run beside a frozen base: how many weights it has, that they are what they were, what its FP8 codes
-             take (base.json has their fingerprints)
+    gain     what FP8 gained, where run.gain_steps asked for it; {"failed": why, "step"} without the memory for it
+    base     of a frozen base: how many weights, that they are what they were, what its FP8 codes take (see base.json)
     skipped  steps that were not applied because loss or gradient were not finite
     seconds  of training, all sessions of the run together
-    signal   the signal that stopped it
+    signal   the signal that stopped it, None: a callback did
     """
 
     dir: Path
@@ -47,7 +44,7 @@ class RunResult:
     @property
     def exit_code(self) -> int:
         """0; 128 + the signal's number for a run that a signal stopped (143 SIGTERM, 130 SIGINT)."""
-        return 0 if self.status == "finished" else 128 + (self.signal or signal.SIGTERM)
+        return 128 + self.signal if self.signal else 0
 
     def losses(self) -> dict[int, float]:
         """Step -> loss, as metrics.jsonl has them."""

@@ -10,12 +10,11 @@ from typing import Any
 
 class StopRequest:
     """A context in which the first SIGTERM or SIGINT is remembered (`signal`) and a second SIGINT interrupts at once.
-
-    Outside the main thread signals cannot be caught; then it remembers nothing.
-    """
+    Outside the main thread signals cannot be caught; then it remembers nothing."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.asked = False  # to stop, by a callback
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: a signal, steps that are not finite, steps without a token to learn from."""
+"""What ends a run early: a signal, a callback, steps that are not finite or without a token to learn from."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ PATIENCE = 10  # such steps in a row before the run gives up
 
 
 class Stopping(Callback):
-    """Asks between steps whether a signal reached any rank: such a run saves and leaves."""
+    """Asks between steps whether a signal reached any rank, or a callback asks: such a run saves and leaves."""
 
     def after_step(self, run: Run, step: Step) -> None:
         run.stopping = run.asked_to_stop()
         step.wanted |= run.stopping  # a row to continue from: its evaluation may be added later
 
+    def end_step(self, run: Run, step: Step) -> None:
+        run.stopping |= bool(run.users) and run.world.any(run.request.asked)  # in `evaluated` or `end_step`
+
 
 class NotFinite(Callback):
-    """Says that a step was not applied. After `PATIENCE` in a row (or all there are) it finds the layer and
-    stops."""
+    """Says that a step was not applied. After `PATIENCE` in a row (or all there are) it finds the layer and stops."""
 
     def after_step(self, run: Run, step: Step) -> None:
         if not step.result.applied:
