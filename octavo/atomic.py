@@ -72,9 +72,9 @@ def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iter
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def swap(made: Path, target: Path, former: Path) -> None:
-    """Rename `made` to `target`, what is there to `former` before. A kill between the two is mended by `restore`."""
-    if target.exists():
+def swap(made: Path, target: Path, former: Path | None = None) -> None:
+    """Rename `made` to `target`, what is there to `former` before (none: refused); `restore` mends a kill between."""
+    if former is not None and target.exists():
         os.rename(target, former)
     os.rename(made, target)
     sync(target.parent)

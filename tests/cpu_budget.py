@@ -3,6 +3,9 @@
 Wall-clock says how busy the machine was; CPU seconds say what the tests cost, subprocesses included. Every process of
 pytest-xdist counts its own and sends the total when it ends. ``OCTAVO_TEST_CPU=FILE`` writes the seconds of every test
 as JSON, which is what the table in ``docs/lab.md`` is made of (``python tests/cpu_budget.py FILE``).
+
+A test over 5 s is to be marked long and is named. Far beyond that it fails a run that leaves long tests out, such as
+``make test``; a busy machine alone does not take a test there.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import pytest
 CPU = "cpu_seconds"  # the user property that carries the seconds of one phase of a test
 SLOWEST = 10
 LONG = 5.0  # CPU seconds beyond which a test is to be marked long
+TOLERATED = 1.5  # times that: what a test not marked long may cost before the run fails
 
 
 def cpu_seconds() -> float:
@@ -40,6 +44,7 @@ class CpuBudget:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.tests: Counter[str] = Counter()
+        self.short: set[str] = set()  # those not marked long
         self.workers = 0.0
 
     @pytest.hookimpl(wrapper=True)
@@ -57,10 +62,22 @@ class CpuBudget:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.tests[report.nodeid] += next((v for k, v in reversed(report.user_properties) if k == CPU), 0.0)
+        if "long" not in report.keywords:
+            self.short.add(report.nodeid)
 
-    def pytest_sessionfinish(self) -> None:
+    def over(self, seconds: float) -> list[str]:
+        """The tests not marked long that took more than this, the dearest first."""
+        return [name for name, cost in self.tests.most_common() if cost > seconds and name in self.short]
+
+    def too_dear(self) -> list[str]:
+        """The tests that fail this run by what they cost. A run that asks for long tests too is judged by none."""
+        return self.over(TOLERATED * LONG) if "not long" in self.config.option.markexpr else []
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput[CPU] = cpu_seconds()
+        elif self.too_dear() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
@@ -73,10 +90,14 @@ class CpuBudget:
         terminalreporter.section(f"CPU seconds: {total:.0f} in all, {sum(self.tests.values()):.0f} of them in tests")
         for name, seconds in self.tests.most_common(SLOWEST):
             terminalreporter.write_line(f"{seconds:7.1f}  {name}")
-        if not terminalreporter.config.option.markexpr.startswith("long"):
-            over = [name for name, seconds in self.tests.most_common() if seconds > LONG]
-            if over:
-                terminalreporter.write_line(f"over {LONG:.0f} s, to be marked long: {', '.join(over)}")
+        if over := self.over(LONG):
+            terminalreporter.write_line(f"over {LONG:.0f} s, to be marked long: {', '.join(over)}")
+        for name in self.too_dear():
+            terminalreporter.write_line(
+                f"FAILED {name} - it took {self.tests[name]:.1f} CPU seconds, and a test not marked long may take "
+                f"{TOLERATED * LONG:g}: make it cheaper, or mark it pytest.mark.long",
+                red=True,
+            )
         if out := os.environ.get("OCTAVO_TEST_CPU"):
             Path(out).write_text(json.dumps({"total": total, "tests": dict(self.tests)}, indent=1))
 

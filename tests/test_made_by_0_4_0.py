@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.losses import platform
 from octavo import adapters, checkpoint, fp8, models, train
+from octavo.cli.main import main
 from octavo.config import load_config
 
 MADE = Path(__file__).parent / "made_by_0_4_0"
@@ -111,6 +113,15 @@ def test_a_finished_run_is_evaluated_and_its_folder_loads(copy: Path) -> None:
     own = trained.state_dict()
     for name, value in written.state_dict().items():
         assert torch.equal(own[name].float(), value.float()), name
+
+
+def test_a_finished_run_answers_though_its_template_adds_texts_up(copy: Path, capsys) -> None:
+    ask = ["generate", "runs/finished", "--prompt", "1 + 1 = ?", "--max-new-tokens", "2", "--json"]
+    assert main(ask) == 0
+    assert json.loads(capsys.readouterr().out)["fp8_gemms"] > 0
+    Image.new("RGB", (8, 8)).save("cat.png")
+    assert main([*ask, "--image", "cat.png"]) == 1
+    assert "0 image parts but 1 images were given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("run", ["stopped", "stopped_fp8_weights", "lora", "finished"])

@@ -98,10 +98,12 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[str, int, tuple[str, ...]
     cfg = found.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
     loaded = [images.load(file, megapixels) for file in args.image]
-    content: list[dict[str, str]] = [{"type": "image"} for _ in loaded]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": [*content, {"type": "text", "text": args.prompt}]}]
-    if system:
-        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+    turns = (("system", system), ("user", args.prompt))
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns if text]
+    if not isinstance(processor, models.TextProcessor):  # as training writes them: in parts for those that see images
+        for turn in messages:
+            turn["content"] = [{"type": "text", "text": turn["content"]}]
+        messages[-1]["content"][:0] = [{"type": "image"} for _ in loaded]
     device = next(model.parameters()).device
     bf16 = cfg is not None and autocasts(cfg, device)  # as training computes
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16), fp8.count_gemms() as counts:

@@ -327,10 +327,10 @@ def _make_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that no checkpoint holds (rotary tables, position ids): `_init_weights` of each model does,
     module by module, and leaves no trace elsewhere since only those modules are given to it."""
 
-    def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
-        owner = module if isinstance(module, PreTrainedModel) else owner
+    def visit(module: nn.Module, name: str, pretrained: PreTrainedModel) -> None:
+        pretrained = module if isinstance(module, PreTrainedModel) else pretrained
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, owner)
+            visit(child, f"{name}.{child_name}" if name else child_name, pretrained)
         mine = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
         if not mine:
             return
@@ -342,7 +342,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
                 meta = torch.empty_like(value, device="meta")
                 module._parameters[parameter] = nn.Parameter(meta, value.requires_grad)
         with torch.no_grad():
-            owner._init_weights(module)
+            pretrained._init_weights(module)
         module._parameters.update(held)
 
     visit(model, "", model)

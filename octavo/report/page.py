@@ -20,6 +20,7 @@ import numpy as np
 from markupsafe import Markup
 
 import octavo
+from octavo import atomic
 from octavo.report import figures, savings
 from octavo.report.judge import Run, Verdict, accuracy, last_step
 from octavo.report.rundir import ReportError, RunRecord
@@ -50,10 +51,10 @@ def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ..
     directory.mkdir(parents=True, exist_ok=True)
     data = document(verdict) | {"savings": finite(savings_of(verdict, records))}
     drawings, images = draw(records, directory)
-    page = directory / "report.html"
-    page.write_text(render(verdict, records, drawings, data["created"]), encoding="utf-8")
-    (directory / "report.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return (page, directory / "report.json", *images)
+    page, numbers = directory / "report.html", directory / "report.json"
+    atomic.write_text(page, render(verdict, records, drawings, data["created"]))
+    atomic.write_text(numbers, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    return (page, numbers, *images)
 
 
 def document(verdict: Verdict) -> dict[str, Any]:

@@ -143,8 +143,7 @@ def _keep_plan(
     file = directory / rundir.PLAN
     more: tuple[str, ...] = ()
     if saved == file.resolve() and rundir.is_whole_plan(file):
-        earlier = rundir.read_json(file) or {}
-        more = tuple(note for note in separated(file.name, earlier) if note not in notes)
+        more = tuple(n for n in separated(file.name, rundir.read_json(file) or {}, plan) if n not in notes)
         if not more:
             return ()
     rundir.write_plan(directory, family, plan, (*notes, *more), prediction)

@@ -29,7 +29,7 @@ from octavo.train.signals import StopRequest
 from octavo.train.step import Batches, Observe
 from octavo.train.stopping import NotFinite, NothingToLearn, Stopping
 
-_APART = ("eval", "health", "memory", "gain", "experts", "base")  # of a row, what the result's `final` leaves out
+_NOT_FINAL = ("eval", "health", "memory", "gain", "experts", "base")  # of a row, what the result's `final` leaves out
 _WRITTEN = {"eval", "health", "memory", "skipped"}  # rows with one of these are written whatever run.log_every says
 
 
@@ -167,7 +167,7 @@ def _result(run: Run, stopped: bool) -> RunResult:
     held = None if stopped else deliver(run.job)
     result = RunResult(
         dir=run.directory, status="stopped" if stopped else "finished", steps=run.step,
-        final={key: value for key, value in run.row.items() if key not in _APART},
+        final={key: value for key, value in run.row.items() if key not in _NOT_FINAL},
         eval=run.eval, health=run.job.progress.health, memory=run.memory, gain=run.gain, base=held,
         skipped=run.job.progress.skipped, seconds=run.job.progress.seconds,
         signal=max(run.world.gather_objects(run.request.signal or 0)) or None if stopped else None,

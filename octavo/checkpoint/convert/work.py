@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -59,8 +58,7 @@ class Work:
         """Everything is made: it becomes the target, and what was beside it goes."""
         atomic.sync_tree(self.made)
         self._refuse_target()
-        os.rename(self.made, self.target)
-        atomic.sync(self.target.parent)
+        atomic.swap(self.made, self.target)
         shutil.rmtree(self.aside)
 
     def _refuse_target(self) -> None:

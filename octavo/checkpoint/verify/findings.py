@@ -50,9 +50,6 @@ class Verdict:
     source: str
 
 
-_SAID = ("verdict", "reason", "source")  # of a verdict, beside its loader
-
-
 @dataclass(frozen=True)
 class Compared:
     """A tensor beside the reference's.
@@ -161,7 +158,7 @@ class Verified:
             "fp8_tensors": self.fp8,
             "scanned": self.scanned,
             "findings": [vars(f) for f in self.findings],
-            "verdicts": {v.loader: {key: vars(v)[key] for key in _SAID} for v in self.verdicts},
+            "verdicts": {v.loader: {k: x for k, x in vars(v).items() if k != "loader"} for v in self.verdicts},
             "compared": [vars(c) for c in self.compared],
         }
 

@@ -140,16 +140,9 @@ def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: Weight
 
 
 def fwd(
-    site: Site,
-    way: Dense,
-    given: Input | None,
-    x_q: Quantized | None,
-    weight: Tensor,
-    part: WeightSlice,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    seen: Seen,
-) -> tuple[Tensor, Quantized | None]:
+    site: Site, way: Dense, given: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
+    bias: Tensor | None, dtype: torch.dtype, seen: Seen,
+) -> tuple[Tensor, Quantized | None]:  # fmt: skip
     """y [M, N] in ``dtype``, from the codes of x or, where fwd stays in high precision, from what was ``given``.
 
     And the codes of w, where dgrad needs those very ones: cast inside a graph capture, they are in no cache.

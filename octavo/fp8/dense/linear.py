@@ -165,12 +165,7 @@ def _itself(way: Dense, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _again(
-    remake: Callable[..., Tensor],
-    count: int,
-    site: Site,
-    dtype: torch.dtype,
-    way: Dense,
-    tensors: Sequence[Tensor],
+    remake: Callable[..., Tensor], count: int, site: Site, dtype: torch.dtype, way: Dense, tensors: Sequence[Tensor]
 ) -> tuple[Quantized | Tensor, Tensor]:
     """What a forward would have saved of x, made again, and x."""
     x = remake(*tensors[:count]).to(dtype)

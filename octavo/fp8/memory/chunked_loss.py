@@ -61,9 +61,9 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing is {label_smoothing}; it is a share of the probability: use 0 to 1")
     if not z_loss >= 0.0:
         raise ValueError(f"z_loss is {z_loss}; a negative factor would drive log Z away from 0: use 0 or more")
-    wants = _Wants(total=label_smoothing > 0.0)
+    needs = _Needs(total=label_smoothing > 0.0)
     tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    found = _statistics(tokens, weight, bias, wants, chunk)
+    found = _statistics(tokens, weight, bias, needs, chunk)
     loss = found.lse - found.at_target
     if found.total is not None:
         uniform = found.lse - found.total / weight.shape[0]
@@ -99,7 +99,7 @@ def token_log_probs(
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    found = _statistics(tokens, weight, bias, _Wants(entropy=entropy, temperature=temperature), chunk)
+    found = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk)
     logs = tokens.spread(found.at_target - found.lse)
     return logs if found.entropy is None else (logs, tokens.spread(found.entropy))
 
@@ -179,14 +179,14 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
         )
 
 
-class _Wants(NamedTuple):
+class _Needs(NamedTuple):
     total: bool = False
     entropy: bool = False
     temperature: float = 1.0
 
 
 class _Found(NamedTuple):
-    """Of each token's x / temperature, in fp32 [m]; what nobody wants is None."""
+    """Of each token's x / temperature, in fp32 [m]; what nobody needs is None."""
 
     lse: Tensor
     at_target: Tensor
@@ -194,7 +194,7 @@ class _Found(NamedTuple):
     entropy: Tensor | None
 
 
-def _statistics(tokens: _Tokens, weight: Tensor, bias: Tensor | None, wants: _Wants, chunk: int | None) -> _Found:
+def _statistics(tokens: _Tokens, weight: Tensor, bias: Tensor | None, needs: _Needs, chunk: int | None) -> _Found:
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; at least the logits of one token must exist: use 1 or more, or None")
     rows, size = max(len(tokens.hidden), 1), weight.shape[0]
@@ -204,7 +204,7 @@ def _statistics(tokens: _Tokens, weight: Tensor, bias: Tensor | None, wants: _Wa
         width = max(1, chunk * size // rows)
     low = compute_dtype(tokens.hidden)
     with without_autocast(tokens.hidden):
-        return _Found(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, wants, width, low))
+        return _Found(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, needs, width, low))
 
 
 class _Statistics(torch.autograd.Function):
@@ -213,16 +213,16 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-        wants: _Wants, width: int, low: torch.dtype,
+        needs: _Needs, width: int, low: torch.dtype,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         h = hidden.to(low)
         wide = _wide(low)
         # A target outside the vocabulary is found in no block: its loss must show that.
         at_target = torch.full((len(h),), torch.nan, dtype=wide, device=h.device)
-        total = torch.zeros_like(at_target) if wants.total else None
+        total = torch.zeros_like(at_target) if needs.total else None
         lses, entropies = [], []
         for block in _blocks(weight.shape[0], width):
-            x = _logits(h, weight, bias, block, wants.temperature)
+            x = _logits(h, weight, bias, block, needs.temperature)
             inside, at = _place(target, block)
             at_target = torch.where(inside, x.gather(1, at).squeeze(1), at_target)
             if total is not None:
@@ -230,16 +230,16 @@ class _Statistics(torch.autograd.Function):
             top = x.amax(1, keepdim=True)
             top.masked_fill_(top.isinf(), 0.0)  # exp(x - top) is then what x says, as in torch.logsumexp
             x.sub_(top)
-            e = x.exp() if wants.entropy else x.exp_()
+            e = x.exp() if needs.entropy else x.exp_()
             sums = e.sum(1)
             lses.append(sums.log() + top.squeeze(1))
-            if wants.entropy:
+            if needs.entropy:
                 entropies.append(sums.log() - e.mul_(_finite(x)).sum(1) / sums)
         parts = torch.stack(lses, 1)  # [m, blocks]
         lse = parts.logsumexp(1)
-        entropy = _joint_entropy(parts - lse.unsqueeze(1), torch.stack(entropies, 1)) if wants.entropy else None
+        entropy = _joint_entropy(parts - lse.unsqueeze(1), torch.stack(entropies, 1)) if needs.entropy else None
         ctx.save_for_backward(h, weight, bias, target, lse, entropy)
-        ctx.dtype, ctx.wants, ctx.width = hidden.dtype, wants, width
+        ctx.dtype, ctx.needs, ctx.width = hidden.dtype, needs, width
         return lse, at_target, total, entropy
 
     @staticmethod
@@ -253,8 +253,8 @@ class _Statistics(torch.autograd.Function):
         db = torch.empty_like(bias) if needs_b else None
         with without_autocast(h):
             for block in _blocks(weight.shape[0], ctx.width):
-                x = _logits(h, weight, bias, block, ctx.wants.temperature)
-                dx = _dx(x, block, target, lse, entropy, grads).div_(ctx.wants.temperature)
+                x = _logits(h, weight, bias, block, ctx.needs.temperature)
+                dx = _dx(x, block, target, lse, entropy, grads).div_(ctx.needs.temperature)
                 del x  # its memory is dx's, or free
                 if db is not None:
                     db[block] = dx.sum(0)

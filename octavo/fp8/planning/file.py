@@ -33,7 +33,7 @@ from octavo.fp8.planning.decide import plan
 from octavo.fp8.planning.file_form import FORMAT, lines_of, read, read_lines
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.policy.decisions import device_of
-from octavo.fp8.policy.globs import template
+from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, topology
 
@@ -123,7 +123,7 @@ def load_plan(
     _check_model(path, found["model"], topology(model, components))
     made = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
     rows = (replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in made.rows)
-    notes = [*made.notes, *separated(path.name, found)]
+    notes = [*made.notes, *separated(path.name, found, made)]
     changed = [d for d in then.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
         notes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen anew")
@@ -148,15 +148,19 @@ def _policy(found: Mapping[str, Any], path: Path, text: str, other_machine: bool
     )
 
 
-def separated(name: str, found: Mapping[str, Any]) -> Iterator[str]:
-    """A note on what version 0.4.0 let run as one GEMM, by what it wrote into the plan file ``name``."""
-    ones = [x for x in found.get("sisters") or [] if isinstance(x, dict) and x.get("fuse") == "on"]
+def separated(name: str, found: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+    """Notes on what version 0.4.0 let run as one GEMM, by what it wrote into the plan file ``name``."""
+    layers = [row.name.removesuffix(".base_layer").rpartition(".") for row in plan.rows]
+    ones: list[str] = []
+    for match, names in [(x["match"], x.get("names")) for x in found.get("sisters") or [] if x["fuse"] == "on"]:
+        lasts = {last for holder, _, last in layers if (matches(match, holder) if match else not holder)}
+        if lasts.intersection(names.split() if names else lasts):
+            ones.append(f"{names or 'siblings'} of {match or 'the model'}")
+        else:
+            yield f"{name}: {match!r} in sisters, from version 0.4.0, names no layer of this model and is ignored"
     if ones:
-        what = ", ".join(f"{x.get('names') or 'siblings'} of {x.get('match') or 'the model'}" for x in ones[:3])
-        yield (
-            f"{name} is of version 0.4.0, which ran {what}{' and others' if len(ones) > 3 else ''} as one GEMM: "
-            "each layer runs its own now, on one cast of their input"
-        )
+        what = f"{', '.join(ones[:3])}{' and others' if ones[3:] else ''} as one GEMM"
+        yield f"{name} is of version 0.4.0, which ran {what}: each layer runs its own now, on one cast of their input"
 
 
 def _summary(rows: Iterable[Row]) -> list[dict[str, Any]]:

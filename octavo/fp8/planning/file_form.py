@@ -119,6 +119,12 @@ _LAYER = _holds(
         "experts": _maybe(lambda v: _count(v, 1)),
     },
 )
+_SISTERS = {  # of version 0.4.0; an empty match is the model itself
+    "match": lambda v: v == "" or _text(v) and all(s == "**" or s and "**" not in s for s in v.split(".")),
+    "fuse": lambda v: v in ("on", OFF),
+    "names": _maybe(_text),
+    **dict.fromkeys(("why", "ms"), lambda v: True),
+}
 
 #: key -> (whether a value, None for an absent one, fits; what belongs there)
 _KEYS: dict[str, tuple[Fits, str]] = {
@@ -140,7 +146,7 @@ _KEYS: dict[str, tuple[Fits, str]] = {
     ),
     "weight_codes": (_maybe(lambda v: v in WEIGHT_CODES), "keep, recast or both"),
     "fuse_blocks": (_maybe(lambda v: isinstance(v, bool)), "true or false"),
-    "sisters": (_maybe(lambda v: isinstance(v, list)), "a list of lines"),
+    "sisters": (_maybe(_list(_holds(["match", "fuse"], _SISTERS))), "a list of lines with match, names and fuse"),
     "layers": (lambda v: isinstance(v, list), "a list of lines"),
 }
 

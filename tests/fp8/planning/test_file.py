@@ -318,3 +318,36 @@ def test_a_policy_of_version_0_4_0_says_what_auto_is():
     assert not any("auto" in note for note in fp8.plan(Net(), fp8.Policy(fuse="on")).notes)
     with pytest.raises(fp8.PlanError, match="fuse='maybe' does not exist; use 'off' or 'on'"):
         fp8.Policy(fuse="maybe")
+
+
+@pytest.mark.parametrize(
+    "sisters",
+    [
+        [1, 2],
+        [{"match": "**", "fuse": True}],
+        [{"match": "**", "fuse": "maybe"}],
+        [{"match": 5, "fuse": "on"}],
+        [{"match": "layers..mlp", "fuse": "on"}],
+        [{"match": "**", "fuse": "on", "names": 3}],
+        [{"match": "**", "fuse": "on", "more": 1}],
+    ],
+)
+def test_siblings_of_version_0_4_0_that_nobody_could_have_written_are_refused(saved, sisters):
+    _, path = saved
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sisters": sisters}))
+    with pytest.raises(fp8.PlanError, match=r"plan.json has no usable 'sisters': it is .* where a list of lines with"):
+        fp8.load_plan(path, Net())
+
+
+def test_siblings_of_version_0_4_0_that_the_model_does_not_have_are_not_said_to_have_run(saved):
+    _, path = saved
+    away = {"match": "nowhere.**", "fuse": "on"}
+    other = {"match": "layers.*", "names": "gate_proj", "fuse": "on"}
+    here = {"match": "layers.*", "names": "up_proj down_proj", "fuse": "on", "why": "fuse: on", "ms": {"bf16": None}}
+    for sisters, count in (([away, {**here, "fuse": "off"}], 1), ([away, other, here], 2)):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "sisters": sisters}))
+        notes = fp8.load_plan(path, Net()).notes
+        ignored = [n for n in notes if "in sisters, from version 0.4.0, names no layer of this model and is ignor" in n]
+        assert len(ignored) == count and "'nowhere.**'" in ignored[0]
+        ran = [n for n in notes if "as one GEMM" in n]
+        assert len(ran) == count - 1 and all("ran up_proj down_proj of layers.* as one GEMM" in n for n in ran)

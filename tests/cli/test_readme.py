@@ -1,0 +1,71 @@
+"""Every command of README.md runs as typed: the product's own parser takes it, its files aside; the YAML is a
+configuration, the Python's names exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from octavo import fp8
+from octavo.bench import SUITES
+from octavo.cli import arguments
+from octavo.cli.main import COMMANDS, main
+from octavo.config import load_config_text, override
+from octavo.models import shapes, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCED = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+BLOCKS = dict(FENCED)
+LINES = [
+    *re.findall(r"`((?:octavo|make) [^`]+)`", README),
+    *re.findall(r"^(?:octavo|make) .*", BLOCKS["sh"], re.MULTILINE),
+]
+#: what the parser leaves to the command
+NAMES = {"suite": [[suite] for suite in SUITES], "family": tiny.FAMILIES, "shape": shapes.SHAPES}
+
+
+def parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """What the command would work on, instead of its work."""
+    _, command, *words = shlex.split(line, comments=True)
+    assert command in COMMANDS
+    found: list[Namespace] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.import_module(f"octavo.cli.{command}"), "run", lambda args: found.append(args) or 0)
+        assert main([command, *words]) == 0, line
+    return found[0]
+
+
+def test_every_command_is_one_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config_text(BLOCKS["yaml"])
+    seen = set()
+    for line in (line for line in LINES if line.startswith("octavo")):
+        args = parsed(line, monkeypatch)
+        seen.add(line.split()[1])
+        for name, known in NAMES.items():
+            assert getattr(args, name, None) is None or getattr(args, name) in known, line
+        if hasattr(args, "overrides"):
+            override(config, arguments.overrides(args))
+    assert len(seen) > 10 and {"plan", "train", "compare", "generate", "export"} < seen
+    for target in re.findall(r"^.*?make (\w+)", "\n".join(x for x in LINES if x.startswith("make")), re.MULTILINE):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
+    with pytest.raises(AssertionError):  # as a command would be that is no more
+        parsed("octavo plan my.yaml --cards 80GB", monkeypatch)
+
+
+def test_the_configuration_is_one() -> None:
+    config = load_config_text(BLOCKS["yaml"])
+    assert len(FENCED) == len(BLOCKS) == 3  # one of each kind: the others would not be looked at
+    assert config.run.dir == "runs/my" and config.fp8.recipe == "blockwise"
+
+
+def test_the_python_names_what_there_is() -> None:
+    tree = ast.parse(BLOCKS["python"])
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "fp8"}
+    assert {"plan", "apply"} < used and all(hasattr(fp8, name) for name in used)
