@@ -12,8 +12,7 @@ name, or one for each GEMM, or absent for the registry's choice; ``why`` and ``m
 ``fuse_blocks`` is the policy's ``fuse``; ``activations`` what blocks keep for backward, bf16 or fp8, of the whole model
 ("") and of components that differ; ``param`` likewise whether weights are FP8 between steps; ``weight_codes`` is
 keep, recast or both. ``model`` and ``machine`` say what the plan was made for; :func:`load_plan` refuses another model
-and another GPU. Files of version 0.4.0 have ``sisters`` as well, which says what ran as one GEMM: those layers are
-separate now, and a note of the plan says so.
+and another GPU. Files of 0.4.0 have ``sisters`` as well: what ran as one GEMM is separate now, and a note says so.
 """
 
 from __future__ import annotations

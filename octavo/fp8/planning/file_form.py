@@ -136,14 +136,8 @@ _KEYS: dict[str, tuple[Fits, str]] = {
     "components": (_maybe(_dict(_list(lambda v: _text(v) and bool(v)))), "a list of globs for each component, or null"),
     "tokens": (_maybe(_dict(_count)), "a whole number for each component, or null"),
     "micro_steps": (lambda v: _count(v, 1), "a whole number of at least 1"),
-    "activations": (
-        _maybe(_dict(lambda v: v in ACTIVATIONS)),
-        "bf16 or fp8 for the whole model (an empty name) and for components",
-    ),
-    "param": (
-        _maybe(_dict(lambda v: isinstance(v, bool))),
-        "true or false for the whole model (an empty name) and for components",
-    ),
+    "activations": (_maybe(_dict(lambda v: v in ACTIVATIONS)), "bf16 or fp8 by component (an empty name: the model)"),
+    "param": (_maybe(_dict(lambda v: isinstance(v, bool))), "true or false by component (an empty name: the model)"),
     "weight_codes": (_maybe(lambda v: v in WEIGHT_CODES), "keep, recast or both"),
     "fuse_blocks": (_maybe(lambda v: isinstance(v, bool)), "true or false"),
     "sisters": (_maybe(_list(_holds(["match", "fuse"], _SISTERS))), "a list of lines with match, names and fuse"),
