@@ -317,7 +317,8 @@ def code_bytes(model: nn.Module) -> int:
     caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
     codes = [q for c in caches for held in (c._codes, c._for_dgrad) for q in held.values()]
     rows = {id(h): h.rows.nbytes for m in modules for h in _held(m) if h.rows is not None}
-    each = {t.data_ptr(): t.numel() * t.element_size() for q in codes for t in (q.data, q.scale)}
+    held = [t for q in codes for t in (q.data, q.scale)]  # some of dgrad's are views of the forward's
+    each = {(t.untyped_storage()._cdata, t.storage_offset()): t.numel() * t.element_size() for t in held}
     return sum(each.values()) + sum(rows.values())
 
 
