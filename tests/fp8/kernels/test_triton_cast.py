@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -313,3 +314,25 @@ def test_compiled_casts_round_once_and_move_sixteen_bytes_at_a_time():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILED], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_maxima_are_taken_in_pieces_of_a_slab_that_no_mode_sees(monkeypatch):
+    """The accountant would put the slab down to the layer that happened to need it; pieces are used once."""
+    monkeypatch.setattr(cast, "_slabs", {})
+    with Operations() as seen:
+        pieces = [cast._zeros(3, torch.device("cpu")) for _ in range(1500)]  # more than one slab has
+    assert not any("zeros" in name for name in seen.names)
+    assert len({piece.data_ptr() for piece in pieces}) == 1500
+    for piece in pieces:
+        assert not piece.any()
+        piece.fill_(1)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

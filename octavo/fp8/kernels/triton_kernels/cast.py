@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
@@ -286,14 +287,15 @@ _SLAB = 4096
 
 def _zeros(count: int, device: torch.device) -> Tensor:
     """int32 zeros to take maxima in. A few are cut from a slab that is filled once for thousands of casts: each would
-    be a launch of its own otherwise. A CUDA graph, whose replays take their maxima anew, fills its own."""
+    be a launch of its own otherwise. A CUDA graph, whose replays take their maxima anew, fills its own. No mode sees
+    the slab come, which outlives what the mode watches: the accountant would put it down to a layer."""
     if count > _SLAB // 64 or capturing(device):
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = threading.get_ident(), device, stream
     left = _slabs.get(key)
     if left is None or left.shape[0] < count:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _disable_current_modes():
             left = torch.zeros(_SLAB, dtype=torch.int32, device=device)
     cut = -(-count // 4) * 4  # pieces begin at multiples of 16 bytes
     _slabs[key] = left[cut:]
