@@ -67,21 +67,16 @@ def trial(ask: Trial) -> Trial:
 
     @wraps(ask)
     def asked(module: nn.Module) -> str | None:
-        known = _tried.get()
-        if known is None:
-            return alone(module)
+        known = {} if (found := _tried.get()) is None else found
         key = ask, _kind(module)
         if key not in known:
-            known[key] = alone(module)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # on a busy machine so small a product waits fifty times as long for a second one
+            try:
+                known[key] = ask(module)
+            finally:
+                torch.set_num_threads(threads)
         return known[key]
-
-    def alone(module: nn.Module) -> str | None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # on a busy machine so small a product waits fifty times as long for a second thread
-        try:
-            return ask(module)
-        finally:
-            torch.set_num_threads(threads)
 
     return asked
 
