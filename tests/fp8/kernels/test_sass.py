@@ -1,0 +1,63 @@
+"""Machine code is counted along the way that a thread takes, not by the length of the listing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fp8.kernels import sass
+
+LOOP = """
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/               @P1 BRA `(.L_x_1) ;
+        /*0020*/                   SEL R4, R4, RZ, P2 ;
+.L_x_1:
+        /*0030*/                   FCHK P0, R4, R5 ;
+        /*0040*/               @P0 CALL.REL.NOINC `(.L_x_6) ;
+.L_x_2:
+        /*0050*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7], R3 ;
+        /*0060*/              @!P0 BRA `(.L_x_5) ;
+.L_x_3:
+        /*0070*/                   WARPGROUP.ARRIVE ;
+        /*0080*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24 ;
+        /*0090*/                   FENCE ;
+        /*00a0*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24, gsb0 ;
+        /*00b0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*00c0*/               @P3 BRA `(.L_x_2) ;
+        /*00d0*/               @P4 EXIT ;
+        /*00e0*/                   STG.E.128 desc[UR4][R2.64], R24 ;
+        /*00f0*/                   EXIT ;
+.L_x_5:
+        /*0100*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7], R3 ;
+        /*0110*/              @!P0 BRA `(.L_x_5) ;
+        /*0120*/                   BRA `(.L_x_3) ;
+.L_x_6:
+        /*0130*/                   RET.REL.NODEC R2 `(kernel) ;
+.L_x_4:
+        /*0140*/                   BRA `(.L_x_4);
+        /*0150*/                   NOP;
+"""
+
+
+def test_the_way_with_most_work_and_of_those_the_shortest() -> None:
+    found = sass.parsed(LOOP)
+    way = [i.opcode for i in found.path()]
+    assert "SEL" not in way and way[-2:] == ["STG.E.128", "EXIT"], "a store is no slow path, a select for tails is"
+    assert found.executed() == 15 and len(found.instructions) == 22
+    (step,) = found.steps()
+    assert step[0].opcode.startswith("SYNCS") and step[-1].opcode == "BRA" and len(step) == 8
+
+
+def test_a_product_that_waits_for_itself_is_serialised() -> None:
+    assert not sass.parsed(LOOP).serialised()
+    assert sass.parsed(LOOP.replace("                   FENCE ", "        WARPGROUP.ARRIVE ")).serialised()
+
+
+def test_text_that_cannot_be_followed_is_refused() -> None:
+    with pytest.raises(ValueError, match="no instruction in this text: 'nothing'"):
+        sass.parsed("nothing")
+    with pytest.raises(ValueError, match=r"BRA goes to \.L_x_3, which is not in the text"):
+        sass.parsed(LOOP.replace(".L_x_3:", ""))
+    with pytest.raises(ValueError, match="BRX R4 goes where a register says"):
+        sass.parsed(LOOP.replace("FCHK P0, R4, R5", "BRX R4"))
+    with pytest.raises(ValueError, match="No way leads"):
+        sass.parsed("/*0000*/ NOP;").path()
