@@ -54,7 +54,7 @@ def _loaded(config: Sections) -> Iterator[Finding]:
             found = f"param keeps trained weights beside their codes, and {name} is codes alone (load_in_fp8)"
             yield finding(named, found, f"use fp8.{name}.param: false", where, f"fp8.{name}")
     on = [name for name in COMPONENTS if recipe_of(fp8, name) != "off"]
-    if fp8.plan is None and fp8.weight_codes != "keep" and kinds and on and set(on) <= set(kinds):
+    if fp8.plan is None and fp8.weight_codes == "recast" and kinds and on and set(on) <= set(kinds):
         found = "has no effect on weights that are codes (model.load_in_fp8)"
         yield finding("fp8.weight_codes", found, "remove it", "model.load_in_fp8", *PARTS)
     if kinds and config.lora is None and config.optimizer.master == "bf16+16":

@@ -163,7 +163,8 @@ class Fp8Section(Section):
         default="keep",
         description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte a parameter, rowwise "
         "and mxfp8 2), recast them at each use (0 bytes, one more cast a GEMM), or keep both layouts of those that "
-        "forward and dgrad share (2 bytes, and no backward lays a weight out anew).",
+        "forward and dgrad share (2 bytes, and no backward lays a weight out anew; of a frozen FP8 base in one process "
+        "too, from the first backward on).",
     )
     backend: str = Field(
         default="auto",

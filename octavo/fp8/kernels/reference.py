@@ -69,6 +69,8 @@ class ReferenceBackend(Backend):
     def scales_for(self, q: Quantized, contract: int) -> Quantized:
         return q  # its GEMMs read any order
 
+    laid_for = scales_for
+
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is None:
             return _gemm("fwd", x_q, 1, w_q, 1, out_dtype)

@@ -87,6 +87,12 @@ class Backend:
         """q, which many GEMMs will contract along ``contract``, with its scales in their order."""
         return q if q.data.dim() != 2 else layout.scales_for(q, contract)
 
+    def laid_for(self, q: Quantized, contract: int) -> Quantized:
+        """As :meth:`scales_for`, with the codes too in the layout of that contraction."""
+        codes, scale, free, contracted = self.relaid(q, contract)
+        codes = codes[..., :free, :contracted]
+        return Quantized(codes, scale, q.spec) if contract else Quantized(codes.mT, scale.mT, q.spec)
+
     def relaid(self, q: Quantized, contract: int) -> layout.Operand:
         """q [rows, columns], or weights of experts [E, N, K], as an operand whose dimension ``contract`` of each matrix
         is contracted: views where it lies so already, else its codes are copied into that layout."""

@@ -72,7 +72,8 @@ class WeightCache:
     ``keep``: False casts anew at each use and holds nothing in between (``Policy.weight_codes="recast"``). ``both``:
     the codes that forward and dgrad share are held in two layouts (``Policy.weight_codes="both"``). Of a weight
     that FSDP2 gathered as FP8 the codes are taken from the weight itself (:mod:`octavo.fp8.weights.fp8_tensor`), as are
-    those of a frozen one; dgrad's of a frozen one in rows, whose blocks are columns, are cast at each use and not kept.
+    those of a frozen one, of which dgrad's layout alone is kept here, from its first use for good; dgrad's of a frozen
+    one in rows, whose blocks are columns, are cast at each use and not kept.
 
     Copies and pickles of a module start with an empty cache: codes are derived data. Making a cache is what turns the
     watch on, because a pickle may bring a model into a process that never converted one.
@@ -148,7 +149,7 @@ class WeightCache:
         if isinstance(parameter, Fp8Weight):
             codes = parameter.codes(spec, part.slot)
             if codes is not None:
-                return codes
+                return codes if forward or not shared else self._of_frozen(parameter, part, codes, backend)
         self.captured = _capturing(parameter)
         cast = cast or backend.quantize
         if isinstance(parameter, Fp8Weight) and parameter.frozen:  # another cast than that of its codes: not cached
@@ -183,6 +184,22 @@ class WeightCache:
         if turned is None:
             with torch.inference_mode(False), torch.no_grad():
                 turned = self._for_dgrad[part, spec] = backend.scales_for(codes, 0)
+        return turned
+
+    def _of_frozen(self, parameter: Fp8Weight, part: WeightSlice, codes: Quantized, backend: Backend) -> Quantized:
+        """Codes that exist already, as dgrad wants them. What FSDP2 gathered goes with the layer: nothing is kept."""
+        stored = parameter.first()
+        if parameter.frozen is None or self._sharded() is not None or stored.is_inference() or _capturing(stored):
+            return codes
+        stamp = (stored._version, self.both)  # the version rises when other codes are written over these
+        if self._source is None or self._source() is not parameter.frozen or self._stamp != stamp:
+            self.drop()
+            self._source, self._stamp = weakref.ref(parameter.frozen), stamp
+        turned = self._for_dgrad.get((part, codes.spec))
+        if turned is None:
+            with torch.inference_mode(False), torch.no_grad():
+                turned = backend.laid_for(codes, 0) if self.both else backend.scales_for(codes, 0)
+            self._for_dgrad[part, codes.spec] = turned
         return turned
 
     def _valid(self, parameter: Tensor) -> bool:
@@ -312,14 +329,18 @@ def has_values(weight: Tensor) -> bool:
 
 
 def code_bytes(model: nn.Module) -> int:
-    """Bytes of cached weight codes and their scales in a model, those of the shards of FP8 weights included."""
+    """Bytes of cached weight codes and their scales in a model, those of the shards of FP8 weights included; without
+    the codes that frozen weights are themselves."""
     modules = [m for m in model.modules() if isinstance(m, CachesWeights)]
     caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
     codes = [q for c in caches for held in (c._codes, c._for_dgrad) for q in held.values()]
     rows = {id(h): h.rows.nbytes for m in modules for h in _held(m) if h.rows is not None}
+    weights: list[Any] = [p for m in modules for p in m._parameters.values() if isinstance(p, Fp8Weight)]
+    theirs = [q for p in weights if p.frozen is not None for q in p.frozen.codes]
+    frozen = {t.untyped_storage()._cdata for q in theirs for t in (q.data, q.scale)}
     held = [t for q in codes for t in (q.data, q.scale)]  # some of dgrad's are views of the forward's
     each = {(t.untyped_storage()._cdata, t.storage_offset()): t.numel() * t.element_size() for t in held}
-    return sum(each.values()) + sum(rows.values())
+    return sum(size for (storage, _), size in each.items() if storage not in frozen) + sum(rows.values())
 
 
 def _held(module: CachesWeights) -> list[Held]:

@@ -127,8 +127,8 @@ def states(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
 
 
 def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Collection[str] = ()) -> int:
-    """FP8 codes of weights that outlive a step, with their scales, beside the weights themselves: ``frozen`` ones are
-    codes, of which none are kept twice.
+    """FP8 codes of weights that outlive a step, with their scales, beside the weights themselves: of ``frozen`` ones,
+    which are codes, dgrad's second layout alone.
 
     Under FSDP2 codes go with the gathered weight; those of a weight that is FP8 between steps (`fp8.param`) are cast
     from its shard and stay with that. ``reached``: see :func:`backward_reaches`.
@@ -137,16 +137,22 @@ def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Coll
         return 0
     if ranks > 1:
         return sum(_shard_of_codes(row, ranks) for row in fp8_weights(plan))
-    rows = [row for row in _once(plan.rows) if weight_name(row) not in frozen]
-    return sum(codes_of(row, _held_gemms(plan, row, row.row.module in reached)) for row in rows)
+    return sum(
+        codes_of(row, _held_gemms(plan, row, row.row.module in reached, weight_name(row) in frozen))
+        for row in _once(plan.rows)
+    )
 
 
-def _held_gemms(plan: fp8.Plan, row: fp8.PlanRow, reached: bool = True) -> tuple[Any, ...] | None:
+def _held_gemms(plan: fp8.Plan, row: fp8.PlanRow, reached: bool = True, frozen: bool = False) -> tuple[Any, ...] | None:
     """The GEMMs whose codes of a weight are held, as :func:`codes_of` takes them. (On a CPU the reference reads codes
     either way round and holds one layout whatever `fp8.weight_codes` says.)"""
-    if row.recipe is None or (reached and plan.policy.weight_codes != "both"):
+    both, recipe = plan.policy.weight_codes == "both", row.recipe
+    if frozen:
+        shared = recipe and recipe.fwd and recipe.dgrad and recipe.fwd.b == recipe.dgrad.b
+        return (recipe.dgrad,) if recipe and shared and both and reached else ()
+    if recipe is None or (reached and not both):
         return None
-    return (row.recipe.fwd, row.recipe.dgrad) if reached else (row.recipe.fwd,)
+    return (recipe.fwd, recipe.dgrad) if reached else (recipe.fwd,)
 
 
 _SIBLINGS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}

@@ -81,6 +81,25 @@ def test_a_linear_layer_launches_no_more_than_its_casts_and_gemms(seen: list[str
     assert step() == (forward, backward[codes == "both"])
 
 
+@pytest.mark.parametrize("codes", ["keep", "both"])
+def test_a_frozen_weight_is_turned_at_each_use_or_once(seen: list[str], codes: str) -> None:
+    model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
+    model[0].weight = fp8.freeze_weight(model[0].weight.detach(), "block")
+    fp8.apply(model, fp8.plan(model, fp8.Policy("blockwise", backend="torch", weight_codes=codes)))
+
+    def backward() -> list[str]:
+        y = model(torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True))
+        seen.clear()
+        with _Log(seen):
+            y.backward(torch.randn_like(y))
+        return seen[:]
+
+    assert RELAY in backward()
+    assert backward() == [CAST, *([RELAY] if codes == "keep" else []), "GEMM"]
+    fp8.load_fp8_state_dict(model, fp8.fp8_state_dict(model))
+    assert RELAY in backward(), "codes were written over those that were turned"
+
+
 def test_nor_where_every_gemm_has_a_cast_of_its_own(seen: list[str]) -> None:
     model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
     fp8.apply(model, fp8.plan(model, fp8.Policy("rowwise", backend="torch")))
@@ -93,20 +112,25 @@ def test_nor_where_every_gemm_has_a_cast_of_its_own(seen: list[str]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-def test_both_layouts_hold_the_same_codes(recipe: str) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_both_layouts_hold_the_same_codes(recipe: str, frozen: bool) -> None:
     """In Triton's interpreter: dgrad finds the weight laid out for it, and every bit is as with one layout."""
     pytest.importorskip("triton")
     found = []
     for codes in ("keep", "both"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(150, 140, bias=False))
+        if frozen:
+            model[0].weight = fp8.freeze_weight(
+                model[0].weight.detach(), "block" if recipe == "blockwise" else "tensor"
+            )
         fp8.apply(model, fp8.plan(model, fp8.Policy(recipe, backend="triton", weight_codes=codes)))
         x = torch.randn(20, 150, requires_grad=True)
         y = model(x)
         y.sum().backward()
         held = model[0]._site.codes
         (turned,) = held._for_dgrad.values()
-        assert held.casts == 1 and layout.lies(turned, 0) == (codes == "both")
+        assert held.casts == (0 if frozen else 1) and layout.lies(turned, 0) == (codes == "both")
         found.append((y, x.grad, model[0].weight.grad, fp8.code_bytes(model)))
-    assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[1][:3], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[1][:3], strict=True) if a is not None)
     assert found[1][3] - found[0][3] >= 150 * 140

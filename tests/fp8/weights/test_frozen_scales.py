@@ -58,7 +58,9 @@ def test_both_gemms_are_those_of_the_values(kind: str, n: int, k: int, backend: 
         again = cast.dequantize(cast.quantize(own.dequantize(), dw.b), torch.float32).double()
     for found, a, b in ((y, x_q, values.t()), (x.grad, dy_q, again)):
         assert ((found.double() - a @ b).abs() <= 2**-20 * (a.abs() @ b.abs()) + 1e-30).all()
-    assert fp8.fingerprint(layer) == before and fp8.code_bytes(layer) == 0
+    assert fp8.fingerprint(layer) == before
+    scales = 4 * fp8.codes_of_frozen(own).scale.numel()  # kept in dgrad's order where that is another; no code is
+    assert fp8.code_bytes(layer) in (0, scales)
 
 
 @pytest.mark.parametrize("kind", RECIPES)

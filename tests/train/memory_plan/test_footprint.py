@@ -132,3 +132,11 @@ def test_cards(text: str) -> None:
 def test_a_card_that_is_none(text: str) -> None:
     with pytest.raises(TrainError, match="as in 80GB"):
         Card.parse(text)
+
+
+def test_a_frozen_base_holds_dgrads_layout_beside_its_codes_where_both_are_asked_for(make, place) -> None:
+    """Of the 14 layers those that a gradient passes through: all but the first one's q, k and v."""
+    cfg = make("lora={rank: 4}", "model.load_in_fp8=block")
+    all_of = sizes(cfg, Tokens({"foundation": 64, "lm_head": 64}, 64, 0))
+    kept, both = (all_of.of(changed(cfg, {"fp8.weight_codes": way})).kinds["codes"] for way in ("keep", "both"))
+    assert 0.5 * 98_360 < both - kept <= 98_360
