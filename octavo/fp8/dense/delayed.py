@@ -17,7 +17,7 @@ rank 0, losing what the other ranks saw. They follow the module to a device and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import CastRequest, Input, Pair
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.capture import capturing
+from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.observe.recorder import Seen
 
 PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", with "_<parameter>" behind it in modules of experts
@@ -84,13 +85,13 @@ class Casts(NamedTuple):
 
     def cast_x(self, given: Input, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """The input of a layer [M, K] by its history."""
-        return _once(partial(self._cast_x, given.matrix()), row, col)
+        return _pair(partial(self._cast_x, given.matrix()), row, col)
 
     def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """The gradient of a layer's output [M, N] by its history."""
-        return _once(partial(self._cast_dy, dy), row, col)
+        return _pair(partial(self._cast_dy, dy), row, col)
 
-    def _cast_x(self, x: Tensor, request: CastRequest, contract: int) -> Quantized:
+    def _cast_x(self, x: Tensor, request: CastRequest, contracts: Sequence[int]) -> Sequence[Quantized]:
         """But for the writing, a forward and its recomputation run the same operations: selective checkpointing replays
         results by counting them."""
         (backend, spec), rows = request, self.rows
@@ -98,7 +99,7 @@ class Casts(NamedTuple):
             amax = _amax(x)
             scale = _scale(rows.x, amax, spec)
             if not x.numel():
-                return backend.quantize_with_scale(x, scale, spec, amax, contract)
+                return _codes(backend, x, scale, spec, amax, contracts)
             print_ = _fingerprint(x)
             number = torch.autograd._get_sequence_nr() - 1  # the node of this forward took the last one
             entry = torch.stack([torch.full_like(print_, number), print_, scale.view(torch.int32).long()]).view(3, 1)
@@ -110,24 +111,35 @@ class Casts(NamedTuple):
                 if self.record:
                     rows.x.copy_(longer)
                 scale = _noted_scale(recent, print_, number, False, scale)  # its own
-            return backend.quantize_with_scale(x, scale, spec, amax, contract)
+            return _codes(backend, x, scale, spec, amax, contracts)
 
-    def _cast_dy(self, dy: Tensor, request: CastRequest, contract: int) -> Quantized:
+    def _cast_dy(self, dy: Tensor, request: CastRequest, contracts: Sequence[int]) -> Sequence[Quantized]:
         (backend, spec), rows = request, self.rows
         with torch.no_grad():
             amax = _amax(dy)
             scale = _scale(rows.dy, amax, spec)
             if self.record and dy.numel():
                 rows.dy.copy_(_pushed(rows.dy, amax, amax.isfinite()))
-            return backend.quantize_with_scale(dy, scale, spec, amax, contract)
+            return _codes(backend, dy, scale, spec, amax, contracts)
 
 
-def _once(cast: Callable[[CastRequest, int], Quantized], row: CastRequest | None, col: CastRequest | None) -> Pair:
+def _pair(
+    cast: Callable[[CastRequest, Sequence[int]], Sequence[Quantized]], row: CastRequest | None, col: CastRequest | None
+) -> Pair:
     """The codes under both requests; one cast where they ask for the same, since each moves the history."""
-    first = None if row is None else cast(row, 1)
     if row is not None and col is not None and row.spec == col.spec:
-        return first, first
-    return first, None if col is None else cast(col, 0)
+        first, second = cast(row, (1, 0))
+        return first, second
+    return None if row is None else cast(row, (1,))[0], None if col is None else cast(col, (0,))[0]
+
+
+def _codes(
+    backend: Backend, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor, contracts: Sequence[int]
+) -> Sequence[Quantized]:
+    """x under a scale that is known, laid out for each of ``contracts``: (1,), (0,) or (1, 0)."""
+    if len(contracts) == 2:
+        return backend.quantize_both_with_scale(x, scale, spec, amax)
+    return (backend.quantize_with_scale(x, scale, spec, amax, contracts[0]),)
 
 
 def convert(module: nn.Linear, site: Site) -> Linear:

@@ -66,6 +66,12 @@ class ReferenceBackend(Backend):
     ) -> Quantized:
         return cast.quantize_with_scale(x, scale, spec, amax)
 
+    def quantize_both_with_scale(
+        self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None
+    ) -> tuple[Quantized, Quantized]:
+        q = cast.quantize_with_scale(x, scale, spec, amax)
+        return q, q
+
     def scales_for(self, q: Quantized, contract: int) -> Quantized:
         return q  # its GEMMs read any order
 

@@ -79,6 +79,13 @@ class Backend:
         """As ``octavo.fp8.arithmetic.cast.quantize_with_scale``, bit for bit."""
         raise self._missing("quantize")
 
+    def quantize_both_with_scale(
+        self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None
+    ) -> tuple[Quantized, Quantized]:
+        """The same codes for a contraction of dimension 1 and for one of dimension 0, x read once where the backend
+        can."""
+        return self.quantize_with_scale(x, scale, spec, amax, 1), self.quantize_with_scale(x, scale, spec, amax, 0)
+
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         """As ``octavo.fp8.arithmetic.cast.dequantize``, bit for bit."""
         raise self._missing("dequantize")
@@ -216,6 +223,11 @@ class GemmOnlyBackend(Backend):
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
     ) -> Quantized:
         return self._cast_backend(spec, x).quantize_with_scale(x, scale, spec, amax, contract)
+
+    def quantize_both_with_scale(
+        self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None
+    ) -> tuple[Quantized, Quantized]:
+        return self._cast_backend(spec, x).quantize_both_with_scale(x, scale, spec, amax)
 
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return select("dequantize", recipe_or_spec=q.spec, device=q.data.device).backend.dequantize(q, dtype)

@@ -67,7 +67,13 @@ class TritonBackend(Backend):
     def quantize_with_scale(
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
     ) -> Quantized:
-        return kernels.cast.quantize_with_scale(x, scale, spec, amax, contract)
+        return kernels.cast.quantize_with_scale(x, scale, spec, amax, (contract,))[0]
+
+    def quantize_both_with_scale(
+        self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None
+    ) -> tuple[Quantized, Quantized]:
+        row, col = kernels.cast.quantize_with_scale(x, scale, spec, amax, (1, 0))
+        return row, col
 
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return kernels.cast.dequantize(q, dtype)

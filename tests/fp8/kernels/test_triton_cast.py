@@ -127,7 +127,7 @@ def test_empty_and_tiny_matrices(shape):
         assert_same(cast.quantize(x, spec, 0), x, spec)
     spec = CastSpec("e4m3", (-1, -1), "fp32")
     scale = torch.tensor(0.37, device=DEVICE)
-    got = cast.quantize_with_scale(x, scale, spec)
+    (got,) = cast.quantize_with_scale(x, scale, spec)
     assert_same(got, x, spec, reference.quantize_with_scale(x.cpu(), scale.cpu(), spec))
 
 
@@ -184,15 +184,16 @@ def test_given_scales_saturate_and_bad_blocks_stay_bad(block, kind):
         grid = torch.full(lay.grid, 2.0**-9 if kind != "fp32" else 0.0021)
         grid[0, 0] = 0.125
         amax = reference.quantize(x.cpu(), CastSpec("e4m3", block, "fp32")).scale * 448
-        for contract, scale, top in ((1, grid, None), (0, grid[0, 0], amax)):
+        for contracts, scale, top in (((1,), grid, None), ((0,), grid[0, 0], amax), ((1, 0), grid[0, 0], amax)):
             want = reference.quantize_with_scale(x.cpu(), scale, spec, top)
             with launches() as seen:
-                got = cast.quantize_with_scale(
-                    x, scale.to(DEVICE), spec, top if top is None else top.to(DEVICE), contract
+                found = cast.quantize_with_scale(
+                    x, scale.to(DEVICE), spec, top if top is None else top.to(DEVICE), contracts
                 )
             assert top is None or seen == {"cast_kernel": 1}, seen
-            assert_same(got, x, spec, want)
-            assert_laid(got, contract)
+            for got, contract in zip(found, contracts, strict=True):
+                assert_same(got, x, spec, want)
+                assert_laid(got, contract)
 
 
 @pytest.mark.parametrize("scale", [2.0**-127, 2.0**-126, 2.0**126, 2.0**127])
@@ -200,7 +201,7 @@ def test_given_powers_of_two_reach_both_ends_of_e8m0(scale):
     spec = CastSpec("e4m3", (-1, -1), "e8m0")
     x = torch.tensor([[1e-38, -3e38, 0.0, 5e-39, 1.0, -2e-36, 3e38, 1e-45]]).to(DEVICE)
     want = reference.quantize_with_scale(x.cpu(), torch.tensor(scale), spec)
-    got = cast.quantize_with_scale(x, torch.tensor(scale, device=DEVICE), spec)
+    (got,) = cast.quantize_with_scale(x, torch.tensor(scale, device=DEVICE), spec)
     assert_same(got, x, spec, want)
     values = cast.dequantize(got, torch.float32).cpu()
     assert values.any() and torch.equal(values, reference.dequantize(want))

@@ -75,14 +75,14 @@ def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Q
 
 
 def quantize_with_scale(
-    x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contract: int = 1
-) -> Quantized:
-    """See ``Backend.quantize_with_scale``; one launch if ``amax`` is given."""
+    x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contracts: Sequence[int] = (1,)
+) -> list[Quantized]:
+    """See ``Backend.quantize_with_scale``, for each of ``contracts``, 1 before 0; one launch if ``amax`` is given."""
     x_MK = cast.flat(x)
     lay = cast.layout(x_MK.shape[0], x_MK.shape[1], spec.block)
     scale = cast.on_grid("scale", scale, x_MK, lay, spec)
     amax = None if amax is None else cast.on_grid("amax", amax, x_MK, lay, spec)
-    return _cast(x, [(spec, contract)], scale, amax)[0]
+    return _cast(x, [(spec, contract) for contract in contracts], scale, amax)
 
 
 def _cast(x: Tensor, jobs: Sequence[Job], scale: Tensor | None = None, amax: Tensor | None = None) -> list[Quantized]:
@@ -102,7 +102,7 @@ def run(
 ) -> list[Laid]:
     """Cast x [batch, rows, columns] for one contraction, or for 1 and 0 in that order.
 
-    ``scale``, ``amax`` [batch, row blocks, column blocks], fp32, contiguous: given from outside, for a single job.
+    ``scale``, ``amax`` [batch, row blocks, column blocks], fp32, contiguous: given from outside, for one spec.
     ``groups``: the rows are those of experts (batch 1), and "all rows" of a block means all of an expert; the scale of
     such a block is [1, experts, column blocks]. Raises CastError for a block that no tile can hold.
     """
@@ -119,7 +119,8 @@ def run(
     if not x.numel():
         if scale is not None:
             kept = scale if jobs[0][0].scale != "e8m0" else (scale.view(torch.int32) >> 23).to(torch.uint8)
-            as_bytes(laid[0].scale).copy_(kept)
+            for out in laid:
+                as_bytes(out.scale).copy_(kept)
         return laid
 
     tile = _tile(jobs, rows, cols, amax is not None)
