@@ -26,11 +26,11 @@ def high(bench: Bench, n: int, k: int) -> nn.Module:
     return nn.Linear(k, n, bias=False, device=bench.device, dtype=bench.dtype)
 
 
-def octavo(bench: Bench, n: int, k: int, recipe: str, backend: str = "auto") -> nn.Module:
+def octavo(bench: Bench, n: int, k: int, recipe: str, backend: str = "auto", weight_codes: str = "keep") -> nn.Module:
     """The same, converted by a plan as a training run converts it."""
     model = nn.Sequential(high(bench, n, k))
     try:
-        return fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=recipe, backend=backend)))
+        return fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=recipe, backend=backend, weight_codes=weight_codes)))
     except fp8.BackendError as error:
         raise Refusal(str(error)) from error
 
@@ -103,6 +103,11 @@ def linears(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable
     for recipe in RECIPES:
         for backend in able(bench, recipe):
             made[f"{recipe} {backend}"] = partial(octavo, bench, n, k, recipe, backend)
+    if bench.device.type == "cuda":  # the reference reads codes either way round
+        for recipe in ("blockwise", "tensorwise"):
+            for backend in able(bench, recipe)[:1]:
+                layer = partial(octavo, bench, n, k, recipe, backend, "both")
+                made[f"{recipe} {backend}, both layouts of w"] = layer
     for recipe in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"):
         made[f"TransformerEngine {recipe}"] = partial(transformer_engine, bench, n, k, recipe)
     if compiling:

@@ -181,6 +181,12 @@ def test_mxfp8_takes_part_where_it_can_win(capability, takes_part, monkeypatch: 
     bench_there = session()
     bench_there.device = torch.device("cuda")
     assert bool(peers.able(bench_there, "mxfp8")) == takes_part and peers.able(bench_there, "blockwise")
+    layers = peers.linears(bench_there, 256, 128, compiling=False)
+    both = [name for name in layers if "both layouts" in name]
+    assert [name.split()[0] for name in both] == ["blockwise", "tensorwise"]
+    assert layers[both[0]].args[-1] == "both" and not any(
+        "both" in n for n in peers.linears(session(), 256, 128, False)
+    )
     assert peers.able(session(), "mxfp8")  # on a CPU all is emulated, for the code's sake
 
 
