@@ -23,6 +23,8 @@ columns of a Quantized by casting them, not by slicing its ``data`` along the co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -118,28 +120,81 @@ def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[in
     return free, round_up(contracted, SCALE_ALIGN)
 
 
-def k_major(q: Quantized, contract: int) -> Operand:
+def k_major(q: Quantized, contract: int, relay: Callable[[Quantized, int], Quantized] | None = None) -> Operand:
     """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted: views where it lies so already.
 
-    e8m0 scales are taken as they are, one byte each.
+    ``relay``: who lays the codes out anew where they lie otherwise, in place of a copy by torch. e8m0 scales are taken
+    as they are, one byte each.
     """
+    found = _views(q, contract)
+    if found.codes is None and relay is not None:
+        q = relay(q, contract)
+        found = _views(q, contract)
     rows, cols = q.data.shape
-    data = q.data if contract == 1 else q.data.t()
-    scale = q.scale if contract == 1 else q.scale.t()
-    free, contracted = data.shape
-    sizes = padded_sizes(rows, cols, q.spec, contract)
-    if _holds(data, sizes):
-        codes = data.as_strided(sizes, (data.stride(0), 1))
+    free, contracted = (rows, cols) if contract == 1 else (cols, rows)
+    if found.codes is not None:
+        codes = q.data.as_strided(*found.codes)
     else:
         codes, view = codes_buffer(rows, cols, q.spec, contract, q.data.device, zero=True)
         view.view(torch.uint8).copy_(q.data.view(torch.uint8))
-    return Operand(codes, _ordered(scale, q, contract), free, contracted)
+    return Operand(codes, _scale(q, contract, found.scale), free, contracted)
 
 
 def lies(q: Quantized, contract: int) -> bool:
     """Whether the codes of a two-dimensional q lie so already that :func:`k_major` copies none of them."""
-    data = q.data if contract == 1 else q.data.t()
-    return _holds(data, padded_sizes(q.data.shape[0], q.data.shape[1], q.spec, contract))
+    return _views(q, contract).codes is not None
+
+
+Strided = tuple[tuple[int, int], tuple[int, int]]  # sizes and strides of a view that begins where its tensor begins
+
+
+class _Views(NamedTuple):
+    """The views that make a Quantized an operand; None for what does not lie so, and is copied."""
+
+    codes: Strided | None
+    scale: Strided | None
+
+
+def _views(q: Quantized, contract: int) -> _Views:
+    data, scale = q.data, q.scale
+    return _views_of(
+        *(q.spec, contract, data.shape, data.stride(), data.storage_offset(), data.untyped_storage().nbytes()),
+        *(scale.dtype, scale.shape, scale.stride(), scale.storage_offset(), scale.untyped_storage().nbytes()),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _views_of(
+    spec: CastSpec, contract: int, shape: torch.Size, strides: tuple[int, int], offset: int, nbytes: int,
+    scale_dtype: torch.dtype, grid: torch.Size, steps: tuple[int, int], scale_offset: int, scale_nbytes: int,
+) -> _Views:  # fmt: skip
+    """Worked out once for each way in which codes and scales lie: every GEMM asks, of both of its operands.
+
+    Codes are the corner of a padded buffer where their strides say so and their storage is exactly that buffer: padding
+    is zero by construction then.
+    """
+    free, along = 1 - contract, contract
+    sizes = padded_sizes(shape[0], shape[1], spec, contract)
+    lie = (
+        (strides[along] == 1 or shape[along] == 1)
+        and strides[free] == sizes[1]
+        and offset == 0
+        and nbytes == sizes[0] * sizes[1]
+    )
+    blocks, step = (grid[free], grid[along]), (steps[free], steps[along])
+    scale: Strided | None = None
+    if spec.block[contract] == -1:
+        if step[0] == 1 or blocks[0] == 1:  # strides of 1, also where a transposed row counts as contiguous
+            scale = (blocks[0], 1), (1, 1)
+    elif scale_dtype is not torch.float32:
+        if step == (blocks[1], 1):
+            scale = blocks, step
+    else:
+        held = scale_sizes(shape[0], shape[1], spec, contract)
+        wanted = (1, held[1]) if scales_by_contraction(spec, contract) else (held[1], 1)
+        if step == wanted and scale_nbytes // 4 - scale_offset >= held[0] * held[1]:
+            scale = blocks, step
+    return _Views((sizes, (sizes[1], 1)) if lie else None, scale)
 
 
 def experts_k_major(q: Quantized, contract: int) -> Operand:
@@ -164,36 +219,22 @@ def lines(operand: Operand) -> Tensor:
     return operand.scale.as_strided((rows, blocks), (1, rows))
 
 
-def _holds(data: Tensor, sizes: tuple[int, int]) -> bool:
-    """Whether ``data`` [free, contracted] is the corner of a padded buffer of ``sizes``.
-
-    Told by its strides and by its storage being exactly that buffer: padding is zero by construction then.
-    """
-    return (
-        (data.stride(1) == 1 or data.shape[1] == 1)
-        and data.stride(0) == sizes[1]
-        and data.storage_offset() == 0
-        and data.untyped_storage().nbytes() == sizes[0] * sizes[1]
-    )
-
-
 def scales_for(q: Quantized, contract: int) -> Quantized:
     """The same codes (two-dimensional) with scales in the order of a contraction of dimension ``contract``."""
-    scale = _ordered(q.scale if contract == 1 else q.scale.t(), q, contract)
+    scale = _scale(q, contract, _views(q, contract).scale)
     return q._replace(scale=scale if contract == 1 else scale.t())
 
 
-def _ordered(scale: Tensor, q: Quantized, contract: int) -> Tensor:
-    """Scales [free blocks, contracted blocks] in the order above, copied where they lie otherwise; padding holds 1."""
+def _scale(q: Quantized, contract: int, lying: Strided | None) -> Tensor:
+    """Scales [free blocks, contracted blocks] in the order above: where they lie so already, or copied; padding holds
+    1."""
+    if lying is not None:
+        return q.scale.as_strided(*lying)
+    scale = q.scale if contract == 1 else q.scale.t()
     if q.spec.block[contract] == -1:
-        return scale.reshape(-1).unsqueeze(1)  # strides of 1, also where a transposed row counts as contiguous
+        return scale.reshape(-1).unsqueeze(1)
     if scale.dtype is not torch.float32:
         return scale.contiguous()
-    sizes = scale_sizes(q.data.shape[0], q.data.shape[1], q.spec, contract)
+    held = scale.new_ones(scale_sizes(q.data.shape[0], q.data.shape[1], q.spec, contract))
     turned = scales_by_contraction(q.spec, contract)
-    strides = (1, sizes[1]) if turned else (sizes[1], 1)
-    room = scale.untyped_storage().nbytes() // 4 - scale.storage_offset()
-    if scale.stride() == strides and room >= sizes[0] * sizes[1]:
-        return scale
-    held = scale.new_ones(sizes)
     return (held.t() if turned else held)[: scale.shape[0], : scale.shape[1]].copy_(scale)

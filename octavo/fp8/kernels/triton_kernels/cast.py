@@ -18,7 +18,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,24 +35,15 @@ from octavo.fp8.kernels.layout import Operand, as_bytes, ceil_div, round_up
 from octavo.fp8.kernels.triton_kernels import cast_tiles
 from octavo.fp8.kernels.triton_kernels.cast_tiles import Facts
 from octavo.fp8.kernels.triton_kernels.launch import launch
+from octavo.fp8.kernels.triton_kernels.room import Laid, Room, make, room
 
 SIDES = (1, 16, 32, 64, 128)  # of finite blocks: they divide every tile
 LONGEST_ROW = 32768  # that one program casts: 64 values for each of 512 threads
-_WHOLE = ((-1, -1), (1, -1), (-1, 1))
+_WHOLE = ((1, -1), (-1, 1), (-1, -1))
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Job = tuple[CastSpec, int]  # a cast, and the dimension that its GEMM contracts
-
-
-class Laid(NamedTuple):
-    """What a kernel fills: ``codes`` [batch, free, contracted] uint8, padded; ``data`` [batch, rows, columns], the view
-    of the real ones; ``scale`` [batch, row blocks, column blocks]; ``padding``: the kernel writes row and column blocks
-    up to multiples of these."""
-
-    codes: Tensor
-    data: Tensor
-    scale: Tensor
-    padding: tuple[int, int]
+Jobs = tuple[Job, ...]
 
 
 class Tile(NamedTuple):
@@ -65,12 +57,12 @@ class Tile(NamedTuple):
 
 def quantize(x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
     """See ``Backend.quantize``."""
-    return _cast(x, [(spec, contract)])[0]
+    return _cast(x, ((spec, contract),))[0]
 
 
 def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
     """See ``Backend.quantize_both``: one pass over x, or two where whole rows, columns or the tensor share a scale."""
-    first, second = _cast(x, [(row, 1), (col, 0)])
+    first, second = _cast(x, ((row, 1), (col, 0)))
     return first, second
 
 
@@ -82,124 +74,129 @@ def quantize_with_scale(
     lay = cast.layout(x_MK.shape[0], x_MK.shape[1], spec.block)
     scale = cast.on_grid("scale", scale, x_MK, lay, spec)
     amax = None if amax is None else cast.on_grid("amax", amax, x_MK, lay, spec)
-    return _cast(x, [(spec, contract) for contract in contracts], scale, amax)
+    return _cast(x, tuple((spec, contract) for contract in contracts), scale, amax)
 
 
-def _cast(x: Tensor, jobs: Sequence[Job], scale: Tensor | None = None, amax: Tensor | None = None) -> list[Quantized]:
-    x_1MK = cast.flat(x).unsqueeze(0)
-    outs = run(x_1MK, jobs, scale if scale is None else scale[None], amax if amax is None else amax[None])
+def _cast(x: Tensor, jobs: Jobs, scale: Tensor | None = None, amax: Tensor | None = None) -> list[Quantized]:
+    outs = run(cast.flat(x), jobs, scale, amax)
     # A matrix keeps its strides: a view of the same shape may give sides of 1 others, and layout.lies reads them.
-    data = [o.data[0] if x.dim() == 2 else o.data[0].view(x.shape) for o in outs]
-    return [Quantized(d, o.scale[0], spec) for d, o, (spec, _) in zip(data, outs, jobs, strict=True)]
+    data = [out.data if x.dim() == 2 else out.data.view(x.shape) for out in outs]
+    return [Quantized(d, out.scale, spec) for d, out, (spec, _) in zip(data, outs, jobs, strict=True)]
 
 
 def run(
     x: Tensor,
-    jobs: Sequence[Job],
+    jobs: Jobs,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     groups: Groups | None = None,
 ) -> list[Laid]:
-    """Cast x [batch, rows, columns] for one contraction, or for 1 and 0 in that order.
+    """Cast x [rows, columns], or a batch of such, for one contraction, or for 1 and 0 in that order.
 
-    ``scale``, ``amax`` [batch, row blocks, column blocks], fp32, contiguous: given from outside, for one spec.
-    ``groups``: the rows are those of experts (batch 1), and "all rows" of a block means all of an expert; the scale of
-    such a block is [1, experts, column blocks]. Raises CastError for a block that no tile can hold.
+    ``scale``, ``amax`` [row blocks, column blocks], fp32, contiguous: given from outside, for one spec.
+    ``groups``: the rows are those of experts, and "all rows" of a block means all of an expert; the scale of such a
+    block is [experts, column blocks]. Raises CastError for a block that no tile can hold.
     """
-    _, rows, cols = x.shape
-    if groups is None and x.stride(2) != 1 and x.stride(1) == 1:
-        flip = [None if t is None else t.transpose(1, 2).contiguous() for t in (scale, amax)]
-        turned = [(_turned(spec), 1 - contract) for spec, contract in reversed(jobs)]
-        outs = run(x.transpose(1, 2), turned, flip[0], flip[1])
-        return [o._replace(data=o.data.transpose(1, 2), scale=o.scale.transpose(1, 2)) for o in reversed(outs)]
-    for spec, _ in jobs:
-        if spec.block not in _WHOLE and not all(side in SIDES for side in spec.block):
-            raise CastError(f"Triton has no cast for blocks of {spec}: sides are {SIDES} or whole; use the reference.")
-    laid = [allocate(x, spec, contract, groups) for spec, contract in jobs]
+    if groups is None and x.stride(-1) != 1 and x.stride(-2) == 1:
+        flip = [None if t is None else t.mT.contiguous() for t in (scale, amax)]
+        turned = tuple((_turned(spec), 1 - contract) for spec, contract in reversed(jobs))
+        outs = run(x.mT, turned, flip[0], flip[1])
+        return [o._replace(data=o.data.mT, scale=o.scale.mT) for o in reversed(outs)]
+    experts = None if groups is None else groups.experts
+    plan = _plan(x.shape, x.stride(), jobs, scale is not None, amax is not None, experts)
+    laid = [make(place, spec, x.device) for place, (spec, _) in zip(plan.rooms, jobs, strict=True)]
     if not x.numel():
+        for out, (spec, _) in zip(laid, jobs, strict=True):
+            out.scales.fill_(127 if spec.scale == "e8m0" else 1)
         if scale is not None:
             kept = scale if jobs[0][0].scale != "e8m0" else (scale.view(torch.int32) >> 23).to(torch.uint8)
             for out in laid:
                 as_bytes(out.scale).copy_(kept)
         return laid
 
-    tile = _tile(jobs, rows, cols, amax is not None)
     tops = {} if amax is None else {spec.block: amax.view(torch.int32) for spec, _ in jobs}
-    if amax is None:
-        longer = {spec.block for spec, _ in jobs if not _holds(spec.block, tile, rows, cols, groups)}
-        tops = _maxima(x, longer, groups) if longer else {}
-    forms: list[Facts | None] = [None, None]
-    args: list[list[object]] = [[x, 0, x, 0, 0, 0, x, x], [x, 0, x, 0, 0, 0, x, x]]
-    down, across = round_up(rows, layout.ALIGN), round_up(cols, layout.ALIGN)
-    for out, (spec, contract) in zip(laid, jobs, strict=True):
+    if plan.longer:
+        tops = _maxima(x, plan.longer, groups)
+    args: list[tuple[object, ...]] = [(x, 0, x, 0, 0, 0, x, x), (x, 0, x, 0, 0, 0, x, x)]
+    for out, numbers, (spec, contract) in zip(laid, plan.numbers, jobs, strict=True):
         top = tops.get(spec.block)
-        by_expert = groups is not None and spec.block[0] == -1
-        if by_expert:
-            _write_scales(tops[spec.block], out.scale, spec)
-        forms[contract] = facts(spec, top is None, scale is not None, not by_expert, out.padding)
-        s = as_bytes(out.scale)
-        args[contract] = [
-            out.codes, out.codes.stride(1), s, *s.stride(), x if top is None else top, x if scale is None else scale
-        ]  # fmt: skip
-        # Scales may be padded further than codes: some tiles then write nothing else.
-        down = max(down, _extent(rows, spec.block[0], out.padding[0]))
-        across = max(across, _extent(cols, spec.block[1], out.padding[1]))
-    across = ceil_div(across, tile.cols)
-    unit, even = _access(x)
+        if groups is not None and spec.block[0] == -1:
+            _write_scales(tops[spec.block], out.scales, spec)
+        given = (x if top is None else top, x if scale is None else scale)
+        args[contract] = (out.codes, numbers[0], out.scales, *numbers[1:], *given)
     launch(
-        cast_tiles.cast_kernel,
-        (ceil_div(down, tile.rows) * across, x.shape[0]),
-        *(x, *x.stride(), rows, cols, across, *args[1], *args[0], *_pointers(x, groups)),
-        CAST1=forms[1],
-        CAST0=forms[0],
-        GROUPED=groups is not None,
-        EVEN=even,
-        UNIT=unit,
-        TR=tile.rows,
-        TC=tile.cols,
-        num_warps=tile.warps,
-        maxnreg=tile.registers,
+        cast_tiles.cast_kernel, plan.grid, x, *plan.sizes, *args[1], *args[0], *_pointers(x, groups), **plan.constants
     )
     return laid
+
+
+class Plan(NamedTuple):
+    """Everything about a cast that follows from shape, strides and specs: see :func:`_plan`. ``numbers`` of a job: the
+    pitch of its codes, and the distances between its scales in a batch, a column and a row of them; ``longer``: the
+    blocks whose amax takes a pass of its own."""
+
+    rooms: tuple[Room, ...]
+    longer: tuple[tuple[int, int], ...]
+    grid: tuple[int, int]
+    sizes: tuple[int, ...]
+    numbers: tuple[tuple[int, ...], ...]
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    shape: torch.Size, strides: tuple[int, ...], jobs: Jobs, scale_given: bool, amax_given: bool, experts: int | None
+) -> Plan:
+    """Worked out once for all layers, and all steps, that cast a matrix of this geometry."""
+    for spec, _ in jobs:
+        if spec.block not in _WHOLE and not all(side in SIDES for side in spec.block):
+            raise CastError(f"Triton has no cast for blocks of {spec}: sides are {SIDES} or whole; use the reference.")
+    batch, rows, cols = _batched(shape)
+    tile = _tile(jobs, rows, cols, amax_given)
+    forms: list[Facts | None] = [None, None]
+    rooms, numbers, longer = [], [], []
+    down, across = round_up(rows, layout.ALIGN), round_up(cols, layout.ALIGN)
+    for spec, contract in jobs:
+        place = room(shape, spec, contract, experts)
+        within = not amax_given and _holds(spec.block, tile, rows, cols, experts)
+        if not (within or amax_given or spec.block in longer):
+            longer.append(spec.block)
+        by_expert = experts is not None and spec.block[0] == -1
+        forms[contract] = facts(spec, within, scale_given, not by_expert, place.padding)
+        rooms.append(place)
+        numbers.append((place.strides[-1 - contract], math.prod(place.scales[-2:]), *place.steps[-2:]))
+        # Scales may be padded further than codes: some tiles then write nothing else.
+        down = max(down, _extent(rows, spec.block[0], place.padding[0]))
+        across = max(across, _extent(cols, spec.block[1], place.padding[1]))
+    across = ceil_div(across, tile.cols)
+    steps = _in_batch(shape, strides)
+    unit, even = _access(batch, rows, cols, steps)
+    constants: dict[str, Any] = {
+        "CAST1": forms[1],
+        "CAST0": forms[0],
+        "GROUPED": experts is not None,
+        "EVEN": even,
+        "UNIT": unit,
+    }
+    constants |= {"TR": tile.rows, "TC": tile.cols, "num_warps": tile.warps, "maxnreg": tile.registers}
+    grid = ceil_div(down, tile.rows) * across, batch
+    return Plan(tuple(rooms), tuple(longer), grid, (*steps, rows, cols, across), tuple(numbers), constants)
+
+
+def _batched(shape: Sequence[int]) -> tuple[int, int, int]:
+    """(batch, rows, columns) of a matrix, or of a batch of such."""
+    return (1 if len(shape) == 2 else shape[0]), shape[-2], shape[-1]
+
+
+def _in_batch(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+    """The three strides of a matrix, as if in a batch of one, or of a batch."""
+    return (shape[0] * strides[0] if len(shape) == 2 else strides[0]), strides[-2], strides[-1]
 
 
 def facts(spec: CastSpec, from_tile: bool, given: bool, write_scale: bool, padding: tuple[int, int]) -> Facts:
     """The constant that describes a cast to the kernel."""
     e5m2, e8m0 = spec.format == "e5m2", spec.scale == "e8m0"
     return Facts(*spec.block, spec.scale != "fp32", e5m2, e8m0, write_scale, from_tile, given, *padding)
-
-
-def allocate(x: Tensor, spec: CastSpec, contract: int, groups: Groups | None = None) -> Laid:
-    """Room for the cast of x [batch, rows, columns], as :mod:`~octavo.fp8.kernels.layout` has it, for each of a batch.
-
-    Nothing is written yet, unless x is empty: its scales are 1 then.
-    """
-    batch, rows, cols = x.shape
-    codes = torch.empty(batch, *layout.padded_sizes(rows, cols, spec, contract), dtype=torch.uint8, device=x.device)
-    real = codes.view(spec.fmt.dtype)
-    data = real[:, :rows, :cols] if contract == 1 else real[:, :cols, :rows].transpose(1, 2)
-    grid = layout.grid_of(rows, cols, spec)
-    along, across = spec.block[contract], spec.block[1 - contract]
-    dtype = torch.uint8 if spec.scale == "e8m0" else torch.float32
-    free, contracted = grid[1 - contract], grid[contract]
-    pads = (1, 1)  # of free and contracted blocks
-    if groups is not None and spec.block[0] == -1:
-        grid = (groups.experts, grid[1])
-        held = view = torch.empty(batch, *grid, dtype=dtype, device=x.device)
-    else:
-        if along != -1 and spec.scale != "e8m0":
-            pads = (layout.ALIGN, 1) if across == 1 else (1, layout.SCALE_ALIGN)
-        sizes = round_up(free, pads[0]), round_up(contracted, pads[1])
-        if across == 1 and pads[0] > 1:
-            held = torch.empty(batch, sizes[1], sizes[0], dtype=dtype, device=x.device).transpose(1, 2)
-        else:
-            held = torch.empty(batch, *sizes, dtype=dtype, device=x.device)
-        view = held[:, :free, :contracted]
-        view = view if contract == 1 else view.transpose(1, 2)
-    if not x.numel():
-        held.fill_(127 if spec.scale == "e8m0" else 1)
-    scale = view.view(E8M0) if spec.scale == "e8m0" else view
-    return Laid(codes, data, scale, pads if contract == 1 else (pads[1], pads[0]))
 
 
 def _turned(spec: CastSpec) -> CastSpec:
@@ -225,9 +222,9 @@ def _tile(jobs: Sequence[Job], rows: int, cols: int, amax_given: bool) -> Tile:
     return Tile(height, width, 4 if len(jobs) == 1 else 8)
 
 
-def _holds(block: tuple[int, int], tile: Tile, rows: int, cols: int, groups: Groups | None) -> bool:
+def _holds(block: tuple[int, int], tile: Tile, rows: int, cols: int, experts: int | None) -> bool:
     """Whether every block lies within one tile."""
-    whole_rows = block[0] != -1 or (rows <= tile.rows and groups is None)
+    whole_rows = block[0] != -1 or (rows <= tile.rows and experts is None)
     return whole_rows and (block[1] != -1 or cols <= tile.cols)
 
 
@@ -236,50 +233,66 @@ def _extent(size: int, side: int, padding: int) -> int:
     return 1 if side == -1 else round_up(ceil_div(size, side), padding) * side
 
 
-def _access(x: Tensor) -> tuple[bool, int]:
+def _access(batch: int, rows: int, cols: int, strides: tuple[int, int, int]) -> tuple[bool, int]:
     """Whether rows of x are contiguous, and the power of two up to 16 that divides their length and distances."""
-    batch, rows, cols = x.shape
-    if x.stride(2) != 1 and cols != 1:
+    if strides[2] != 1 and cols != 1:
         return False, 1
-    return True, math.gcd(16, cols, x.stride(1) if rows > 1 else 0, x.stride(0) if batch > 1 else 0)
+    return True, math.gcd(16, cols, strides[1] if rows > 1 else 0, strides[0] if batch > 1 else 0)
 
 
 def _pointers(x: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
     return (x, x, x) if groups is None else (groups.sizes, groups.starts, groups.tiles)
 
 
-def _maxima(x: Tensor, blocks: set[tuple[int, int]], groups: Groups | None) -> dict[tuple[int, int], Tensor]:
-    """amax patterns (int32) of whole rows, columns or tensors of x [batch, rows, columns], by block, in one pass.
+_Block = tuple[int, int]
+
+
+def _maxima(x: Tensor, blocks: tuple[_Block, ...], groups: Groups | None) -> dict[_Block, Tensor]:
+    """amax patterns (int32) of whole rows, columns or tensors of x [*batch, rows, columns], by block, in one pass.
 
     Of columns and tensors there is one for each of a batch, or of the experts in ``groups``.
     """
-    batch, rows, cols = x.shape
-    many = batch if groups is None else groups.experts
-    sizes = {(1, -1): batch * rows, (-1, 1): many * cols, (-1, -1): many}
-    held = _zeros(sum(sizes[b] for b in blocks), x.device)
-    tops = dict(zip(blocks, held.split([sizes[b] for b in blocks]), strict=True))
+    plan = _plan_maxima(x.shape, x.stride(), blocks, None if groups is None else groups.experts)
+    held = _zeros(sum(plan.counts), x.device)
+    tops = dict(zip(blocks, held.split(plan.counts) if len(blocks) > 1 else (held,), strict=True))
+    pointers = (tops.get(b, held) for b in _WHOLE)
+    launch(cast_tiles.amax_kernel, plan.grid, x, *plan.sizes, *pointers, *_pointers(x, groups), **plan.constants)
+    return tops
+
+
+class PlanOfMaxima(NamedTuple):
+    """What :func:`_maxima` works out once: how many there are of each block, and the launch."""
+
+    counts: list[int]
+    grid: tuple[int, int]
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def _plan_maxima(
+    shape: torch.Size, strides: tuple[int, ...], blocks: tuple[_Block, ...], experts: int | None
+) -> PlanOfMaxima:
+    batch, rows, cols = _batched(shape)
+    many = batch if experts is None else experts
+    counts = {(1, -1): batch * rows, (-1, 1): many * cols, (-1, -1): many}
     by_row, by_col = (1, -1) in blocks, (-1, 1) in blocks
     tile = Tile(64, 128, 8) if by_row and by_col else Tile(32, 128, 4)
-    steps = 2 if by_row and by_col else 4  # as many loads in flight as leave registers for a second program
-    high, wide = (tile.rows, tile.cols * steps) if by_row else (tile.rows * steps, tile.cols)
+    loads = 2 if by_row and by_col else 4  # as many in flight as leave registers for a second program
+    high, wide = (tile.rows, tile.cols * loads) if by_row else (tile.rows * loads, tile.cols)
     across = ceil_div(cols, wide)
-    unit, even = _access(x)
-    launch(
-        cast_tiles.amax_kernel,
-        (ceil_div(rows, high) * across, batch),
-        *(x, *x.stride(), rows, cols, across, *(tops.get(b, held) for b in sizes), *_pointers(x, groups)),
-        ROWS=by_row,
-        COLS=by_col,
-        ALL=(-1, -1) in blocks,
-        GROUPED=groups is not None,
-        EVEN=even,
-        UNIT=unit,
-        TR=tile.rows,
-        TC=tile.cols,
-        STEPS=steps,
-        num_warps=tile.warps,
-    )
-    return tops
+    steps = _in_batch(shape, strides)
+    unit, even = _access(batch, rows, cols, steps)
+    constants: dict[str, Any] = {
+        "ROWS": by_row,
+        "COLS": by_col,
+        "ALL": (-1, -1) in blocks,
+        "GROUPED": experts is not None,
+    }
+    constants |= {"EVEN": even, "UNIT": unit, "TR": tile.rows, "TC": tile.cols, "STEPS": loads}
+    constants["num_warps"] = tile.warps
+    grid = ceil_div(rows, high) * across, batch
+    return PlanOfMaxima([counts[b] for b in blocks], grid, (*steps, rows, cols, across), constants)
 
 
 _slabs: dict[tuple[int, torch.device, int], Tensor] = {}  # by thread, device and stream: what is left of each
@@ -303,11 +316,11 @@ def _zeros(count: int, device: torch.device) -> Tensor:
     return left[:count]
 
 
-def _write_scales(top: Tensor, scale: Tensor, spec: CastSpec) -> None:
-    """Scales of amax patterns, one each, in the same order."""
+def _write_scales(top: Tensor, scales: Tensor, spec: CastSpec) -> None:
+    """The scales of amax patterns, one each, in the same order."""
     n, e8m0 = top.numel(), spec.scale == "e8m0"
     constants = {"POW2": spec.scale != "fp32", "E5M2": spec.format == "e5m2", "E8M0": e8m0, "BLOCK": 1024}
-    launch(cast_tiles.scales_kernel, (ceil_div(n, 1024),), top, as_bytes(scale), n, **constants)
+    launch(cast_tiles.scales_kernel, (ceil_div(n, 1024),), top, scales, n, **constants)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -339,7 +352,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def relaid(q: Quantized, contract: int) -> Operand:
     """``layout.k_major`` whose copy of codes, where one is needed, is made by a kernel."""
-    return layout.k_major(q if layout.lies(q, contract) else transpose(q, contract), contract)
+    return layout.k_major(q, contract, transpose)
 
 
 def transpose(q: Quantized, contract: int) -> Quantized:

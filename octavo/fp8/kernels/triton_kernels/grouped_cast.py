@@ -18,8 +18,6 @@ are views of the real ones, transposed for contract 0. ``layout.experts_k_major`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -29,20 +27,21 @@ from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import Operand
 from octavo.fp8.kernels.triton_kernels import cast
+from octavo.fp8.kernels.triton_kernels.room import allocate
 
 
 def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
     """See ``Backend.quantize_rows``. One launch for finite blocks and rows, four where all rows share a scale. Raises
     CastError if x is no matrix of ``groups.rows`` rows, or cannot be cast at all."""
     _check(x, groups)
-    return _rows(x, [(spec, contract)], groups)[0]
+    return _rows(x, ((spec, contract),), groups)[0]
 
 
 def quantize_rows_both(x: Tensor, row: CastSpec, col: CastSpec, groups: Groups) -> tuple[Quantized, Quantized]:
     """See ``Backend.quantize_rows_both``: one pass over x for finite blocks, as :func:`cast.quantize_both`. Raises
     CastError as for :func:`quantize_rows`."""
     _check(x, groups)
-    first, second = _rows(x, [(row, 1), (col, 0)], groups)
+    first, second = _rows(x, ((row, 1), (col, 0)), groups)
     return first, second
 
 
@@ -55,15 +54,15 @@ def _check(x: Tensor, groups: Groups) -> None:
         )
 
 
-def _rows(x: Tensor, jobs: Sequence[cast.Job], groups: Groups) -> list[Quantized]:
+def _rows(x: Tensor, jobs: cast.Jobs, groups: Groups) -> list[Quantized]:
     if groups.experts:
-        outs = cast.run(x.detach().unsqueeze(0), jobs, groups=groups)
+        outs = cast.run(x.detach(), jobs, groups=groups)
     else:  # all rows are padding
-        outs = [cast.allocate(x.detach().unsqueeze(0), spec, contract, groups) for spec, contract in jobs]
+        outs = [allocate(x, spec, contract, groups) for spec, contract in jobs]
         for out, (spec, _) in zip(outs, jobs, strict=True):
             out.codes.zero_()
-            layout.as_bytes(out.scale).fill_(127 if spec.scale == "e8m0" else 1)
-    return [Quantized(out.data[0], out.scale[0], spec) for out, (spec, _) in zip(outs, jobs, strict=True)]
+            out.scales.fill_(127 if spec.scale == "e8m0" else 1)
+    return [Quantized(out.data, out.scale, spec) for out, (spec, _) in zip(outs, jobs, strict=True)]
 
 
 def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
@@ -73,7 +72,7 @@ def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
     reference.castable(w)
     if w.dim() != 3:
         raise CastError(f"quantize_experts: weights have shape {list(w.shape)}; give [experts, outputs, inputs].")
-    out = cast.run(w.detach(), [(spec, contract)])[0]
+    out = cast.run(w.detach(), ((spec, contract),))[0]
     return Quantized(out.data, out.scale, spec)
 
 

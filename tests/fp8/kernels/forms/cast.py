@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from octavo.fp8.arithmetic.cast import CastSpec
-from octavo.fp8.kernels.triton_kernels import cast, cast_tiles
+from octavo.fp8.kernels.triton_kernels import cast, cast_tiles, room
 from tests.fp8.kernels.forms import Variant
 
 
@@ -31,7 +31,7 @@ def cast_variant(name: str, jobs: Sequence[cast.Job], shape: tuple[int, int], gi
         if spec.scale == "e8m0":
             signature[f"scale{c}_ptr"] = "*u8"
         from_tile = not given and cast._holds(spec.block, tile, *shape, None)
-        forms[c] = cast.facts(spec, from_tile, given, True, cast.allocate(x, spec, c).padding)
+        forms[c] = cast.facts(spec, from_tile, given, True, room.room(x.shape, spec, c, None).padding)
     constants = {"CAST1": forms[1], "CAST0": forms[0], "GROUPED": False, "EVEN": 16, "UNIT": True}
     return Variant(name, cast_tiles.cast_kernel, signature, constants | {"TR": tile.rows, "TC": tile.cols}, tile.warps)
 

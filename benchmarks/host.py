@@ -1,0 +1,151 @@
+"""What Python costs around the kernels of an FP8 linear layer, measured on any CPU: microseconds beside nn.Linear's.
+
+    python benchmarks/host.py [--rounds 15] [--out results/host_cpu.json]
+
+Backends are chosen as on a GPU with cuBLAS, and no kernel runs: a launch of Triton and a product of cuBLAS are
+stand-ins that give an empty result. What is left is what the host does for one layer, forward and backward, while a
+GPU would compute: this hides behind kernels where they take longer, and decides the speed where they do not (short
+sequences, vision towers). Tensors are real and small; their size does not matter, since nobody computes with them.
+
+Thread time, so that other work on the machine counts little; everybody by turns, the median of the rounds. The last
+rows are single launches, through a driver that does nothing: as Triton launches, and as Octavo does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8
+from octavo.bench import record
+from octavo.fp8.kernels import torch_backend, triton_backend
+from octavo.fp8.kernels.triton_kernels import cast, gemm, tiles
+
+SIZE = 256
+CALLS = 20  # of one contender in one round
+LAYERS = {
+    "blockwise": ("torch", "triton"),
+    "tensorwise": ("torch", "triton"),
+    "rowwise": ("torch", "triton"),
+    "delayed": ("torch", "triton"),
+    "mxfp8": ("triton",),
+}
+Step = Callable[[bool], object]
+
+
+class Empty(torch.autograd.Function):
+    """Takes what a linear layer takes and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return x, weight
+
+
+def _product(product: torch_backend.Product, dtype: torch.dtype, *more: Any) -> Tensor:
+    return torch.empty(product.a.shape[0], product.b.shape[1], dtype=dtype)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Backends as on an H200, and nothing behind them."""
+    none: Callable[..., None] = lambda *given, **options: None  # noqa: E731
+    with (
+        mock.patch.object(cast, "launch", none),
+        mock.patch.object(gemm, "launch", none),
+        mock.patch.object(tiles, "gpu_of", lambda device: tiles.Gpu(90, 132)),
+        mock.patch.object(triton_backend, "_why_not", none),
+        mock.patch.object(triton_backend.TritonBackend, "auto_unsupported", none),
+        mock.patch.object(torch_backend, "_why_not", none),
+        mock.patch.object(torch_backend, "multiply", _product),
+    ):
+        yield
+
+
+def step_of(layer: Callable[[Tensor], Tensor], size: int, parameters: list[nn.Parameter]) -> Step:
+    """One forward, or a forward and its backward, as in a training step that has just set its gradients to None."""
+    x = torch.randn(size, size, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.ones_like(x)
+
+    def step(backward: bool) -> None:
+        x.grad = None
+        for p in parameters:
+            p.grad = None
+        y = layer(x)
+        if backward:
+            y.backward(dy)
+
+    return step
+
+
+def contenders() -> dict[str, Step]:
+    """nn.Linear first."""
+    stock = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    weight = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
+    found = {
+        "nn.Linear 1x1": step_of(stock, 1, [stock.weight]),
+        "an autograd.Function that does nothing": step_of(lambda x: Empty.apply(x, weight), 1, [weight]),
+    }
+    for recipe, backends in LAYERS.items():
+        for backend in backends:
+            layer: Any = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16))
+            fp8.apply(layer, fp8.plan(layer, fp8.Policy(recipe, backend=backend)))
+            found[f"{recipe}, {backend} backend"] = step_of(layer[0], SIZE, list(layer.parameters()))
+    return found
+
+
+def timed(steps: dict[str, Step], rounds: int) -> list[dict[str, Any]]:
+    """Microseconds of a forward, and of a forward and backward, of each; and the latter over the first one's."""
+    taken: dict[tuple[str, bool], list[float]] = {(name, both): [] for name in steps for both in (False, True)}
+    for number in range(rounds + 1):  # the first, which casts weights and fills caches, is not kept
+        for (name, both), seconds in taken.items():
+            began = time.thread_time()
+            for _ in range(CALLS):
+                steps[name](both)
+            if number:
+                seconds.append((time.thread_time() - began) / CALLS)
+    micro = {key: statistics.median(seconds) * 1e6 for key, seconds in taken.items()}
+    first = micro[next(iter(steps)), True]
+    return [
+        {
+            "layer": name,
+            "forward_us": round(micro[name, False], 1),
+            "both_us": round(micro[name, True], 1),
+            "ratio": round(micro[name, True] / first, 2),
+        }
+        for name in steps
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with without_kernels(), torch.autograd.set_multithreading_enabled(False):
+        rows = timed(contenders(), args.rounds)
+    print(f"{'microseconds of thread time':40} forward  with backward  x nn.Linear")
+    for row in rows:
+        print(f"{row['layer']:40} {row['forward_us']:7.1f} {row['both_us']:14.1f} {row['ratio']:12.1f}")
+    if args.out:
+        found = {"command": "python benchmarks/host.py", "layers": rows, "machine": record.machine()}
+        record.save(found, args.out)
+
+
+if __name__ == "__main__":
+    main()
