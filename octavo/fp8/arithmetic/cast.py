@@ -22,7 +22,7 @@ grid finds such a block. On other devices that look would be a synchronisation; 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -70,7 +70,7 @@ class CastSpec:
         if any(n < 1 and n != -1 for n in block):
             raise CastError(f"CastSpec: block={block!r} has a side below 1; -1 alone means the whole side.")
 
-    @property
+    @cached_property
     def fmt(self) -> Format:
         """The facts of ``format``."""
         return FORMATS[self.format]
@@ -111,13 +111,17 @@ class Layout(NamedTuple):
     grid: tuple[int, int]
     parts: tuple[Part, ...]  # none if the matrix is empty
 
-    def split(self, matrix: Tensor, grid: bool = False) -> list[Tensor]:
-        """Views of a [rows, cols] matrix, or of its [row blocks, column blocks] grid, one a part."""
-        if len(self.parts) == 1:
-            return [matrix.view(self.parts[0].scale_view if grid else self.parts[0].view)]
-        if grid:
-            return [matrix[p.grid_rows, p.grid_cols].view(p.scale_view) for p in self.parts]
-        return [matrix[p.rows, p.cols].view(p.view) for p in self.parts]
+    def split(self, *matrices: Tensor, grid: Tensor | None = None) -> list[list[Tensor]]:
+        """For each part its view of [rows, cols] matrices, and of a [row blocks, column blocks] grid as the last."""
+        found, whole = [], len(self.parts) == 1
+        for part in self.parts:
+            views = []
+            for matrix in matrices:
+                views.append((matrix if whole else matrix[part.rows, part.cols]).view(part.view))
+            if grid is not None:
+                views.append((grid if whole else grid[part.grid_rows, part.grid_cols]).view(part.scale_view))
+            found.append(views)
+        return found
 
 
 def _spans(size: int, block: int) -> tuple[int, list[tuple[slice, slice, int, int]]]:
@@ -172,15 +176,10 @@ def castable(x: Tensor) -> None:
 def flat(x: Tensor) -> Tensor:
     """x as a matrix [product of leading dimensions, last], off the graph; a view wherever its strides allow. Raises
     CastError if x is not :func:`castable`."""
-    castable(x)
+    if x.dtype not in _INPUTS or x.dim() == 0:
+        castable(x)  # says why not
     x = x.detach()
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def _matrix(x: Tensor, spec: CastSpec) -> tuple[Tensor, Layout]:
-    """x as a contiguous fp32 matrix, and its blocks."""
-    x = flat(x)
-    return x.contiguous().float(), layout(x.shape[0], x.shape[1], spec.block)
 
 
 def _may_look(tensor: Tensor) -> bool:
@@ -191,8 +190,8 @@ def _may_look(tensor: Tensor) -> bool:
 def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
     """Scales for a grid of amax bit patterns (int32), fp32, and the mask of bad blocks (None: there are none)."""
     if _may_look(bits):
-        low, high = (int(b) for b in torch.aminmax(bits)) if bits.numel() else (_ONE_BITS, _ONE_BITS)
-        some_tiny, some_bad = low < _FLOOR_BITS, high >= _INF_BITS
+        low, high = torch.aminmax(bits) if bits.numel() else (_ONE_BITS, _ONE_BITS)
+        some_tiny, some_bad = bool(low < _FLOOR_BITS), bool(high >= _INF_BITS)
     else:
         some_tiny = some_bad = True
     if spec.scale == "fp32":
@@ -218,7 +217,7 @@ def _amax_bits(magnitude: Tensor, lay: Layout) -> Tensor:
     if len(lay.parts) == 1:
         return bits.view(lay.parts[0].view).amax(lay.parts[0].dims).view(lay.grid)
     grid = bits.new_empty(lay.grid)
-    for part, blocks, cells in zip(lay.parts, lay.split(bits), lay.split(grid, grid=True), strict=True):
+    for part, (blocks, cells) in zip(lay.parts, lay.split(bits, grid=grid), strict=True):
         torch.amax(blocks, part.dims, keepdim=True, out=cells)
     return grid
 
@@ -228,17 +227,17 @@ def _encode(
 ) -> Tensor:
     """Codes [rows, cols] under a grid of fp32 scales; blocks in ``bad`` become NaN. ``buffer`` is overwritten."""
     if spec.scale == "fp32":
-        for x, s, out in zip(lay.split(x_MK), lay.split(scale, grid=True), lay.split(buffer), strict=True):
+        for x, out, s in lay.split(x_MK, buffer, grid=scale):
             torch.div(x, s, out=out)
     else:
         inverse = scale.reciprocal()  # exact: the reciprocal of a power of two is one
-        for x, s, out in zip(lay.split(x_MK), lay.split(inverse, grid=True), lay.split(buffer), strict=True):
+        for x, out, s in lay.split(x_MK, buffer, grid=inverse):
             torch.mul(x, s, out=out)
     if clamp:
         buffer.clamp_(-spec.fmt.max, spec.fmt.max)
     data = buffer.to(spec.fmt.dtype)
     if bad is not None:
-        for codes, mask in zip(lay.split(data.view(torch.uint8)), lay.split(bad, grid=True), strict=True):
+        for codes, mask in lay.split(data.view(torch.uint8), grid=bad):
             codes.masked_fill_(mask, NAN_CODE)
     return data
 
@@ -272,20 +271,29 @@ def quantize(x: Tensor, spec: CastSpec) -> Quantized:
     """
     if hasattr(x, "fake_mode"):
         return _shapes(x, spec)
-    x_MK, lay = _matrix(x, spec)
+    return _quantize(flat(x).contiguous().float(), x.shape, spec)
+
+
+def _quantize(x_MK: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
+    """The cast of a contiguous fp32 matrix that came from a tensor of that shape."""
+    lay = layout(x_MK.shape[0], x_MK.shape[1], spec.block)
     if not lay.parts:
-        return _quantized(x_MK.to(spec.fmt.dtype), x_MK.new_ones(lay.grid), x.shape, spec)
+        return _quantized(x_MK.to(spec.fmt.dtype), x_MK.new_ones(lay.grid), shape, spec)
     buffer = x_MK.abs()
     scale, bad = _scales(_amax_bits(buffer, lay), spec)
     # No clamp is needed: amax <= FMAX * scale for powers of two, and amax / (amax / FMAX) exceeds FMAX by an ulp of
     # fp32 at most, which rounds back to FMAX.
-    return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=False), scale, x.shape, spec)
+    return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=False), scale, shape, spec)
 
 
 def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
     """x under two casts; one and the same result where they are equal. Raises as :func:`quantize`."""
-    first = quantize(x, row)
-    return first, first if col == row else quantize(x, col)
+    if hasattr(x, "fake_mode"):
+        first = _shapes(x, row)
+        return first, first if col == row else _shapes(x, col)
+    x_MK = flat(x).contiguous().float()
+    first = _quantize(x_MK, x.shape, row)
+    return first, first if col == row else _quantize(x_MK, x.shape, col)
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None) -> Quantized:
@@ -301,7 +309,8 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
 
     Raises CastError for a wrong dtype of x, or a scale or amax that does not fit the grid of blocks.
     """
-    x_MK, lay = _matrix(x, spec)
+    x_MK = flat(x).contiguous().float()
+    lay = layout(x_MK.shape[0], x_MK.shape[1], spec.block)
     scale = on_grid("scale", scale, x_MK, lay, spec)
     if not lay.parts:
         return _quantized(x_MK.to(spec.fmt.dtype), scale, x.shape, spec)
@@ -339,10 +348,11 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         fitting(q)
         return q.data.new_empty(q.data.shape, dtype=dtype)
     values = decode(q.data)
-    matrix = values.view(values.shape[:-1].numel(), values.shape[-1])
-    lay = fitting(q)
-    scale = scale_fp32(q)
-    for blocks, factor in zip(lay.split(matrix), lay.split(scale.contiguous(), grid=True), strict=True):
+    matrix = values if values.dim() == 2 else values.view(values.shape[:-1].numel(), values.shape[-1])
+    lay = layout(matrix.shape[0], matrix.shape[1], q.spec.block)
+    if q.scale.shape != lay.grid:
+        fitting(q)  # says why not
+    for blocks, factor in lay.split(matrix, grid=scale_fp32(q).contiguous()):
         blocks.mul_(factor)
     return values if dtype is torch.float32 else values.to(dtype)
 

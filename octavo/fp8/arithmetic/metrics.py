@@ -33,7 +33,7 @@ def _block_sums(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Sums over the blocks of a float64 matrix, one value a block."""
     x = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
     lay = layout(x.shape[0], x.shape[1], block)
-    sums = [part.sum(p.dims).flatten() for p, part in zip(lay.parts, lay.split(x), strict=True)]
+    sums = [part.sum(p.dims).flatten() for p, (part,) in zip(lay.parts, lay.split(x), strict=True)]
     return torch.cat(sums)
 
 
@@ -117,7 +117,7 @@ def figures(x: Tensor, q: Quantized) -> Figures:
         lost = int(((values == 0) & (x != 0)).sum())
     else:  # then the code of a zero is a zero
         lost = alive - int(torch.count_nonzero(values))
-    for codes, factor in zip(lay.split(values), lay.split(scale, grid=True), strict=True):
+    for codes, factor in lay.split(values, grid=scale):
         codes.mul_(factor)
     signal = x.double()
     squares = signal * signal
@@ -126,7 +126,7 @@ def figures(x: Tensor, q: Quantized) -> Figures:
     noise = _block_sums(squares.mul_(squares), q.spec.block)
     # Saturation is rare, and told by the largest magnitude of each block.
     saturated = 0.0
-    for p, blocks, factor in zip(lay.parts, lay.split(x), lay.split(scale, grid=True), strict=True):
+    for p, (blocks, factor) in zip(lay.parts, lay.split(x, grid=scale), strict=True):
         largest = torch.maximum(blocks.amax(p.dims, keepdim=True), -blocks.amin(p.dims, keepdim=True))
         if bool((largest.double() > factor.double() * _edge(q)).any()):
             saturated = saturation(x, Quantized(q.data.reshape(rows, cols), q.scale, q.spec))

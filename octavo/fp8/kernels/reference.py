@@ -171,13 +171,7 @@ def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return _matmul_fp32(a, b)
-    if _fp32_precision(device) in ("none", "ieee"):
+    matmul = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    if matmul.fp32_precision in ("none", "ieee"):
         return torch.mm(a, b)
     return torch.mm(a.double(), b.double()).float()
-
-
-def _fp32_precision(device: str) -> str:
-    """What an fp32 matmul on this device would compute in now: "none" and "ieee" mean fp32."""
-    if device == "cuda":
-        return torch.backends.cuda.matmul.fp32_precision
-    return torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
