@@ -293,7 +293,7 @@ area(
     "caches",
     (
         "cache-forgets-nothing", "fp8/weights.py",
-        "self._codes.clear() self._source, self._stamp = source_of(", "self._source, self._stamp = source_of(",
+        "self._codes.clear() self._source, self._stamp =", "self._source, self._stamp =",
         "a changed weight is marked as known and its old codes are used",
         "fp8/test_cache.py",
     ),

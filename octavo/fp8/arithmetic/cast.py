@@ -242,10 +242,13 @@ def _encode(
     return data
 
 
+def _e8m0(scale: Tensor) -> Tensor:
+    """Powers of two in fp32 as their exponents, one byte each."""
+    return (scale.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
+
+
 def _quantized(data: Tensor, scale: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
-    if spec.scale == "e8m0":
-        scale = (scale.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
-    return Quantized(data.view(shape), scale, spec)
+    return Quantized(data.view(shape), _e8m0(scale) if spec.scale == "e8m0" else scale, spec)
 
 
 def _shapes(x: Tensor, spec: CastSpec) -> Quantized:
@@ -283,7 +286,8 @@ def _quantize(x_MK: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
     scale, bad = _scales(_amax_bits(buffer, lay), spec)
     # No clamp is needed: amax <= FMAX * scale for powers of two, and amax / (amax / FMAX) exceeds FMAX by an ulp of
     # fp32 at most, which rounds back to FMAX.
-    return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=False), scale, shape, spec)
+    data = _encode(x_MK, scale, bad, lay, spec, buffer, clamp=False).view(shape)
+    return Quantized(data, _e8m0(scale) if spec.scale == "e8m0" else scale, spec)
 
 
 def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
@@ -352,7 +356,8 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     lay = layout(matrix.shape[0], matrix.shape[1], q.spec.block)
     if q.scale.shape != lay.grid:
         fitting(q)  # says why not
-    for blocks, factor in lay.split(matrix, grid=scale_fp32(q).contiguous()):
+    scale = q.scale if q.scale.dtype is torch.float32 else scale_fp32(q)
+    for blocks, factor in lay.split(matrix, grid=scale.contiguous()):
         blocks.mul_(factor)
     return values if dtype is torch.float32 else values.to(dtype)
 

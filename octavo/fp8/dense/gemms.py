@@ -53,8 +53,11 @@ class Site:
     key: str = field(init=False)  # what of this a compiled graph knows, the same text for all layers of a recipe
     x: Requests = field(init=False)
     dy: Requests = field(init=False)
+    shares_weight: bool = field(init=False)  # whether dgrad multiplies by the codes of the forward
 
     def __post_init__(self) -> None:
+        fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
+        self.shares_weight = fwd is not None and dgrad is not None and fwd.b == dgrad.b
         self.key = compiled.describe(self.recipe, self.selections)
         self.x = Requests(self._request("fwd", "a"), self._request("wgrad", "b"))
         self.dy = Requests(self._request("dgrad", "a"), self._request("wgrad", "a"))
@@ -72,12 +75,6 @@ class Site:
         """The selection of the first GEMM that runs in FP8."""
         return next(iter(self.selections.values()))
 
-    @property
-    def shares_weight(self) -> bool:
-        """Whether dgrad multiplies by the codes of the forward."""
-        fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
-        return fwd is not None and dgrad is not None and fwd.b == dgrad.b
-
 
 class Dense:
     """How the operands of a linear layer are cast and multiplied: matrices as they are."""
@@ -90,8 +87,8 @@ class Dense:
         """Itself in a backward, out of what was saved, and what else was saved."""
         return self, list(tensors)
 
-    def weight_cast(self, backend: Backend) -> Callable[..., Quantized]:
-        return backend.quantize
+    def cast_weight(self, backend: Backend, w: Tensor, spec: CastSpec, contract: int) -> Quantized:
+        return backend.quantize(w, spec, contract)
 
     def flops(self, rows: int, outputs: int, inputs: int) -> int:
         """Of one GEMM; of one row where ``sizes`` says how many there are."""
@@ -134,9 +131,9 @@ DENSE = Dense()
 def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec) -> Quantized:
     """The codes of a weight for fwd or dgrad: dgrad reads those of the forward where the cast is the same."""
     backend = site.selections[gemm].backend
-    contract = 1 if gemm == "fwd" or site.shares_weight else 0
-    cast = partial(way.weight_cast(backend), contract=contract)
-    return site.codes.get(weight, part, spec, backend, gemm == "fwd", cast, site.shares_weight)
+    forward, shared = gemm == "fwd", site.shares_weight
+    cast = partial(way.cast_weight, backend, contract=1 if forward or shared else 0)
+    return site.codes.get(weight, part, spec, backend, forward, cast, shared)
 
 
 def fwd(
@@ -177,9 +174,10 @@ def dgrad(
     seen: Seen,
 ) -> Tensor:
     """dx [M, K] in ``dtype``. ``w_q``: the codes of w where the forward saved them."""
-    gemm, flops = site.recipe.dgrad, way.flops(dy.shape[0], *weight.shape[-2:])
+    gemm = site.recipe.dgrad
     if gemm is None or dy_q is None:
-        seen.gemm("dgrad", HIGH, flops)
+        if seen.counters:
+            seen.gemm("dgrad", HIGH, way.flops(dy.shape[0], *weight.shape[-2:]))
         return way.high_dgrad(dy, part.of(weight))
     if w_q is None:
         # Valid codes if the weight is as it was; otherwise (resharded meanwhile) the regathered weight is cast again.
@@ -187,7 +185,8 @@ def dgrad(
     backend = site.selections["dgrad"].backend
     if seen.watched:
         way.operand(seen, "dy", dy, dy_q)
-    seen.gemm("dgrad", backend.name, flops)
+    if seen.counters:
+        seen.gemm("dgrad", backend.name, way.flops(dy.shape[0], *weight.shape[-2:]))
     return way.dgrad(backend, dy_q, w_q, dtype)
 
 
@@ -204,10 +203,12 @@ def wgrad(
     """dw [N, K] in ``dtype``, from what the forward saved of x; ``exact``: x in high precision, for figures."""
     if dy_q is None or not isinstance(x, Quantized):
         assert isinstance(x, Tensor)
-        seen.gemm("wgrad", HIGH, way.flops(dy.shape[0], dy.shape[1], x.shape[1]))
+        if seen.counters:
+            seen.gemm("wgrad", HIGH, way.flops(dy.shape[0], dy.shape[1], x.shape[1]))
         return way.high_wgrad(dy, x, dtype)
     backend = site.selections["wgrad"].backend
-    seen.gemm("wgrad", backend.name, way.flops(dy.shape[0], dy.shape[1], x.data.shape[1]))
+    if seen.counters:
+        seen.gemm("wgrad", backend.name, way.flops(dy.shape[0], dy.shape[1], x.data.shape[1]))
     dw = way.wgrad(backend, dy_q, x, dtype)
     if seen.watched and exact is not None:
         way.operand(seen, "x_wgrad", exact, x)

@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if lowered else x.dtype
 
 
+_AS_IT_IS = nullcontext()
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else _AS_IT_IS
 
 
 def autocast_enabled(x: Tensor) -> bool:
@@ -123,8 +127,10 @@ class Input:
         cast: Callable[[Tensor, CastRequest | None, CastRequest | None], Pair] = cast_matrix,
     ) -> None:
         self.given, self.user, self.cast = given, user, cast
-        self.dtype = compute_dtype(given) if dtype is None else dtype
         self.autocast_off = without_autocast(given)  # a context to work in
+        if dtype is None:
+            dtype = given.dtype if self.autocast_off is _AS_IT_IS else compute_dtype(given)
+        self.dtype = dtype
         self.source = source_of(given)
         self.forget: Callable[[], None] = _nothing
         self.rows, self.features = given.shape[:-1].numel(), given.shape[-1]  # no -1, ambiguous in an empty tensor
@@ -140,9 +146,10 @@ class Input:
     def high(self) -> Tensor:
         """The same for a GEMM in high precision: what autocast made of the input is made once for all layers."""
         if self.dtype != self.given.dtype:
-            if self._entry.high is None:
-                self._entry.high = self.matrix()
-            self._matrix = self._entry.high
+            entry = _entry(self)
+            if entry.high is None:
+                entry.high = self.matrix()
+            self._matrix = entry.high
         return self.matrix()
 
     def codes(self, row: CastRequest | None, col: CastRequest | None) -> Pair:
@@ -152,21 +159,14 @@ class Input:
         """
         if row is None and col is None:
             return None, None
-        entry = self._entry
-        found = entry.find(row, 1), entry.find(col, 0)
+        entry = _entry(self)
+        found = entry.find(row, col)
         missing = (None if found[0] is not None else row, None if found[1] is not None else col)
         if missing != (None, None):
             made = self.cast(self.matrix(), *missing)
             entry.hold(missing, made)
             found = found[0] or made[0], found[1] or made[1]
         return found
-
-    @property
-    def _entry(self) -> _Entry:
-        if self._found is None:
-            self._found = _entry(self)
-            self.forget = self._found.forget
-        return self._found
 
 
 class _Entry:
@@ -176,16 +176,21 @@ class _Entry:
         self.stamp = stamp
         self.storage: Any = None  # a weak reference to the input's storage
         self.forget: Callable[[], None] = _nothing
-        self.codes: dict[tuple[CastRequest, int], Quantized] = {}  # by the dimension that their GEMM contracts
+        # By the dimension that their GEMM contracts; nothing is held under None, which asks for nothing.
+        self.codes: dict[tuple[CastRequest | None, int], Quantized] = {}
         self.high: Tensor | None = None
         self.served: set[int] = set()
 
-    def find(self, request: CastRequest | None, contract: int) -> Quantized | None:
-        """Codes under ``request``, laid out for that contraction if such are there: any GEMM takes the others too."""
-        if request is None:
-            return None
-        q = self.codes.get((request, contract))
-        return self.codes.get((request, 1 - contract)) if q is None else q
+    def find(self, row: CastRequest | None, col: CastRequest | None) -> Pair:
+        """Codes under ``row`` and under ``col``, laid out for contractions of dimensions 1 and 0 if such are there: any
+        GEMM takes the others too."""
+        if not self.codes:
+            return None, None
+        by_row, by_col = self.codes.get((row, 1)), self.codes.get((col, 0))
+        return (
+            self.codes.get((row, 0)) if by_row is None else by_row,
+            self.codes.get((col, 1)) if by_col is None else by_col,
+        )
 
     def hold(self, asked: tuple[CastRequest | None, CastRequest | None], made: Pair) -> None:
         for contract, request, q in zip((1, 0), asked, made, strict=True):
@@ -199,8 +204,19 @@ class _Memo:
     entry: _Entry | None = None
 
 
-_state = threading.local()
 _memos: weakref.WeakSet[_Memo] = weakref.WeakSet()
+
+
+class _Thread(threading.local):
+    """What one thread knows: its memo, and whose input can be computed again."""
+
+    def __init__(self) -> None:
+        self.memo = _Memo()
+        self.held: _Held | None = None
+        _memos.add(self.memo)
+
+
+_state = _Thread()
 
 
 def offer(
@@ -214,7 +230,7 @@ def offer(
     """
     if not _recognisable(y):
         return (0,)
-    entry = _begin(_memo(), y.untyped_storage(), _stamp(Input(y, None, dtype)))
+    entry = _begin(y.untyped_storage(), _stamp(Input(y, None, dtype)))
     entry.hold(asked, codes)
     return entry.served
 
@@ -232,21 +248,23 @@ def _entry(x: Input) -> _Entry:
     """The entry of this input if it may serve this layer, else a new one (which nobody will find where the input cannot
     be recognised again)."""
     given = x.given
-    if x.user is None:
-        return _Entry()
-    if not _recognisable(given):
-        return _Entry()
-    memo = _memo()
-    storage, stamp, entry = given.untyped_storage(), _stamp(x), memo.entry
+    if x._found is not None:
+        return x._found
+    if x.user is None or not _recognisable(given):
+        x._found = _Entry()
+        return x._found
+    storage, stamp, entry = given.untyped_storage(), _stamp(x), _state.memo.entry
     if entry is None or entry.stamp != stamp or entry.storage() is not storage or id(x.user) in entry.served:
-        entry = _begin(memo, storage, stamp)
+        entry = _begin(storage, stamp)
     entry.served.add(id(x.user))
+    x._found, x.forget = entry, entry.forget
     return entry
 
 
-def _begin(memo: _Memo, storage: torch.UntypedStorage, stamp: tuple[Any, ...]) -> _Entry:
+def _begin(storage: torch.UntypedStorage, stamp: tuple[Any, ...]) -> _Entry:
+    memo = _state.memo
     memo.entry = entry = _Entry(stamp)
-    entry.forget = _Forget(memo, entry)
+    entry.forget = partial(_forget, weakref.ref(memo), weakref.ref(entry))
     # torch keeps the Python object of a storage as long as the storage itself.
     entry.storage = weakref.ref(storage, entry.forget)
     return entry
@@ -278,31 +296,18 @@ def _capturing(given: Tensor) -> bool:
     return given.is_cuda and capturing(given.device)
 
 
-def _memo() -> _Memo:
-    memo = getattr(_state, "memo", None)
-    if memo is None:
-        memo = _state.memo = _Memo()
-        _memos.add(memo)
-    return memo
-
-
-class _Forget:
+def _forget(of: weakref.ref[_Memo], what: weakref.ref[_Entry], _: object = None) -> None:
     """Called when the storage of an input is freed, or by a backward: its codes go too, unless another input took their
     place."""
-
-    def __init__(self, memo: _Memo, entry: _Entry) -> None:
-        self._memo, self._entry = weakref.ref(memo), weakref.ref(entry)
-
-    def __call__(self, _: object = None) -> None:
-        memo, entry = self._memo(), self._entry()
-        if memo is not None and entry is not None and memo.entry is entry:
-            memo.entry = None
+    memo, entry = of(), what()
+    if memo is not None and entry is not None and memo.entry is entry:
+        memo.entry = None
 
 
 def _stamp(x: Input) -> tuple[Any, ...]:
     given = x.given
     device = given.device
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = torch.cuda.current_stream(device).cuda_stream if given.is_cuda else 0
     return (
         given._version,
         given.data_ptr(),
@@ -338,7 +343,7 @@ class _Held(NamedTuple):
 @contextmanager
 def behind(x: Tensor, source: Source) -> Iterator[None]:
     """Inside, a layer of this thread that is called with ``x`` itself (also inside an adapter) finds its source."""
-    before: _Held | None = getattr(_state, "held", None)
+    before = _state.held
     _state.held = _Held(x, x._version, source)
     try:
         yield
@@ -348,5 +353,5 @@ def behind(x: Tensor, source: Source) -> Iterator[None]:
 
 def source_of(x: Tensor) -> Source | None:
     """The source of this very tensor, unwritten since; None if nobody said so."""
-    held: _Held | None = getattr(_state, "held", None)
+    held = _state.held
     return held.source if held is not None and held.x is x and held.version == x._version else None

@@ -43,6 +43,7 @@ from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 from octavo.fp8.weights.shards import is_whole
 
 _PLAIN = (Tensor, nn.Parameter)
+_NEEDS_NONE = (False, False, False, False)
 WHOLE = WeightSlice()
 SOURCE = "_source"
 """In the __dict__ of a layer whose input something around it computes again in backward: a SourceOf."""
@@ -81,7 +82,8 @@ class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         site, way = call.site, call.way
-        ctx.needs = needs_x, needs_w, _ = tuple(call.grad and n for n in ctx.needs_input_grad[:3])
+        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad if call.grad else _NEEDS_NONE
+        ctx.needs = needs_x, needs_w, needs_b
         ctx.seen = seen = recorder.begin(site.name, needs_x, needs_w, call.grad, way.sizes)
         given = Input(x, site if call.shares else None, cast=way.cast)
         with given.autocast_off:

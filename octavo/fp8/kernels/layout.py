@@ -184,7 +184,7 @@ def _views_of(
     blocks, step = (grid[free], grid[along]), (steps[free], steps[along])
     scale: Strided | None = None
     if spec.block[contract] == -1:
-        if step[0] == 1 or blocks[0] == 1:  # strides of 1, also where a transposed row counts as contiguous
+        if blocks[1] == 1 and (step[0] == 1 or blocks[0] == 1):  # strides of 1, also of a transposed row
             scale = (blocks[0], 1), (1, 1)
     elif scale_dtype is not torch.float32:
         if step == (blocks[1], 1):

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import Dense
 from octavo.fp8.dense.inputs import CastRequest, Pair
@@ -73,8 +73,8 @@ class Grouped(Dense):
             None if col is None else col.backend.quantize_rows(x, col.spec, self.groups, 0),
         )
 
-    def weight_cast(self, backend: Backend) -> Callable[..., Quantized]:
-        return backend.quantize_experts
+    def cast_weight(self, backend: Backend, w: Tensor, spec: CastSpec, contract: int) -> Quantized:
+        return backend.quantize_experts(w, spec, contract)
 
     def flops(self, rows: int, outputs: int, inputs: int) -> int:
         return 2 * outputs * inputs

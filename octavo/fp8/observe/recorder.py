@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
@@ -106,21 +106,22 @@ def only_watches(hook: Hook) -> Hook:
 
 class Seen:
     """One forward of one layer, and its backward. ``heard``: somebody counts this forward. ``watched``: the layer is to
-    save x in high precision for figures."""
+    save x in high precision for figures. ``counters``: who counts now, nobody on behalf of a dummy; where it is empty
+    there is nothing to report with :meth:`gemm`."""
 
-    __slots__ = ("calls", "counted", "heard", "kind", "layer", "recompute", "sizes", "watched")
+    __slots__ = ("calls", "counted", "counters", "heard", "kind", "layer", "recompute", "sizes", "watched")
 
     def __init__(self, layer: str, now: Phase, sizes: Tensor | None) -> None:
         self.layer, self.sizes, self.calls = layer, sizes, 1 if sizes is None else sizes.shape[0]
-        self.counted, self.recompute, self.kind = now.counted, now.recompute, now.gemm
-        self.heard = now.counted and bool(_counters)
-        self.watched = now.counted and watching()
+        self.counted, self.recompute = now
+        self.kind = "recompute" if now.recompute else "fwd"
+        self.counters: Sequence[Counter] = _counters if now.counted else ()
+        self.heard = bool(self.counters)
+        self.watched = now.counted and bool(_watchers or _muted)  # whether somebody is watching()
 
     def gemm(self, gemm: str, backend: str, flops: int) -> None:
         """A GEMM that runs: "fwd", "dgrad" or "wgrad"; ``flops`` of one row where experts run grouped."""
-        if not self.counted or not _counters:
-            return
-        for counter in _counters:
+        for counter in self.counters:
             if gemm == "fwd":
                 counter.on_gemm(self.layer, self.kind, backend, flops, self.sizes)
             else:
@@ -171,10 +172,6 @@ class Phase(NamedTuple):
 
     counted: bool
     recompute: bool
-
-    @property
-    def gemm(self) -> str:
-        return "recompute" if self.recompute else "fwd"
 
 
 class _Spans:
@@ -232,7 +229,8 @@ def phase() -> Phase:
     recompute = torch._C._current_graph_task_id() != -1
     counted = getattr(_state, "depth", 0) == 0
     if not recompute:
-        _spans()  # marks a thread that makes nodes
+        if not hasattr(_state, "spans"):
+            _spans()  # marks a thread that makes nodes
     elif counted and _all_spans:
         node = torch._C._current_autograd_node()
         if node is not None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -86,9 +87,9 @@ class WeightCache:
         self.captured = False  # whether the last codes went into a CUDA graph, and are in no cache
         self._codes: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
         self._for_dgrad: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
-        self._source: Any = None  # what holds the values: held weakly, so that no address can be reused
+        self._source: Any = None  # the storage of the weight, held weakly, so that its address cannot be used again
         self._stamp: tuple[Any, ...] = ()
-        self._sharded: Callable[[], Tensor | None] = lambda: None
+        self._sharded: Callable[[], Tensor | None] = NoneType  # called, it gives None
         self._address = 0  # of the storage that this cache is known by
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
@@ -157,13 +158,15 @@ class WeightCache:
             return cast(part.of(parameter), spec)
         # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
         # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
-        if not self.keep or parameter.is_inference() or self.captured or not (forward or self._valid(parameter)):
+        keep = self.keep and not parameter.is_inference() and not self.captured
+        stamp = self._stamp_of(parameter) if keep else ()
+        if not keep or not (forward or self._stamp == stamp):
             self.casts += 1
             return cast(part.of(parameter), spec)
-        if not self._valid(parameter):
+        if self._stamp != stamp:
             self._for_dgrad.clear()
             self._codes.clear()
-            self._source, self._stamp = source_of(parameter), self._stamp_of(parameter)
+            self._source, self._stamp = StorageWeakRef(parameter.untyped_storage()), stamp
             self.own(parameter)
         codes = self._codes.get((part, spec))
         if codes is None:
@@ -191,10 +194,10 @@ class WeightCache:
         stored = parameter.first()
         if parameter.frozen is None or self._sharded() is not None or stored.is_inference() or _capturing(stored):
             return codes
-        stamp = (stored._version, self.both)  # the version rises when other codes are written over these
-        if self._source is None or self._source() is not parameter.frozen or self._stamp != stamp:
+        stamp = (weakref.ref(parameter.frozen), stored._version, self.both)
+        if self._stamp != stamp:
             self.drop()
-            self._source, self._stamp = weakref.ref(parameter.frozen), stamp
+            self._stamp = stamp
         turned = self._for_dgrad.get((part, codes.spec))
         if turned is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -202,29 +205,18 @@ class WeightCache:
             self._for_dgrad[part, codes.spec] = turned
         return turned
 
-    def _valid(self, parameter: Tensor) -> bool:
-        return same_source(self._source, parameter) and self._stamp == self._stamp_of(parameter)
-
     def _stamp_of(self, parameter: Tensor) -> tuple[Any, ...]:
+        """What changes with the values of a weight: what holds them, its version and address, the weight version."""
         if isinstance(parameter, Fp8Weight) and parameter.held is not None:
-            return (clock.now, clock.edits, *parameter.stamp())
+            return (clock.now, clock.edits, weakref.ref(parameter.held), *parameter.stamp())
         sharded = self._sharded()
         version = None if sharded is None else sharded._version
-        return (clock.now, parameter._version, parameter.data_ptr(), parameter.dtype, version)
+        storage = parameter.untyped_storage()._cdata
+        return (clock.now, storage, parameter._version, parameter.data_ptr(), parameter.dtype, version)
 
 
-def source_of(parameter: Tensor) -> Any:
-    """A weak reference to what holds the values of a weight."""
-    if isinstance(parameter, Fp8Weight) and parameter.held is not None:
-        return weakref.ref(parameter.held)
-    return StorageWeakRef(parameter.untyped_storage())
-
-
-def same_source(source: Any, parameter: Tensor) -> bool:
-    """Whether ``source`` is what :func:`source_of` gives for this weight."""
-    if isinstance(parameter, Fp8Weight) and parameter.held is not None:
-        return isinstance(source, weakref.ref) and source() is parameter.held
-    return isinstance(source, StorageWeakRef) and source.cdata == parameter.untyped_storage()._cdata
+def _capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and capturing(weight.device)
 
 
 def _forget(address: int, codes: WeightCache | None = None) -> None:
@@ -299,10 +291,6 @@ class CachesWeights(nn.Module):
             weight = self._parameters.get(name)
             if weight is not None and is_whole(weight):
                 codes.own(weight)
-
-
-def _capturing(weight: Tensor) -> bool:
-    return weight.is_cuda and capturing(weight.device)
 
 
 def invalidate(model: nn.Module) -> None:
