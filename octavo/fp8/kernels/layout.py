@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,6 +146,27 @@ def lies(q: Quantized, contract: int) -> bool:
 
 
 Strided = tuple[tuple[int, int], tuple[int, int]]  # sizes and strides of a view that begins where its tensor begins
+Lying = tuple[Any, ...]
+"""How a Quantized lies in memory, for a cache's key: its cast; dtype, sizes, strides, offset and bytes of the storage,
+of codes and of scales."""
+
+
+def lying(q: Quantized) -> Lying:
+    data, scale = q.data, q.scale
+    return (
+        *(q.spec, data.dtype, data.shape, data.stride(), data.storage_offset(), data.untyped_storage().nbytes()),
+        *(scale.dtype, scale.shape, scale.stride(), scale.storage_offset(), scale.untyped_storage().nbytes()),
+    )
+
+
+def without_values(lying: Lying) -> Quantized:
+    """A Quantized that lies so, on meta."""
+
+    def tensor(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
+        held = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return held.view(dtype).as_strided(size, stride, offset)
+
+    return Quantized(tensor(*lying[1:6]), tensor(*lying[6:]), lying[0])
 
 
 class _Views(NamedTuple):
@@ -156,16 +177,13 @@ class _Views(NamedTuple):
 
 
 def _views(q: Quantized, contract: int) -> _Views:
-    data, scale = q.data, q.scale
-    return _views_of(
-        *(q.spec, contract, data.shape, data.stride(), data.storage_offset(), data.untyped_storage().nbytes()),
-        *(scale.dtype, scale.shape, scale.stride(), scale.storage_offset(), scale.untyped_storage().nbytes()),
-    )
+    return _views_of(contract, *lying(q))
 
 
 @lru_cache(maxsize=4096)
 def _views_of(
-    spec: CastSpec, contract: int, shape: torch.Size, strides: tuple[int, int], offset: int, nbytes: int,
+    contract: int, spec: CastSpec,
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, int], offset: int, nbytes: int,
     scale_dtype: torch.dtype, grid: torch.Size, steps: tuple[int, int], scale_offset: int, scale_nbytes: int,
 ) -> _Views:  # fmt: skip
     """Worked out once for each way in which codes and scales lie: every GEMM asks, of both of its operands.

@@ -22,17 +22,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
+from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.kernels.layout import CONTRACTED, Operand, check_fit, k_major, lines, round_up
+from octavo.fp8.kernels.layout import (
+    CONTRACTED,
+    Lying,
+    Operand,
+    check_fit,
+    k_major,
+    lines,
+    lying,
+    round_up,
+    without_values,
+)
 from octavo.fp8.kernels.reference import scaled
 from octavo.fp8.kernels.registry import GemmOnlyBackend
 
@@ -108,10 +119,10 @@ class TorchBackend(GemmOnlyBackend):
         if product.kind == "row" and not _row_direct(product.a, out_dtype, bias):
             return _by_hand(product, fast, bias, out_dtype, rows, cols)
         if bias is None and out_dtype in (*_SIXTEEN_BITS, torch.float32):
-            return multiply(product, out_dtype, fast)[:rows, :cols].contiguous()
+            return _real(multiply(product, out_dtype, fast), rows, cols)
         if bias is not None and fast and out_dtype in _SIXTEEN_BITS and bias.dtype == out_dtype:
             padded = F.pad(bias, (0, product.b.shape[1] - cols)) if product.b.shape[1] != cols else _aligned(bias)
-            return multiply(product, out_dtype, fast, padded)[:rows, :cols].contiguous()
+            return _real(multiply(product, out_dtype, fast, padded), rows, cols)
         return finish(multiply(product, torch.float32, fast)[:rows, :cols], bias, out_dtype)
 
 
@@ -171,6 +182,39 @@ def _cuda_version() -> tuple[int, int]:
 def lay_out(op: str, a_q: Quantized, b_q: Quantized, relaid: Relaid = k_major) -> Product:
     """The operands of a GEMM as scaled_mm wants them, what does not lie in memory so copied by ``relaid``. Raises
     CastError unless they are two matrices that fit each other, in casts that scaled_mm can multiply."""
+    found = _views(op, lying(a_q), lying(b_q))
+    if found is None:
+        return _lay_out(op, a_q, b_q, relaid)
+    given = (a_q.data, b_q.data, a_q.scale, b_q.scale)
+    a, b, scale_a, scale_b = (
+        t if at is None else t.as_strided(*at) for t, at in zip(given, found.strided, strict=True)
+    )
+    return Product(found.kind, a, b, scale_a, scale_b)
+
+
+class _Views(NamedTuple):
+    """A product of views of its operands alone: sizes, strides and offset of each, None for a tensor as it is."""
+
+    kind: str
+    strided: tuple[tuple[Any, ...] | None, ...]
+
+
+@lru_cache(maxsize=4096)
+def _views(op: str, a: Lying, b: Lying) -> _Views | None:
+    """What :func:`_lay_out` makes of operands that lie so, None where it copies; found out once, without values."""
+    with _disable_current_modes():
+        a_q, b_q = without_values(a), without_values(b)
+        product = _lay_out(op, a_q, b_q, k_major)
+    strided: list[tuple[Any, ...] | None] = []
+    for made, given in zip(product[1:], (a_q.data, b_q.data, a_q.scale, b_q.scale), strict=True):
+        if made.untyped_storage()._cdata != given.untyped_storage()._cdata:
+            return None
+        at, was = ((t.shape, t.stride(), t.storage_offset()) for t in (made, given))
+        strided.append(None if at == was else at)
+    return _Views(product.kind, tuple(strided))
+
+
+def _lay_out(op: str, a_q: Quantized, b_q: Quantized, relaid: Relaid) -> Product:
     a_dim, b_dim = CONTRACTED[op]
     check_fit(op, a_q, a_dim, b_q, b_dim)
     kind = kind_of(op, a_q.spec, b_q.spec)
@@ -244,6 +288,11 @@ def finish(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype).contiguous()
+
+
+def _real(out: Tensor, rows: int, cols: int) -> Tensor:
+    """The result without what came of padding."""
+    return out if out.shape == (rows, cols) else out[:rows, :cols].contiguous()
 
 
 def _aligned(bias: Tensor) -> Tensor:
