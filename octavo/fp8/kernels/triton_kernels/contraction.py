@@ -19,12 +19,15 @@ from zero and is added in fp32 (``PROMOTE``): never more than 128 products are s
 forward GEMMs skip that and accumulate in the tensor core. A plain ``acc += tl.dot(a, b)`` would not do: where the
 compiler is not told that sums are imprecise, it folds the addition into the product.
 
-Range. A sum times scale_a alone may leave fp32 where the result does not (x near 1e34, w near 1e-30). So a power of two
-changes sides where scale_a is far out (:func:`_rebalanced`, :func:`_far`), which rounds nothing and costs nothing a
-value in the loop. That takes a tile with one scale on one side: where both scales are vectors and change along the
-contraction (blockwise wgrad; mxfp8 before SM100) it would be one more multiplication a value and step: there a sum is
-infinite as soon as it is under the scale of dy alone, which takes a dy beyond 5e33. Small scales are safe: products of
-two codes are multiples of 2^-32 and scales at least 2^-115, so that what follows is exact down to the last subnormal.
+Range. A sum times scale_a alone may leave fp32 where the result does not (x near 1e34, w near 1e-30). Where one scale
+of the two is the tile's own, both are multiplied first (:func:`_together`), a vector times a scalar, and a sum once by
+their product. Powers of two lose nothing by it: what vanishes lies below 2^-124, and only where the product of the
+scales is beyond 2^127 are sums below 1 too small; all others are infinite then. Scales that hold for the whole
+contraction may be any fp32 numbers and come one after the other, as in the reference; a power of two changes sides
+where scale_a is far out (:func:`_far`), which rounds nothing. Where both scales are vectors and change along the
+contraction (blockwise wgrad; mxfp8 before SM100) a sum is infinite as soon as it is under the scale of dy alone, which
+takes a dy beyond 5e33. Small scales are safe there: products of two codes are multiples of 2^-32 and scales at least
+2^-115, so that what follows is exact down to the last subnormal.
 
 Loads are TMA descriptors (SM90 and later), which give zeros beyond the edges, or pointers: rows beyond the edge read
 the last row again, never stored, and the contraction is read up to its zero padding.
@@ -39,6 +42,7 @@ from octavo.fp8.kernels.triton_kernels.bits import INTERPRETED, decode_bits, rou
 
 HUGE, TINY = tl.constexpr(2.0**80), tl.constexpr(2.0**-80)  # scales beyond which a power of two changes sides
 UP, DOWN = tl.constexpr(2.0**40), tl.constexpr(2.0**-40)
+LARGEST = tl.constexpr(2.0**127)
 
 
 @triton.jit
@@ -84,11 +88,10 @@ def _times(acc, scale, FREE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _rebalanced(sa, sb):
-    """(sa, sb) with the same product, sa brought back by 2^40 from beyond 2^80 unless sb is out there too: then a sum
-    overflows under sa only if it does under both. NaN stays."""
-    far = tl.where(sb < HUGE, sa, 1.0) >= HUGE
-    return sa * tl.where(far, DOWN, 1.0), sb * tl.where(far, UP, 1.0)
+def _together(sa, sb):
+    """sa * sb, at most 2^127, so that a sum of zero stays zero; NaN stays."""
+    product = sa * sb
+    return tl.where(product > LARGEST, LARGEST, product)
 
 
 @triton.jit
@@ -165,10 +168,9 @@ def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl
                 sb = _scale(b_scales, k // B.side, B, BLOCK_N)
             part = tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
             if A.side > 0 and B.side > 0 and (A.free != 1 or B.free != 1):  # one of them at most is a vector
-                sa, sb = _rebalanced(sa, sb)
                 ROWS: tl.constexpr = A.free == 1
                 FREE: tl.constexpr = A.free if ROWS else B.free
-                part = _times(_times(part, sa, FREE, ROWS), sb, FREE, ROWS)
+                part = _times(part, _together(sa, sb), FREE, ROWS)
             else:
                 if A.side > 0:
                     part = _times(part, sa, A.free, True)
