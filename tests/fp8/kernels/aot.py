@@ -5,9 +5,14 @@
 from the root of the repository. Each module of ``forms/`` lists those of one file of kernels in ``variants()``. One
 line a form and architecture:
 registers a thread, shared memory a program, bytes of local memory a thread (spilled registers; they cost bandwidth),
-the tensor core instruction (wgmma: Hopper; tcgen05: Blackwell of data centres; mma: all others), and how wide the
-accesses to global memory are. The exit code is 1 if a form does not compile, needs more shared memory than the
-architecture has, or spills more than :data:`SPILL_BOUND` bytes; 2, with a sentence, if the words mean nothing.
+the tensor core instruction (wgmma: Hopper; tcgen05: Blackwell of data centres; mma: all others), how many instructions
+a thread executes and how many of them in one step of each loop with products (read from the machine code, see ``sass``),
+and how wide the accesses to global memory are. The exit code is 1 if a form does not compile, needs more shared memory
+than the architecture has, spills more than :data:`SPILL_BOUND` bytes, or if its products wait for each other
+(serialised); 2, with a sentence, if the words mean nothing. ``--json`` writes the rows, and which Triton compiled them.
+The reports that are kept, one a version of Triton (make them again when a kernel changes)::
+
+    python -m tests.fp8.kernels.aot --jobs 2 --json benchmarks/results/aot_triton_3_6.json
 
 ``--first`` takes one form of each kernel, ``--only`` those whose name contains TEXT. Pointers are taken to be aligned
 to 16 bytes, as PyTorch allocates, and an integer of type ``"i32:16"`` to be a multiple of 16.
@@ -16,6 +21,7 @@ to 16 bytes, as PyTorch allocates, and an integer of type ``"i32:16"`` to be a m
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -31,7 +37,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from tests.fp8.kernels import forms
+from tests.fp8.kernels import forms, sass
 from tests.fp8.kernels.forms import Variant
 
 ARCHS = (89, 90, 100, 120)
@@ -53,7 +59,8 @@ def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jo
     """Compile and look: one dictionary a form and architecture, in the order of modules.
 
     Keys: ``name``, ``kernel``, ``module``, ``arch``, ``error`` (None, or why it failed), and unless it failed
-    ``registers``, ``spill`` and ``shared`` (bytes), ``tensor_core``, ``loads`` and ``stores`` (access width in bytes ->
+    ``registers``, ``spill`` and ``shared`` (bytes), ``tensor_core``, ``executed`` (instructions a thread), ``steps``
+    (of them in a step of each loop with products), ``serialised``, ``loads`` and ``stores`` (access width in bytes ->
     number of instructions). In a process whose kernels belong to the interpreter, another process does the work.
 
     Raises:
@@ -89,12 +96,14 @@ def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
             found.append(f"{where} spills {row['spill']} bytes a thread, more than {SPILL_BOUND}")
         elif row["shared"] > SHARED[row["arch"]]:
             found.append(f"{where} needs {row['shared']} bytes of shared memory, there are {SHARED[row['arch']]}")
+        elif row["serialised"]:
+            found.append(f"{where} is serialised: each of its products waits for the one before it")
     return found
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The report as text, a line a form and architecture."""
-    head = ("kernel", "sm", "regs", "spill", "shared", "tensor core", "loads", "stores")
+    head = ("kernel", "sm", "regs", "spill", "shared", "tensor core", "executed", "steps", "loads", "stores")
     lines = [head, *(_line(row) for row in rows)]
     width = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, width, strict=True)).rstrip() for line in lines)
@@ -102,10 +111,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
     if row["error"] is not None:
-        return (row["name"], str(row["arch"]), "-", "-", "-", "FAILED", "", "")
+        return (row["name"], str(row["arch"]), "-", "-", "-", "FAILED", "", "", "", "")
     wide = [" ".join(f"{n}x{b}B" for b, n in row[kind].items()) for kind in ("loads", "stores")]
     numbers = (str(row[key]) for key in ("arch", "registers", "spill", "shared"))
-    return (row["name"], *numbers, row["tensor_core"] or "-", *wide)
+    counts = (str(row["executed"]), " ".join(map(str, row["steps"])))
+    return (row["name"], *numbers, row["tensor_core"] or "-", *counts, *wide)
 
 
 def _modules() -> list[str]:
@@ -170,6 +180,7 @@ def _compile(variant: Variant, arch: int) -> Any:
 def _examined(compiled: Any) -> dict[str, Any]:
     ptx = compiled.asm["ptx"]
     registers, stack, _, local = _usage(compiled.asm["cubin"])
+    listing = sass.disassembled(compiled.asm["cubin"])
     found: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter()}
     for kind, vector, bits in _ACCESS.findall(ptx):
         found[kind][int(vector or 1) * int(bits) // 8] += 1
@@ -178,6 +189,9 @@ def _examined(compiled: Any) -> dict[str, Any]:
         "spill": stack + local,
         "shared": compiled.metadata.shared,
         "tensor_core": next((name for text, name in _TENSOR_CORE if text in ptx), None),
+        "executed": listing.executed(),
+        "steps": [len(step) for step in listing.steps()],
+        "serialised": listing.serialised(),
         "loads": dict(sorted(found["ld"].items(), reverse=True)),
         "stores": dict(sorted(found["st"].items(), reverse=True)),
     }
@@ -211,12 +225,18 @@ def _elsewhere(archs: Sequence[int], first: bool, only: str, jobs: int) -> list[
         if not file.exists():
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(last) if done.returncode == 2 else RuntimeError(f"compiling ahead of time failed: {last}")
-        rows = json.loads(file.read_text(encoding="utf-8"))
+        rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"]
     for row in rows:
         for kind in ("loads", "stores"):
             if kind in row:
                 row[kind] = {int(width): count for width, count in row[kind].items()}
     return rows
+
+
+def _text(rows: Sequence[dict[str, Any]]) -> str:
+    """The report as JSON, a line a row."""
+    listed = ",\n".join(json.dumps(row) for row in rows)
+    return f'{{"triton": "{importlib.metadata.version("triton")}", "rows": [\n{listed}\n]}}\n'
 
 
 def _asked(words: Sequence[str]) -> tuple[list[int], bool, str, int, Path | None]:
@@ -264,7 +284,7 @@ def main(words: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     if file is not None:
-        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        file.write_text(_text(rows), encoding="utf-8")
     wrong = faults(rows)
     print(table(rows))
     print("\n".join([f"{len(rows)} compiled, {len(wrong)} at fault", *wrong]))

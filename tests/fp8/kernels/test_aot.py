@@ -22,17 +22,11 @@ MODULES = {"cast", "gemm", "grouped", "fused"}
 def check(rows: list[dict[str, Any]]) -> None:
     wrong = aot.faults(rows)
     assert not wrong, "\n".join(wrong)
-    assert {row["arch"] for row in rows} == set(aot.ARCHS)
     assert {row["module"] for row in rows} >= MODULES and {row["kernel"] for row in rows} >= KERNELS
     for row in rows:
         assert 16 <= row["registers"] <= 255 and row["loads"], row["name"]  # stores may all be atomic
-        if row["module"] in ("gemm", "grouped") and row["tensor_core"] is not None:
-            assert (
-                row["tensor_core"]
-                in {89: ("mma",), 90: ("wgmma", "mma"), 100: ("tcgen05", "mma"), 120: ("mma",)}[row["arch"]]
-            )
-    found = {(row["arch"], row["tensor_core"]) for row in rows}
-    assert {(90, "wgmma"), (89, "mma"), (120, "mma")} <= found, "GEMMs that leave the tensor cores alone"
+        if row["module"] in ("gemm", "grouped", "gluon"):
+            assert row["tensor_core"] == "wgmma" and row["steps"], f"{row['name']} leaves the tensor cores alone"
 
 
 def test_the_first_form_of_each_kernel_is_one_of_it_an_architecture() -> None:
@@ -41,19 +35,11 @@ def test_the_first_form_of_each_kernel_is_one_of_it_an_architecture() -> None:
     assert {kernel for kernel, _ in found} >= KERNELS and {arch for _, arch in found} == set(aot.ARCHS)
 
 
-DRAWN = """
+HERE = """
 import sys
 from tests.fp8.kernels import aot
 
-def drawn(archs, first, only):
-    forms = {}
-    for item in chosen(archs, False, only):
-        forms.setdefault(item[:2], []).append(item)
-    turns = [items[i % len(items)] for i, items in enumerate(forms.values())]
-    return sorted({*chosen(archs, True, only), *turns})
-
-chosen, aot._chosen = aot._chosen, drawn
-sys.exit(aot.main(["--jobs", "2", "--json", sys.argv[1]]))
+sys.exit(aot.main(["--arch", "90", "--jobs", "2", "--json", sys.argv[1]]))
 """
 
 
@@ -62,22 +48,38 @@ def ran(code: str, file: Path) -> tuple[subprocess.CompletedProcess[str], list[d
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join([str(file.parent), str(Path(__file__).parents[3])])
     done = subprocess.run([sys.executable, "-c", code, file], env=environ, capture_output=True, text=True)
-    return done, json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return done, json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
 
 
 @pytest.mark.long
 def test_every_form_compiles(tmp_path: Path) -> None:
-    """The first form of each kernel for every architecture; each other form for the architectures in turn."""
-    done, rows = ran(DRAWN, tmp_path / "report.json")
+    """For Hopper, with the Triton that is installed; the reports below are made by hand and hold the rest."""
+    done, rows = ran(HERE, tmp_path / "report.json")
     assert done.returncode == 0, done.stdout + done.stderr
     check(rows)
-    assert {row["name"] for row in rows} == {v.name for module in aot._modules() for v in aot._variants(module)}
-    first: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in rows:
-        first.setdefault((row["kernel"], row["arch"]), row)
-    fused = [row for row in first.values() if row["module"] == "fused" and "tile" in row["kernel"]]
-    assert {row["arch"] for row in fused} == set(aot.ARCHS)
-    assert all(row["loads"]["16"] >= 4 and row["stores"]["16"] >= 4 for row in fused), "narrow accesses"
+    assert {row["name"] for row in rows} == {
+        v.name for module in aot._modules() for v in aot._variants(module) if 90 in v.architectures
+    }
+    fused = [row for row in rows if row["module"] == "fused" and "tile" in row["kernel"]]
+    assert fused and all(row["loads"]["16"] >= 4 and row["stores"]["16"] >= 4 for row in fused), "narrow accesses"
+
+
+@pytest.mark.parametrize("version", ["3.6", "3.7"])
+def test_the_reports_that_are_kept(version: str) -> None:
+    """Every form for every architecture; none serialised, and no GEMM that Qwen3 runs on Hopper or data centres'
+    Blackwell spills."""
+    name = f"aot_triton_{version.replace('.', '_')}.json"
+    report = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+    rows = report["rows"]
+    assert report["triton"].startswith(version) and not aot.faults(rows)
+    told = {(row["module"], row["name"], row["arch"]) for row in rows}
+    wanted = {
+        (module.rpartition(".")[2], v.name, arch)
+        for module in aot._modules()
+        for v in aot._variants(module)
+        for arch in v.architectures
+    }
+    assert told == wanted, f"python -m tests.fp8.kernels.aot --jobs 2 --json benchmarks/results/{name}"
 
 
 BROKEN = """
@@ -145,13 +147,16 @@ def test_what_fails_is_listed_and_the_exit_code_says_so(tmp_path: Path) -> None:
     assert "nothing" in rows["no such", 90]["error"]
 
 
-def test_too_much_shared_memory_is_a_fault() -> None:
+def test_too_much_shared_memory_and_waiting_products_are_faults() -> None:
     row = {"name": "big", "kernel": "k", "module": "m", "arch": 90, "error": None, "registers": 64, "spill": 0}
     row |= {"shared": 200 * 1024, "tensor_core": None, "loads": {16: 2}, "stores": {}}
+    row |= {"executed": 99, "steps": [40], "serialised": False}
     assert aot.faults([row]) == []
     assert aot.faults([{**row, "arch": 120}]) == [
         "m: big for sm_120 needs 204800 bytes of shared memory, there are 101376"
     ]
+    (serialised,) = aot.faults([{**row, "serialised": True}])
+    assert serialised == "m: big for sm_90 is serialised: each of its products waits for the one before it"
     assert "2x16B" in aot.table([row]) and "FAILED" in aot.table([{**row, "error": "no"}])
 
 

@@ -311,7 +311,8 @@ def test_small_products_take_small_tiles_and_each_form_its_own() -> None:
     slow = tiles.form(whole, whole, fast=False, gpu=hopper)
     assert (fast.promote, slow.promote, tiles.form(whole, whole, False, Gpu(100, 148)).promote) == (False, True, False)
     assert tiles.form(block, block, False, hopper) == tiles.form(block, block, True, hopper)
-    assert tiles.choose(8192, 8192, fast, hopper)[:2] == (128, 256)
+    assert tiles.choose(8192, 8192, fast, hopper)[:2] == (256, 128)
+    assert tiles.choose(8192, 8192, fast, hopper, tallest=128)[:2] == (128, 128), "a tile of rows has one expert"
     assert tiles.choose(8192, 8192, slow, hopper)[:2] == (128, 128)
     assert tiles.choose(64, 1152, slow, hopper)[:2] == (64, 64)
     assert tiles.choose(512, 1152, slow, hopper)[:2] == (64, 128)

@@ -8,7 +8,8 @@ graph can hold it. What a tile of m x n with steps of 128 costs (one program, FP
     stages    (m + n) * 128 bytes each          of the shared memory: 99 KiB on SM89 and SM120, 227 KiB on SM90 and 100
 
 Hence 128 x 256 (intensity 171) only where sums are not held twice, 128 x 128 (128) otherwise, and smaller tiles when
-these would leave multiprocessors without work. :func:`choose` takes the tile with the smallest
+these would leave multiprocessors without work. On SM90 it is 256 x 128, since Triton 3.6 has a compiler that lets each
+product of 128 x 256 wait for the one before it under a scale a tensor; experts, whose tiles are 128 rows, have neither. :func:`choose` takes the tile with the smallest
 ``waves * m * n / rate``: rate is what a tile of this size reaches of the best one.
 """
 
@@ -77,7 +78,7 @@ class Tile(NamedTuple):
 
 # (m, n, warps, stages, rate): compiled ahead of time, none of these spills.
 _WIDE = {
-    90: ((128, 256, 8, 4, 1.0), (128, 128, 8, 4, 0.8), (64, 128, 4, 4, 0.6), (64, 64, 4, 4, 0.4)),
+    90: ((256, 128, 8, 4, 1.0), (128, 128, 8, 4, 0.8), (64, 128, 4, 4, 0.6), (64, 64, 4, 4, 0.4)),
     100: ((128, 256, 8, 4, 1.0), (128, 128, 8, 4, 0.7)),
     120: ((128, 128, 8, 3, 1.0), (128, 64, 8, 3, 0.75), (64, 64, 4, 3, 0.5)),
 }
@@ -129,15 +130,15 @@ def form(a: Grain, b: Grain, fast: bool, gpu: Gpu) -> Form:
 
 
 @lru_cache(maxsize=4096)
-def choose(rows: int, cols: int, what: Form, gpu: Gpu, batch: int = 1) -> Tile:
-    """The tile for ``batch`` results of [rows, cols]."""
+def choose(rows: int, cols: int, what: Form, gpu: Gpu, batch: int = 1, tallest: int = 256) -> Tile:
+    """The tile for ``batch`` results of [rows, cols], of at most ``tallest`` rows."""
 
     def cost(candidate: tuple[Tile, float]) -> float:
         (m, n, *_), rate = candidate
         programs = batch * ceil_div(rows, m) * ceil_div(cols, n)
         return ceil_div(programs, gpu.processors) * m * n / rate
 
-    return min(candidates(what, gpu), key=cost)[0]
+    return min((c for c in candidates(what, gpu) if c[0].m <= tallest), key=cost)[0]
 
 
 def candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:

@@ -1,73 +1,81 @@
-"""The forms of the GEMMs: ``triton_kernels/gemm.py``, and what those of all GEMM kernels share."""
+"""The forms of the GEMMs: ``triton_kernels/gemm.py``, as the layers of Qwen3-8B and of Qwen3-VL's towers launch them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+
+import torch
 
 from octavo.fp8.arithmetic.recipe import recipe
-from octavo.fp8.kernels.triton_kernels.gemm import gemm_kernel
-from octavo.fp8.kernels.triton_kernels.tiles import GROUP, Form, Gpu, Tile, candidates, choose, form, grain
+from octavo.fp8.kernels.layout import CONTRACTED
+from octavo.fp8.kernels.triton_kernels import gemm
+from octavo.fp8.kernels.triton_kernels.tiles import Gpu, candidates, form, grain
+from tests.fp8.kernels import recorded
 from tests.fp8.kernels.forms import Variant
+
+SHAPES = (  # (N, K) of q and o, k and v, gate and up, down; of a tower's qkv, proj, fc1, fc2 and its merger's two
+    *((4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288)),
+    *((3456, 1152), (1152, 1152), (4304, 1152), (1152, 4304), (4608, 4608), (4096, 4608)),
+)
+TOKENS = (2048, 16384)
+RECIPES = ("tensorwise", "tensorwise e4m3", "rowwise", "blockwise", "blockwise hybrid", "mxfp8")
+GPUS = (Gpu(89, 142), Gpu(90, 132), Gpu(100, 148), Gpu(120, 170))
+"""An L40S, an H200, a B200 and an RTX 5090."""
 
 
 def variants() -> list[Variant]:
-    """The forms of every recipe, GEMM and architecture with the tile of a large product; all tiles of one of them."""
-    signature = {"out": "*bf16", "M": "i32", "N": "i32:16", "K": "i32"}
-    plain = {"BIAS": False, "bias": None}
-    found = forms("gemm", gemm_kernel, ("fwd", "dgrad", "wgrad"), signature, plain, every_tile=True)
-    with_bias = signature | {"bias": "*bf16"}
-    return found + forms("gemm+bias", gemm_kernel, ("fwd",), with_bias, {"BIAS": True})
-
-
-def forms(
-    name: str,
-    kernel: Any,
-    gemms: Sequence[str],
-    signature: Mapping[str, str],
-    constants: Mapping[str, Any],
-    every_tile: bool = False,
-) -> list[Variant]:
-    """What ``kernel`` is compiled to for these GEMMs of all recipes, on each architecture; the same form once.
-
-    ``signature`` and ``constants``: of the arguments that are not those of all GEMM kernels. ``every_tile``: of the
-    blockwise ones all tiles, not only that of a large product.
-    """
-    found: list[Variant] = []
-    seen: set[tuple[int, Form, Tile]] = set()
-    for arch, title, which in itertools.product((89, 90, 100, 120), _RECIPES, gemms):
-        casts = recipe(*title.split()).gemm(which)
+    """What those shapes run, each form once, its first shape in its name; all tiles of one blockwise product."""
+    found = list(_served())
+    for gpu, op in itertools.product(GPUS, CONTRACTED):
+        casts = recipe("blockwise").gemm(op)
         assert casts is not None
-        dims = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}[which]
-        gpu = Gpu(arch, 132)
-        what = form(grain(casts.a, dims[0]), grain(casts.b, dims[1]), fast=which == "fwd", gpu=gpu)
-        large = choose(8192, 8192, what, gpu)
-        chosen = [t for t, _ in candidates(what, gpu)] if every_tile and title == "blockwise" else [large]
-        for tile in chosen:
-            if (arch, what, tile) in seen:
-                continue
-            seen.add((arch, what, tile))
-            types, ones = _described(what, tile)
-            types = {key: kind for key, kind in {**types, **signature}.items() if key not in constants}
-            label = f"{name} {title} {which} {tile.m}x{tile.n}x{tile.k}"
-            fixed: dict[str, Any] = {"FORM": what, "TILE": tile, "GROUP_M": GROUP, **ones, **constants}
-            found.append(Variant(label, kernel, types, fixed, tile.warps, tile.stages, (arch,)))
-    return found
+        what = form(
+            *(grain(s, d) for s, d in zip((casts.a, casts.b), CONTRACTED[op], strict=True)), fast=op == "fwd", gpu=gpu
+        )
+        for tile, _ in candidates(what, gpu):
+            with recorded.launches(gemm) as seen:
+                _run("blockwise", op, 16384, 12288, 4096, False, gpu, tile)
+            found += [recorded.variant(f"gemm blockwise {op}", gpu.sm, *launch) for launch in seen]
+    return distinct(found)
 
 
-_RECIPES = ("tensorwise", "tensorwise e4m3", "rowwise", "blockwise", "blockwise hybrid", "mxfp8")
+def _served() -> Iterator[Variant]:
+    shapes = [(*turn, False) for turn in itertools.product(TOKENS, SHAPES)]
+    shapes += [(tokens, shape, True) for tokens in TOKENS for shape in SHAPES if shape[1] == 1152]  # have a bias
+    for gpu, title, op, (m, (n, k), bias) in itertools.product(GPUS, RECIPES, CONTRACTED, shapes):
+        if bias and op != "fwd":
+            continue
+        with recorded.launches(gemm) as seen:
+            _run(title, op, m, n, k, bias, gpu)
+        for launch in seen:
+            yield recorded.variant(f"gemm{'+bias' * bias} {title} {op}", gpu.sm, *launch)
 
 
-def _described(what: Form, tile: Tile) -> tuple[dict[str, str], dict[str, int]]:
-    """(types, strides of 1) of the arguments that describe both operands, lying as casts write them."""
-    types: dict[str, str] = {}
-    ones: dict[str, int] = {}
-    for key, g, rows in (("a", what.a, tile.m), ("b", what.b, tile.n)):
-        code = "fp8e5" if g.e5m2 else "fp8e4nv"
-        types[key] = f"tensordesc<{code}[{rows}, {tile.k}]>" if what.tma else f"*{code}"
-        types |= {f"{key}_scale": "*u8" if g.e8m0 else "*fp32", f"{key}_held": "i32:16"}
-        along_rows = not g.e8m0 and g.free != 128
-        ones[f"{key}_stride_f" if along_rows else f"{key}_stride_k"] = 1
-        types[f"{key}_stride_k" if along_rows else f"{key}_stride_f"] = "i32:16" if along_rows else "i32"
-    return types, ones
+def _run(title: str, op: str, m: int, n: int, k: int, bias: bool, gpu: Gpu, tile: gemm.Tile | None = None) -> None:
+    casts = recipe(*title.split()).gemm(op)
+    assert casts is not None
+    a_dim, b_dim = CONTRACTED[op]
+    a_shape, b_shape = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[op]
+    a, b = recorded.operand(casts.a, a_dim, *a_shape), recorded.operand(casts.b, b_dim, *b_shape)
+    added = torch.empty(n, dtype=torch.bfloat16, device="meta") if bias else None
+    gemm.gemm(a, a_dim, b, b_dim, torch.bfloat16, added, gpu, tile)
+
+
+def distinct(found: list[Variant]) -> list[Variant]:
+    """The same form once, under the name of the first and its tile; with a number where only strides differ."""
+    forms: dict[str, Variant] = {}
+    names: set[tuple[str, tuple[int, ...]]] = set()
+    for v in found:
+        key = repr(
+            (v.architectures, v.kernel.__name__, sorted(v.signature.items()), sorted(v.constants.items(), key=str))
+        )
+        if key in forms:
+            continue
+        tile = v.constants["TILE"]
+        plain = f"{v.name} {tile.m}x{tile.n}x{tile.k}"
+        numbered = (plain if n == 1 else f"{plain} ({n})" for n in itertools.count(1))
+        name = next(name for name in numbered if (name, v.architectures) not in names)
+        names.add((name, v.architectures))
+        forms[key] = v._replace(name=name)
+    return list(forms.values())
