@@ -103,13 +103,13 @@ def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, .
 def candidates(
     bench: Bench, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = True
 ) -> dict[str, Callable[[], Call]]:
-    """High precision and every recipe, each eager, compiled (as one graph if ``whole``), and with norms and gated
-    MLPs fused by the plan; all on the same weights."""
+    """High precision and every recipe, each eager and compiled (as one graph if ``whole``), recipes also with norms and
+    gated MLPs fused by the plan; all on the same weights."""
     recipes: list[str | None] = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
     made: dict[str, Callable[[], Call]] = {}
-    for how in ("", "compiled", "fused"):
+    for how in ("", "compiled", "fused", "fused compiled"):
         for recipe in recipes:
-            if recipe is not None or how != "fused":
+            if recipe is not None or "fused" not in how:
                 name = f"{recipe or bench.high} {how}".strip()
                 made[name] = partial(_call, bench, block, recipe, how, args, kwargs, whole)
     return made
@@ -126,8 +126,8 @@ def _call(
 ) -> Call:
     layer = copy.deepcopy(block)
     if recipe is not None:
-        fp8.apply(layer, fp8.plan(layer, fp8.Policy(recipe=recipe, fuse="on" if how == "fused" else "off")))
-    run = peers.compiled(lambda: layer, whole) if how == "compiled" else layer
+        fp8.apply(layer, fp8.plan(layer, fp8.Policy(recipe=recipe, fuse="on" if "fused" in how else "off")))
+    run = peers.compiled(lambda: layer, whole) if "compiled" in how else layer
     shape = args[0].shape
     inputs = Rotation(lambda: bench.randn(*shape, grad=True))
     dy = bench.randn(*shape)

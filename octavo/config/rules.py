@@ -122,10 +122,6 @@ def _train(config: Sections) -> Iterator[Finding]:
     if train.schedule == "constant" and train.min_lr:
         fix = "remove it, or use cosine or linear"
         yield finding("train.min_lr", "has no effect on a constant schedule", fix, "train.schedule")
-    if train.compile and config.fp8.fuse == "on":
-        found = "compiled blocks run each layer's own GEMMs, so nothing would be fused"
-        fix = "use `fuse: off` (their input is cast once all the same), or `train.compile: false`"
-        yield finding("fp8.fuse", found, fix, "train.compile")
 
 
 def _memory(config: Sections) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ def policy_from(cfg: Config) -> fp8.Policy:
         param=section.param,
         backend=section.backend,
         candidates=section.candidates,
-        fuse="off" if cfg.train.compile else section.fuse,  # compiled blocks run each layer's own GEMMs
+        fuse=section.fuse,
     )
 
 
@@ -91,12 +91,20 @@ def plan_model(
 
 
 def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
-    fused = [block.name for block in plan.blocks if block.fused]
-    if cfg.train.compile and fused:
-        raise fp8.PlanError(
-            f"{cfg.fp8.plan} fuses {len(fused)} blocks (such as {fused[0]}), and compiled blocks run each layer's own "
-            "GEMMs. Use train.compile: false, or set fuse_blocks to false in the plan file."
-        )
+    """Raises PlanError where a compiled block would not run as planned. A norm's layers are its neighbours' children,
+    an MLP's its own."""
+    if not cfg.train.compile:
+        return
+    codes = [r.name for r in plan.rows if r.fp8 and (r.row.codes is not None or plan.policy.param_of(r.component))]
+    for block in plan.blocks:
+        beside = block.name if block.kind == "gated MLP" else block.name.rpartition(".")[0]
+        found = next((name for name in codes if name.startswith(f"{beside}.")), None)
+        if block.fused and found is not None:
+            raise fp8.PlanError(
+                f"{block.name} is planned to be fused and train.compile is true, but the weight of {found} is FP8 "
+                "(param, or a frozen base) and finds its codes outside compiled graphs. Use fuse: off, or "
+                "train.compile: false."
+            )
 
 
 def micro_steps_of(cfg: Config, ranks: int = 1) -> int:

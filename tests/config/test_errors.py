@@ -272,7 +272,6 @@ def test_pixels_that_cannot_be():
     "train, message",
     [
         ("{steps: 10, global_batch: 7, micro_batch: 2}", "a multiple of micro_batch 2; use e.g. micro_batch 1 or"),
-        ("{steps: 10, compile: true}\nfp8: {fuse: on}", "fp8.fuse: compiled blocks run each layer's own GEMMs"),
         ("{steps: 10, compile: true}\nfp8: {activations: fp8}", "fp8.activations: compiled blocks keep what"),
         (
             "{steps: 10, compile: true}\nfp8: {foundation: {activations: fp8}}",

@@ -51,6 +51,15 @@ def test_losses_and_the_proof_are_those_of_eager_training(make, graphs, recomput
     assert any("octavo.linear" in name for name in used)
 
 
+def test_fused_blocks_train_as_eagerly(make, graphs):
+    common = (*COMMON, "fp8.fuse=on")
+    plain = train.run(make(*common, dir="plain"))
+    compiled = train.run(make(*common, "train.compile=true", dir="compiled"))
+    assert compiled.losses() == plain.losses()
+    used = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert any("octavo.rmsnorm" in name for name in used) and any("octavo.gated_mlp" in name for name in used)
+
+
 def test_a_compiler_that_fails_is_a_sentence_with_the_fix(make, monkeypatch):
     def broken(graph, inputs):
         raise OSError("no compiler here")

@@ -96,13 +96,13 @@ def test_two_ranks_fuse_as_one_does(make, calls):
     assert proofs[0]["shares"] == proofs[1]["shares"]
 
 
-def test_compiled_blocks_take_no_plan_that_fuses(make, tmp_path):
-    plan, _, _ = planning.plan_for(make(*COMMON, "train.compile=true"))
-    assert not any(b.fused for b in plan.blocks)
-    one, _, _ = planning.plan_for(make(*COMMON, "fp8.fuse=on"))
-    file = fp8.save_plan(one, tmp_path / "plan.json")
-    with pytest.raises(fp8.PlanError, match=r"fuses \d+ blocks .*Use train.compile: false, or set fuse_blocks"):
-        planning.plan_for(make(f"fp8.plan={file}", "train.compile=true"))
+def test_compiled_blocks_are_fused_unless_their_weights_are_fp8(make):
+    plan, _, _ = planning.plan_for(make(*COMMON, "train.compile=true", "fp8.fuse=on"))
+    assert {b.name for b in plan.blocks if b.fused} >= set(FUSED)
+    with pytest.raises(fp8.PlanError, match=r"planned to be fused .*is FP8 .*outside compiled graphs. Use fuse: off"):
+        planning.plan_for(make(*COMMON, "train.compile=true", "fp8.fuse=on", "fp8.param=true"))
+    planning.plan_for(make(*COMMON, "train.compile=true", "fp8.param=true"))
+    planning.plan_for(make(*COMMON, "fp8.fuse=on", "fp8.param=true"))
 
 
 def test_auto_of_version_0_4_0_is_off_and_says_so(make):

@@ -22,8 +22,8 @@ whose bias is trained, the gradients are written in the dtype of the GEMMs after
 
 A module is recognised by its children gate_proj, up_proj, down_proj and act_fn, and must first give the stock forward's
 output on random input (:func:`matches_stock`). It takes the stock forward, layer by layer, whenever somebody looks
-inside: hooks on its children, an adapter around one of them, a step that takes health figures; under ``torch.compile``;
-and where a weight is not whole (a DTensor).
+inside: hooks on its children, an adapter around one of them, a step that takes health figures; and where a weight is
+not whole (a DTensor). Under ``torch.compile`` it is operators of the graph (:mod:`octavo.fp8.blocks.compiled`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
-from octavo.fp8.blocks import mlp
+from octavo.fp8.blocks import compiled, mlp
 from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp, trial
 from octavo.fp8.dense import gemms, sources
 from octavo.fp8.dense.gemms import DENSE, Site
@@ -137,6 +137,20 @@ class GatedMlp(Swapped):
         gate, up, down = (m for m in layers if isinstance(m, Linear))
         call = _Call((gate._site, up._site, down._site), torch.is_grad_enabled(), self._saves)
         return _Mlp.apply(x, call, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
+
+    def traced(self, x: Tensor) -> Tensor | None:
+        layers = [self._modules.get(name) for name in CHILDREN]
+        act = self._modules.get("act_fn")
+        if self._saves or act is None or hooked(act) or len(self._modules) != len(_KNOWN):
+            return None
+        found = [m for m in layers if type(m) is Linear and not hooked(m) and not m._fp8_param]
+        if len(found) < len(CHILDREN) or not x.dim() or not x.numel():
+            return None
+        gate, up, down = found
+        if x.shape[-1] != gate.weight.shape[1] or x.dtype not in sources.DTYPES:
+            return None
+        weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
+        return compiled.gated_mlp(x, weights, biases, (gate._site.key, down._site.key))
 
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""

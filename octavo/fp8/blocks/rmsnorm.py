@@ -16,7 +16,7 @@ saves need not feed anybody: those of q and k, and the last one of a model, do i
 Which norm feeds which layers is known by the names of a block's children (:data:`FEEDS`). A norm must give the stock
 forward's output on random input and random weights first (:func:`matches_stock`): Gemma's, which multiply by 1 +
 weight, and norms that subtract a mean stay as they are. A norm whose codes nobody takes twice in a row makes none any
-more.
+more. Under ``torch.compile`` it is an operator of the graph (:mod:`octavo.fp8.blocks.compiled`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.blocks import compiled
 from octavo.fp8.blocks.probe import exchanged, fails, layer_of, off, random, trial, unlike, wrong_dtype
 from octavo.fp8.dense import inputs, sources
 from octavo.fp8.dense.inputs import CastRequest, compute_dtype, without_autocast
@@ -223,6 +224,18 @@ class RmsNorm(Swapped):
             self.__dict__["_taken"] = inputs.offer(y, call.low, (call.row, call.col), (call.made[0], call.made[1]))
         return y
 
+    def traced(self, x: Tensor) -> Tensor | None:
+        """Codes are made wherever a layer behind asks for them: nobody can look whether they were taken."""
+        layers = [m for m in self._feeds if isinstance(m, Linear) and not m._fp8_param]
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        if self._saves or not layers or layers[0]._site.x == (None, None) or not x.dim() or not x.numel():
+            return None
+        if x.shape[-1] != weight.shape[0] or not {x.dtype, weight.dtype} <= set(sources.DTYPES):
+            return None
+        out = torch.promote_types(x.dtype, weight.dtype) if self._promotes else x.dtype
+        trains = torch.is_grad_enabled() and any(m.weight.requires_grad for m in layers)
+        return compiled.rmsnorm(x, weight, self._eps, layers[0]._site.key, out, trains)
+
     def _wanted(self, layers: list[Linear]) -> tuple[CastRequest | None, CastRequest | None]:
         """The casts to make now: none in inference mode, where they could not be found again, nor if they were left
         lying before."""
@@ -272,15 +285,9 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd_M = sources.saved(ctx).values()
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        dx = dw = None
         with without_autocast(dy):
             dy_MK = dy.reshape(-1, dy.shape[-1]).float()
             x_MK = sources.decoded(x, torch.float32).reshape(dy_MK.shape).float()
-            n_MK = x_MK * rstd_M.unsqueeze(1)
-            if needs_w:
-                dw = (dy_MK * n_MK).sum(0).to(weight.dtype)
-            if needs_x:
-                g_MK = dy_MK * weight.float()
-                dx_MK = (g_MK - n_MK * (g_MK * n_MK).mean(1, keepdim=True)) * rstd_M.unsqueeze(1)
-                dx = dx_MK.view(ctx.x_shape).to(ctx.x_dtype)
+            dx, dw = compiled.norm_backward(dy_MK, x_MK, weight, rstd_M, needs_x, needs_w)
+            dx = None if dx is None else dx.view(ctx.x_shape).to(ctx.x_dtype)
         return dx, dw, None

@@ -8,6 +8,10 @@ fake implementation that says what comes out, and leaves what they do alone::
     octavo::linear(x, weight, ...)  -> y, from the row codes of x; its autograd formula is the three GEMMs' backward
     octavo::dgrad(dy codes, weight) -> dx
     octavo::wgrad(dy codes, x codes) -> dw
+    octavo::unwritten(x)            nothing; refuses, while a compiler traces, an x that was written into
+
+Blocks that make codes themselves have theirs in :mod:`octavo.fp8.blocks.compiled`, and leave the codes for the layers
+behind them on the tensor that is traced (:func:`leave`): Python's business, of which no graph knows.
 
 Casts are operators of their own so that what is cast twice is cast once: q, k and v cast the same input the same way,
 which AOTAutograd sees as a common subexpression, as it does gate's and up's.
@@ -111,14 +115,14 @@ def _spec(text: str) -> CastSpec:
 
 
 @lru_cache(maxsize=256)
-def _operand(text: str) -> tuple[Backend, CastSpec]:
+def operand_of(text: str) -> tuple[Backend, CastSpec]:
     """Backend and cast of ``backend:cast``."""
     backend, spec = text.split(":")
     return get(backend.partition("@")[0]), _spec(spec)
 
 
 @lru_cache(maxsize=256)
-def _gemm(text: str) -> tuple[Backend, CastSpec, CastSpec]:
+def gemm_of(text: str) -> tuple[Backend, CastSpec, CastSpec]:
     """Backend and both casts of ``backend:cast;cast``."""
     backend, casts = text.split(":")
     a, b = casts.split(";")
@@ -165,10 +169,10 @@ def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, c
     return Quantized(data[:cols, :rows].t(), scale.t(), spec)
 
 
-def _packed_fake(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
+def packed_fake(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
     if not text:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
-    spec = _operand(text)[1]
+    spec = operand_of(text)[1]
     rows, cols = x.shape
     a, b = layout.scale_sizes(rows, cols, spec, contract)
     kind = torch.uint8 if spec.scale == "e8m0" else torch.float32
@@ -181,6 +185,7 @@ def _packed_fake(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 _lib = torch.library.Library("octavo", "DEF")
+_lib.define("unwritten(Tensor x) -> ()")
 _lib.define("cast(Tensor x, str row, str col) -> (Tensor, Tensor, Tensor, Tensor)")
 _lib.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor row, Tensor row_scale, Tensor col, Tensor col_scale, "
@@ -194,29 +199,42 @@ _lib.define(
 
 
 def _cast(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    packed = [_packed_fake(x, "", 1), _packed_fake(x, "", 0)]
     if row and col and row.split(":")[0] == col.split(":")[0]:
-        (backend, row_spec), (_, col_spec) = _operand(row), _operand(col)
-        both = backend.quantize_both(x, row_spec, col_spec)
-        packed = [pack(both[0], 1), pack(both[1], 0)]
-        for i in range(2):  # a backend may give the same scales for both; operators must not
-            if packed[0][i].untyped_storage()._cdata == packed[1][i].untyped_storage()._cdata:
-                packed[1] = (packed[1][0], packed[1][1].clone()) if i else (packed[1][0].clone(), packed[1][1])
-    else:
-        for contract, text in ((1, row), (0, col)):
-            if text:
-                backend, spec = _operand(text)
-                packed[1 - contract] = pack(backend.quantize(x, spec, contract), contract)
+        (backend, row_spec), (_, col_spec) = operand_of(row), operand_of(col)
+        return packed_pair(x, *backend.quantize_both(x, row_spec, col_spec))
+    made: list[Quantized | None] = [None, None]
+    for contract, text in ((1, row), (0, col)):
+        if text:
+            backend, spec = operand_of(text)
+            made[1 - contract] = backend.quantize(x, spec, contract)
+    return packed_pair(x, *made)
+
+
+def packed_pair(x: Tensor, row: Quantized | None, col: Quantized | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of x for a contraction of its columns and of its rows as buffers, empty ones for None."""
+    packed = [packed_fake(x, "", 1) if q is None else pack(q, contract) for q, contract in ((row, 1), (col, 0))]
+    for i in range(2):  # a backend may give the same scales for both; operators must not
+        if packed[0][i].untyped_storage()._cdata == packed[1][i].untyped_storage()._cdata:
+            packed[1] = (packed[1][0], packed[1][1].clone()) if i else (packed[1][0].clone(), packed[1][1])
     return (*packed[0], *packed[1])
 
 
 def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if row or col:
         castable(x)
-    return (*_packed_fake(x, row, 1), *_packed_fake(x, col, 0))
+    return (*packed_fake(x, row, 1), *packed_fake(x, col, 0))
 
 
-def _weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, forward: bool, shared: bool = False) -> Quantized:
+def _unwritten_fake(x: Tensor) -> None:
+    """Where Dynamo traces, tensors have versions. Graphs that follow know no writes, and this is in none of them."""
+    if not x.is_inference() and x._version:  # of tensors in inference mode nobody can tell
+        raise RuntimeError(
+            "the output of a norm was written into before the FP8 layers that it made codes for, which is seen in "
+            "eager mode alone. Use fuse: off, or train.compile: false"
+        )
+
+
+def weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, forward: bool, shared: bool = False) -> Quantized:
     """``shared``: dgrad multiplies by the codes of the forward."""
     codes, cast = codes_of(weight), partial(backend.quantize, contract=1 if forward or shared else 0)
     if codes is None:
@@ -232,9 +250,16 @@ def _linear(
     fwd = gemms(key).fwd
     if not fwd:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    backend, a, b = _gemm(fwd)
-    x_q = unpack(row, row_scale, x.shape[0], x.shape[1], a, 1)
-    return backend.gemm_fwd(x_q, _weight_codes(weight, b, backend, True), x.dtype, bias).contiguous()
+    return product(row, row_scale, x.shape[0], weight, bias, x.dtype, fwd)
+
+
+def product(
+    row: Tensor, scale: Tensor, tokens: int, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, fwd: str
+) -> Tensor:
+    """y [tokens, N] in ``dtype`` from the row codes of x; ``fwd``: the text of its GEMM."""
+    backend, a, b = gemm_of(fwd)
+    x_q = unpack(row, scale, tokens, weight.shape[1], a, 1)
+    return backend.gemm_fwd(x_q, weight_codes(weight, b, backend, True), dtype, bias).contiguous()
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -243,10 +268,10 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> 
 
 def _dgrad(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
     parts = gemms(key)
-    backend, a, b = _gemm(parts.dgrad)
+    backend, a, b = gemm_of(parts.dgrad)
     dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 1)
-    shared = parts.fwd != "" and _gemm(parts.fwd)[2] == b
-    return backend.gemm_dgrad(dy_q, _weight_codes(weight, b, backend, False, shared), dtype).contiguous()
+    shared = parts.fwd != "" and gemm_of(parts.fwd)[2] == b
+    return backend.gemm_dgrad(dy_q, weight_codes(weight, b, backend, False, shared), dtype).contiguous()
 
 
 def _dgrad_fake(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
@@ -257,7 +282,7 @@ def _wgrad(
     dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, tokens: int, outputs: int, inputs: int,
     dtype: torch.dtype, key: str,
 ) -> Tensor:  # fmt: skip
-    backend, a, b = _gemm(gemms(key).wgrad)
+    backend, a, b = gemm_of(gemms(key).wgrad)
     dy_q = unpack(dy, dy_scale, tokens, outputs, a, 0)
     x_q = unpack(x, x_scale, tokens, inputs, b, 0)
     return backend.gemm_wgrad(dy_q, x_q, dtype).contiguous()
@@ -315,7 +340,7 @@ def _codes_have_no_gradient(ctx: Any, inputs: Sequence[Any], output: Sequence[Te
     ctx.mark_non_differentiable(*output)
 
 
-def _no_more(ctx: Any, *grads: Tensor) -> Any:
+def no_more(ctx: Any, *grads: Tensor) -> Any:
     raise RuntimeError(
         "The gradient of an FP8 GEMM was differentiated again, which is not defined: codes are steps. Take "
         "create_graph=True away, or leave this layer out of FP8 with a rule (recipe: off)."
@@ -331,13 +356,14 @@ for _name, _run, _fake in (
     ("linear", _linear, _linear_fake),
     ("dgrad", _dgrad, _dgrad_fake),
     ("wgrad", _wgrad, _wgrad_fake),
+    ("unwritten", lambda x: None, _unwritten_fake),
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
 torch.library.register_autograd("octavo::cast", _no_gradient, setup_context=_codes_have_no_gradient, lib=_lib)
 torch.library.register_autograd("octavo::linear", _backward, setup_context=_keep, lib=_lib)
-torch.library.register_autograd("octavo::dgrad", _no_more, lib=_lib)
-torch.library.register_autograd("octavo::wgrad", _no_more, lib=_lib)
+torch.library.register_autograd("octavo::dgrad", no_more, lib=_lib)
+torch.library.register_autograd("octavo::wgrad", no_more, lib=_lib)
 
 
 # --- the layer as a compiler traces it --------------------------------------------------------------------------------
@@ -390,17 +416,48 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
             f"An FP8 linear layer multiplies inputs of {weight.shape[1]} features, its weight being "
             f"{list(weight.shape)}; found an input of shape {list(x.shape)}."
         )
-    device = x.device.type
-    # Dynamo of torch 2.11 cannot ask is_autocast_available; meta is the device without.
-    if x.dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
-    x_MK = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-    parts = gemms(key)
+    low = x.to(lowered(x.device.type, x.dtype))
+    x_MK, parts = matrix(low), gemms(key)
     # Only a weight that is trained needs x again; the codes in wgrad layout are all that is saved of it.
     keeps = weight.requires_grad and torch.is_grad_enabled()
-    codes = torch.ops.octavo.cast(x_MK.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
+    codes = codes_of_input(x, x_MK, parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
     y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)
     return y_MN.view(*x.shape[:-1], weight.shape[0])
+
+
+def matrix(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K]."""
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def lowered(device: str, dtype: torch.dtype) -> torch.dtype:
+    """What GEMMs take of an input of ``dtype``: see :func:`octavo.fp8.dense.inputs.compute_dtype`."""
+    # Dynamo of torch 2.11 cannot ask is_autocast_available; meta is the device without.
+    if dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
+_LEFT = "_octavo_codes"
+
+
+def leave(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple[Tensor, ...]) -> None:
+    """Leave the codes of ``y`` in ``dtype`` under ``row`` and ``col`` for the layers that will be traced with y itself.
+
+    A write into y before one of them is refused where both are in one graph. Where the graph breaks between them, a
+    write that its first half holds is not seen: write behind the layers, or fuse nothing.
+    """
+    setattr(y, _LEFT, (dtype, row, col, codes))
+
+
+def codes_of_input(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+    """Codes and scales of ``x_MK``, which is x lowered: those left on x where they are the ones asked for."""
+    left = getattr(x, _LEFT, None)
+    if left is not None and left[0] == x_MK.dtype and left[1] == row and col in ("", left[2]):
+        torch.ops.octavo.unwritten(x.detach())
+        codes: tuple[Tensor, ...] = left[3]
+        return codes
+    return torch.ops.octavo.cast(x_MK.detach(), row, col)
 
 
 def key(casts: str, device: str, backend: str) -> str:

@@ -98,9 +98,10 @@ def fused_backend(op: str, site: Site, device: torch.device) -> Backend:
     return _backend_of(registry.names(), op, site.recipe, device, site.backend.backend.name)
 
 
-def backend_of(op: str, spec: CastSpec, device: torch.device) -> Backend:
-    """Who runs an operation that belongs to no layer: see :func:`~octavo.fp8.kernels.registry.select`."""
-    return _backend_of(registry.names(), op, spec, device, None)
+def backend_of(op: str, spec: CastSpec, device: torch.device, first: str | None = None) -> Backend:
+    """Who runs an operation that belongs to no layer: ``first`` if it can, else as
+    :func:`~octavo.fp8.kernels.registry.select` says."""
+    return _backend_of(registry.names(), op, spec, device, first)
 
 
 @lru_cache(maxsize=512)

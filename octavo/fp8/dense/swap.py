@@ -53,10 +53,15 @@ class Swapped(nn.Module):
         """The output; None sends this call to the stock forward."""
         raise NotImplementedError
 
+    def traced(self, x: Tensor) -> Tensor | None:
+        """The same while a compiler traces it, in operators of its graph; by default the stock forward, of which a
+        compiler fuses what it sees."""
+        return None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A compiler fuses what it sees by itself, and does not see our kernels.
-        if not torch.compiler.is_compiling() and len(args) + len(kwargs) == 1 and STOCK not in self.__dict__:
-            y = self.other(*args, *kwargs.values())
+        if len(args) + len(kwargs) == 1 and getattr(self, STOCK, None) is None:
+            other = self.traced if torch.compiler.is_compiling() else self.other
+            y = other(*args, *kwargs.values())
             if y is not None:
                 return y
         return self._stock.forward(self, *args, **kwargs)

@@ -1,0 +1,228 @@
+"""Norms and gated MLPs that make codes, as operators of a compiled graph: the kernels that they run eagerly.
+
+Beside the operators of linear layers (:mod:`octavo.fp8.dense.compiled`, whose rules hold here too)::
+
+    octavo::rmsnorm(x, weight, row, col)      -> y, rstd, and the codes of y for the layers behind
+    octavo::gated_mlp(codes of x, weights)    -> y; for its backward gate, up, and the codes of h for wgrad
+    octavo::swiglu_backward(dh, gate, up)     -> the codes of dgate and of dup, for dgrad and for wgrad
+
+The norm's codes reach their layers through the tensor y that is traced; a compiler sees operators that share an operand
+and nothing else. The backward of a norm is plain PyTorch, which a compiler may fuse; that of a gated MLP is the same
+operators as eagerly, in the same order. Blocks that keep FP8 for their backward (``activations="fp8"``) have no
+operators: they run as the stock model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.fp8.dense import compiled, sources
+from octavo.fp8.dense.compiled import gemms, operand_of, packed_fake, packed_pair
+from octavo.fp8.kernels.reference_fused import swiglu_backward
+from octavo.fp8.kernels.registry import Backend
+
+_lib = torch.library.Library("octavo", "FRAGMENT")
+_lib.define(
+    "rmsnorm(Tensor x, Tensor weight, float eps, str row, str col, str first, ScalarType out, ScalarType low) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_lib.define(
+    "gated_mlp(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
+    "Tensor row, Tensor row_scale, Tensor col, Tensor col_scale, ScalarType dtype, str key, str down_key, str h_col) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_lib.define(
+    "swiglu_backward(Tensor dh, Tensor gate, Tensor up, str row, str col) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, list[CastSpec | None]]:
+    """Who runs a fused operation beside GEMMs of these casts, and the casts."""
+    specs = [operand_of(text)[1] if text else None for text in texts]
+    spec = next((s for s in specs if s is not None), sources.SPEC)
+    return sources.backend_of(op, spec, device, next(t for t in texts if t).partition("@")[0]), specs
+
+
+# --- RMSNorm ----------------------------------------------------------------------------------------------------------
+
+
+def _rmsnorm(
+    x: Tensor, weight: Tensor, eps: float, row: str, col: str, first: str, out: torch.dtype, low: torch.dtype
+) -> tuple[Tensor, ...]:
+    """y [M, K] in ``out``, rstd [M] in fp32, and the codes of y in ``low``. ``first``: a cast whose backend is asked
+    first, also where no codes are wanted."""
+    backend, _ = _fused("rmsnorm", x.device, first)
+    specs = [operand_of(text)[1] if text else None for text in (row, col)]
+    y, rstd, *codes = backend.rmsnorm_quantize(x, weight, eps, specs[0], specs[1], out, low)
+    return y, rstd, *packed_pair(x, codes[0], codes[1])
+
+
+def _rmsnorm_fake(
+    x: Tensor, weight: Tensor, eps: float, row: str, col: str, first: str, out: torch.dtype, low: torch.dtype
+) -> tuple[Tensor, ...]:
+    y, rstd = x.new_empty(x.shape, dtype=out), x.new_empty(x.shape[0], dtype=torch.float32)
+    return y, rstd, *packed_fake(x, row, 1), *packed_fake(x, col, 0)
+
+
+def _keep_norm(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd_M: Tensor, needs_x: bool, needs_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx [M, K] in x's dtype, dw [K] in the weight's) of y = x * rstd * weight, of dy and x [M, K], in fp32."""
+    dx = dw = None
+    dy_MK, x_MK = dy.float(), x.float()
+    n_MK = x_MK * rstd_M.unsqueeze(1)
+    if needs_w:
+        dw = (dy_MK * n_MK).sum(0).to(weight.dtype)
+    if needs_x:
+        g_MK = dy_MK * weight.float()
+        dx = ((g_MK - n_MK * (g_MK * n_MK).mean(1, keepdim=True)) * rstd_M.unsqueeze(1)).to(x.dtype)
+    return dx, dw
+
+
+def _rmsnorm_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    return *norm_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None, None, None, None, None, None
+
+
+def rmsnorm(
+    x: Tensor, weight: Tensor, eps: float, key: str, out: torch.dtype, trains: bool
+) -> Tensor:  # of a swapped norm
+    """y [..., K] in ``out``; its codes, under the casts that ``key`` asks for, are left on it. ``trains``: those for
+    wgrad too."""
+    parts = gemms(key)
+    row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1)
+    first, low = row or col, compiled.lowered(x.device.type, out)
+    col = col if trains else ""
+    made = torch.ops.octavo.rmsnorm(compiled.matrix(x), weight, eps, row, col, first, out, low)
+    y = made[0].view(x.shape)
+    if row or col:
+        compiled.leave(y, low, row, col, made[2:])
+    return y
+
+
+# --- a gated MLP ------------------------------------------------------------------------------------------------------
+
+
+def _gated_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    down_bias: Tensor | None, row: Tensor, row_scale: Tensor, col: Tensor, col_scale: Tensor, dtype: torch.dtype,
+    key: str, down_key: str, h_col: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """y [M, K], gate and up [M, I] in ``dtype``, and the codes of h under ``h_col``. x gives sizes and takes the
+    gradient; ``col`` is for the backward alone."""
+    fwd, down_fwd = gemms(key).fwd, gemms(down_key)
+    g = compiled.product(row, row_scale, x.shape[0], gate, gate_bias, dtype, fwd)
+    u = compiled.product(row, row_scale, x.shape[0], up, up_bias, dtype, fwd)
+    backend, specs = _fused("swiglu", x.device, down_fwd.operand("fwd", 0), h_col)
+    h_row, h_for_wgrad = backend.swiglu_codes(g, u, *specs)
+    h, h_scale, w, w_scale = packed_pair(g, h_row, h_for_wgrad)
+    return compiled.product(h, h_scale, x.shape[0], down, down_bias, dtype, down_fwd.fwd), g, u, w, w_scale
+
+
+def _gated_mlp_fake(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    dtype, _, _, h_col = more[-4:]
+    g, u = (x.new_empty(x.shape[0], w.shape[0], dtype=dtype) for w in (gate, up))
+    return x.new_empty(x.shape[0], down.shape[0], dtype=dtype), g, u, *packed_fake(g, h_col, 0)
+
+
+def _keep_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    """As eagerly: the codes of x and h for wgrad, gate and up, and the weights that dgrad multiplies by."""
+    x, gate, up, down, *biases = inputs[:7]
+    ctx.needs = needs_x, *weights = ctx.needs_input_grad[:7]
+    needs_h = needs_x or any(weights[i] for i in (0, 1, 3, 4))
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.needs_h, (ctx.dtype, ctx.key, ctx.down_key, _) = needs_h, inputs[11:]
+    ctx.x_dtype, ctx.inputs, ctx.width = x.dtype, x.shape[1], down.shape[1]
+    ctx.dtypes = [None if t is None else t.dtype for t in (gate, up, down, *biases)]
+    kept = {"gate": gate if needs_x else None, "up": up if needs_x else None, "down": down if needs_h else None}
+    kept |= dict(zip(("g", "u"), output[1:3] if needs_h else (None, None), strict=True))
+    kept |= dict(zip(("x", "x_scale"), inputs[9:11] if any(weights[:2]) else (None, None), strict=True))
+    kept |= dict(zip(("h", "h_scale"), output[3:5] if weights[2] else (None, None), strict=True))
+    sources.save(ctx, **kept)
+
+
+def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    ops, held = torch.ops.octavo, sources.saved(ctx)
+    needs_x, *needs = ctx.needs
+    tokens, outputs = dy.shape
+    dx: Tensor | None = None
+    dws: list[Tensor | None] = [None] * 3
+    dbs: list[Tensor | None] = [None] * 3
+    parts, down = gemms(ctx.key), gemms(ctx.down_key)
+    if needs[5]:
+        dbs[2] = dy.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
+    row, col = down.operand("dgrad", 0) if ctx.needs_h else "", down.operand("wgrad", 0) if needs[2] else ""
+    if row or col:
+        row_q, row_s, col_q, col_s = ops.cast(dy, row, col)
+    if needs[2]:
+        sizes = tokens, outputs, ctx.width
+        dws[2] = ops.wgrad(col_q, col_s, held["h"], held["h_scale"], *sizes, ctx.dtypes[2], ctx.down_key)
+    if ctx.needs_h:
+        dh = ops.dgrad(row_q, row_s, held["down"], tokens, ctx.dtype, ctx.down_key)
+        row, col = parts.operand("dgrad", 0) if needs_x else "", parts.operand("wgrad", 0) if any(needs[:2]) else ""
+        for i, codes in enumerate(_gradients(ctx, dh, held["g"], held["u"], row, col, dbs)):
+            if needs_x:
+                part = ops.dgrad(codes[0], codes[1], held[("gate", "up")[i]], tokens, ctx.dtype, ctx.key)
+                dx = part.to(ctx.x_dtype) if dx is None else dx + part.to(ctx.x_dtype)
+            if needs[i]:
+                sizes = tokens, dh.shape[1], ctx.inputs
+                dws[i] = ops.wgrad(codes[2], codes[3], held["x"], held["x_scale"], *sizes, ctx.dtypes[i], ctx.key)
+    return dx, *dws, *dbs, *[None] * 8
+
+
+def _gradients(
+    ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str, dbs: list[Tensor | None]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The codes of dgate and of dup; their sums too where a bias asks for them, which are of exact values."""
+    if not any(ctx.needs[4:6]):
+        made = torch.ops.octavo.swiglu_backward(dh, gate, up, row, col)
+        return made[:4], made[4:]
+    pair = swiglu_backward(dh, gate, up)
+    for i, d in enumerate(pair):
+        if ctx.needs[4 + i]:
+            dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
+    return torch.ops.octavo.cast(pair[0], row, col), torch.ops.octavo.cast(pair[1], row, col)
+
+
+def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+    backend, specs = _fused("swiglu_backward", dh.device, row, col)
+    made = backend.swiglu_backward_quantize(dh, gate, up, *specs)
+    return *packed_pair(gate, *made[:2]), *packed_pair(up, *made[2:])
+
+
+def _swiglu_backward_fake(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+    return tuple(t for _ in range(2) for text, c in ((row, 1), (col, 0)) for t in packed_fake(gate, text, c))
+
+
+def gated_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keys: tuple[str, str]) -> Tensor:
+    """y [..., K] of x [..., K]; weights and biases of gate, up and down; ``keys``: of gate and up, and of down."""
+    low, grad = compiled.lowered(x.device.type, x.dtype), torch.is_grad_enabled()
+    x_MK, parts = compiled.matrix(x), gemms(keys[0])
+    trains = grad and (weights[0].requires_grad or weights[1].requires_grad)
+    row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1) if trains else ""
+    codes = compiled.codes_of_input(x, x_MK.to(low), row, col)
+    h_col = gemms(keys[1]).operand("wgrad", 1) if grad and weights[2].requires_grad else ""
+    y, *_ = torch.ops.octavo.gated_mlp(x_MK, *weights, *biases, *codes, low, *keys, h_col)
+    return y.view(*x.shape[:-1], weights[2].shape[0])
+
+
+for _name, _run, _fake in (
+    ("rmsnorm", _rmsnorm, _rmsnorm_fake),
+    ("gated_mlp", _gated_mlp, _gated_mlp_fake),
+    ("swiglu_backward", _swiglu_backward, _swiglu_backward_fake),
+):
+    _lib.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
+torch.library.register_autograd("octavo::rmsnorm", _rmsnorm_backward, setup_context=_keep_norm, lib=_lib)
+torch.library.register_autograd("octavo::gated_mlp", _mlp_backward, setup_context=_keep_mlp, lib=_lib)
+torch.library.register_autograd("octavo::swiglu_backward", compiled.no_more, lib=_lib)

@@ -1,0 +1,208 @@
+"""Fused norms and gated MLPs under torch.compile: the kernels of the eager block, as often, and its bits."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from octavo import fp8
+from octavo.fp8.kernels.registry import get
+from tests.fp8.dense.test_compiled import Recorder, results
+
+RECIPES = ("blockwise", "rowwise", "tensorwise", "mxfp8")
+COUNTED = (
+    *("quantize", "quantize_both", "rmsnorm_quantize", "swiglu_quantize", "swiglu_backward_quantize"),
+    *("gemm_fwd", "gemm_dgrad", "gemm_wgrad"),
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(width) + 0.5), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, writes: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            x.mul_(2)
+        return self.q_proj(x) * self.k_proj(x).sigmoid() + self.v_proj(x)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(width, 48, bias=bias) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(48, width, bias=bias), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32, bias: bool = False, writes: bool = False) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(width), Norm(width)
+        self.self_attn, self.mlp = Attention(width, writes), Mlp(width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def fused(recipe: str = "blockwise", **options: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = Block(**options)  # type: ignore[arg-type]
+    plan = fp8.plan(model, fp8.Policy(recipe, fuse="on"))
+    assert sum(b.fused for b in plan.blocks) == 3
+    return fp8.apply(model, plan)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What the reference was asked for."""
+    found: Counter[str] = Counter()
+
+    def counting(name: str, real: object) -> object:
+        def call(*args: object, **kwargs: object) -> object:
+            found[name] += 1
+            return real(*args, **kwargs)  # type: ignore[operator]
+
+        return call
+
+    backend = get("reference")
+    for name in COUNTED:
+        monkeypatch.setattr(backend, name, counting(name, getattr(backend, name)), raising=False)
+    return found
+
+
+def both(model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, **options: object) -> Counter[str]:
+    """Eager and compiled give the same bits by the same calls, which come back."""
+    wrap = wrap or (lambda run: run)
+    results(model, model, x)  # weights are cast
+    calls.clear()
+    want, eager = results(model, wrap(model), x), Counter(calls)
+    calls.clear()
+    settings = {"backend": "aot_eager", "fullgraph": True, **options}
+    got = results(model, wrap(torch.compile(model, **settings)), x)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(want, got, strict=True))
+    assert Counter(calls) == eager
+    return eager
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_same_kernels_as_often_and_the_same_bits(name, calls):
+    counts = both(fused(name), calls, torch.randn(3, 7, 32))
+    assert (counts["rmsnorm_quantize"], counts["swiglu_quantize"], counts["swiglu_backward_quantize"]) == (2, 1, 1)
+    assert counts["quantize"] + counts["quantize_both"] == 4  # dy of q, k, v and down: no input of a layer
+
+
+@pytest.mark.parametrize("how", ["inside", "around"])
+def test_under_activation_checkpointing(how, calls):
+    model = fused()
+    if how == "around":
+        both(model, calls, torch.randn(9, 32), lambda run: lambda x: checkpoint(run, x, use_reentrant=False))
+    else:
+        block, model = model, nn.Sequential(model)
+        model.forward = lambda x: checkpoint(block, x, use_reentrant=False)
+        both(model, calls, torch.randn(9, 32))
+    assert calls["rmsnorm_quantize"] == 4 and calls["swiglu_quantize"] == 2
+
+
+@pytest.mark.parametrize("case", ["biases", "frozen", "frozen gate", "no dx", "one row", "autocast", "bfloat16"])
+def test_every_gradient_that_is_asked_for_and_no_other(case, calls):
+    model = fused(bias=case == "biases")
+    x = torch.randn(32) if case == "one row" else torch.randn(5, 32)
+    if case == "frozen":
+        for name, p in model.named_parameters():
+            p.requires_grad_("norm" in name)
+    elif case == "frozen gate":
+        model.mlp.gate_proj.weight.requires_grad_(False)
+    elif case == "no dx":
+        for p in model.parameters():
+            p.requires_grad_(False)
+        model.mlp.down_proj.weight.requires_grad_()
+    elif case == "bfloat16":
+        model, x = model.bfloat16(), x.bfloat16()
+
+    def lowered(run):
+        def call(x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+                return run(x)
+
+        return call
+
+    both(model, calls, x, lowered, **({"dynamic": True} if case == "biases" else {}))
+
+
+def test_blocks_and_numbers_of_tokens_share_one_graph():
+    recorder = Recorder()
+    model = nn.Sequential(fused(), fused(), fused())
+    for block in model:
+        block.forward = torch.compile(block.forward, backend=recorder.backend, fullgraph=True, dynamic=True)
+    for tokens in (5, 130, 300):
+        model(torch.randn(tokens, 32, requires_grad=True)).sum().backward()
+    assert len(recorder.forwards) == len(recorder.backwards) == 1
+    qkv = ["linear"] * 3
+    assert recorder.ops(recorder.forwards[0]) == ["rmsnorm", *qkv, "rmsnorm", "gated_mlp"]
+    back = Counter(recorder.ops(recorder.backwards[0]))
+    assert back == {"cast": 4, "dgrad": 6, "wgrad": 6, "swiglu_backward": 1}
+
+
+def test_what_the_graph_saves_is_what_eager_saves():
+    """The codes of what is multiplied; x of each norm; gate and up. No output of a norm, no h."""
+    recorder, x = Recorder(), torch.randn(256, 128, requires_grad=True)
+    torch.manual_seed(0)
+    model = Block(128)
+    fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="on")))
+    torch.compile(model, backend=recorder.backend, fullgraph=True)(x).sum().backward()
+    (graph,) = recorder.forwards
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    wide = [n for n in output.args[0][1:] if n is not None and n.meta["val"].dtype is torch.float32]
+    wide = [tuple(n.meta["val"].shape) for n in wide if n.meta["val"].shape[:1] == (256,) and n.meta["val"].dim() == 2]
+    assert wide.count((256, 48)) == 2 and wide.count((256, 128)) <= 5  # x twice; q, k, v for the attention of this test
+
+
+def test_a_write_between_a_norm_and_its_layers_is_refused():
+    model = fused(writes=True)
+    model(torch.randn(5, 32))  # eagerly versions tell, and the written input is cast
+    with pytest.raises(Exception, match=r"(?s)written into before the FP8 layers .*Use fuse: off"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(5, 32))
+
+
+def test_codes_cross_a_break_of_the_graph(calls):
+    class Broken(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model = fused()
+    model.self_attn.__class__ = Broken
+    assert both(model, calls, torch.randn(5, 32), fullgraph=False)["rmsnorm_quantize"] == 2
+
+
+def test_high_precision_takes_the_stock_blocks_for_a_moment():
+    recorder, model = Recorder(), fused()
+    run = torch.compile(model, backend=recorder.backend, fullgraph=True)
+    with fp8.high_precision(model):
+        run(torch.randn(5, 32))
+    run(torch.randn(5, 32))
+    assert [bool(recorder.ops(graph)) for graph in recorder.forwards] == [False, True]
