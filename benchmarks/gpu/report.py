@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.targets import TARGETS
-from octavo.bench.record import NOISE, Result, Row
+from octavo.bench.record import NOISE, Result, Row, budget
 
 HEAD = ("what", "best known elsewhere", "measured", "limit", "verdict")
 NONE = "They say nothing about FP8 on a GPU: no verdict."
@@ -96,9 +96,7 @@ def table(result: Result) -> list[tuple[str, ...]]:
 def page(result: Result) -> list[str]:
     """The table of one device, and what has to be known of it."""
     cells = [HEAD, *table(result)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
-    text = [f"{result.device}, against the figures set for one H200"]
-    text += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    text = [f"{result.device}, against the figures set for one H200", *_set(cells)]
     if not counts(result):
         size = "small sizes" if result.device != "cpu" else "a CPU, where FP8 is emulated"
         text.append(f"These are figures of {size}. {NONE}")
@@ -107,7 +105,15 @@ def page(result: Result) -> list[str]:
         text.append(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
     if noisy := sum(row.spread > NOISE for row in result.rows):
         text.append(f"{noisy} of {len(result.rows)} rows vary by more than {100 * NOISE:.0f} % between quartiles")
+    if cut := budget(result):
+        text += ["", "where the time of a step goes", *_set(cut)]
     return text
+
+
+def _set(cells: Sequence[Sequence[str]]) -> list[str]:
+    """A table in lines, column below column."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
 def _drawn(result: Result, path: Path) -> str:

@@ -83,6 +83,7 @@ class Bench:
         candidates: Mapping[str, Callable[[], Call]],
         work: Work | Mapping[str, Work],
         memory: bool | Mapping[str, int] = False,
+        parts: Callable[[Any], Mapping[str, float]] = lambda call: {},
     ) -> None:
         """Time the candidates of one case in one run, both orders, and keep a row for each.
 
@@ -92,6 +93,7 @@ class Bench:
             work: the same for all, or by candidate.
             memory: note the device's peak of each candidate (one call of each, alone); or bytes by kind, which its
                 builder fills in.
+            parts: seconds by part of a call, asked once it is timed.
         """
         candidates = {key: build for key, build in candidates.items() if (name, key) not in self.skip}
         if not candidates:
@@ -131,6 +133,7 @@ class Bench:
                         peak_bytes=kinds.get("peak", peaks[candidate]),
                         memory=kinds,
                         host=timed.host,
+                        parts=parts(calls[candidate]),
                     )
                 )
         calls.clear()

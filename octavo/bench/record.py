@@ -46,7 +46,8 @@ class Row:
     ``seconds`` is the median, ``spread`` the distance between the quartiles over it, ``host`` the median that Python
     and the launches took. ``bytes`` and ``flops`` are the work that the case asks for. ``baseline`` names the candidate
     of the same case that the ratio is taken against. ``peak_bytes`` is what the device held at most, ``memory`` of that
-    bytes by kind, ``tokens`` what a step consumed, where they mean something.
+    bytes by kind, ``tokens`` what a step consumed, where they mean something. ``parts``: seconds by part of another
+    call, which was cut while it ran and may have taken a little longer; they add up to it.
     """
 
     suite: str
@@ -61,6 +62,7 @@ class Row:
     peak_bytes: int | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     host: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rate(self) -> str:
@@ -141,6 +143,17 @@ def table(result: Result) -> list[tuple[str, ...]]:
             + (("" if ratio is None else f"{ratio:.2f}x"),)
         )
     return rows
+
+
+def budget(result: Result) -> list[tuple[str, ...]]:
+    """Where the time of steps goes: a heading, and a line for each row that was cut into parts; empty without any."""
+    cut = [r for r in result.rows if r.parts]
+    lines = []
+    for row in cut:
+        total = sum(row.parts.values())
+        cells = [f"{_time(seconds)} {100 * seconds / total:.0f} %" for seconds in row.parts.values()]
+        lines.append((row.case, row.candidate, _time(total), *cells))
+    return [("case", "candidate", "step", *cut[0].parts), *lines] if cut else []
 
 
 def noisy(result: Result) -> list[Row]:

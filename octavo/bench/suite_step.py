@@ -3,7 +3,8 @@
 Forward, loss over all positions, backward, and torch's fused AdamW with states in the weights' precision, so that an
 8 B model fits one GPU of 141 GB. High precision, eager and compiled, beside every recipe, eager and compiled block by
 block, unfused and fused by the plan; one after the other, since two such models do not fit beside each other. FLOPs are
-6 a parameter and token for linear layers plus causal attention's; recomputation counts for nothing.
+6 a parameter and token for linear layers plus causal attention's; recomputation counts for nothing. Of each step that
+runs eagerly a few more are cut into parts (:mod:`octavo.bench.budget`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from transformers import PreTrainedModel
 
 from octavo import fp8, models
 from octavo.bench import peers
-from octavo.bench.bench import Bench, Call, Work
+from octavo.bench.bench import Bench, Work
+from octavo.bench.budget import HEAD, OPTIMIZER, Budget, claimed
 from octavo.bench.suite_layer import SHAPE, shown, small_or_real
 
 TOKENS, FEW = 8192, 24
@@ -27,16 +29,16 @@ def run(bench: Bench) -> None:
     layers = bench.layers or (2 if bench.small else None)
     name = f"{shown(bench)}{'' if layers is None else f' ({layers} blocks)'}, {tokens} tokens"
     flops = step_flops(_model(bench, layers, meta=True), tokens)
-    candidates = {f"{bench.high} compiled": partial(_call, bench, layers, tokens, None, "compiled")}
-    candidates[bench.high] = partial(_call, bench, layers, tokens, None, "")
+    candidates = {f"{bench.high} compiled": partial(Step, bench, layers, tokens, None, "compiled")}
+    candidates[bench.high] = partial(Step, bench, layers, tokens, None, "")
     for recipe in peers.RECIPES:
         if peers.able(bench, recipe):
             for how in ("fused compiled", "compiled", "fused", ""):
-                candidates[f"{recipe} {how}".strip()] = partial(_call, bench, layers, tokens, recipe, how)
+                candidates[f"{recipe} {how}".strip()] = partial(Step, bench, layers, tokens, recipe, how)
     work = Work(flops=flops, tokens=tokens)
     # One at a time: two models of this size do not fit beside each other.
     for candidate, build in candidates.items():
-        bench.case("step", name, f"{bench.high} compiled", {candidate: build}, work, memory=True)
+        bench.case("step", name, f"{bench.high} compiled", {candidate: build}, work, memory=True, parts=Step.parts)
 
 
 def _model(bench: Bench, layers: int | None, meta: bool = False) -> PreTrainedModel:
@@ -65,28 +67,43 @@ def step_flops(model: PreTrainedModel, tokens: int) -> float:
     return 6.0 * weights * tokens + 6.0 * config.num_hidden_layers * tokens**2 * width
 
 
-def _call(bench: Bench, layers: int | None, tokens: int, recipe: str | None, how: str) -> Call:
-    model = _model(bench, layers)
-    family = models.describe(model)
-    if recipe is not None:
-        policy = fp8.Policy(recipe=recipe, fuse="on" if "fused" in how else "off")
-        fp8.apply(model, fp8.plan(model, policy, family.components))
-    if "compiled" in how:
-        for _, block in family.layers(model):
-            block.compile(fullgraph=True)
-    trained = [p for n, p in model.named_parameters() if not (family.tower and n.startswith(family.tower + "."))]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, min(vocabulary, 1000), (1, tokens + 1), device=bench.device)
+class Step:
+    """One training step of a candidate: forward, loss, backward and update."""
 
-    def call() -> None:
-        hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        loss = _loss(hidden[0], model.get_output_embeddings().weight, ids[0, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def __init__(self, bench: Bench, layers: int | None, tokens: int, recipe: str | None, how: str) -> None:
+        self.device, self.compiled = bench.device, "compiled" in how
+        self.model = model = _model(bench, layers)
+        family = models.describe(model)
+        if recipe is not None:
+            policy = fp8.Policy(recipe=recipe, fuse="on" if "fused" in how else "off")
+            fp8.apply(model, fp8.plan(model, policy, family.components))
+        if self.compiled:
+            for _, block in family.layers(model):
+                block.compile(fullgraph=True)
+        trained = [p for n, p in model.named_parameters() if not (family.tower and n.startswith(family.tower + "."))]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+        vocabulary = model.get_input_embeddings().num_embeddings
+        self.ids = torch.randint(0, min(vocabulary, 1000), (1, tokens + 1), device=bench.device)
+        self.loss, self.update = _loss, self.optimizer.step
 
-    return call
+    def __call__(self) -> None:
+        hidden = self.model.get_decoder()(input_ids=self.ids[:, :-1], use_cache=False).last_hidden_state
+        self.loss(hidden[0], self.model.get_output_embeddings().weight, self.ids[0, 1:]).backward()
+        self.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def parts(self, steps: int = 3) -> dict[str, float]:
+        """Seconds by part of the median of ``steps`` steps; empty where blocks are compiled."""
+        if self.compiled:
+            return {}
+        budget = Budget(self.device)
+        self.loss, self.update = budget.around(HEAD, _loss), budget.around(OPTIMIZER, self.optimizer.step)
+        try:
+            with claimed(self.model, budget):
+                found = sorted((budget.step(self) for _ in range(steps)), key=lambda parts: sum(parts.values()))
+        finally:
+            self.loss, self.update = _loss, self.optimizer.step
+        return found[steps // 2]
 
 
 def _loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk: int = 2048) -> torch.Tensor:

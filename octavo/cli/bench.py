@@ -81,6 +81,8 @@ def _show(result: Any) -> None:
     from octavo.bench import record
 
     terminal.show_table(record.COLUMNS, record.table(result), right=record.NUMBERS)
+    if budget := record.budget(result):
+        terminal.show_table(budget[0], budget[1:], right=range(2, len(budget[0])))
     absent: dict[tuple[str, str], list[str]] = {}
     for a in result.absent:
         absent.setdefault((a.candidate, a.why), []).append(a.case)
