@@ -24,7 +24,7 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     """Everything that is printed, for programs."""
     out: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
-        out["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
+        out["per_rank"] = {**sizes.of(sizes.cfg, args.ranks).to_json(), "wire": sizes.wire(sizes.cfg, args.ranks)}
     card = Card.parse(args.card) if args.card else None
     if card is not None:
         over = sizes.of(sizes.cfg, args.ranks).total - card.usable
@@ -48,6 +48,12 @@ def show(sizes: Any, message: str, args: Any) -> None:
     terminal.show_table([*columns, ""], rows, right=tuple(range(1, len(columns))))
     print()
     print(message)
+    if args.ranks > 1:
+        wire = {name: gb(size) for name, size in sizes.wire(sizes.cfg, args.ranks).items()}
+        print(
+            f"on the wire, to each of {args.ranks} ranks a micro-batch: {wire['weights']} of weights forward, "
+            f"{wire['again']} backward, {wire['gradients']} of gradients (train.gather: {sizes.cfg.train.gather})"
+        )
     if args.card:
         print(fits(Card.parse(args.card), found[-1].total, args.ranks))
     listed = list(savings(sizes, args.ranks))

@@ -131,6 +131,15 @@ def _memory(config: Sections) -> Iterator[Finding]:
         found = f"master {optimizer.master} makes a BF16 model, which does not compute in fp32"
         fix = "use `precision: auto` or `bf16`, or `master: fp32`"
         yield finding("train.precision", found, fix, "optimizer.master")
+    if train.gather == "bf16" and train.precision == "fp32":
+        found = "weights that are gathered in BF16 do not compute in fp32"
+        yield finding("train.gather", found, "use `gather: stored`, or `precision: auto` or `bf16`", "train.precision")
+    if train.gather == "bf16" and config.lora is not None:
+        found = "adapters are gathered as they are stored, and the base is BF16 or codes anyway"
+        yield finding("train.gather", found, "remove it, and see lora.dtype", "lora")
+    elif train.gather == "bf16" and optimizer.master != "fp32":
+        found = f"has no effect: with master {optimizer.master} weights are BF16, and are gathered as such"
+        yield finding("train.gather", found, "remove it, or use `master: fp32`", "optimizer.master")
     if train.offload_activations and train.recompute.foundation == train.recompute.image_encoder == "full":
         found = "has next to nothing to move where every block is recomputed in full"
         fix = "remove it, or use `recompute: selective` or `none`"

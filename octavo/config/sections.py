@@ -325,6 +325,12 @@ class TrainSection(Section):
         description="Compute dtype of what is not FP8; auto = bf16 on CUDA, fp32 on a CPU. The base of LoRA is BF16 "
         "everywhere, and fp32 where fp32 is asked.",
     )
+    gather: Literal["stored", "bf16"] = Field(
+        default="stored",
+        description="What ranks send each other (FSDP2): weights and gradients in the dtype in which they are stored, "
+        "or in bf16, half of fp32; shards and what is saved stay fp32. FP8 weights (fp8.param) are sent as codes in "
+        "either case. In one process nothing is sent.",
+    )
     recompute: Annotated[RecomputeSection, _OR_WORD] = Field(
         default_factory=RecomputeSection,
         description="What blocks compute again in backward instead of keeping it: none; selective (what is cheap to "

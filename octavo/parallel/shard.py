@@ -8,7 +8,9 @@ What is particular here:
   and lm_head are always in one group, which FSDP2 demands of a shared parameter.
 - Frozen and trainable parameters may share a block; only trainable ones take part in the gradient's reduction.
 - Parameters are gathered in their own dtype, FP8 weights (`fp8.param`) as codes and scales: what a rank computes with
-  is bit for bit what one process has.
+  is bit for bit what one process has. With ``gather=torch.bfloat16`` values are gathered, and gradients summed, in
+  BF16: half the bytes of fp32, and a forward that computes as a BF16 model does. Shards stay as they are, with what is
+  added up in them and saved; FP8 weights send their codes as ever, and BF16 gradients.
 
 Every rank must run every block in every step, forward and backward alike: collectives are matched by order. A vision
 tower therefore always runs; `models.attach_dummy_image` sees to it on ranks without an image.
@@ -21,7 +23,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from octavo.parallel.world import World, WorldError
@@ -33,13 +35,20 @@ class HasLayers(Protocol):
     def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]: ...
 
 
-def shard(model: nn.Module, family: HasLayers, world: World, reshard_after_forward: bool = True) -> nn.Module:
+def shard(
+    model: nn.Module,
+    family: HasLayers,
+    world: World,
+    reshard_after_forward: bool = True,
+    gather: torch.dtype | None = None,
+) -> nn.Module:
     """Shard `model` in place over the ranks of `world` and return it; one process: nothing happens.
 
     Call after freezing and after `fp8.apply`, before the optimizer is made: parameters become DTensors, split along
     dim 0, under their old names. All ranks must hold the same weights (same file, same seed).
     `reshard_after_forward` frees a block's gathered weights after its forward and gathers them again for backward;
-    False keeps them: faster, and the memory of the whole model on each rank between the two.
+    False keeps them: faster, and the memory of the whole model on each rank between the two. `gather`: the dtype of
+    values and gradients on their way between ranks; None is their own. The caller's forward must expect it.
 
     Raises WorldError if the description finds no block, or two blocks share a parameter.
     """
@@ -52,13 +61,15 @@ def shard(model: nn.Module, family: HasLayers, world: World, reshard_after_forwa
             "block to shard. Run it in one process, or add its blocks to layer_globs in octavo/models/families.py"
         )
     _check_unshared(model, blocks)
+    # Inputs of blocks are left alone: positions that a model computes in fp32 on purpose are among them.
+    way = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=gather, cast_forward_inputs=False)
     for _, block in blocks:
-        fully_shard(block, mesh=world.mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=world.mesh, reshard_after_forward=reshard_after_forward, mp_policy=way)
     # Logits are a view of their GEMM's output. FSDP2 warns of that, because writing into them would lose its hook; a
     # user can do nothing about it, and Octavo's losses write into no logits.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDP" + type(model).__name__)
     # The root's weights are wanted again right at the start of backward: FSDP2's default keeps them gathered.
-    fully_shard(model, mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh, mp_policy=way)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Divide by 1 = sum. Gloo has no pre-multiplied sum, which a plain factor would ask for; NCCL does

@@ -25,7 +25,7 @@ from octavo.fp8.planning import document, separated
 from octavo.models.quantization import read_quantization
 from octavo.train import base, compiled, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
-from octavo.train.forward import Forward, autocasts, keep_towers_running, model_dtype
+from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running, model_dtype
 from octavo.train.optim import adamw
 from octavo.train.step import Stepper
 from octavo.train.tokens import Tokens
@@ -92,10 +92,11 @@ def build(
     keep_less(model, family, plan, cfg, say)
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
-    forward = Forward(model, world, autocasts(cfg, world.device))
+    gather = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
+    forward = Forward(model, world, autocasts(cfg, world.device) and gather is None, gather)
     keep_towers_running(model, family, forward, world)
     head = losses_of(model, cfg, say)
-    parallel.shard(model, family, world)
+    parallel.shard(model, family, world, gather=gather)
     beside = base.Base.of(model, rest, world)
     if cfg.train.compile:
         compiled.compile_blocks(model, family, cfg.optimizer.update == "backward" and bool(cfg.train.clip))

@@ -31,17 +31,24 @@ def autocasts(cfg: Config, device: torch.device) -> bool:
     return asked and model_dtype(cfg) == torch.float32
 
 
+def gathers_bf16(cfg: Config, ranks: int) -> bool:
+    """Whether a forward sees fp32 parameters as BF16, because that is how ranks gather them: it computes as that of a
+    BF16 model does, without autocast."""
+    return cfg.train.gather == "bf16" and ranks > 1
+
+
 class Forward:
     """Calls the model: moves the batch, enters autocast, asks for the logits that are needed and no others.
 
     `images` says whether the batch at hand has an image; the dummy-image hook reads it. Without autocast, pixels come
-    in the dtype of the model's own parameters.
+    in ``dtype`` (None: that of the model's own parameters).
     """
 
-    def __init__(self, model: nn.Module, world: World, autocast: bool) -> None:
+    def __init__(self, model: nn.Module, world: World, autocast: bool, dtype: torch.dtype | None = None) -> None:
         self.model, self.device, self.autocast = model, world.device, autocast
         self.images = False
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = dtype or own
         known = inspect.signature(model.forward).parameters
         self._trims = "logits_to_keep" in known
         self._any = any(p.kind is p.VAR_KEYWORD for p in known.values())

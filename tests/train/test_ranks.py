@@ -73,6 +73,23 @@ def test_ten_steps_on_two_ranks_are_those_of_one(make, recipe: str, tolerance: f
 
 
 @pytest.mark.long
+def test_bf16_on_the_wire_trains_as_fp32_does_and_goes_on_to_the_bit(make):
+    """A whole model, vision tower and dummy images included; the forward then is that of a BF16 model."""
+    over = ("train.gather=bf16", "train.steps=8", "run.save_every=4", "run.keep=9")
+    one, two = make(*over, dir="one"), make(*over, dir="two")
+    train.run(one)  # one process gathers nothing
+    done = torchrun(two)
+    assert done.returncode == 0, done.stderr
+    assert "gradients summed in BF16; shards stay fp32" in done.stdout
+    assert losses(two) == pytest.approx(losses(one), rel=2e-2) and losses(two) != losses(one)
+    again = make(*over, f"run.resume={Path(two.run.dir) / 'checkpoints' / 'step_4'}", dir="again")
+    assert torchrun(again).returncode == 0
+    assert losses(again) == losses(two)[4:]
+    result, alone = (json.loads((Path(cfg.run.dir) / "result.json").read_text()) for cfg in (two, one))
+    assert result["eval"]["loss"] == pytest.approx(alone["eval"]["loss"], rel=2e-2)
+
+
+@pytest.mark.long
 def test_delayed_histories_are_those_of_all_ranks_and_survive_a_change_of_ranks(make):
     over = ("fp8.recipe=delayed", "train.steps=8", "run.save_every=4", "run.keep=9", "data.eval=[]")
     one, two = make(*over, dir="one"), make(*over, dir="two")

@@ -153,6 +153,7 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
     found: dict[Any, FakeForward | None] = {}  # what a forward keeps, by all that it depends on
 
     def kept_by(made: Config, way: Mapping[str, str]) -> FakeForward | None:
+        made = sizes.computing(made, ranks)
         key = (made.fp8.activations, *sizes.forward_of(made), made.train.logits, *way.values())
         rows = rows_of[made.train.micro_batch]
         if key not in found:

@@ -33,7 +33,7 @@ from octavo.config.sections import RecomputeSection
 from octavo.fp8.planning import blocks_of, saving_of
 from octavo.train import base, planning
 from octavo.train.errors import TrainError
-from octavo.train.forward import autocasts, model_dtype
+from octavo.train.forward import autocasts, gathers_bf16, model_dtype
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.activations import FakeForward, fake_forward
 from octavo.train.tokens import Tokens, attention_flops
@@ -146,7 +146,21 @@ class Footprints:
     def of(self, cfg: Config, ranks: int = 1) -> Footprint:
         """The footprint of a configuration that differs from the first in switches of memory and ``micro_batch``."""
         rows = max(1, self.tokens.rows * cfg.train.micro_batch // self.cfg.train.micro_batch)
-        return self.put_together(cfg, self.forward(cfg, rows), rows, ranks)
+        return self.put_together(cfg, self.forward(self.computing(cfg, ranks), rows), rows, ranks)
+
+    def computing(self, cfg: Config, ranks: int) -> Config:
+        """A configuration whose one process computes as each of these ranks does."""
+        seen = {"train.gather": "stored", "optimizer.master": "bf16+sr"}  # BF16 weights, for what a forward keeps
+        return changed(cfg, seen) if gathers_bf16(cfg, ranks) else cfg
+
+    def wire(self, cfg: Config, ranks: int) -> Mapping[str, int]:
+        """Bytes that a rank gets in one micro-batch: `weights` in the forward, `again` those of blocks, which are freed
+        after it, in the backward, and `gradients` in their sum. Each has its own share of the whole already."""
+        weights = states.sent(cfg, self.held, self.plan_of(cfg))
+        gradients = sum(states.ungathered(cfg, self.held).values())
+        blocks = sum(size for name, size in weights.items() if name)
+        found = {"weights": sum(weights.values()), "again": blocks, "gradients": gradients}
+        return {name: size * (ranks - 1) // ranks for name, size in found.items()}
 
     def put_together(self, cfg: Config, kept: FakeForward, rows: int, ranks: int = 1) -> Footprint:
         """The footprint, given what a forward keeps."""
@@ -234,7 +248,7 @@ class Footprints:
         if self.frozen:
             parts["values"] = low * self._dequantized
         if ranks > 1:
-            key = (states.width(cfg), cfg.lora and cfg.lora.dtype, _of_plan(cfg))
+            key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg))
             if key not in self._gathered:
                 self._gathered[key] = self._gather(cfg, plan)
             parts["gathered"] = self._gathered[key]

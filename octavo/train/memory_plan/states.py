@@ -57,10 +57,11 @@ class Held:
         """Bytes of an element, and of its gradient, where it has values."""
         return adapter_width(cfg) if self.adapter else width(cfg)
 
-    def bytes(self, cfg: Config, ranks: int = 1) -> int:
-        """On rank 0: values, or codes and the scales of all blocks that its rows lie in."""
+    def bytes(self, cfg: Config, ranks: int = 1, each: int | None = None) -> int:
+        """On rank 0: values (``each`` bytes an element; None: their width), or codes and the scales of all blocks that
+        its rows lie in."""
         if self.codes is None:
-            return self.width(cfg) * self.elements(ranks)
+            return (self.width(cfg) if each is None else each) * self.elements(ranks)
         inner = self.shape[-2:][::-1] if self.turned else self.shape[-2:]
         if len(self.shape) == 3:
             return self.rows(ranks) * bytes_of((inner[0], inner[1]), self.codes)
@@ -88,6 +89,11 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
 def width(cfg: Config) -> int:
     """Bytes of an element of a weight of the model, and of its gradient."""
     return model_dtype(cfg).itemsize
+
+
+def sent_width(cfg: Config, own: int) -> int:
+    """Bytes of an element that is kept in ``own``, and of its gradient, on their way between ranks."""
+    return min(2, own) if cfg.train.gather == "bf16" else own
 
 
 def adapter_width(cfg: Config) -> int:
@@ -247,23 +253,30 @@ def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
 
 
 def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
-    """Block -> bytes of its weights when FSDP2 has gathered them, with their codes; the root under "".
-
-    FP8 weights are gathered as codes and scales, and have no values then.
-    """
-    out: dict[str, int] = {}
-    for p in found:
-        out[p.block] = out.get(p.block, 0) + p.bytes(cfg)
-    blocks = [name for name in out if name]
+    """Block -> bytes of its weights when FSDP2 has gathered them, with their codes; the root under ""."""
+    out = sent(cfg, found, plan)
     frozen = frozen_of(found)
     exchanged = {row.name for row in fp8_weights(plan)}
     for row in plan.rows:
-        home = next((b for b in blocks if row.name.startswith(f"{b}.")), "")
-        if row.name in exchanged:
-            values = width(cfg) * (row.row.experts or 1) * row.shape[0] * row.shape[1]
-            out[home] = out.get(home, 0) + codes_of(row) - values
-        elif plan.policy.weight_codes != "recast" and weight_name(row) not in frozen:
+        home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
+        kept = plan.policy.weight_codes != "recast" and weight_name(row) not in frozen
+        if kept and row.name not in exchanged:
             out[home] = out.get(home, 0) + codes_of(row, _held_gemms(plan, row))
+    return out
+
+
+def sent(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
+    """Block -> bytes of its weights as all ranks together send them; the root under "".
+
+    FP8 weights are sent as codes and scales, and have no values then.
+    """
+    out: dict[str, int] = {}
+    for p in found:
+        out[p.block] = out.get(p.block, 0) + p.bytes(cfg, each=sent_width(cfg, p.width(cfg)))
+    each = sent_width(cfg, width(cfg))
+    for row in fp8_weights(plan):
+        home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
+        out[home] += codes_of(row) - each * (row.row.experts or 1) * row.shape[0] * row.shape[1]
     return out
 
 
@@ -271,5 +284,5 @@ def ungathered(cfg: Config, found: Iterable[Held]) -> dict[str, int]:
     """Block -> bytes of its whole gradients before they are summed over ranks; the root under ""."""
     out: dict[str, int] = {}
     for p in found:
-        out[p.block] = out.get(p.block, 0) + (p.width(cfg) * p.elements() if p.trained else 0)
+        out[p.block] = out.get(p.block, 0) + (sent_width(cfg, p.width(cfg)) * p.elements() if p.trained else 0)
     return out

@@ -86,6 +86,27 @@ def test_fp8_weights(make) -> None:
     assert plain.of(changed(param, {"fp8.weight_codes": "recast"}), 2).kinds["codes"] == 0
 
 
+def test_gathers_in_bf16(make) -> None:
+    """Half the bytes on the wire and while they are whole, FP8 weights aside; a forward keeps what a BF16 model's does;
+    what stands between steps stays, and in one process everything."""
+    cfg = make()
+    plain = sizes(cfg, Tokens({"foundation": 64, "lm_head": 64, "image_encoder": 16, "image_projector": 4}, 64, 16))
+    low, param = changed(cfg, {"train.gather": "bf16"}), changed(cfg, {"fp8.param": True})
+    assert plain.of(low) == plain.of(cfg)
+    before, after = plain.of(cfg, 3), plain.of(low, 3)
+    assert after.parts["gathered"] < before.parts["gathered"]
+    moved = {kind for kind in after.kinds if after.kinds[kind] != before.kinds[kind]}
+    assert moved == {"activations", "logits", "workspace"}
+    bf16 = plain.of(changed(cfg, {"optimizer.master": "bf16+sr"}), 3)
+    assert after.kinds["activations"] == bf16.kinds["activations"]
+    wires = [plain.wire(c, 3) for c in (cfg, low, param, changed(param, {"train.gather": "bf16"}))]
+    whole = sum(p.numel() for p in plain.model.parameters())
+    assert wires[0]["weights"] == wires[0]["gradients"] == 4 * whole * 2 // 3 > wires[0]["again"]
+    assert all(wires[1][name] == pytest.approx(size / 2, abs=1) for name, size in wires[0].items())
+    assert wires[3]["weights"] < wires[1]["weights"] and wires[3]["gradients"] == wires[1]["gradients"]
+    assert wires[3]["weights"] < wires[2]["weights"]  # what is no FP8 weight
+
+
 @pytest.mark.parametrize("override", ["train.recompute=selective", "train.offload_activations=true"])
 def test_what_a_model_cannot_recompute_or_the_cpu_offload_is_told_or_sized(make, override: str) -> None:
     """Nothing but TrainError, which `octavo plan` turns into a sentence."""

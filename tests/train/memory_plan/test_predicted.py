@@ -108,8 +108,13 @@ def test_other_models(make, tmp_path, family: str, overrides) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
-    [(), EVERYTHING, ("fp8.recipe=rowwise", "fp8.param=true", "optimizer.master=bf16+16", "optimizer.states=fp8")],
-    ids=["defaults", "everything", "rowwise param"],
+    [
+        (),
+        EVERYTHING,
+        ("fp8.recipe=rowwise", "fp8.param=true", "optimizer.master=bf16+16", "optimizer.states=fp8"),
+        ("train.gather=bf16",),
+    ],
+    ids=["defaults", "everything", "rowwise param", "bf16 gathers"],
 )
 def test_rank_0_of_two(make, overrides) -> None:
     """Rows are dealt out in order, so rank 0's first micro-batch is that of one process."""
