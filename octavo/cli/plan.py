@@ -89,6 +89,8 @@ def _run(args: argparse.Namespace) -> int:
     elif args.tokens is not None:
         tokens = count()
     plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, tokens, measurements)
+    kernel = _attention(cfg, model)
+    notes = notes if kernel is None else (*notes, str(kernel))
     if args.fit is not None:
         sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens)
         held = [pair.partition("=")[0] for pair in arguments.overrides(args)]
@@ -195,6 +197,16 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
         return tokens.count(build.data_settings(cfg), processor, family, model.config)
 
     return model, family, count
+
+
+def _attention(cfg: Any, model: Any) -> Any:
+    """The kernel of attention that a run on this machine would take; None where torch chooses at each call."""
+    import torch
+
+    from octavo.train import attention
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return attention.choose(cfg.model.attention, attention.heads_of(model.config, cfg.train.seq_length), device)
 
 
 def _need_a_gpu() -> None:

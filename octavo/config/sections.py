@@ -93,6 +93,14 @@ class ModelSection(Section):
         description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
         'names ("**.layers.0.**"). Each must match something.',
     )
+    attention: Literal[
+        "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3"
+    ] = Field(
+        default="sdpa",
+        description="The kernel of attention: sdpa (torch chooses at each call); auto (the fastest of those that work "
+        "for this model, timed on this GPU; elsewhere the first that works); one of torch's (cudnn, flash, efficient, "
+        "math), of transformers (eager), or of a package. One that cannot run here is refused.",
+    )
     load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
         default_factory=LoadInFp8Section,
         description="Quantize the frozen base of LoRA while it is read: rowwise, blockwise or tensorwise. One word "

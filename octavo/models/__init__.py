@@ -1,7 +1,7 @@
 """Hugging Face models described, never modified: families and components, loading, processors, small checkpoints."""
 
 from octavo.models.assembly import frozen_names
-from octavo.models.attention import use_attention
+from octavo.models.attention import attend, kernels_here, use_attention, use_kernel
 from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, WITHOUT_HEAD, Family, describe, stays
@@ -26,12 +26,14 @@ __all__ = [
     "Quantization",
     "TextProcessor",
     "attach_dummy_image",
+    "attend",
     "describe",
     "dummy_image_inputs",
     "empty",
     "freeze",
     "frozen_names",
     "generate",
+    "kernels_here",
     "load",
     "load_processor",
     "load_split",
@@ -47,4 +49,5 @@ __all__ = [
     "tiny_config",
     "to_config",
     "use_attention",
+    "use_kernel",
 ]

@@ -1,6 +1,7 @@
 """An attention of one's own in a Hugging Face model, through the registry that transformers has for that.
 
     models.use_attention(model, fp8.grouped_attention)
+    models.use_attention(model, kernel="cudnn")          torch's own, by this kernel wherever it can
 
 The function is called where ``sdpa`` was, with the masks that ``sdpa`` gets (sliding windows and packed sequences are
 in them), in the text and the vision part alike. Vision towers of the Qwen-VL families call their attention once for
@@ -11,12 +12,17 @@ biases, and queries of another length than their keys (decoding).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from octavo.models.errors import ModelError
 
@@ -25,25 +31,53 @@ Attention = Callable[..., Tensor]
 """``(q, k, v, mask, *, scale, is_causal, dropout)`` -> [B, H, T, D]: q [B, H, T, D], k and v with fewer heads."""
 
 
-def use_attention(model: PreTrainedModel, attention: Attention) -> str:
-    """Let every part of a model compute attention by ``attention``; returns the name it is registered under.
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""torch's kernels under ``sdpa``, in the order in which one stands in for another; math takes everything."""
+
+PACKAGES = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
+"""transformers' names for what other packages compute, and whether they are here; rows of unequal length run without
+padding there."""
+
+_kernels: dict[str, str | None] = {}  # of what was registered here, by its name
+
+
+def by(kernel: str | None) -> AbstractContextManager[Any]:
+    """Inside, torch computes attention by this kernel, and what that cannot by the next in :data:`KERNELS`."""
+    if kernel is None:
+        return nullcontext()
+    others = [] if kernel == "math" else [backend for name, backend in KERNELS.items() if name != kernel]
+    return sdpa_kernel([KERNELS[kernel], *others], set_priority=True)
+
+
+def use_attention(model: PreTrainedModel, attention: Attention | None = None, kernel: str | None = None) -> str:
+    """Let every part of a model compute attention by ``attention`` (None: torch's), and torch by ``kernel`` (None: by
+    that which an earlier call named, else torch's choice); returns the name it is registered under.
 
     Nothing of it goes into a saved ``config.json``. ``model.set_attn_implementation("sdpa")`` takes it back.
 
     Raises:
         ModelError: a part of the model computes attention otherwise than by sdpa (its own kernels, or eager).
     """
-    name = f"octavo_{attention.__name__}"
+    kernel = kernel or _kernels.get(model.config._attn_implementation)
+    what = STOCK if attention is None else attention.__name__
+    number = [] if kernel is None else [str(list(KERNELS).index(kernel))]  # a name with "flash" is transformers' own
+    name = "_".join(["octavo", what, *number])
     parts = [(path, m) for path, m in model.named_modules() if isinstance(m, PreTrainedModel)]
     for path, part in parts:
         found = part.config._attn_implementation
-        if found not in (STOCK, name):
+        if found not in (STOCK, name) and found not in _kernels:
             raise ModelError(
                 f"{path or type(model).__name__} computes attention by {found!r}, and only {STOCK!r} can be replaced "
-                f"by {attention.__name__}. Load the model with attn_implementation={STOCK!r}, or leave its attention "
+                f"by {kernel or what}. Load the model with attn_implementation={STOCK!r}, or leave its attention "
                 "as it is"
             )
-    ALL_ATTENTION_FUNCTIONS.register(name, _called_as_transformers_does(attention))
+    _kernels[name] = kernel
+    ALL_ATTENTION_FUNCTIONS.register(name, _called_as_transformers_does(attention, kernel))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
     model.set_attn_implementation(name)
     if left := [path or type(model).__name__ for path, part in parts if part.config._attn_implementation != name]:
@@ -54,7 +88,37 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> str:
     return name
 
 
-def _called_as_transformers_does(attention: Attention) -> Callable[..., tuple[Tensor, None]]:
+def kernels_here() -> tuple[str, ...]:
+    """The kernels that may be tried: torch's, and those of packages that are installed."""
+    return (*KERNELS, *(name for name, there in PACKAGES.items() if there()))
+
+
+def use_kernel(model: PreTrainedModel, kernel: str) -> None:
+    """Let every part of a model compute attention by a kernel of torch, by a package, or ``eager``.
+
+    Raises ModelError as :func:`use_attention`, and what transformers raises where a package is not there."""
+    if kernel in KERNELS:
+        use_attention(model, kernel=kernel)
+    else:
+        model.set_attn_implementation(kernel)
+
+
+def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention of q [B, H, T, D] over k and v [B, H_kv, T, D] by this kernel and no other. Raises RuntimeError, and
+    what a package raises, where it cannot."""
+    if kernel in PACKAGES:
+        if not PACKAGES[kernel]():
+            raise RuntimeError(f"the package of {kernel} is not installed, or not for this machine")
+        module = SimpleNamespace(is_causal=causal, config=SimpleNamespace(_attn_implementation=kernel))
+        out: Tensor = ALL_ATTENTION_FUNCTIONS[kernel](module, q, k, v, None)[0]
+        return out.transpose(1, 2)
+    with sdpa_kernel(KERNELS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _called_as_transformers_does(
+    attention: Attention | None, kernel: str | None = None
+) -> Callable[..., tuple[Tensor, None]]:
     def forward(
         module: nn.Module,
         query: Tensor,
@@ -67,17 +131,21 @@ def _called_as_transformers_does(attention: Attention) -> Callable[..., tuple[Te
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache", "s_aux"))
-        if special or not is_grad_enabled() or query.shape[2] != key.shape[2] or query.shape[2] == 1:
-            out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[STOCK](
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-                **kwargs,
-            )  # fmt: skip
+        stock = attention is None or special or not is_grad_enabled()
+        if stock or query.shape[2] != key.shape[2] or query.shape[2] == 1:
+            with by(kernel):
+                out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[STOCK](
+                    module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+                    **kwargs,
+                )  # fmt: skip
             return out
+        assert attention is not None
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        heads = attention(
-            query, key, value, attention_mask,
-            scale=scaling, is_causal=bool(causal) and attention_mask is None, dropout=dropout,
-        )  # fmt: skip
+        with by(kernel):
+            heads = attention(
+                query, key, value, attention_mask,
+                scale=scaling, is_causal=bool(causal) and attention_mask is None, dropout=dropout,
+            )  # fmt: skip
         return heads.transpose(1, 2).contiguous(), None
 
     return forward

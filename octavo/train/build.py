@@ -23,7 +23,7 @@ from octavo.checkpoint.files import read_state
 from octavo.config import Config
 from octavo.fp8.planning import document, separated
 from octavo.models.quantization import read_quantization
-from octavo.train import base, compiled, planning, routing, rundir, tokens
+from octavo.train import attention, base, compiled, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running, model_dtype
 from octavo.train.optim import adamw
@@ -48,6 +48,7 @@ class Job:
     progress: rundir.Progress
     data: Mapping[str, Any]
     base: base.Base | None = None
+    attention: str | None = None  # the kernel, unless torch chooses
 
     @property
     def model(self) -> nn.Module:
@@ -78,6 +79,9 @@ def build(
     saved = _saved_plan(cfg, world, start)
     made = cfg if start.checkpoint is None else base.begun(cfg)
     plan, family, notes, prediction = planning.plan_run(made, world, count, saved, say)
+    kept = None if start.checkpoint is None else read_state(start.checkpoint)["counters"].get("attention")
+    kernel = attention.decide(cfg, world, kept)
+    notes = notes if kernel is None else (*notes, str(kernel))
     if world.is_main:
         notes = (*notes, *_keep_plan(directory, saved, family.name, plan, notes, prediction))
     say(_message(plan, notes, prediction))
@@ -89,6 +93,7 @@ def build(
 
     model, lows = assemble_model(made, world.device, plan, family, say)
     rest = base.digests(model, world) if cfg.lora is not None else {}
+    attention.use(model, kernel, cfg.model.attention)
     keep_less(model, family, plan, cfg, say)
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
@@ -107,7 +112,10 @@ def build(
     stepper = Stepper(cfg, model, family, update, world, forward, balance, load if load.layers else None, head)
     progress = resume(stepper, start, say, beside)
     found = beside if beside.whole else None
-    return Job(cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data, found)
+    used = None if kernel is None else kernel.kernel
+    return Job(
+        cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data, found, used
+    )
 
 
 def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path | None:
@@ -316,6 +324,7 @@ def save(job: Job) -> Path:
             "threads": torch.get_num_threads(),
             **({"plan": document(job.plan)} if planning.leaves_open(job.cfg) else {}),
             **({} if job.base is None else {"base": job.base.whole}),
+            **({} if job.attention is None else {"attention": job.attention}),
         },
         world=job.world,
         keep=job.cfg.run.keep,

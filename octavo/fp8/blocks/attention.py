@@ -19,13 +19,14 @@ flash kernel takes, is run again in backward (one more forward of attention, wit
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.blocks.attention_output import KEEPS_OUTPUT
@@ -73,12 +74,18 @@ def grouped_attention(
         )
     again: Tensor = checkpoint(
         _stock, q, k, v, mask, scale, is_causal, dropout, groups,
-        use_reentrant=False, preserve_rng_state=dropout > 0,
+        use_reentrant=False, preserve_rng_state=dropout > 0, context_fn=_by_the_same_kernels,
     )  # fmt: skip
     if again.grad_fn is not None:
         forgotten: Any = again.grad_fn.metadata  # a dictionary, whatever its annotation says
         forgotten[KEEPS_OUTPUT] = False  # the layer behind must not count on it
     return again
+
+
+def _by_the_same_kernels() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What surrounds a forward, and the one that runs again: whoever chose torch's kernels is gone by then."""
+    allowed = _cur_sdpa_kernel_backends(with_priority=True)
+    return nullcontext(), sdpa_kernel(allowed, set_priority=True)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> int:

@@ -1,0 +1,160 @@
+"""Which kernel computes attention (`model.attention`): one that is asked for by name, or the fastest that works here.
+
+`auto` tries every kernel forward and backward on the shapes of the model's parts (heads, groups, head size, causal or
+not, rows of `train.seq_length`), and on a GPU takes the one whose times add up to least. Elsewhere nothing is timed,
+and the first that works is taken. A call that the kernel cannot do, such as rows of unequal length with their mask,
+goes to the next one that can, as torch's own choice does. A run that goes on keeps the kernel that it began with.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo import models
+from octavo.config import Config
+from octavo.fp8 import measuring
+from octavo.parallel import World
+from octavo.train.errors import TrainError
+
+STOCK = "sdpa"
+KEEPS_ALL = ("math", "eager")  # keep the weights of all pairs of tokens for backward
+_PATCHES = 1024  # of an image that a vision tower is tried on: 512 x 512 pixels in patches of 16
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention of one part of a model: ``heads`` of q over ``kv`` of k and v, ``size`` features each."""
+
+    part: str
+    heads: int
+    kv: int
+    size: int
+    tokens: int
+    causal: bool
+
+    def __str__(self) -> str:
+        return f"{self.part}, {self.heads} heads of {self.size} over {self.kv}{', causal' if self.causal else ''}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``kernel``, ``why`` it is the one, and why others are not, by name."""
+
+    kernel: str
+    why: str
+    rejected: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        left = "".join(f"; not {name}: {why}" for name, why in self.rejected.items())
+        kept = ". It keeps T x T weights for backward, which predicted memory leaves out"
+        return f"attention by {self.kernel}, {self.why}{left}{kept if self.kernel in KEEPS_ALL else ''}"
+
+
+def heads_of(config: Any, tokens: int) -> tuple[Heads, ...]:
+    """The parts of a model that have attention, by its configuration; text in rows of ``tokens``."""
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    count = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // count
+    found = [Heads("language model", count, getattr(text, "num_key_value_heads", None) or count, size, tokens, True)]
+    if vision is not None:
+        width = getattr(vision, "embed_dim", None) or vision.hidden_size
+        count = getattr(vision, "num_heads", None) or vision.num_attention_heads
+        found.append(Heads("vision tower", count, count, width // count, _PATCHES, False))
+    return tuple(found)
+
+
+Timer = Callable[..., Mapping[str, Any]]
+
+
+def choose(
+    asked: str, parts: tuple[Heads, ...], device: torch.device, timer: Timer = measuring.time_calls
+) -> Choice | None:
+    """The kernel for all parts of a model; None where torch may choose at each call (`sdpa`).
+
+    Raises TrainError where the one that is asked for cannot do it, with the reason.
+    """
+    if asked == STOCK:
+        return None
+    if asked == "eager":
+        return Choice(asked, "asked for")
+    rejected: dict[str, str] = {}
+    calls: dict[str, list[Callable[[], Any]]] = {}
+    for name in models.kernels_here() if asked == "auto" else (asked,):
+        try:
+            calls[name] = [_tried(name, part, device) for part in parts]
+        except Exception as error:  # whatever a kernel raises is its answer, and is shown
+            rejected[name] = str(error)
+    if not calls:
+        why = "; ".join(f"{name}: {why}" for name, why in rejected.items())
+        raise TrainError(f"model.attention: {asked} was asked for, and cannot run on {device}: {why}. Use auto or sdpa")
+    if asked != "auto":
+        return Choice(asked, "asked for")
+    if device.type != "cuda":
+        first = next(iter(calls))
+        rejected |= {name: "a later choice" for name in calls if name != first}
+        return Choice(first, f"the first that works on this {device.type}, where nothing is timed", rejected)
+    times = dict.fromkeys(calls, 0.0)
+    for index in range(len(parts)):
+        found = timer({name: each[index] for name, each in calls.items()}, device)
+        times = {name: seconds + found[name].device for name, seconds in times.items()}
+    best = min(times, key=lambda name: times[name])
+    rejected |= {name: f"{1e3 * seconds:.3f} ms" for name, seconds in times.items() if name != best}
+    return Choice(best, f"the fastest here ({1e3 * times[best]:.3f} ms forward and backward)", rejected)
+
+
+def _tried(name: str, part: Heads, device: torch.device) -> Callable[[], Any]:
+    """A forward and backward of this part by this kernel alone, done once. Raises RuntimeError with the reason why it
+    cannot be."""
+    gpu = device.type == "cuda"
+    tokens = part.tokens if gpu else min(part.tokens, 64)  # nothing is timed elsewhere
+
+    def random(heads: int) -> torch.Tensor:
+        dtype = torch.bfloat16 if gpu else torch.float32
+        x = torch.randn(1, tokens, heads, part.size, device=device, dtype=dtype)
+        return x.transpose(1, 2).requires_grad_()
+
+    q, k, v, dy = random(part.heads), random(part.kv), random(part.kv), random(part.heads).detach()
+
+    def call() -> None:
+        y = models.attend(name, q, k, v, part.causal)
+        torch.autograd.grad(y, (q, k, v), dy)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except Exception as error:
+            lines = [str(w.message).split(" (Triggered")[0].strip() for w in said]
+            reason = "; ".join(line for line in lines if line) or str(error).partition("\n")[0].partition(". ")[0]
+            raise RuntimeError(f"{part}: {reason}") from error
+    return call
+
+
+def decide(cfg: Config, world: World, kept: str | None) -> Choice | None:
+    """The choice of a run: ``kept`` is the kernel of the run that is continued. Rank 0 chooses. A collective."""
+    if cfg.model.attention == "auto" and kept is not None:
+        return Choice(kept, "as this run began")
+
+    def work() -> dict[str, Any] | None:
+        parts = heads_of(models.read_config(cfg.model.path), cfg.train.seq_length)
+        found = choose(cfg.model.attention, parts, world.device)
+        return None if found is None else {"kernel": found.kernel, "why": found.why, "rejected": dict(found.rejected)}
+
+    answer = None if cfg.model.attention == STOCK else world.from_main(work)
+    return None if answer is None else Choice(**answer)
+
+
+def use(model: nn.Module, choice: Choice | None, asked: str) -> None:
+    """Let a model compute attention so. Raises TrainError where it computes attention in a way of its own."""
+    if choice is None:
+        return
+    try:
+        models.use_kernel(model, choice.kernel)
+    except (models.ModelError, ImportError, ValueError) as error:
+        raise TrainError(f"model.attention: {asked} cannot be: {error}. Use model.attention: {STOCK}") from error

@@ -1,0 +1,108 @@
+"""`model.attention`: the kernel that is asked for, or the fastest that works; what cannot be says why."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from octavo import fp8, models, train
+from octavo.checkpoint.files import read_state
+from octavo.models import attention as registry
+from octavo.parallel import World
+from octavo.train import attention
+from octavo.train.attention import Heads, choose, decide
+from octavo.train.errors import TrainError
+
+CPU = torch.device("cpu")
+TEXT, TOWER = Heads("language model", 4, 2, 16, 32, True), Heads("vision tower", 3, 3, 24, 32, False)
+
+
+def test_on_a_cpu_the_first_that_works_is_taken_and_the_others_say_why() -> None:
+    found = choose("auto", (TEXT, TOWER), CPU)
+    assert found is not None and found.kernel == "flash" and list(found.rejected) == ["cudnn", "efficient", "math"]
+    assert "No viable backend" in found.rejected["cudnn"] and "language model, 4 heads of 16 over 2" in str(found)
+    assert choose("sdpa", (TEXT,), CPU) is None
+    named = choose("math", (TEXT,), CPU)
+    assert "T x T weights" in str(named) and "T x T" not in str(found)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "efficient", "flash_attention_2", "flash_attention_3"])
+def test_a_kernel_by_name_that_cannot_run_is_refused(name: str) -> None:
+    with pytest.raises(
+        TrainError, match=rf"model\.attention: {name} was asked for, and cannot run on cpu: {name}: lang"
+    ):
+        choose(name, (TEXT,), CPU)
+
+
+def test_on_a_gpu_the_fastest_over_all_parts_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels that a clock of ours times; one of them cannot do the tower."""
+    seconds = {
+        ("cudnn", 4): 1.0,
+        ("cudnn", 3): 4.0,
+        ("flash", 4): 2.0,
+        ("flash", 3): 2.0,
+        ("math", 4): 9,
+        ("math", 3): 9,
+    }
+
+    def tried(name: str, part: Heads, device: torch.device) -> Any:
+        if (name, part.heads) not in seconds:
+            raise RuntimeError(f"{part}: it has other sizes")
+        return lambda: seconds[name, part.heads]
+
+    def timer(calls: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        return {name: SimpleNamespace(device=call()) for name, call in calls.items()}
+
+    monkeypatch.setattr(attention, "_tried", tried)
+    seconds["efficient", 4] = 0.1
+    found = choose("auto", (TEXT, TOWER), torch.device("cuda"), timer)
+    assert found is not None and (found.kernel, found.why[:35]) == ("flash", "the fastest here (4000.000 ms forwa")
+    assert found.rejected["cudnn"] == "5000.000 ms" and "vision tower" in found.rejected["efficient"]
+
+
+def test_what_torch_is_asked_for_and_by_whom(place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every part, forward and where blocks run again, with gradient and without; beside attention of our own too."""
+    asked: list[list[SDPBackend]] = []
+    within = registry.sdpa_kernel
+    monkeypatch.setattr(registry, "sdpa_kernel", lambda them, **way: asked.append(list(them)) or within(them, **way))
+    model = models.load(place / "text").train()
+    ids = torch.arange(24)[None]
+    stock = model(ids).logits
+    models.use_kernel(model, "math")
+    plain = model(ids).logits
+    layers = model.config.num_hidden_layers
+    assert asked == [[SDPBackend.MATH]] * layers
+    assert not torch.equal(plain, stock) and torch.allclose(plain, stock, atol=1e-4), "the kernel made no difference"
+    models.use_attention(model, _grouped)
+    with torch.no_grad():
+        model(ids)
+    model(ids)
+    assert asked == [[SDPBackend.MATH]] * 3 * layers
+    first, *others = registry.KERNELS.values()
+    with registry.by("cudnn"):
+        pass
+    assert asked[-1] == [first, *others]
+
+
+def _grouped(q, k, v, mask, *, scale, is_causal, dropout):
+    return fp8.grouped_attention(q, k, v, mask, scale=scale, is_causal=is_causal, dropout=dropout)
+
+
+def test_a_run_says_its_kernel_and_keeps_it(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` on a CPU is the kernel that torch chooses, so losses are equal; the run that goes on asks nobody again."""
+    over = ("train.steps=2", "train.warmup=0", "run.save_every=1", "run.keep=9", "data.eval=[]")
+    plain = train.run(make(*over, dir="plain"))
+    first = train.run(make(*over, "model.attention=auto", dir="auto"))
+    assert first.losses() == plain.losses()
+    notes = train.rundir.read_json(first.dir / "plan.json")["notes"]
+    assert any(note.startswith("attention by flash, the first that works") for note in notes)
+    saved = first.dir / "checkpoints" / "step_1"
+    assert read_state(saved)["counters"]["attention"] == "flash"
+    monkeypatch.setattr(attention, "choose", lambda *_: pytest.fail("a run that goes on chose anew"))
+    again = train.run(make(*over, "model.attention=auto", f"run.resume={saved}", dir="again"))
+    assert again.losses() == {2: plain.losses()[2]}
+    assert str(decide(make("model.attention=auto"), World(), "cudnn")) == "attention by cudnn, as this run began"
