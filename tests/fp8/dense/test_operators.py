@@ -145,7 +145,7 @@ def test_outputs_never_share_memory():
         out = torch.ops.octavo.cast(torch.randn(16, 16), "one_cast:e4m3,-1,-1,fp32", "one_cast:e4m3,-1,-1,fp32")
     finally:
         del registry._backends["one_cast"]
-        compiled._operand.cache_clear()
+        compiled.operand_of.cache_clear()
     assert len({t.untyped_storage()._cdata for t in out}) == 4
     spec = CastSpec("e4m3", (-1, -1), "fp32")
     row, col = compiled.unpack(*out[:2], 16, 16, spec, 1), compiled.unpack(*out[2:], 16, 16, spec, 0)

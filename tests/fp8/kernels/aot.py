@@ -6,7 +6,7 @@ from the root of the repository. Each module of ``forms/`` lists those of one fi
 line a form and architecture:
 registers a thread, shared memory a program, bytes of local memory a thread (spilled registers; they cost bandwidth),
 the tensor core instruction (wgmma: Hopper; tcgen05: Blackwell of data centres; mma: all others), how many instructions
-a thread executes and how many of them in one step of each loop with products (read from the machine code, see ``sass``),
+a thread executes and how many in one step of each loop with products (read from the machine code, see ``sass``),
 and how wide the accesses to global memory are. The exit code is 1 if a form does not compile, needs more shared memory
 than the architecture has, spills more than :data:`SPILL_BOUND` bytes, or if its products wait for each other
 (serialised); 2, with a sentence, if the words mean nothing. ``--json`` writes the rows, and which Triton compiled them.

@@ -9,8 +9,9 @@ graph can hold it. What a tile of m x n with steps of 128 costs (one program, FP
 
 Hence 128 x 256 (intensity 171) only where sums are not held twice, 128 x 128 (128) otherwise, and smaller tiles when
 these would leave multiprocessors without work. On SM90 it is 256 x 128, since Triton 3.6 has a compiler that lets each
-product of 128 x 256 wait for the one before it under a scale a tensor; experts, whose tiles are 128 rows, have neither. :func:`choose` takes the tile with the smallest
-``waves * m * n / rate``: rate is what a tile of this size reaches of the best one.
+product of 128 x 256 wait for the one before it under a scale a tensor; experts, whose tiles are 128 rows, have neither.
+:func:`choose` takes the tile with the smallest ``waves * m * n / rate``: rate is what a tile of this size reaches of
+the best one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The forms of the GEMMs: ``triton_kernels/gemm.py``, as the layers of Qwen3-8B and of Qwen3-VL's towers launch them."""
+"""The forms of the GEMMs, ``triton_kernels/gemm.py``, as layers of Qwen3-8B and of Qwen3-VL's towers launch them."""
 
 from __future__ import annotations
 
