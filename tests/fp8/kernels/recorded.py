@@ -62,7 +62,8 @@ def variant(name: str, arch: int, kernel: Any, args: tuple[Any, ...], options: d
                 signature[key] = "i32:16" if key not in loose and value % 16 == 0 else "i32"
         else:  # a tensor descriptor
             box = ", ".join(map(str, value.block_shape))
-            signature[key] = f"tensordesc<{_TYPES[value.base.dtype]}[{box}]>"
+            swizzled = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's
+            signature[key] = f"tensordesc<{_TYPES[value.base.dtype]}[{box}]{swizzled}>"
     run = {key: options[key] for key in _OPTIONS if key in options}
     return Variant(name, kernel, signature, constants, architectures=(arch,), **run)
 

@@ -23,18 +23,21 @@ from typing import NamedTuple
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _LABEL = re.compile(r"^\s*(\.L_x_\w+):")
 _TARGET = re.compile(r"`\((\.L_x_\w+)\)")
+_SEVERAL = re.compile(r"(?<!`\()\.L_x_\w+")
 _TENSOR = re.compile(r"^(?:[HIQO]MMA|[HIQO]GMMA|UTC\w*MMA)\b")
 _GLOBAL = re.compile(r"^(?:LDG|STG|RED|ATOM|UTMALDG|UTMASTG)")
 _ENDS = ("EXIT", "RET")
 
 
 class Instruction(NamedTuple):
-    """``target``: where a branch goes, as an index into the listing; None for what is no branch."""
+    """``target``: where a branch goes, as an index into the listing; None for what is no branch. ``targets``: where one
+    by a register may go."""
 
     predicate: str | None
     opcode: str
     operands: str
     target: int | None
+    targets: tuple[int, ...] = ()
 
     @property
     def tensor(self) -> bool:
@@ -95,6 +98,7 @@ class Listing:
             following = [] if found.predicate is None and _leaves(found) else [at + 1]
             if found.target is not None and found.target > at and not found.opcode.startswith("CALL"):
                 following.append(found.target)
+            following += [target for target in found.targets if target > at]
             ways += [(*best[i][:2], i) for i in following if i in best]
             if ways:
                 work, short, then = max(ways, key=lambda way: way[:2])
@@ -114,7 +118,7 @@ def _within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
 def _leaves(found: Instruction) -> bool:
     """Whether what follows is not reached unless by a branch."""
     kind = found.opcode.split(".")[0]
-    return kind in _ENDS or kind == "BRA"
+    return kind in (*_ENDS, "BRX") or (kind == "BRA" and found.operands.startswith("`"))  # BRA.U !UP0, ... may not
 
 
 def parsed(text: str) -> Listing:
@@ -136,12 +140,15 @@ def parsed(text: str) -> Listing:
         raise ValueError(f"There is no instruction in this text: {text.strip()[:200]!r}")
     whole = []
     for predicate, opcode, operands in found:
-        if opcode.startswith("BRX"):
+        several = tuple(labels[label] for label in _SEVERAL.findall(operands)) if opcode.startswith("BRX") else ()
+        if opcode.startswith("BRX") and not several:
             raise ValueError(f"{opcode} {operands} goes where a register says; ways through it are not known.")
         named = _TARGET.search(operands) if opcode.startswith(("BRA", "CALL")) else None
         if named is not None and named.group(1) not in labels:
             raise ValueError(f"{opcode} goes to {named.group(1)}, which is not in the text.")
-        whole.append(Instruction(predicate, opcode, operands, None if named is None else labels[named.group(1)]))
+        whole.append(
+            Instruction(predicate, opcode, operands, None if named is None else labels[named.group(1)], several)
+        )
     return Listing(whole)
 
 

@@ -59,5 +59,8 @@ def test_text_that_cannot_be_followed_is_refused() -> None:
         sass.parsed(LOOP.replace(".L_x_3:", ""))
     with pytest.raises(ValueError, match="BRX R4 goes where a register says"):
         sass.parsed(LOOP.replace("FCHK P0, R4, R5", "BRX R4"))
+    assert sass.parsed(LOOP.replace("@P1 BRA `", "    BRA.U !UP0, `")).executed() == 15, "it may go on"
+    by_register = LOOP.replace("FCHK P0, R4, R5", 'BRX R4 -0x10 (*"BRANCH_TARGETS .L_x_2,.L_x_4"*)')
+    assert sass.parsed(by_register).executed() == 14
     with pytest.raises(ValueError, match="No way leads"):
         sass.parsed("/*0000*/ NOP;").path()

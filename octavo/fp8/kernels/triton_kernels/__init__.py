@@ -6,6 +6,6 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("adamw", "cast", "fused", "gemm", "grouped", "grouped_cast"):
+    if name not in ("adamw", "cast", "fused", "gemm", "gluon_check", "gluon_gemm", "grouped", "grouped_cast"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

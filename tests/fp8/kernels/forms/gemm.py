@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
+from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.triton_kernels import gemm
-from octavo.fp8.kernels.triton_kernels.tiles import Gpu, candidates, form, grain
+from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile, candidates, form, grain
 from tests.fp8.kernels import recorded
 from tests.fp8.kernels.forms import Variant
 
@@ -52,14 +53,19 @@ def _served() -> Iterator[Variant]:
             yield recorded.variant(f"gemm{'+bias' * bias} {title} {op}", gpu.sm, *launch)
 
 
-def _run(title: str, op: str, m: int, n: int, k: int, bias: bool, gpu: Gpu, tile: gemm.Tile | None = None) -> None:
+def operands(title: str, op: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
+    """Both operands of a GEMM of M tokens, N outputs and K inputs, on the meta device."""
     casts = recipe(*title.split()).gemm(op)
     assert casts is not None
     a_dim, b_dim = CONTRACTED[op]
-    a_shape, b_shape = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[op]
-    a, b = recorded.operand(casts.a, a_dim, *a_shape), recorded.operand(casts.b, b_dim, *b_shape)
+    a, b = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[op]
+    return recorded.operand(casts.a, a_dim, *a), recorded.operand(casts.b, b_dim, *b)
+
+
+def _run(title: str, op: str, m: int, n: int, k: int, bias: bool, gpu: Gpu, tile: Tile | None = None) -> None:
+    a, b = operands(title, op, m, n, k)
     added = torch.empty(n, dtype=torch.bfloat16, device="meta") if bias else None
-    gemm.gemm(a, a_dim, b, b_dim, torch.bfloat16, added, gpu, tile)
+    gemm.gemm(a, CONTRACTED[op][0], b, CONTRACTED[op][1], torch.bfloat16, added, gpu, tile)
 
 
 def distinct(found: list[Variant]) -> list[Variant]:
@@ -72,9 +78,9 @@ def distinct(found: list[Variant]) -> list[Variant]:
         )
         if key in forms:
             continue
-        tile = v.constants["TILE"]
-        plain = f"{v.name} {tile.m}x{tile.n}x{tile.k}"
-        numbered = (plain if n == 1 else f"{plain} ({n})" for n in itertools.count(1))
+        m, n, k, *_ = v.constants.get("TILE") or (128, v.constants["BN"], 128)
+        plain = f"{v.name} {m}x{n}x{k}"
+        numbered = (plain if turn == 1 else f"{plain} ({turn})" for turn in itertools.count(1))
         name = next(name for name in numbered if (name, v.architectures) not in names)
         names.add((name, v.architectures))
         forms[key] = v._replace(name=name)

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.groups import TILE, Groups
 from octavo.fp8.kernels.layout import CONTRACTED
@@ -18,21 +19,29 @@ EXPERTS, ROWS = 128, 8 * 8192 + 128 * TILE
 SHAPES = ((768, 2048), (2048, 768))  # (N, K) of gate and up, of down
 
 
+GROUPS = Groups(
+    torch.empty(EXPERTS, dtype=torch.int32, device="meta"),
+    torch.empty(EXPERTS + 1, dtype=torch.int32, device="meta"),
+    torch.empty(ROWS // TILE, dtype=torch.int32, device="meta"),
+    ROWS,
+)
+
+
 def variants() -> list[Variant]:
     """The forms of both kernels, of every recipe and architecture."""
-    ints = [torch.empty(n, dtype=torch.int32, device="meta") for n in (EXPERTS, EXPERTS + 1, ROWS // TILE)]
-    groups = Groups(*ints, ROWS)
     found: list[Variant] = []
-    for gpu, title, op, (n, k) in itertools.product(GPUS, RECIPES, CONTRACTED, SHAPES):
-        casts = recipe(*title.split()).gemm(op)
-        assert casts is not None
-        sides = {"fwd": ((ROWS, k), (EXPERTS, n, k)), "dgrad": ((ROWS, n), (EXPERTS, n, k))}
-        shapes = sides.get(op, ((ROWS, n), (ROWS, k)))
-        operands = [
-            recorded.operand(s, d, *shape)
-            for s, d, shape in zip((casts.a, casts.b), CONTRACTED[op], shapes, strict=True)
-        ]
+    for gpu, title, op, shape in itertools.product(GPUS, RECIPES, CONTRACTED, SHAPES):
         with recorded.launches(grouped) as seen:
-            getattr(grouped, op)(*operands, groups, torch.bfloat16, gpu=gpu)
+            getattr(grouped, op)(*grouped_operands(title, op, *shape), GROUPS, torch.bfloat16, gpu=gpu)
         found += [recorded.variant(f"grouped {title} {op}", gpu.sm, *launch) for launch in seen]
     return distinct(found)
+
+
+def grouped_operands(title: str, op: str, n: int, k: int) -> tuple[Quantized, Quantized]:
+    """Both operands of a grouped GEMM of experts with N outputs and K inputs, on the meta device."""
+    casts = recipe(*title.split()).gemm(op)
+    assert casts is not None
+    sides = {"fwd": ((ROWS, k), (EXPERTS, n, k)), "dgrad": ((ROWS, n), (EXPERTS, n, k))}
+    a, b = sides.get(op, ((ROWS, n), (ROWS, k)))
+    a_dim, b_dim = CONTRACTED[op]
+    return recorded.operand(casts.a, a_dim, *a), recorded.operand(casts.b, b_dim, *b)
