@@ -4,13 +4,15 @@ DeepGEMM is built from source (github.com/deepseek-ai/DeepGEMM, 2.0 or later); i
 operands lie as :mod:`octavo.fp8.kernels.layout` says. What it is asked for here, all of it E4M3::
 
     fwd, dgrad            1x128 by 128x128                fp8_gemm_nt, recipe (1, 128, 128), BF16 out
-    wgrad                 1x128 by 1x128                  fp8_gemm_nt, recipe (1, 1, 128), added to fp32
+    wgrad in fp32         1x128 by 1x128                  fp8_gemm_nt, recipe (1, 1, 128), added to fp32
     grouped fwd, dgrad    the same, by tile of an expert  m_grouped_fp8_gemm_nt_contiguous, BF16 out
 
 An output other than BF16, or a bias, takes the second form with the scales of the 128x128 blocks repeated, since the
 first knows BF16 alone. Grouped products have no second form: those with another output or a bias, which nobody knows
-before the call, are Triton's, which runs wherever DeepGEMM does and reads the same operands. The grouped wgrad wants
-the number of rows of each expert on the host, which would make every step wait for the device: it is left to others.
+before the call, are Triton's, which runs wherever DeepGEMM does and reads the same operands. So is a wgrad in 16 bits,
+or torch's where it has one: added to zeros in fp32 and then cast, it would move 18 bytes a weight instead of 2. The
+grouped wgrad wants the number of rows of each expert on the host, which would make every step wait for the device: it
+is left to others.
 (Rules: csrc/apis/gemm.hpp and layout.hpp.)
 """
 
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
-from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.arithmetic.recipe import Recipe, recipe
 from octavo.fp8.kernels.groups import TILE, Groups
 from octavo.fp8.kernels.layout import CONTRACTED, Operand, lines
 from octavo.fp8.kernels.registry import GemmOnlyBackend, get
@@ -81,6 +83,9 @@ class DeepGemmBackend(GemmOnlyBackend):
         if not (rows and cols and a_q.data.shape[a_dim]):
             empty = a_q.scale.new_zeros(rows, cols, dtype=out_dtype)
             return empty if bias is None else empty + bias.to(out_dtype)
+        if op == "wgrad" and out_dtype is not torch.float32:
+            why_not = get("torch").supports(op, recipe("blockwise"), a_q.data.device, None)
+            return get("torch" if why_not is None else "triton").gemm_wgrad(a_q, b_q, out_dtype)
         a, b = self.relaid(a_q, a_dim), self.relaid(b_q, b_dim)
         shape = (a.codes.shape[0], b.codes.shape[0])
         squares = b_q.spec.block == (128, 128)

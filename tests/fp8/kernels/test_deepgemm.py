@@ -130,7 +130,22 @@ def test_gemms_equal_the_reference(library: list[object], op: str, m: int, n: in
         assert fp8.calc_diff(y, right) < bound
     # The number of tokens is compiled into no kernel.
     forward = [((1, 1, 128), "nk"), ((1, 128, 128), "nk")]
-    assert library == ([((1, 1, 128), "mn")] * 2 if op == "wgrad" else forward)
+    assert library == ([((1, 1, 128), "mn")] if op == "wgrad" else forward)
+
+
+def test_a_wgrad_in_16_bits_is_left_to_who_writes_them(library: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    dy_q, x_q = operands("wgrad", 33, 48, 64)
+    asked: list[str] = []
+    for name in ("torch", "triton"):
+        monkeypatch.setattr(
+            registry.get(name), "gemm_wgrad", lambda *_, name=name: asked.append(name) or torch.zeros(48, 64)
+        )
+    for why_not in ("not on this GPU", None):
+        monkeypatch.setattr(registry.get("torch"), "supports", lambda *_, why_not=why_not: why_not)
+        BACKEND.gemm_wgrad(dy_q, x_q, torch.bfloat16)
+    assert asked == ["triton", "torch"] and not library
+    BACKEND.gemm_wgrad(dy_q, x_q, torch.float32)
+    assert len(asked) == 2 and library == [((1, 1, 128), "mn")]
 
 
 def test_a_bias_is_added_in_fp32(library: list[object]) -> None:

@@ -82,6 +82,51 @@ def test_a_bias_is_added_before_the_one_rounding(name: str, bias_dtype: torch.dt
             assert fp8.calc_diff(y, exactly) < (3e-6 if dtype is torch.bfloat16 else 1e-10)
 
 
+def of_blocks(product: tb.Product, dtype: torch.dtype, fast: bool = False, bias: torch.Tensor | None = None) -> Any:
+    """What cuBLAS does on a Hopper with 1x128 by 128x128, here in float64."""
+    a, b = product.a.double(), product.b.double()
+    scale_a, scale_b = (s.double().repeat_interleave(128, i) for i, s in ((1, product.scale_a), (0, product.scale_b)))
+    out = (a * scale_a[:, : a.shape[1]]) @ (b * scale_b.repeat_interleave(128, 1)[: b.shape[0], : b.shape[1]])
+    return (out if bias is None else out + bias.double()).float().to(dtype)
+
+
+def rounding_twice(product: tb.Product, dtype: torch.dtype, fast: bool = False, bias: Any = None) -> Any:
+    return of_blocks(product, dtype) + (0 if bias is None else bias)
+
+
+def refusing(product: tb.Product, dtype: torch.dtype, fast: bool = False, bias: Any = None) -> Any:
+    if bias is not None:
+        raise RuntimeError("no bias with scales of blocks\nat scaled_mm")
+    return of_blocks(product, dtype)
+
+
+@pytest.mark.parametrize("gpu", (of_blocks, rounding_twice, refusing))
+def test_a_bias_goes_into_a_product_of_blocks_where_that_rounds_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried on the device once; elsewhere, and where the bias has another dtype, the product is Triton's."""
+    tries: list[object] = []
+    lent: list[object] = []
+    monkeypatch.setattr(tb, "multiply", lambda *args, **more: (tries.append(args), gpu(*args, **more))[1])
+    monkeypatch.setattr(registry.get("triton"), "gemm_fwd", lambda *_: lent.append(1) or torch.zeros(33, 171))
+    x_q, w_q = operands("blockwise", "fwd", 33, 171, 144)
+    bias = torch.randn(171, generator=torch.Generator().manual_seed(0)) * 64
+    tb.bias_why_not.cache_clear()
+    try:
+        for _ in range(2):
+            y = BACKEND.gemm_fwd(x_q, w_q, torch.bfloat16, bias.bfloat16())
+        why_not = tb.bias_why_not(CPU, torch.bfloat16)
+    finally:
+        tb.bias_why_not.cache_clear()
+    if gpu is of_blocks:
+        exactly = product("fwd", x_q, w_q) + bias.bfloat16().double()
+        assert why_not is None and not lent and len(tries) == 4 and y.shape == (33, 171)
+        assert (y != exactly.to(torch.bfloat16)).double().mean() < 0.02
+        BACKEND.gemm_fwd(x_q, w_q, torch.bfloat16, bias)
+        assert len(lent) == 1, "an fp32 bias would be rounded first"
+    else:
+        assert len(lent) == 2 and len(tries) == 2, "tried once: a product without the bias, and one with it"
+        assert ("% of the values differ" if gpu is rounding_twice else "torch refuses it: no bias") in str(why_not)
+
+
 def test_a_slice_of_a_fused_bias_is_brought_into_line() -> None:
     bias = torch.arange(64, dtype=torch.bfloat16)[3:19]
     assert tb._aligned(bias).storage_offset() == 0 and torch.equal(tb._aligned(bias), bias)
