@@ -18,7 +18,7 @@ from octavo.fp8.kernels import triton_backend
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import BackendError, get, select
 from octavo.fp8.kernels.triton_kernels import gluon_check, gluon_gemm
-from tests.fp8.kernels import recorded
+from tests.fp8.kernels import gluon_threads, recorded
 from tests.fp8.kernels.forms.gemm import operands
 from tests.fp8.kernels.forms.grouped import GROUPS, grouped_operands
 
@@ -67,6 +67,16 @@ def test_automatic_choice_leaves_it_to_measurements_and_names(hopper: pytest.Mon
     hopper.setattr(gluon_check, "deviation", lambda *_: 1.0)
     chosen = select("fwd", recipe_or_spec=recipe("blockwise"), device=CUDA, requested="gluon")
     assert chosen.backend.name == "gluon"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_kernel_run_by_threads_passes_its_own_check(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    monkeypatch.setattr(gluon_gemm, "launch", gluon_threads.launch)
+    for title in ("blockwise", "tensorwise", "rowwise", "blockwise hybrid"):
+        casts = recipe(*title.split()).gemm(op.removeprefix("grouped_"))
+        assert casts is not None
+        # Half a unit is what rounding to bf16 may do.
+        assert gluon_check.deviation(op, casts.a, casts.b, torch.device("cpu")) < 0.55, title
 
 
 def by_reference(a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, dtype: torch.dtype, *more: Any) -> Tensor:
