@@ -8,7 +8,7 @@ from octavo.config import rules_lora
 from octavo.config.findings import Finding, finding, glob_problem
 from octavo.config.problems import nearest
 from octavo.config.rules_lora import PARTS
-from octavo.config.sections import COMPONENTS, Component, Fp8Section, Rule, Sections
+from octavo.config.sections import COMPONENTS, Component, Fp8Section, Head, Rule, Sections
 
 FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
@@ -45,6 +45,8 @@ def _fp8(config: Sections) -> Iterator[Finding]:
         part: Component | None = getattr(fp8, name)
         if part is not None:
             yield from _part(f"fp8.{name}", part, fp8)
+    if fp8.lm_head is not None:
+        yield from _part("fp8.lm_head", fp8.lm_head, fp8)
     for index, rule in enumerate(fp8.rules):
         key = f"fp8.rules.{index}"
         if why := glob_problem(rule.match):
@@ -66,12 +68,12 @@ def _plan(fp8: Fp8Section) -> Iterator[Finding]:
         yield finding("fp8.recipe", ignored, "remove it, or take the recipe and no plan (fp8.plan=null)", "fp8.plan")
     settings = ("activations", "param", "weight_codes", "rules", "backend", "candidates", "fuse")
     given = fp8.model_dump()
-    for key in ("format", *GEMMS, *COMPONENTS, *settings):
+    for key in ("format", *GEMMS, *COMPONENTS, "lm_head", *settings):
         if given[key] != Fp8Section.model_fields[key].get_default():
             yield finding(f"fp8.{key}", ignored, "remove it, or edit the plan file", "fp8.plan")
 
 
-def _part(key: str, part: Component | Rule, fp8: Fp8Section) -> Iterator[Finding]:
+def _part(key: str, part: Component | Head | Rule, fp8: Fp8Section) -> Iterator[Finding]:
     """A component or a rule: its own settings, and those it inherits from the model."""
     recipe, form = f"{key}.recipe", f"{key}.format"
     if part.recipe == "off":
@@ -92,7 +94,7 @@ def _part(key: str, part: Component | Rule, fp8: Fp8Section) -> Iterator[Finding
         yield finding(f"{key}.wgrad", _NOTHING_LEFT, "use `recipe: off`", *(f"{key}.{gemm}" for gemm in GEMMS))
 
 
-def _all_bf16(part: Fp8Section | Component | Rule) -> bool:
+def _all_bf16(part: Fp8Section | Component | Head | Rule) -> bool:
     return all(getattr(part, gemm) == "bf16" for gemm in GEMMS)
 
 
@@ -166,12 +168,13 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
             found = "has no effect where the recipe is off" + ("" if part.recipe else ", as it is here unless set")
             needs = (f"fp8.{name}.recipe", "fp8.recipe", "fp8.rules")
             yield finding(f"fp8.{name}.param", found, "remove it, or set a recipe", *needs)
-    asked = {"param": fp8.param, "weight_codes": fp8.weight_codes != "keep"}
+    head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
+    asked = {"param": fp8.param, "weight_codes": fp8.weight_codes != "keep" and not head}
     for key in (key for key, is_on in asked.items() if is_on and not on):
         found = "has no effect where nothing runs in FP8"
         yield finding(f"fp8.{key}", found, "remove it, or set fp8.recipe", "fp8.recipe", "fp8.rules", *PARTS)
     held = [name for name in on if (fp8.param if (own := parts.get(name)) is None or own.param is None else own.param)]
-    if fp8.weight_codes != "keep" and on and held == on:
+    if fp8.weight_codes != "keep" and on and held == on and not head:
         does = "keeps no codes between uses" if fp8.weight_codes == "recast" else "holds codes beside their weights"
         found = f"{fp8.weight_codes} {does}, and param keeps weights as codes between steps"
         yield finding("fp8.weight_codes", found, "use one of them", "fp8.param", *PARTS)

@@ -129,6 +129,18 @@ class Component(Section):
     wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
 
 
+class Head(Section):
+    """FP8 settings of the language model's head, whose weight stays in high precision and may be the embedding's."""
+
+    recipe: Literal["off", "tensorwise", "rowwise", "blockwise", "mxfp8"] = Field(
+        default="off", description="Recipe of the head's three GEMMs; nothing is inherited."
+    )
+    format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
+    fwd: Gemm | None = Field(default=None, description="Precision of the GEMM of logits, x = h wT.")
+    dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dh = dx w.")
+    wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dxT h.")
+
+
 class Rule(Section):
     """FP8 settings of the modules whose names match; the last rule that matches wins over component and model."""
 
@@ -187,6 +199,11 @@ class Fp8Section(Section):
         default=None, description="Settings of the projector (merger) alone. Its recipe is off unless set here."
     )
     foundation: Component | None = Field(default=None, description="Settings of the language model alone.")
+    lm_head: Head | None = Field(
+        default=None,
+        description="The head's GEMMs (logits, and both gradients) in FP8; off unless its recipe is set here. Chunk by "
+        "chunk with train.logits: chunked; the codes of its weight are 1 byte a parameter more.",
+    )
     rules: Annotated[tuple[Rule, ...], _FROM_LIST] = Field(
         default=(), description="Exceptions by module name; the last that matches wins."
     )

@@ -145,7 +145,7 @@ def own_recipe(cfg: Config) -> str:
         return "by-plan"
     if fp8.recipe != "off":
         return fp8.recipe
-    parts = [fp8.image_encoder, fp8.image_projector, fp8.foundation, *fp8.rules]
+    parts = [fp8.image_encoder, fp8.image_projector, fp8.foundation, fp8.lm_head, *fp8.rules]
     return "by-component" if any(p and p.recipe not in (None, "off") for p in parts) else "off"
 
 

@@ -1,8 +1,9 @@
 """What each memory saving costs: the FP8 run again, first without any of them, then with one more at a time.
 
-A saving is a switch of the configuration that stores something in fewer bytes, or not at all. The last run of the
-ablation is the FP8 run of the trial itself, with everything on. Each setting is put beside the one before it: bytes,
-mean loss and tokens per second.
+A saving is a switch of the configuration that stores something in fewer bytes, or not at all. A head in FP8 is treated
+as one, though it saves time and takes bytes: its GEMMs are nearest to the loss, and the trial must show what they cost.
+The last run of the ablation is the FP8 run of the trial itself, with everything on. Each setting is put beside the one
+before it: bytes, mean loss and tokens per second.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def switches(cfg: Config) -> list[Switch]:
     param = fp8.param or any(part.param for part in parts.values())
     recompute = train.recompute
     word = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
+    head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
     found = [
+        (head, f"lm_head in FP8 ({fp8.lm_head and fp8.lm_head.recipe})", lambda c: _fp8(c, {"lm_head": None}, {})),
         (_has_codes(cfg), base_of(cfg), _high_base),
         (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", _set("optimizer", states="fp32")),
         (optimizer.master != "fp32", f"weights as {optimizer.master}", _fp32_weights),

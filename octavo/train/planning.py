@@ -29,7 +29,11 @@ def policy_from(cfg: Config) -> fp8.Policy:
         fwd=section.fwd,
         dgrad=section.dgrad,
         wgrad=section.wgrad,
-        components={name: fp8.ComponentPolicy(**dict(part)) for name in COMPONENTS if (part := getattr(section, name))},
+        components={
+            name: fp8.ComponentPolicy(**dict(part))
+            for name in (*COMPONENTS, "lm_head")
+            if (part := getattr(section, name))
+        },
         rules=tuple(fp8.Rule(**dict(rule)) for rule in section.rules),
         activations=section.activations,
         weight_codes=section.weight_codes,

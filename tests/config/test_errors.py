@@ -272,6 +272,9 @@ def test_pixels_that_cannot_be():
     "train, message",
     [
         ("{steps: 10, global_batch: 7, micro_batch: 2}", "a multiple of micro_batch 2; use e.g. micro_batch 1 or"),
+        ("{steps: 10}\nfp8: {lm_head: {recipe: mxfp8, format: hybrid}}", "fp8.lm_head.format: mxfp8 has no hybrid"),
+        ("{steps: 10}\nfp8: {lm_head: {wgrad: bf16}}", "fp8.lm_head.wgrad: has no effect where the recipe is off"),
+        ("{steps: 10}\nfp8: {plan: p.json, lm_head: {recipe: rowwise}}", "fp8.lm_head: has no effect beside fp8.plan"),
         ("{steps: 10, compile: true}\nfp8: {activations: fp8}", "fp8.activations: compiled blocks keep what"),
         (
             "{steps: 10, compile: true}\nfp8: {foundation: {activations: fp8}}",

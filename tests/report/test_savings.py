@@ -12,8 +12,8 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
 from octavo.config import load_config_text, to_yaml
 from octavo.report import compare
-from octavo.report.compare import runs_of
-from octavo.report.savings import ablation, costs, without
+from octavo.report.compare import high_precision, own_recipe, runs_of
+from octavo.report.savings import ablation, costs, last, without
 
 SAVING = CONFIG + (
     "fp8: {activations: fp8, foundation: {param: true}}\n"
@@ -43,6 +43,15 @@ def test_settings_add_one_saving_at_a_time(saving) -> None:
     assert by_words["+ activations in FP8"].fp8.foundation.param is None
     last = by_words["+ FP8 weights between steps"]
     assert last.fp8 == saving.fp8 and last.optimizer.update == "step"
+
+
+def test_a_head_in_fp8_is_held_against_the_same_without() -> None:
+    cfg = load_config_text(CONFIG + "fp8: {lm_head: {recipe: rowwise}}\n")
+    ((words, before),) = ablation(cfg)
+    assert words == "FP8 without savings" and before.fp8.lm_head is None and before.fp8.recipe == cfg.fp8.recipe
+    assert last(cfg) == "+ lm_head in FP8 (rowwise)"
+    alone = load_config_text(CONFIG + "fp8: {recipe: off, lm_head: {recipe: rowwise}}\n")
+    assert own_recipe(alone) == "by-component" and high_precision(alone).fp8.lm_head is None
 
 
 def test_a_configuration_without_savings_has_no_ablation() -> None:

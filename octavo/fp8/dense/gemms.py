@@ -148,7 +148,7 @@ def fwd(
     if gemm is None or x_q is None:
         assert given is not None
         if seen.heard:
-            seen.gemm("fwd", HIGH, way.flops(given.rows, *weight.shape[-2:]))
+            seen.gemm("fwd", HIGH, way.flops(given.rows, *part.shape(weight)))
         return way.high_fwd(given.high(), part.of(weight), bias), None
     backend = site.selections["fwd"].backend
     w_q = weight_codes(site, way, "fwd", weight, part, gemm.b)
@@ -157,7 +157,7 @@ def fwd(
         if has_values(weight):
             way.weight(seen, part.of(weight), w_q)
     if seen.heard:
-        seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *weight.shape[-2:]))
+        seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *part.shape(weight)))
     y = way.fwd(backend, x_q, w_q, dtype, bias)
     return y, w_q if site.codes.captured and site.shares_weight else None
 
@@ -177,7 +177,7 @@ def dgrad(
     gemm = site.recipe.dgrad
     if gemm is None or dy_q is None:
         if seen.counters:
-            seen.gemm("dgrad", HIGH, way.flops(dy.shape[0], *weight.shape[-2:]))
+            seen.gemm("dgrad", HIGH, way.flops(dy.shape[0], *part.shape(weight)))
         return way.high_dgrad(dy, part.of(weight))
     if w_q is None:
         # Valid codes if the weight is as it was; otherwise (resharded meanwhile) the regathered weight is cast again.
@@ -186,7 +186,7 @@ def dgrad(
     if seen.watched:
         way.operand(seen, "dy", dy, dy_q)
     if seen.counters:
-        seen.gemm("dgrad", backend.name, way.flops(dy.shape[0], *weight.shape[-2:]))
+        seen.gemm("dgrad", backend.name, way.flops(dy.shape[0], *part.shape(weight)))
     return way.dgrad(backend, dy_q, w_q, dtype)
 
 

@@ -29,19 +29,21 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             kind: Any = type(module)
-            if isinstance(module, Swapped) and kind.precise:
+            precise = isinstance(module, Swapped) and kind.precise
+            if precise and not isinstance(module, Linear):
                 continue
             if kind is Linear:
                 classes.append((module, kind))
                 _become(module, nn.Linear)
-            elif isinstance(module, Experts | Swapped) and "_stock" in kind.__dict__:
+            elif isinstance(module, Experts | Swapped) and "_stock" in kind.__dict__ and not precise:
                 classes.append((module, kind))
                 _become(module, kind._stock)
-            elif isinstance(module, Swapped):
+            elif isinstance(module, Swapped) and not precise:
                 changed.append((module, {}))
                 module.__dict__[STOCK] = True
             elif isinstance(module, Linear | Experts):
-                # Somebody (fully_shard on the layer itself) put a class of its own on top, which must stay.
+                # Somebody put a class of its own on top, which must stay: fully_shard on the layer itself, a head that
+                # gives losses.
                 held: dict[str, Any] = {n: module.__dict__[n] for n in ("_site", "_sites") if n in module.__dict__}
                 changed.append((module, held))
                 module.__dict__.update({name: _high(value) for name, value in held.items()})

@@ -10,6 +10,9 @@ Transformers' models end in ``logits = self.lm_head(hidden)`` and hand that on a
 gathered there, and its gradient is reduced as ever. Class, names and state dict of the head stay those of ``nn.Linear``
 (:mod:`~octavo.fp8.dense.swap`), and outside the ``with`` so does its forward: generation and evaluation see logits.
 
+A head that a plan made an FP8 layer gives its losses by FP8 GEMMs, with the casts, backends and weight codes of its
+site; its logits outside as well.
+
 Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunked_head` runs
 the model's own forward once, on two tokens and with every module in it replaced, and refuses a model
 whose ``out.logits`` is not what its head returned; :meth:`Given.take` looks again at every step.
@@ -25,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.fp8.dense.linear import Linear
 from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
-from octavo.fp8.memory.chunked_loss import linear_cross_entropy
+from octavo.fp8.memory.chunked_loss import head_losses
 
 
 class Given:
@@ -45,7 +49,10 @@ class Given:
                 "the head was called twice inside one `with head.losses(...)`: one call of the model belongs to one "
                 "set of targets. Enter it again for each"
             )
-        self._losses = linear_cross_entropy(hidden, head.weight, self.target, head.bias, **self._options)
+        site = head._site if isinstance(head, Linear) else None
+        if site is not None and not site.selections:  # for a moment of high precision
+            site = None
+        self._losses = head_losses(hidden, head.weight, self.target, head.bias, site, **self._options)
         self._version = self._losses._version
         return self._losses
 
@@ -124,11 +131,14 @@ def chunked_head(model: nn.Module) -> ChunkedHead | str:
         return f"{type(model).__name__} names no output embeddings, so its head is not known"
     if isinstance(head, ChunkedHead):
         return head
-    if type(head) is not nn.Linear:
+    if type(head) is Linear and head._site.scaling is not None:
+        return "its head is in FP8 by delayed scaling, and blocks of the vocabulary have no histories"
+    if type(head) not in (nn.Linear, Linear):
         kind = type(head)
         return f"its head is a {kind.__module__}.{kind.__qualname__}, not a plain nn.Linear"
     if hooked(head):
         return "somebody hooks into its head, or has replaced the head's forward, and expects logits there"
+    assert isinstance(head, nn.Linear)
     reason = _altered(model, head)
     if reason is not None:
         return reason

@@ -13,6 +13,9 @@ GEMM of the head is the price. Blocks of the vocabulary instead of tokens, becau
 all tokens, accumulated in fp32 by the GEMM and rounded once: no second buffer of the weight's size. What is accumulated
 over blocks is dh [M, H], in fp32.
 
+The three GEMMs of a block run in high precision, or by the recipe of a head in FP8
+(:mod:`octavo.fp8.memory.head_gemms`), whose blocks are multiples of 128 rows.
+
 Logits are those of the stock head: a GEMM in the compute dtype (autocast's, else the hidden states' own), rounded to
 it, and fp32 from there. So losses equal those of ``F.cross_entropy(head(h).float())`` but for the order of fp32 sums.
 The formulas above the statistics are plain differentiable PyTorch, and the incoming gradient is one number a token:
@@ -25,11 +28,12 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import compute_dtype, transformed, without_autocast
+from octavo.fp8.memory.head_gemms import Call, Head, begin, wide_of, width_in_fp8
 from octavo.fp8.weights.shards import is_whole
 
 # Logits in fp32 that exist at a time: 128 MiB where kernels want work, 8 MiB where they run one after the other.
@@ -61,9 +65,17 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing is {label_smoothing}; it is a share of the probability: use 0 to 1")
     if not z_loss >= 0.0:
         raise ValueError(f"z_loss is {z_loss}; a negative factor would drive log Z away from 0: use 0 or more")
+    return head_losses(hidden, weight, target, bias, None, label_smoothing, z_loss, ignore_index, chunk)
+
+
+def head_losses(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, site: Site | None,
+    label_smoothing: float, z_loss: float, ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
+    """:func:`linear_cross_entropy` of a head whose GEMMs run at ``site`` (None: in high precision)."""
     needs = _Needs(total=label_smoothing > 0.0)
     tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    found = _statistics(tokens, weight, bias, needs, chunk)
+    found = _statistics(tokens, weight, bias, needs, chunk, site)
     loss = found.lse - found.at_target
     if found.total is not None:
         uniform = found.lse - found.total / weight.shape[0]
@@ -194,7 +206,9 @@ class _Found(NamedTuple):
     entropy: Tensor | None
 
 
-def _statistics(tokens: _Tokens, weight: Tensor, bias: Tensor | None, needs: _Needs, chunk: int | None) -> _Found:
+def _statistics(
+    tokens: _Tokens, weight: Tensor, bias: Tensor | None, needs: _Needs, chunk: int | None, site: Site | None = None
+) -> _Found:
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; at least the logits of one token must exist: use 1 or more, or None")
     rows, size = max(len(tokens.hidden), 1), weight.shape[0]
@@ -202,9 +216,10 @@ def _statistics(tokens: _Tokens, weight: Tensor, bias: Tensor | None, needs: _Ne
         width = max(_LEAST, _ELEMENTS.get(weight.device.type, _ELEMENTS["cuda"]) // rows)
     else:
         width = max(1, chunk * size // rows)
-    low = compute_dtype(tokens.hidden)
+    width = width if site is None else width_in_fp8(site, width, size)
+    call = Call(width, compute_dtype(tokens.hidden), site, torch.is_grad_enabled())
     with without_autocast(tokens.hidden):
-        return _Found(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, needs, width, low))
+        return _Found(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, needs, call))
 
 
 class _Statistics(torch.autograd.Function):
@@ -212,17 +227,19 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-        needs: _Needs, width: int, low: torch.dtype,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, needs: _Needs,
+        call: Call,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        width, low = call.width, call.low
         h = hidden.to(low)
-        wide = _wide(low)
+        head = begin(h, weight, call, ctx.needs_input_grad)
+        wide = wide_of(low)
         # A target outside the vocabulary is found in no block: its loss must show that.
         at_target = torch.full((len(h),), torch.nan, dtype=wide, device=h.device)
         total = torch.zeros_like(at_target) if needs.total else None
         lses, entropies = [], []
         for block in _blocks(weight.shape[0], width):
-            x = _logits(h, weight, bias, block, needs.temperature)
+            x = _logits(head, bias, block, needs.temperature)
             inside, at = _place(target, block)
             at_target = torch.where(inside, x.gather(1, at).squeeze(1), at_target)
             if total is not None:
@@ -238,36 +255,29 @@ class _Statistics(torch.autograd.Function):
         parts = torch.stack(lses, 1)  # [m, blocks]
         lse = parts.logsumexp(1)
         entropy = _joint_entropy(parts - lse.unsqueeze(1), torch.stack(entropies, 1)) if needs.entropy else None
-        ctx.save_for_backward(h, weight, bias, target, lse, entropy)
-        ctx.dtype, ctx.needs, ctx.width = hidden.dtype, needs, width
+        ctx.save_for_backward(weight, bias, target, lse, entropy, *head.tensors)
+        ctx.dtype, ctx.needs, ctx.call, ctx.restore = hidden.dtype, needs, call, head.restore
         return lse, at_target, total, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        h, weight, bias, target, lse, entropy = ctx.saved_tensors
+        weight, bias, target, lse, entropy, *tensors = ctx.saved_tensors
         needs_h, needs_w, needs_b = ctx.needs_input_grad[:3]
-        wide = lse.dtype
-        dh = torch.zeros(h.shape, dtype=wide, device=h.device) if needs_h else None
+        needs, width, low = ctx.needs, ctx.call.width, ctx.call.low
+        head = ctx.restore(weight, tensors)
+        dh = torch.zeros(len(target), weight.shape[1], dtype=lse.dtype, device=lse.device) if needs_h else None
         dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_w else None
         db = torch.empty_like(bias) if needs_b else None
-        with without_autocast(h):
-            for block in _blocks(weight.shape[0], ctx.width):
-                x = _logits(h, weight, bias, block, ctx.needs.temperature)
-                dx = _dx(x, block, target, lse, entropy, grads).div_(ctx.needs.temperature)
+        with without_autocast(lse):
+            for block in _blocks(weight.shape[0], width):
+                x = _logits(head, bias, block, needs.temperature)
+                dx = _dx(x, block, target, lse, entropy, grads).div_(needs.temperature)
                 del x  # its memory is dx's, or free
                 if db is not None:
                     db[block] = dx.sum(0)
-                dx = dx.to(h.dtype) if h.is_cuda else dx  # tensor cores give fp32 from 16 bits, elsewhere fp32 stays
-                if dh is not None:
-                    dh += _product(dx, weight[block].to(h.dtype))
-                if dw is not None:
-                    _into(dw[block], dx.t(), h)
-        return None if dh is None else dh.to(ctx.dtype), dw, db, None, None, None, None
-
-
-def _wide(low: torch.dtype) -> torch.dtype:
-    return torch.float64 if low == torch.float64 else torch.float32
+                head.gradients(dx.to(low) if dx.is_cuda else dx, block, dh, None if dw is None else dw[block])
+        return None if dh is None else dh.to(ctx.dtype), dw, db, None, None, None
 
 
 def _blocks(size: int, width: int) -> Iterator[slice]:
@@ -275,10 +285,10 @@ def _blocks(size: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + width, size))
 
 
-def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
+def _logits(head: Head, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
     """The block's logits as the stock head gives them, in fp32, by the temperature; nobody else holds the tensor."""
-    b = None if bias is None else bias[block].to(h.dtype)
-    x = F.linear(h, weight[block].to(h.dtype), b).to(_wide(h.dtype))
+    x = head.product(block, None if bias is None else bias[block])
+    x = x.to(wide_of(x.dtype))
     return x if temperature == 1.0 else x.div_(temperature)
 
 
@@ -319,17 +329,3 @@ def _dx(
     inside, at = _place(target, block)
     there = dx.gather(1, at).squeeze(1)
     return dx.scatter_(1, at, torch.where(inside, there + g_target, there).unsqueeze(1))
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b accumulated and returned in fp32 (float64 of float64)."""
-    wide = _wide(b.dtype)
-    return a @ b.to(wide) if a.dtype == wide else torch.mm(a, b, out_dtype=wide)
-
-
-def _into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b, rounded once to out's dtype."""
-    if out.dtype == b.dtype:
-        torch.mm(a.to(b.dtype), b, out=out)
-    else:
-        out.copy_(_product(a, b))

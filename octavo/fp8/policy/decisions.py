@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.fp8.dense.linear import Linear
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.policy.globs import matches, nearest
-from octavo.fp8.policy.policy import Decision, PlanError, Policy, Rule, decide
+from octavo.fp8.policy.policy import HEAD, Decision, PlanError, Policy, Rule, decide
 from octavo.fp8.policy.topology import Row, topology
 from octavo.fp8.weights.shards import is_whole
 
@@ -35,7 +36,7 @@ def decisions(
         (
             row,
             decide(policy, row.component, tuple(r for r in policy.rules if applies(r, row))),
-            _why_not(row, modules[row.module], verdicts),
+            _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
         )
         for row in rows
     ]
@@ -51,11 +52,20 @@ def device_of(model: nn.Module) -> torch.device:
     return first or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None]) -> str | None:
-    """Why this row cannot run in FP8, None if it can. Modules of experts of one kind and size are tried once."""
-    if row.kind in STAYS:
+def asks_for_head(policy: Policy, row: Row) -> bool:
+    """Whether a head is meant: by its component's recipe, or by a rule that names it. A glob that happens to match does
+    not."""
+    given = policy.components.get(HEAD)
+    named = any(rule.match == row.name and rule.recipe is not None for rule in policy.rules)
+    return row.kind == HEAD and (named or (given is not None and given.recipe is not None))
+
+
+def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None], head: bool) -> str | None:
+    """Why this row cannot run in FP8, None if it can. Modules of experts of one kind and size are tried once. ``head``:
+    it is a head, and meant."""
+    if row.kind in STAYS and not head:
         return STAYS[row.kind]
-    if row.kind == "subclass":
+    if row.kind == "subclass" or (head and type(module) not in (nn.Linear, Linear)):
         return f"{row.type} is a subclass of nn.Linear and is left as it is"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (an accelerate hook?)"

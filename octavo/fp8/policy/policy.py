@@ -15,7 +15,7 @@ from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, Recipe, RecipeError, re
 from octavo.fp8.kernels import registry
 from octavo.fp8.policy.globs import compile_glob
 
-OFF, AUTO = "off", "auto"
+OFF, AUTO, HEAD = "off", "auto", "lm_head"
 FUSE = (OFF, "on", AUTO)
 CANDIDATES = ("blockwise", "mxfp8", "rowwise", "tensorwise")
 """What auto chooses among. ``delayed`` is not in it: its histories are state, and values that outgrow them saturate."""
@@ -32,7 +32,8 @@ class PlanError(ValueError):
 class ComponentPolicy:
     """One component's answer. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
     ``dgrad``, ``wgrad``: fp8 or bf16; ``activations``: bf16 or fp8; ``param``: whether its weights are FP8 between
-    steps. None: as the whole model; but the image projector is off until its recipe is given."""
+    steps. None: as the whole model; but the image projector is off until its recipe is given, and so is ``lm_head``,
+    which takes a recipe by name and keeps its weight in high precision."""
 
     recipe: str | None = None
     format: str | None = None
@@ -138,6 +139,12 @@ class Policy:
         object.__setattr__(self, "components", parts)
         if isinstance(self.rules, str | Mapping | Rule) or not isinstance(self.rules, Iterable):
             raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")
+        head = parts.get(HEAD, ComponentPolicy())
+        if head.recipe in (AUTO, "delayed") or head.param or head.activations:
+            raise PlanError(
+                f"component {HEAD!r}: {_given(head)} asks for what a head cannot do. Give it a recipe that scales by "
+                "the current amax, by name (blockwise, rowwise, tensorwise, mxfp8), without param and activations."
+            )
         rules = tuple(_made(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
         for where, level in self._levels():
@@ -195,6 +202,8 @@ class Policy:
     def param_of(self, component: str) -> bool:
         """Whether weights of a component are FP8 between steps: its own answer, else that of the whole model."""
         given = self.components.get(component)
+        if component == HEAD:  # the embedding may be the same tensor, and looks values up
+            return False
         return self.param if given is None or given.param is None else given.param
 
     @property
@@ -261,8 +270,9 @@ def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
     """The decision for a layer of ``component`` that ``rules`` match (in their order)."""
     decision = Decision(policy.recipe, policy.format, policy.fwd, policy.dgrad, policy.wgrad, "the whole model")
     given = policy.components.get(component)
-    if component == "image_projector" and (given is None or given.recipe is None):
-        decision = replace(decision, recipe=OFF, source="the projector stays unless asked")
+    if component in ("image_projector", HEAD) and (given is None or given.recipe is None):
+        what = HEAD if component == HEAD else "the projector"
+        decision = replace(decision, recipe=OFF, source=f"{what} stays unless asked")
     if given is not None:
         decision = decision.over(given, f"component {component}" if given.recipe is not None else decision.source)
     for rule in rules:

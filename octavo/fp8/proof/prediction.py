@@ -15,6 +15,7 @@ from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import Times
 
 WORTH = 0.03  # gain below which a plan warns
+_UNMEASURED = " in FP8"  # a head's GEMMs are counted as if they were as fast as before
 _LARGE = 0.3  # share of the step from which something counts as a cause
 
 
@@ -87,6 +88,7 @@ def predict(plan: Plan, more_flops: Mapping[str, float] | None = None) -> Predic
             flops += row.flops
         elif row.flops:
             name = row.kind if row.kind != "linear" else "other linear layers"
+            name += _UNMEASURED if row.fp8 and row.kind == "lm_head" else ""
             others[name] = others.get(name, 0.0) + row.flops
     high = sum(t.high for t in times.values())
     if not times or not high or not flops:
@@ -123,7 +125,8 @@ def _causes(found: Prediction, times: Mapping[str, Times], plan: Plan) -> list[s
         )
     for name, seconds in found.estimated.items():
         if found.high and seconds / found.high >= _LARGE:
-            causes.append(f"{name} is about {seconds / found.high:.0%} of the step and stays in high precision")
+            why = "is not measured" if name.endswith(_UNMEASURED) else "stays in high precision"
+            causes.append(f"{name} is about {seconds / found.high:.0%} of the step and {why}")
     return causes or ["the layers that win are a small part of the step"]
 
 

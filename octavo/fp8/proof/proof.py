@@ -3,6 +3,7 @@
 For a step in which a component ran n forwards (micro-batches), every one of its FP8 layers must have run::
 
     fwd        n times, or a multiple of n where the model calls it more often; experts n times each, idle ones included
+               (a head at least n times: once a block of the vocabulary)
     recompute  at most as often as fwd
     wgrad      as often as fwd; never for a frozen weight
     dgrad      as often as a forward had an input that asked for a gradient
@@ -142,7 +143,7 @@ def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, n: int, unused: boo
     if forward + idle == 0:
         return [f"planned {want} fwd, counted none"]
     out = []
-    if (forward + idle) % want:
+    if forward < want if row.kind == "lm_head" else (forward + idle) % want:
         out.append(f"planned {want} fwd (or a multiple), counted {forward + idle}")
     due = {g: counts.due(row.name, g) for g in _BACKWARD}
     if any(due.values()) and _calls(ran, "recompute") > forward:

@@ -51,19 +51,27 @@ def _geometry(weight: Tensor) -> tuple[Any, ...]:
 
 
 class WeightSlice(NamedTuple):
-    """Which (N, K) matrix of a parameter a GEMM uses: one expert's ``slot``, ``transposed`` if stored as (K, N).
+    """Which (N, K) matrix of a parameter a GEMM uses: one expert's ``slot``, ``transposed`` if stored as (K, N), or the
+    ``rows`` (from, to) of a weight that is multiplied block by block.
 
     Without a slot a parameter of experts is taken whole, [E, N, K].
     """
 
     slot: int | None = None
     transposed: bool = False
+    rows: tuple[int, int] | None = None
+
+    def shape(self, parameter: Tensor) -> tuple[int, int]:
+        """(N, K) as the parameter stores it."""
+        n, k = parameter.shape[-2:]
+        return (n, k) if self.rows is None else (self.rows[1] - self.rows[0], k)
 
     def of(self, parameter: Tensor) -> Tensor:
         if isinstance(parameter, Fp8Weight):
             matrix = parameter.values(self.slot)
         else:
             matrix = parameter.detach() if self.slot is None else parameter.detach()[self.slot]
+        matrix = matrix if self.rows is None else matrix[slice(*self.rows)]
         return matrix.mT if self.transposed else matrix
 
 
@@ -84,6 +92,7 @@ class WeightCache:
         watch_optimizers()
         self.keep, self.both = keep, both
         self.casts = 0
+        self.block: int | None = None  # rows of the weight that are cast at a time; None: all
         self.captured = False  # whether the last codes went into a CUDA graph, and are in no cache
         self._codes: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
         self._for_dgrad: dict[tuple[WeightSlice, CastSpec], Quantized] = {}

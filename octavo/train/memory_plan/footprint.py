@@ -226,7 +226,8 @@ class Footprints:
         positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
         if cfg.train.logits == "chunked":
             chunk = min(CHUNK.get(self.device, 2**23), positions * about.vocabulary)
-            loss = chunk * (low + 4 + 4 + low) + 4 * positions * about.hidden
+            codes = 2 if "lm_head" in about.fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
+            loss = chunk * (low + 4 + 4 + low + codes) + 4 * positions * about.hidden
         else:
             loss = positions * about.vocabulary * (low + 4 + low)
         blocks = max(

@@ -124,7 +124,7 @@ EDITS = [
     ('"recipe": "rowwise"', '"recpie": "rowwise"', "is no line of a plan"),
     ('"format": "e4m3"', '"fromat": "e4m3"', "unknown 'fromat'"),
     ('"layers.*.q_proj"', '"layers.*.k_proj"', r"'layers.\*.k_proj' matches no linear layer.*layers.\*.q_proj"),
-    ('"layers.*.q_proj"', '"lm_head"', "asks for FP8, but none of its 1 layers can run in FP8 .lm_head: lm_head stays"),
+    ('"layers.*.q_proj"', '"odd"', "asks for FP8, but none of its 1 layers can run in FP8 .odd: .* is a subclass"),
     ('"layers.*.q_proj"', '"odd"', "asks for FP8, but none of its 1 layers can run in FP8 .odd: Custom is a subclass"),
     ('"layers.*.q_proj"', '"a..b"', "empty segment"),
     ('"backend": "reference"', '"backend": "warp"', "There is no backend 'warp'"),

@@ -64,6 +64,7 @@ long = pytest.mark.long
 RUNS = [
     pytest.param((), id="defaults"),
     pytest.param(EVERYTHING, id="everything"),
+    pytest.param(("fp8.lm_head={recipe: blockwise}",), id="head"),
     pytest.param(("optimizer.master=bf16+16", "optimizer.states=bf16", "train.recompute=selective"), marks=long),
     pytest.param(("optimizer.states=coat", "fp8.weight_codes=recast", "train.logits=full"), marks=long),
     pytest.param(("fp8.recipe=off",), marks=long),

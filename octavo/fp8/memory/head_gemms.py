@@ -1,0 +1,177 @@
+"""The three GEMMs of a language model's head, block by block of the vocabulary: in high precision, or by a recipe.
+
+With h [m, H], a block's rows of the weight w [width, H] and the gradient of its logits dx [m, width]::
+
+    product     x = h @ w.T (+ bias)        gradients   dh += dx @ w,   dw = dx.T @ h
+
+In FP8 each block is the GEMMs of a linear layer (:mod:`octavo.fp8.dense.gemms`), cast, cached and reported under the
+head's name: the codes of w are made once a step, block by block; those of h once a forward, for both contractions; dx
+is cast in the backward, in the compute dtype. What is saved of h is its codes, a byte a value for each contraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.dense import gemms
+from octavo.fp8.dense.gemms import DENSE, Site
+from octavo.fp8.dense.inputs import Input, Pair, cast_matrix
+from octavo.fp8.observe import recorder
+from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.weights.cache import WeightSlice
+
+_BLOCK = 128  # the side of the widest blocks of scales
+
+
+class Call(NamedTuple):
+    """What a forward knows besides its tensors: ``width`` rows of the weight are a block, ``low`` is the compute dtype,
+    ``site`` where GEMMs run (None: in high precision), ``grad`` whether gradients are enabled."""
+
+    width: int
+    low: torch.dtype
+    site: Site | None
+    grad: bool
+
+
+class Head(Protocol):
+    """``tensors`` are saved, and ``restore(weight, tensors)`` is the same head in its backward."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def restore(self) -> Restore: ...
+
+    def product(self, block: slice, bias: Tensor | None) -> Tensor:
+        """The block's logits [m, width] in the compute dtype."""
+
+    def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
+        """Add to ``dh`` [m, H] and write ``dw`` [width, H], from the block's dx."""
+
+
+Restore = Callable[[Tensor, Sequence[Tensor]], Head]
+
+
+class High:
+    """The three GEMMs of a head in high precision, of h [m, H] in the compute dtype."""
+
+    def __init__(self, h: Tensor, weight: Tensor) -> None:
+        self.h, self.weight, self.tensors = h, weight, (h,)
+
+    @property
+    def restore(self) -> Restore:
+        return lambda weight, tensors: High(tensors[0], weight)
+
+    def product(self, block: slice, bias: Tensor | None) -> Tensor:
+        low = self.h.dtype
+        return F.linear(self.h, self.weight[block].to(low), None if bias is None else bias.to(low))
+
+    def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
+        if dh is not None:
+            dh += _product(dx, self.weight[block].to(self.h.dtype))
+        if dw is not None:
+            _into(dw, dx.t(), self.h)
+
+
+class Fp8:
+    """The same by the recipe of a site: each block is the GEMMs of a layer, reported and cached as such.
+
+    ``codes`` of h are (for fwd, for wgrad); h itself is there where a GEMM stays in high precision, or figures are
+    taken.
+    """
+
+    def __init__(self, weight: Tensor, call: Call, h: Tensor | None, codes: Pair, seen: list[Seen]) -> None:
+        assert call.site is not None
+        self.weight, self.call, self.site, self.h, self.codes, self.seen = weight, call, call.site, h, codes, seen
+        self.given = None if h is None else Input(h, None, call.low)
+        self.again = False  # whether this is the backward, which computes logits once more
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the backward needs of h."""
+        whole = None in self.site.x or any(s.watched for s in self.seen)
+        held = [t for q in self.codes if q is not None for t in (q.data, q.scale)]
+        return (*held, self.h) if whole and self.h is not None else tuple(held)
+
+    @property
+    def restore(self) -> Restore:
+        return partial(_restored, self.call, [None if q is None else q.spec for q in self.codes], self.seen)
+
+    def product(self, block: slice, bias: Tensor | None) -> Tensor:
+        seen = recorder.begin(self.site.name, False, False, True) if self.again else self.seen[self._number(block)]
+        part = WeightSlice(rows=(block.start, block.stop))
+        low = self.call.low
+        return gemms.fwd(self.site, DENSE, self.given, self.codes[0], self.weight, part, bias, low, seen)[0]
+
+    def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
+        site, seen, low = self.site, self.seen[self._number(block)], self.call.low
+        dx = dx.to(low)  # as a linear layer's dy
+        row, col = cast_matrix(dx, site.dy.row if dh is not None else None, site.dy.col if dw is not None else None)
+        if dh is not None:
+            part = WeightSlice(rows=(block.start, block.stop))
+            dh += gemms.dgrad(site, DENSE, dx, row, self.weight, part, None, dh.dtype, seen)
+        if dw is not None:
+            x = self.h if self.codes[1] is None else self.codes[1]
+            assert x is not None
+            dw.copy_(gemms.wgrad(site, DENSE, dx, col, x, self.h, dw.dtype, seen))
+
+    def _number(self, block: slice) -> int:
+        return block.start // self.call.width
+
+
+def _restored(
+    call: Call, specs: Sequence[CastSpec | None], seen: list[Seen], weight: Tensor, tensors: Sequence[Tensor]
+) -> Fp8:
+    """A head in its backward, of what was saved."""
+    left = list(tensors)
+    row, col = (None if spec is None else Quantized(left.pop(0), left.pop(0), spec) for spec in specs)
+    head = Fp8(weight, call, left.pop() if left else None, (row, col), seen)
+    head.again = True
+    return head
+
+
+def begin(h: Tensor, weight: Tensor, call: Call, needs_grad: Sequence[bool]) -> Head:
+    """A forward begins, of h [m, H] in the compute dtype."""
+    site = call.site
+    if site is None:
+        return High(h, weight)
+    needs_h, needs_w = (call.grad and needs for needs in needs_grad[:2])
+    blocks = len(range(0, weight.shape[0], call.width))
+    seen = [recorder.begin(site.name, needs_h, needs_w, call.grad) for _ in range(blocks)]
+    return Fp8(weight, call, h, cast_matrix(h, site.x.row, site.x.col if needs_w else None), seen)
+
+
+def width_in_fp8(site: Site, width: int, size: int) -> int:
+    """Rows of the weight in a block: 128 times a power of two, and never more than in an earlier forward, so that codes
+    are cached under one partition and cast once a step whatever the number of tokens."""
+    blocks = max(1, width // _BLOCK)
+    width = min(_BLOCK * 2 ** (blocks.bit_length() - 1), _BLOCK * -(-size // _BLOCK), site.codes.block or size + _BLOCK)
+    if site.codes.block != width:
+        site.codes.drop()
+        site.codes.block = width
+    return width
+
+
+def wide_of(low: torch.dtype) -> torch.dtype:
+    return torch.float64 if low == torch.float64 else torch.float32
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b accumulated and returned in fp32 (float64 of float64)."""
+    wide = wide_of(b.dtype)
+    return a @ b.to(wide) if a.dtype == wide else torch.mm(a, b, out_dtype=wide)
+
+
+def _into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, rounded once to out's dtype."""
+    if out.dtype == b.dtype:
+        torch.mm(a.to(b.dtype), b, out=out)
+    else:
+        out.copy_(_product(a, b))
