@@ -44,6 +44,7 @@ def compiled(make: Callable[[], nn.Module], whole: bool = True) -> nn.Module:
     if importlib.util.find_spec("torch._inductor") is None:
         raise Refusal("this build of torch has no inductor")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.recompile_limit = 32  # candidates of a case share a block's code, and each is a graph of it
     return torch.compile(make(), fullgraph=whole)  # type: ignore[return-value]
 
 

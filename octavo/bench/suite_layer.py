@@ -1,4 +1,5 @@
-"""``layer``: one decoder block and one block of the vision tower as transformers ships them, forward and backward.
+"""``layer``: one decoder block and one block of the vision tower as transformers ships them, and the head with its loss
+in chunks; forward and backward.
 
 The block's arguments (positions, masks, lengths) are those that its own model hands it in a real forward.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +41,49 @@ def run(bench: Bench) -> None:
         made = candidates(bench, block, args, kwargs, whole=name != "vision block")
         case = f"{shown(bench)} {name}, {rows} rows fwd+bwd"
         bench.case("layer", case, bench.high, made, work, memory=True)
+    head_case(bench, model, tokens)
+
+
+def head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
+    """Losses of all positions without full logits, the head in high precision and by each recipe (``fp8.lm_head``).
+    FLOPs are those of three GEMMs: that the backward computes logits again counts for nothing."""
+    weight = model.get_output_embeddings().weight
+    recipes = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
+    made = {recipe or bench.high: partial(_head_call, bench, weight.shape, recipe, tokens) for recipe in recipes}
+    work = Work(flops=6.0 * tokens * weight.numel(), tokens=tokens)
+    bench.case("layer", f"{shown(bench)} head, {tokens} rows fwd+bwd", bench.high, made, work, memory=True)
+
+
+class _HeadAlone(nn.Module):
+    """A model that is its head."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.lm_head = head
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.lm_head(input_ids))
+
+
+def _head_call(bench: Bench, shape: torch.Size, recipe: str | None, tokens: int) -> Call:
+    model = _HeadAlone(peers.high(bench, *shape))
+    if recipe is not None:
+        fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": {"recipe": recipe}})))
+    head = fp8.chunked_head(model)
+    assert isinstance(head, fp8.ChunkedHead), head
+    inputs = Rotation(lambda: bench.randn(1, tokens, shape[1], grad=True))
+    target = torch.randint(0, shape[0], (1, tokens), device=bench.device)
+
+    def call() -> None:
+        x = inputs()
+        with head.losses(target) as given:
+            loss = given.take(model(x).logits).mean()
+        torch.autograd.grad(loss, [x, *model.parameters()])
+
+    return call
 
 
 def shown(bench: Bench) -> str:

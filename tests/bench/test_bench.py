@@ -89,7 +89,7 @@ def test_the_compiling_suites_time_every_recipe_eager_and_compiled(suite: str, m
     assert not lacking
     ways = {f"{n}{c}" for n in ("fp32", *RECIPES) for c in ("", " compiled")}
     assert names == ways | {f"{n} fused{c}" for n in RECIPES for c in ("", " compiled")}
-    assert len({r.case for r in result.rows}) == {"layer": 2, "step": 1}[suite]
+    assert len({r.case for r in result.rows}) == {"layer": 3, "step": 1}[suite]
 
 
 def test_who_cannot_take_part_says_why_and_the_others_go_on() -> None:

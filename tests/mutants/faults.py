@@ -685,6 +685,36 @@ area(
         "fp8/memory/test_chunked_loss.py",
     ),
     (
+        "head-partition-follows-tokens", "fp8/memory/head_gemms.py",
+        "site.codes.block or size + _BLOCK", "size + _BLOCK",
+        "a head's weight is cast again whenever the number of tokens changes",
+        "fp8/memory/test_head_fp8.py",
+    ),
+    (
+        "head-stays-fp8-in-high-precision", "fp8/memory/chunked_head.py",
+        "site is not None and not site.selections", "site is None",
+        "a head in FP8 gives the losses of a moment of high precision",
+        "fp8/memory/test_head_fp8.py",
+    ),
+    (
+        "head-reached-by-any-glob", "fp8/policy/decisions.py",
+        "rule.match == row.name and rule.recipe is not None", "rule.recipe is not None",
+        "a rule for all layers takes the head along",
+        "fp8/memory/test_head_fp8.py",
+    ),
+    (
+        "codes-of-a-written-norm", "fp8/dense/compiled.py",
+        "torch.ops.octavo.unwritten(x.detach())", "pass",
+        "a compiled layer multiplies the codes of what its input was before a write",
+        "fp8/blocks/test_compiled.py",
+    ),
+    (
+        "compiled-norm-keeps-its-codes", "fp8/dense/compiled.py",
+        "left is not None and left[0] == x_MK.dtype", "False and left[0] == x_MK.dtype",
+        "compiled layers cast what a norm has cast",
+        "fp8/blocks/test_compiled.py",
+    ),
+    (
         "schedule-one-step-late", "train/schedule.py",
         "(step - 1 - warmup) / max(1, steps - warmup)", "(step - warmup) / max(1, steps - warmup)",
         "the learning rate is one step ahead",
