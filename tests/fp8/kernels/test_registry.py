@@ -207,8 +207,8 @@ def test_what_triton_says_is_what_its_kernels_take() -> None:
 def test_the_reference_casts_once_where_both_layouts_have_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.fp8.kernels import reference
 
-    real, asked = reference.cast.quantize, []
-    monkeypatch.setattr(reference.cast, "quantize", lambda x, spec: asked.append(spec) or real(x, spec))
+    real, asked = reference.cast._quantize, []
+    monkeypatch.setattr(reference.cast, "_quantize", lambda x, shape, spec: asked.append(spec) or real(x, shape, spec))
     backend, whole, line = get("reference"), CastSpec(block=(-1, -1), scale="fp32"), CastSpec(block=(1, 128))
     first, second = backend.quantize_both(torch.ones(4, 8), whole, whole)
     assert first is second and asked == [whole]
