@@ -60,6 +60,21 @@ def amax_bits(x):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of two floats, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def top_bits(magnitude, AXIS: tl.constexpr):
+    """fp32 |x| -> int32 patterns of the largest along an axis. An instruction takes |x| and keeps NaN, so that no
+    integer operation a value is needed; the interpreter is quick with integers alone."""
+    if INTERPRETED:
+        return tl.max(amax_bits(magnitude), axis=AXIS)
+    return tl.reduce(magnitude, AXIS, larger).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def scale_of(bits, POW2: tl.constexpr, E5M2: tl.constexpr):
     """(scale fp32, bad int1) of blocks with these amax patterns: NaN where bad, 1 below 2^-100.
 
@@ -80,28 +95,61 @@ def scale_of(bits, POW2: tl.constexpr, E5M2: tl.constexpr):
 
 
 @triton.jit
-def encode(x, scale, bad, POW2: tl.constexpr, E5M2: tl.constexpr):
+def encode(x, scale, bad, POW2: tl.constexpr, E5M2: tl.constexpr, GIVEN: tl.constexpr = True):
     """Codes (uint8) of fp32 x under scales and ``bad`` marks that broadcast to it; values beyond FMAX * scale saturate.
 
-    Powers of two have exact reciprocals, so the division becomes one multiplication a value. Bad blocks cost nothing:
-    their marks make the scale NaN, and NaN is coded 0x7F.
+    Bad blocks cost nothing: their marks make the scale NaN, and NaN is coded 0x7F.
     """
-    if POW2:
-        v = x * _reciprocal(scale, bad)
-    else:
-        v = tl.div_rn(x, tl.broadcast_to(tl.where(bad, float("nan"), scale), x.shape))
-    return encode_bits(v, E5M2)
+    return encode_bits(scaled(x, scale, bad, POW2, GIVEN), E5M2)
 
 
 @triton.jit
-def _reciprocal(scale, bad):
+def scaled(x, scale, bad, POW2: tl.constexpr, GIVEN: tl.constexpr):
+    """x / scale, NaN where bad. Powers of two have exact reciprocals, so that the division becomes one multiplication
+    a value; those that are not GIVEN come from :func:`scale_of`, far from the ends where reciprocals are subnormal."""
+    if POW2:
+        return x * _reciprocal(scale, bad, GIVEN)
+    return tl.div_rn(x, tl.broadcast_to(tl.where(bad, float("nan"), scale), x.shape))
+
+
+@triton.jit
+def _reciprocal(scale, bad, GIVEN: tl.constexpr):
     """1 / scale for powers of two, exactly, with the subnormal ones at both ends; NaN where bad."""
     bits = scale.to(tl.int32, bitcast=True)
     inverse = 0x7F000000 - bits  # exponent fields that sum to 2 * 127
-    inverse = tl.where(bits == 0x7F000000, 0x00400000, inverse)  # 2^127 -> 2^-127
-    below = tl.where(bits == 0x00400000, 0x7F000000, INF_BITS)  # 2^-127 -> 2^127; what lies below overflows
-    inverse = tl.where(bits < 0x00800000, below, inverse)
+    if GIVEN:
+        inverse = tl.where(bits == 0x7F000000, 0x00400000, inverse)  # 2^127 -> 2^-127
+        below = tl.where(bits == 0x00400000, 0x7F000000, INF_BITS)  # 2^-127 -> 2^127; what lies below overflows
+        inverse = tl.where(bits < 0x00800000, below, inverse)
     return tl.where(bad, NAN_BITS, inverse).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def short_division(scale, top):
+    """(whether :func:`quotient` is exact for values of 16 bits up to the amax of pattern ``top``, 1 / scale): scalars.
+
+    The 2^10 significands of fp16, among them bf16's, by the 2^23 of scales were tried, all of them: ``docs/lab.md``.
+    The bounds keep 1 / scale normal and products finite, and where a code is not zero the remainder, a multiple of
+    2^-47 of the value and so of 2^-64 of the scale, a multiple of 2^-149. A NaN lies within no bound.
+    """
+    inverse = tl.div_rn(1.0, scale)
+    fits = (scale >= 2.0**-80) & (scale <= 2.0**100) & (top.to(tl.float32, bitcast=True) * inverse <= 2.0**100)
+    return fits, inverse
+
+
+@triton.jit
+def quotient(x, scale, inverse):
+    """x / scale as IEEE rounds it, in three operations: the signs are such that -0 stays -0."""
+    q = x * inverse
+    return fma(fma(q, scale, x * -1.0), inverse * -1.0, q)
+
+
+@triton.jit
+def fma(a, b, c):
+    """a * b + c, rounded once."""
+    if INTERPRETED:  # whose own rounds the product; in fp64 that is exact, the sum all but
+        return (a.to(tl.float64) * b + c).to(tl.float32)
+    return tl.fma(a, tl.broadcast_to(b, a.shape), c)
 
 
 @triton.jit
@@ -113,6 +161,18 @@ def encode_bits(v, E5M2: tl.constexpr):
         return tl.inline_asm_elementwise(_E5M2_ASM, "=r,r,r,r,r", [v], dtype=tl.uint8, is_pure=True, pack=4)
     else:
         return tl.inline_asm_elementwise(_E4M3_ASM, "=r,r,r,r,r", [v], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def encode_words(v0, v1, v2, v3, E5M2: tl.constexpr):
+    """Four fp32 tiles -> the codes of all four in one int32 each, that of v0 in the lowest byte."""
+    if INTERPRETED:
+        low = encode_integers(v0, E5M2).to(tl.int32) | (encode_integers(v1, E5M2).to(tl.int32) << 8)
+        return low | (encode_integers(v2, E5M2).to(tl.int32) << 16) | (encode_integers(v3, E5M2).to(tl.int32) << 24)
+    if E5M2:
+        return tl.inline_asm_elementwise(_E5M2_ASM, "=r,r,r,r,r", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise(_E4M3_ASM, "=r,r,r,r,r", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -10,7 +10,8 @@ by shapes, strides and specs alone::
 
 Tiles, so that stores fill lines of 128 bytes, or half of one, and a multiprocessor has several programs whose loads,
 arithmetic and stores overlap: 64 x 128 for two layouts at once, 128 x 128 where blocks of 128 both ways need it; 32 x
-128 for rows alone, 128 x 64 for columns alone; for whole rows, as many rows as make up 4096 values.
+128 for rows alone, 128 x 64 for columns alone; for whole rows, as many rows as make up 4096 values. 64 values a thread
+share its addresses; 4 warps a program, and so more programs, unless the tile is of 128 x 128.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from octavo.fp8.kernels.capture import capturing
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import Operand, as_bytes, ceil_div, round_up
 from octavo.fp8.kernels.triton_kernels import cast_tiles
-from octavo.fp8.kernels.triton_kernels.cast_tiles import Facts
+from octavo.fp8.kernels.triton_kernels.cast_blocks import Facts
 from octavo.fp8.kernels.triton_kernels.launch import launch
 from octavo.fp8.kernels.triton_kernels.room import Laid, Room, make, room
 
@@ -168,17 +169,24 @@ def _plan(
         # Scales may be padded further than codes: some tiles then write nothing else.
         down = max(down, _extent(rows, spec.block[0], place.padding[0]))
         across = max(across, _extent(cols, spec.block[1], place.padding[1]))
-    across = ceil_div(across, tile.cols)
     steps = _in_batch(shape, strides)
     unit, even = _access(batch, rows, cols, steps)
+    inside = unit and tile.rows % 4 == 0 and (forms[0] is None or forms[0].rows != 1)
+    whole = experts is None and (down, across) == (rows, cols) and rows % tile.rows == cols % tile.cols == 0
+    edges = inside and not whole
+    across = ceil_div(across, tile.cols)
     constants: dict[str, Any] = {
         "CAST1": forms[1],
         "CAST0": forms[0],
         "GROUPED": experts is not None,
         "EVEN": even,
         "UNIT": unit,
+        "BATCH": batch > 1,
+        "INSIDE": inside,
+        "EDGES": edges,
     }
-    constants |= {"TR": tile.rows, "TC": tile.cols, "num_warps": tile.warps, "maxnreg": tile.registers}
+    constants |= {"TR": tile.rows, "TC": tile.cols, "num_warps": tile.warps}
+    constants["maxnreg"] = 128 if edges else tile.registers  # few tiles lie there: what more they need is spilled
     grid = ceil_div(down, tile.rows) * across, batch
     return Plan(tuple(rooms), tuple(longer), grid, (*steps, rows, cols, across), tuple(numbers), constants)
 
@@ -219,7 +227,7 @@ def _tile(jobs: Sequence[Job], rows: int, cols: int, amax_given: bool) -> Tile:
     width = max(width, *(s.block[1] for s, _ in jobs))
     if height * width > 8192:
         return Tile(height, width, 8, registers=128)  # two programs a multiprocessor; fits without spilling
-    return Tile(height, width, 4 if len(jobs) == 1 else 8)
+    return Tile(height, width, 4)
 
 
 def _holds(block: tuple[int, int], tile: Tile, rows: int, cols: int, experts: int | None) -> bool:

@@ -15,13 +15,15 @@ A cast moves bytes: it reads 2 a value (bf16) and writes 1 for each layout. What
 * 128 x 128 values in two layouts are 64 for each thread of 8 warps, and a second program on the multiprocessor, to load
   while the first computes, needs them to fit 128 registers: hence no select a code for what is bad (NaN divides it) or
   padding (a branch that only ragged tiles take), and one reciprocal a block by integers.
+* Instructions, not bytes, bound a cast that is written without care. Tiles within the matrix take ``cast_inside``,
+  which masks nothing; those at its edges, rows that are no multiple of anything and whole rows take the way below, of
+  one tile and masks. INSIDE says that there may be tiles of the first kind, EDGES that there are some of the second:
+  the form without EDGES holds no mask at all.
 
-What the compiler makes of it (capability 9.0, bf16, lengths that are multiples of 8): ``ld.global.v4.b32`` for every
-load and ``st.global.v4.b32`` for both stores of codes, one ``cvt.rn.satfinite`` for two codes, one ``st.shared.b8`` a
-value for the transposition; 127 registers and nothing spilled (32 bytes of them on 8.9, and 16 to 48 where rows are no
-multiple of 16 long); 40 registers for rows alone. ``tests/fp8/kernels/test_triton_cast.py`` looks again.
-
-A cast is described to the kernel by :class:`Facts`, its constant.
+What the compiler makes of it (capability 9.0, bf16, lengths that are multiples of 16): ``ld.global.v4.b32`` for every
+load, ``st.global.v2.b32`` for codes in rows and ``v4`` for columns, one ``cvt.rn.satfinite`` for two codes, one
+``st.shared.b32`` for four values of the transposition; nothing spilled. ``tests/fp8/kernels/test_cast_counts.py`` and
+``test_triton_cast.py`` look again.
 
 Everything has a batch dimension for the experts of a mixture (``tl.program_id(1)``; one otherwise), and GROUPED says
 that rows are those of :mod:`octavo.fp8.kernels.groups`, where "all rows" means all of the tile's expert.
@@ -29,37 +31,12 @@ that rows are those of :mod:`octavo.fp8.kernels.groups`, where "all rows" means 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from octavo.fp8.kernels.triton_kernels.bits import (
-    INF_BITS,
-    amax_bits,
-    decode_bits,
-    encode,
-    round_to,
-    scale_of,
-    widen,
-)
-
-
-class Facts(NamedTuple):
-    """A cast, as a constant of the kernel. ``rows`` and ``cols`` of a block (-1: all); scales that are powers of two,
-    bytes (e8m0), written by this kernel, padded to ``pad_rows`` and ``pad_cols``; amax taken from the tile, else given;
-    scale given (delayed scaling)."""
-
-    rows: int
-    cols: int
-    pow2: bool
-    e5m2: bool
-    e8m0: bool
-    write_scale: bool
-    from_tile: bool
-    scale_given: bool
-    pad_rows: int
-    pad_cols: int
+from octavo.fp8.kernels.triton_kernels.bits import amax_bits, decode_bits, encode_bits, round_to, scale_of, widen
+from octavo.fp8.kernels.triton_kernels.cast_blocks import in_units, indices, scales_at, store_scales, tile_tops
+from octavo.fp8.kernels.triton_kernels.cast_inside import cast_inside
 
 
 @triton.jit
@@ -90,50 +67,15 @@ def _load(x_ptr, batch, stride_b, stride_r, stride_c, row, col, end, K, EVEN, UN
 
 
 @triton.jit
-def _block_max(values, NR: tl.constexpr, HR: tl.constexpr, NC: tl.constexpr, HC: tl.constexpr):
-    """The largest of each block of HR x HC: [NR * HR, NC * HC] -> [NR, NC]."""
-    if HC == 1:
-        return tl.max(tl.reshape(values, [NR, HR, NC]), axis=1)
-    elif HR == 1:
-        return tl.max(tl.reshape(values, [NR, NC, HC]), axis=2)
-    else:
-        return tl.max(tl.max(tl.reshape(values, [NR, HR, NC, HC]), axis=3), axis=1)
-
-
-@triton.jit
 def _emit(
     x, real, ragged, place, M, K, out, CAST: tl.constexpr, CONTRACT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
 ):
     """Cast the tile x [TR, TC] and store codes and scales; codes [rows, columns] for CONTRACT 1, transposed for 0."""
-    batch, pid_r, pid_c, group = place
-    codes_ptr, pitch, scale_ptr, scale_b, scale_r, scale_c, amax_ptr, given_ptr = out
-    BR: tl.constexpr = CAST.rows
-    BC: tl.constexpr = CAST.cols
-    NR: tl.constexpr = 1 if BR == -1 else TR // BR  # blocks in the tile
-    NC: tl.constexpr = 1 if BC == -1 else TC // BC
-    HR: tl.constexpr = TR // NR
-    HC: tl.constexpr = TC // NC
-    i = tl.arange(0, NR)[:, None]
-    j = tl.arange(0, NC)[None, :]
-    grid_r = group + 1 if BR == -1 else tl.cdiv(M, BR)  # blocks in the matrix
-    grid_c = 1 if BC == -1 else tl.cdiv(K, BC)
-    gr = group + i if BR == -1 else pid_r * NR + i
-    gc = j if BC == -1 else pid_c * NC + j
-    inside = (gr < grid_r) & (gc < grid_c)
-    at = batch * grid_r * grid_c + gr * grid_c + gc
-
-    if CAST.from_tile:
-        top = _block_max(amax_bits(x), NR, HR, NC, HC)
-    else:
-        top = tl.load(amax_ptr + at, mask=inside, other=0) & 0x7FFFFFFF
-    if CAST.scale_given:
-        bad = top >= INF_BITS
-        scale = tl.where(bad, float("nan"), tl.load(given_ptr + at, mask=inside, other=1.0))
-    else:
-        scale, bad = scale_of(top, CAST.pow2, CAST.e5m2)
-    blocks = tl.reshape(x, [NR, HR, NC, HC])
-    codes = encode(blocks, scale[:, None, :, None], bad[:, None, :, None], CAST.pow2, CAST.e5m2)
-    codes = tl.reshape(codes, [TR, TC])
+    batch, pid_r, pid_c, _ = place
+    i, j = indices(place, CAST, TR, TC)
+    s = scales_at(tile_tops(tl.abs(x), CAST, TR, TC) if CAST.from_tile else 0, i, j, place, M, K, out, CAST)
+    store_scales(s[0], i, j, place, M, K, out, CAST)
+    codes = encode_bits(in_units(x, s, CAST), CAST.e5m2)
     if ragged:  # a bad block's padding too is zero
         codes = tl.where(real, codes, 0)
 
@@ -141,29 +83,30 @@ def _emit(
     c = tl.arange(0, TC)[None, :]
     row = pid_r * TR
     col = pid_c * TC
-    pitch = pitch // 16 * 16
+    pitch = out[1] // 16 * 16
     if CONTRACT == 1:
         free = tl.cdiv(M, 16) * 16
-        start = codes_ptr + (batch * free + row) * pitch + col
+        start = out[0] + (batch * free + row) * pitch + col
         tl.store(start + (r * pitch + c), codes, mask=(row + r < free) & (col + c < pitch))
     else:
         free = tl.cdiv(K, 16) * 16
-        start = codes_ptr + (batch * free + col) * pitch + row
+        start = out[0] + (batch * free + col) * pitch + row
         tl.store(start + (c * pitch + r), codes, mask=(col + c < free) & (row + r < pitch))
 
-    if CAST.write_scale:
-        # Padding has no real elements and so the scale 1 already. Of the tiles that share a scale, the first writes.
-        writes = gr < tl.cdiv(grid_r, CAST.pad_rows) * CAST.pad_rows
-        writes &= gc < tl.cdiv(grid_c, CAST.pad_cols) * CAST.pad_cols
-        if BR == -1:
-            writes = writes & (pid_r == 0)
-        if BC == -1:
-            writes = writes & (pid_c == 0)
-        where = scale_ptr + batch * scale_b + gr * scale_r + gc * scale_c
-        if CAST.e8m0:
-            tl.store(where, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=writes)
-        else:
-            tl.store(where, scale, mask=writes)
+
+@triton.jit
+def _masked(
+    x_ptr, strides, ragged, place, end, M, K, out1, out0,
+    CAST1: tl.constexpr, CAST0: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr,
+    TR: tl.constexpr, TC: tl.constexpr,
+):  # fmt: skip
+    """The tile at ``place``, which may reach over the edges of the matrix."""
+    batch, pid_r, pid_c, _ = place
+    x, real = _load(x_ptr, batch, *strides, pid_r * TR, pid_c * TC, end, K, EVEN, UNIT, TR, TC)
+    if CAST1 is not None:
+        _emit(x, real, ragged, place, M, K, out1, CAST1, 1, TR, TC)
+    if CAST0 is not None:
+        _emit(x, real, ragged, place, M, K, out0, CAST0, 0, TR, TC)
 
 
 @triton.jit
@@ -199,27 +142,32 @@ def cast_kernel(
     GROUPED: tl.constexpr,
     EVEN: tl.constexpr,
     UNIT: tl.constexpr,
+    BATCH: tl.constexpr,
+    INSIDE: tl.constexpr,
+    EDGES: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
 ):
     """Cast the tile (program // across, program % across) of x [M, K] for a contraction of dimension 1 (CAST1), of
-    dimension 0 (CAST0), or both; None leaves one out."""
+    dimension 0 (CAST0), or both; None leaves one out. INSIDE, EDGES: see the top of this file."""
     pid_r = tl.program_id(0) // across
     pid_c = tl.program_id(0) % across
-    batch = tl.program_id(1).to(tl.int64)
+    batch = (tl.program_id(1) if BATCH else pid_r * 0).to(tl.int64)  # a zero that is known saves 30 instructions
     K = K // EVEN * EVEN
     group, end = _place(pid_r, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED, TR)
-    x, real = _load(
-        x_ptr, batch, stride_b, stride_r, stride_c, pid_r * TR, pid_c * TC, end, K, EVEN, UNIT, TR, TC
-    )  # fmt: skip
-    ragged = (pid_r * TR + TR > end) | (pid_c * TC + TC > K)
     place = (batch, pid_r, pid_c, group)
-    if CAST1 is not None:
-        out1 = (codes1_ptr, pitch1, scale1_ptr, scale1_b, scale1_r, scale1_c, amax1_ptr, given1_ptr)
-        _emit(x, real, ragged, place, M, K, out1, CAST1, 1, TR, TC)
-    if CAST0 is not None:
-        out0 = (codes0_ptr, pitch0, scale0_ptr, scale0_b, scale0_r, scale0_c, amax0_ptr, given0_ptr)
-        _emit(x, real, ragged, place, M, K, out0, CAST0, 0, TR, TC)
+    out1 = (codes1_ptr, pitch1, scale1_ptr, scale1_b, scale1_r, scale1_c, amax1_ptr, given1_ptr)
+    out0 = (codes0_ptr, pitch0, scale0_ptr, scale0_b, scale0_r, scale0_c, amax0_ptr, given0_ptr)
+    strides = (stride_b, stride_r, stride_c)
+    ragged = (pid_r * TR + TR > end) | (pid_c * TC + TC > K)
+    if not INSIDE:
+        _masked(x_ptr, strides, ragged, place, end, M, K, out1, out0, CAST1, CAST0, EVEN, UNIT, TR, TC)
+    elif not EDGES:
+        cast_inside(x_ptr, stride_b, stride_r, place, M, K, out1, out0, CAST1, CAST0, EVEN, TR, TC)
+    elif ragged:
+        _masked(x_ptr, strides, ragged, place, end, M, K, out1, out0, CAST1, CAST0, EVEN, UNIT, TR, TC)
+    else:
+        cast_inside(x_ptr, stride_b, stride_r, place, M, K, out1, out0, CAST1, CAST0, EVEN, TR, TC)
 
 
 @triton.jit

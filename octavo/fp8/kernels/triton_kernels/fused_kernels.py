@@ -14,24 +14,12 @@ import triton.language as tl
 
 from octavo.fp8.kernels.triton_kernels.bits import (
     INTERPRETED,
-    NAN_BITS,
     amax_bits,
     encode,
-    encode_bits,
     round_to,
     scale_of,
     widen,
 )
-
-
-@triton.jit
-def _codes(x, scale, bad, POW2: tl.constexpr, E5M2: tl.constexpr):
-    """As :func:`encode`, for scales that were just made: the reciprocal of a power of two is a subtraction of
-    exponents, and a NaN in it makes NaN codes, so that nothing is left to do a value but one product."""
-    if POW2:
-        inverse = tl.where(bad, NAN_BITS, 0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        return encode_bits(x * inverse, E5M2)
-    return encode(x, scale, bad, POW2, E5M2)
 
 
 @triton.jit
@@ -45,7 +33,7 @@ def _store_row(y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.conste
     SPAN: tl.constexpr = BK if G == 0 else G
     blocks = tl.reshape(y, [BM, BK // SPAN, SPAN])
     scale, bad = scale_of(tl.max(amax_bits(blocks), axis=2, keep_dims=True), CAST[1], CAST[2])
-    out = tl.reshape(_codes(blocks, scale, bad, CAST[1], CAST[2]), [BM, BK])
+    out = tl.reshape(encode(blocks, scale, bad, CAST[1], CAST[2], False), [BM, BK])
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
     if (row + BM > M) | (col + BK > K):  # the NaN of a bad block at the edge goes no further than the edge
@@ -73,7 +61,7 @@ def _store_col(y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.conste
     G: tl.constexpr = CAST[0]
     blocks = tl.reshape(y, [BM // G, G, BK])
     scale, bad = scale_of(tl.max(amax_bits(blocks), axis=1, keep_dims=True), CAST[1], CAST[2])
-    out = tl.reshape(_codes(blocks, scale, bad, CAST[1], CAST[2]), [BM, BK])
+    out = tl.reshape(encode(blocks, scale, bad, CAST[1], CAST[2], False), [BM, BK])
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
     if (row + BM > M) | (col + BK > K):

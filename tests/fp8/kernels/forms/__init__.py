@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
 
 
 class Variant(NamedTuple):
@@ -24,3 +27,26 @@ class Variant(NamedTuple):
     architectures: tuple[int, ...] = (89, 90, 100, 120)
     maxnreg: int | None = None
     fused: bool = True
+
+
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32"}
+
+
+def launched(name: str, module: Any, call: Callable[[], object], at: int = -1) -> Variant:
+    """The form of a kernel that ``call()``, given tensors on meta, starts by ``module.launch``, the last one or the one
+    ``at`` an index: as it runs, with its constants and options, and with what Triton makes of integers (1 is a
+    constant)."""
+    with mock.patch.object(module, "launch") as launch:
+        call()
+    (kernel, _, *args), options = launch.call_args_list[at]
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    for key, value in zip(kernel.arg_names[: len(args)], args, strict=True):
+        if isinstance(value, torch.Tensor):
+            signature[key] = f"*{_TYPES[value.dtype]}"
+        elif isinstance(value, int) and value != 1:
+            signature[key] = "i32" if value % 16 else "i32:16"
+        else:
+            constants[key] = value
+    constants |= {key: value for key, value in options.items() if key in kernel.arg_names}
+    return Variant(name, kernel, signature, constants, options.get("num_warps", 4), maxnreg=options.get("maxnreg"))

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
 from octavo.fp8.arithmetic.cast import CastSpec
-from octavo.fp8.kernels.triton_kernels import cast_tiles
-from tests.fp8.kernels.forms import Variant
-from tests.fp8.kernels.forms.cast import cast_variant
+from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.kernels.triton_kernels import cast, grouped_cast
+from tests.fp8.kernels.forms import Variant, launched
+
+
+def _form(name: str, call: Callable[[Tensor, Groups], object], at: int = -1) -> Variant:
+    """What ``call`` launches for the rows, in bf16, of 128 experts, eight of whom each of 8192 tokens chose."""
+    groups = route(torch.empty(8 * 8192, dtype=torch.int64, device="meta"), 128).groups
+    x = torch.empty(groups.rows, 2048, dtype=torch.bfloat16, device="meta")
+    return launched(name, cast, lambda: call(x, groups), at)
 
 
 def variants() -> list[Variant]:
     """What differs from the casts of single matrices: rows of experts, for bf16."""
-    shape = (8192, 4096)
     found = []
     for name, block, contract in (
         ("1x128", (1, 128), 1),
@@ -20,20 +31,15 @@ def variants() -> list[Variant]:
         ("tensor", (-1, -1), 1),
     ):
         spec = CastSpec("e4m3", block, "fp32" if name == "tensor" else "pow2")
-        v = cast_variant(f"cast of experts' rows, {name}", [(spec, contract)], shape)
-        forms = {}
-        for key in ("CAST1", "CAST0"):
-            form = v.constants[key]
-            # The scales of whole columns and experts are written before.
-            forms[key] = form if form is None or block[0] != -1 else form._replace(write_scale=False)
-        found.append(v._replace(constants={**v.constants, **forms, "GROUPED": True}))
-    ints = ("stride_b", "stride_r", "stride_c", "M", "K", "across")
-    pointers = ("rows_ptr", "cols_ptr", "all_ptr", "sizes_ptr", "starts_ptr", "tiles_ptr")
-    signature = {"x_ptr": "*bf16", **dict.fromkeys(ints, "i32"), **dict.fromkeys(pointers, "*i32")}
-    constants = {"ROWS": False, "COLS": True, "ALL": False, "GROUPED": True, "EVEN": 16, "UNIT": True}
-    constants |= {"TR": 32, "TC": 128, "STEPS": 4}
-    found.append(Variant("amax of experts' columns", cast_tiles.amax_kernel, signature, constants, 4))
-    scales = {"amax_ptr": "*i32", "scale_ptr": "*fp32", "n": "i32"}
-    constants = {"POW2": True, "E5M2": False, "E8M0": False, "BLOCK": 1024}
-    found.append(Variant("scales of experts", cast_tiles.scales_kernel, scales, constants, 4))
+        found.append(
+            _form(
+                f"cast of experts' rows, {name}",
+                lambda x, g, s=spec, c=contract: grouped_cast.quantize_rows(x, s, g, c),
+            )
+        )
+    row, col = CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 1))
+    found.append(_form("cast of experts' rows, both", lambda x, g: grouped_cast.quantize_rows_both(x, row, col, g)))
+    column = CastSpec("e4m3", (-1, 1))
+    found.append(_form("amax of experts' columns", lambda x, g: grouped_cast.quantize_rows(x, column, g, 0), 0))
+    found.append(_form("scales of experts", lambda x, g: grouped_cast.quantize_rows(x, column, g, 0), 1))
     return found
