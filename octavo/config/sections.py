@@ -385,6 +385,12 @@ class TrainSection(Section):
         "each component and the steps with health figures run eagerly, because they are counted by layer. Compiling "
         "takes minutes at the start and pays in long runs; needs a C++ compiler on a CPU, Triton on a GPU.",
     )
+    cuda_graphs: bool = Field(
+        default=False,
+        description="Capture forward and backward of a micro-batch into a CUDA graph and replay it where shapes "
+        "repeat, as in pretraining on rows of one length; batches with images or padding run without. Weights are then "
+        "cast in every micro-batch. Needs a GPU and one process; what cannot be beside it is refused.",
+    )
 
 
 class OptimizerSection(Section):

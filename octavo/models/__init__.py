@@ -1,7 +1,7 @@
 """Hugging Face models described, never modified: families and components, loading, processors, small checkpoints."""
 
 from octavo.models.assembly import frozen_names
-from octavo.models.attention import attend, kernels_here, use_attention, use_kernel
+from octavo.models.attention import attend, kernels_here, use_attention, use_kernel, without_masks
 from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, WITHOUT_HEAD, Family, describe, stays
@@ -50,4 +50,5 @@ __all__ = [
     "to_config",
     "use_attention",
     "use_kernel",
+    "without_masks",
 ]

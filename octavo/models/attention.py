@@ -11,8 +11,8 @@ biases, and queries of another length than their keys (decoding).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +86,28 @@ def use_attention(model: PreTrainedModel, attention: Attention | None = None, ke
             "transformers. Leave its attention as it is"
         )
     return name
+
+
+@contextmanager
+def without_masks(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, no part of a model makes a mask, nor looks at positions to see whether it needs one: rows are of one
+    length, and causality is the attention's own. Raises ModelError for layers with a window, which is a mask."""
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values()
+    kinds = {kind for config in configs for kind in getattr(config, "layer_types", None) or ()}
+    if windows := sorted(kinds - {"full_attention"}):
+        raise ModelError(f"{type(model).__name__} has layers of {', '.join(windows)}, which want masks of their own")
+    before = [(config, config._attn_implementation) for config in configs]
+    if other := [name for _, name in before if name not in ALL_ATTENTION_FUNCTIONS]:
+        raise ModelError(f"{type(model).__name__} computes attention by {other[0]!r}, which takes no is_causal")
+    for config, name in before:
+        unmasked = f"octavo_unmasked_{name}"  # transformers makes masks for names in its registry of masks alone
+        ALL_ATTENTION_FUNCTIONS.register(unmasked, ALL_ATTENTION_FUNCTIONS[name])
+        config._attn_implementation = unmasked
+    try:
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
 
 
 def kernels_here() -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from octavo.checkpoint.files import read_state
 from octavo.config import Config
 from octavo.fp8.planning import document, separated
 from octavo.models.quantization import read_quantization
-from octavo.train import attention, base, compiled, planning, routing, rundir, tokens
+from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running, model_dtype
 from octavo.train.optim import adamw
@@ -91,6 +91,8 @@ def build(
             "recipe: auto measures nothing"
         )
 
+    if cfg.train.cuda_graphs:
+        _refuse(graphs.why_never(cfg, plan, world))
     model, lows = assemble_model(made, world.device, plan, family, say)
     rest = base.digests(model, world) if cfg.lora is not None else {}
     attention.use(model, kernel, cfg.model.attention)
@@ -110,12 +112,21 @@ def build(
         fp8.set_low(optimizer, model, lows)
     update = update_for(cfg, model, optimizer, world)
     stepper = Stepper(cfg, model, family, update, world, forward, balance, load if load.layers else None, head)
+    if cfg.train.cuda_graphs:
+        _refuse(graphs.why_not_this(model, family, balance))
+        stepper.graphs = graphs.Graphs(model, world.device, stepper.loss_at, say)
     progress = resume(stepper, start, say, beside)
     found = beside if beside.whole else None
     used = None if kernel is None else kernel.kernel
     return Job(
         cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data, found, used
     )
+
+
+def _refuse(why: str | None) -> None:
+    """CUDA graphs for a reason that would hold in every step."""
+    if why is not None:
+        raise TrainError(f"train.cuda_graphs: true cannot be: {why}, or set train.cuda_graphs: false")
 
 
 def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path | None:

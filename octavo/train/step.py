@@ -18,6 +18,7 @@ from octavo.config import Config
 from octavo.parallel import World
 from octavo.train import compiled, losses
 from octavo.train.forward import Forward
+from octavo.train.graphs import Graphs
 from octavo.train.memory import Memory
 from octavo.train.optim import counting_zeroed, set_lr
 from octavo.train.routing import ExpertLoad
@@ -73,6 +74,7 @@ class Stepper:
     balance: float = 0.0
     load: ExpertLoad | None = None
     head: fp8.ChunkedHead | None = None
+    graphs: Graphs | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -82,6 +84,7 @@ class Stepper:
         """Train on one global batch, of which `batches` are this rank's micro-batches."""
         memory = Memory(self.model, self.family) if observe.memory else None
         load = self.load if observe.experts else None
+        graphs = None if observe.gemms or observe.health or memory or load else self.graphs  # nobody looks inside one
         if load:
             load.begin(self.world.device)
         histories = fp8.scaling_state(self.model)  # empty unless a recipe is delayed
@@ -95,6 +98,9 @@ class Stepper:
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
             with counting_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
                 for batch in batches:  # forward and backward(): gradients add up, or update each weight at once
+                    if graphs and (parts := graphs.run(batch, *self.judged(batch, denominator))) is not None:
+                        self.update.add(parts)
+                        continue
                     share = batch["meta"].tokens / tokens
                     self.update.backward(self.loss(batch, denominator, share, memory))
                 done = self.update.step()  # norm, check that all is finite, clip, update
@@ -116,17 +122,27 @@ class Stepper:
         """The forward of one micro-batch, which has `share` of the step's tokens."""
         if self.load:
             self.load.batch(batch, self.world.device)
+        keep, target, weight = self.judged(batch, denominator)
+        weight = weight.to(self.world.device)
+        with memory.forward() if memory else nullcontext():
+            return self.loss_at(batch, keep, target, weight, share)
+
+    def judged(self, batch: dict[str, Any], denominator: float) -> tuple[Tensor, Tensor, Tensor]:
+        """(positions [P], targets [B, P], weights of their losses [B, P]), in host memory.
+
+        Only positions that some row predicts at need logits: with a vocabulary of 150 000 they are the largest tensor
+        of the step."""
         labels = batch["labels"]
-        # Only positions that some row predicts at need logits: with a vocabulary of 150 000 they are the largest
-        # tensor of the step.
         keep = (losses.targets(labels) != losses.IGNORE).any(dim=0).nonzero().flatten()
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.int64)
-        weight = losses.weights(labels, self.cfg.train.loss, denominator)[:, keep].to(self.world.device)
-        with memory.forward() if memory else nullcontext():
-            each, aux = self._losses(batch, keep, losses.targets(labels)[:, keep])
-            loss = (each * weight).sum()
-            aux = None if aux is None else aux.float() * share
-            total = loss if aux is None else loss + self.balance * aux
+        return keep, losses.targets(labels)[:, keep], losses.weights(labels, self.cfg.train.loss, denominator)[:, keep]
+
+    def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
+        """The same, given what :meth:`judged` says, ``weight`` on the device."""
+        each, aux = self._losses(batch, keep, target)
+        loss = (each * weight).sum()
+        aux = None if aux is None else aux.float() * share
+        total = loss if aux is None else loss + self.balance * aux
         return Loss(total, torch.stack([loss, torch.zeros_like(loss) if aux is None else aux]).detach())
 
     def _losses(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:

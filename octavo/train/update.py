@@ -81,8 +81,12 @@ class AfterBackward:
 
     def backward(self, loss: Loss) -> None:
         loss.total.backward()
-        before = torch.zeros_like(loss.parts, dtype=torch.float32) if self._parts is None else self._parts
-        self._parts = before + loss.parts
+        self.add(loss.parts)
+
+    def add(self, parts: Tensor) -> None:
+        """The parts of a micro-batch whose backward has run already."""
+        before = torch.zeros_like(parts, dtype=torch.float32) if self._parts is None else self._parts
+        self._parts = before + parts
 
     def step(self) -> Outcome:
         assert self._parts is not None

@@ -84,6 +84,12 @@ class GemmCounts(Mapping[Key, int]):
         ran = self.ran[(layer, gemm, "recompute")] or not first
         return first + (self.expected[(layer, gemm, "recompute")] if ran else 0)
 
+    def add(self, other: GemmCounts) -> None:
+        """What ``other`` counted ran again: a replayed graph, whose tensors of sizes hold what this replay made."""
+        for name in ("calls", "_flops", "expected", "ran", "no_grad", "idle"):
+            getattr(self, name).update(getattr(other, name))
+        self._owed += [(key, each, rows.clone()) for key, each, rows in other._owed]
+
     # What the recorder calls: see `recorder.Counter`.
 
     def on_gemm(self, layer: str, gemm: str, backend: str, flops: int, sizes: Tensor | None) -> None:
@@ -106,6 +112,21 @@ class GemmCounts(Mapping[Key, int]):
 
     def on_idle(self, layer: str, experts: int) -> None:
         self.idle[layer] += experts
+
+
+@contextmanager
+def taped() -> Iterator[GemmCounts]:
+    """Count the GEMMs that are recorded inside, not run: nobody else hears of them. For a graph that is captured, whose
+    replays then report themselves by :func:`replayed`."""
+    with recorder.muted(), count_gemms() as tape:
+        yield tape
+
+
+def replayed(tape: GemmCounts) -> None:
+    """What a graph recorded ran: whoever counts now hears of it."""
+    for counter in recorder.counters():
+        if isinstance(counter, GemmCounts):
+            counter.add(tape)
 
 
 _lock = threading.Lock()

@@ -91,6 +91,11 @@ def muted() -> Iterator[None]:
             _muted -= bool(held[1])
 
 
+def counters() -> tuple[Counter, ...]:
+    """Who counts now."""
+    return tuple(_counters)
+
+
 def watching() -> bool:
     return bool(_watchers or _muted)
 
