@@ -2,13 +2,15 @@
 
 Forward, loss over all positions, backward, and torch's fused AdamW with states in the weights' precision, so that an
 8 B model fits one GPU of 141 GB. High precision, eager and compiled, beside every recipe, eager and compiled block by
-block, unfused and fused by the plan; one after the other, since two such models do not fit beside each other. FLOPs are
-6 a parameter and token for linear layers plus causal attention's; recomputation counts for nothing. Of each step that
-runs eagerly a few more are cut into parts (:mod:`octavo.bench.budget`).
+block, unfused and fused by the plan, and on a GPU with forward and backward as one CUDA graph; one after the other,
+since two such models do not fit beside each other. FLOPs are 6 a parameter and token for linear layers plus causal
+attention's; recomputation counts for nothing. Of each step that runs eagerly a few more are cut into parts
+(:mod:`octavo.bench.budget`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,10 +32,12 @@ def run(bench: Bench) -> None:
     name = f"{shown(bench)}{'' if layers is None else f' ({layers} blocks)'}, {tokens} tokens"
     flops = step_flops(_model(bench, layers, meta=True), tokens)
     candidates = {f"{bench.high} compiled": partial(Step, bench, layers, tokens, None, "compiled")}
-    candidates[bench.high] = partial(Step, bench, layers, tokens, None, "")
+    graph = ("graph",) if bench.device.type == "cuda" else ()
+    for how in (*graph, ""):
+        candidates[f"{bench.high} {how}".strip()] = partial(Step, bench, layers, tokens, None, how)
     for recipe in peers.RECIPES:
         if peers.able(bench, recipe):
-            for how in ("fused compiled", "compiled", "fused", ""):
+            for how in ("fused compiled", "compiled", "fused", *graph, ""):
                 candidates[f"{recipe} {how}".strip()] = partial(Step, bench, layers, tokens, recipe, how)
     work = Work(flops=flops, tokens=tokens)
     # One at a time: two models of this size do not fit beside each other.
@@ -71,13 +75,13 @@ class Step:
     """One training step of a candidate: forward, loss, backward and update."""
 
     def __init__(self, bench: Bench, layers: int | None, tokens: int, recipe: str | None, how: str) -> None:
-        self.device, self.compiled = bench.device, "compiled" in how
+        self.device, self.how = bench.device, how
         self.model = model = _model(bench, layers)
         family = models.describe(model)
         if recipe is not None:
             policy = fp8.Policy(recipe=recipe, fuse="on" if "fused" in how else "off")
             fp8.apply(model, fp8.plan(model, policy, family.components))
-        if self.compiled:
+        if "compiled" in how:
             for _, block in family.layers(model):
                 block.compile(fullgraph=True)
         trained = [p for n, p in model.named_parameters() if not (family.tower and n.startswith(family.tower + "."))]
@@ -85,16 +89,36 @@ class Step:
         vocabulary = model.get_input_embeddings().num_embeddings
         self.ids = torch.randint(0, min(vocabulary, 1000), (1, tokens + 1), device=bench.device)
         self.loss, self.update = _loss, self.optimizer.step
+        self.work = self.captured() if how == "graph" else self.gradients
 
     def __call__(self) -> None:
+        self.work()
+        self.update()
+        if self.how != "graph":  # a replay writes over its gradients
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self) -> None:
+        """Forward, loss and backward."""
         hidden = self.model.get_decoder()(input_ids=self.ids[:, :-1], use_cache=False).last_hidden_state
         self.loss(hidden[0], self.model.get_output_embeddings().weight, self.ids[0, 1:]).backward()
-        self.update()
-        self.optimizer.zero_grad(set_to_none=True)
+
+    def captured(self) -> Callable[[], None]:
+        """The same as a graph, the casts of weights in it."""
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with models.without_masks(self.model):
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self.gradients()
+                    self.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                self.gradients()
+        return graph.replay
 
     def parts(self, steps: int = 3) -> dict[str, float]:
-        """Seconds by part of the median of ``steps`` steps; empty where blocks are compiled."""
-        if self.compiled:
+        """Seconds by part of the median of ``steps`` steps; empty where nobody sees into blocks."""
+        if "compiled" in self.how or self.how == "graph":
             return {}
         budget = Budget(self.device)
         self.loss, self.update = budget.around(HEAD, _loss), budget.around(OPTIMIZER, self.optimizer.step)
@@ -110,7 +134,9 @@ def _loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk:
     """Mean cross-entropy, a part of the sequence at a time, so that 8 000 x 152 000 logits never stand at once."""
     total = hidden.new_zeros((), dtype=torch.float32)
     for part, target in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-        total = total + torch.utils.checkpoint.checkpoint(_part, part, head, target, use_reentrant=False)
+        total = total + torch.utils.checkpoint.checkpoint(
+            _part, part, head, target, use_reentrant=False, preserve_rng_state=False
+        )
     return total / labels.numel()
 
 

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +38,6 @@ from octavo.train.update import Loss
 MOST = 4  # shapes that are captured
 _HANDLED = ("input_ids", "attention_mask", "labels", "meta")  # of a batch; a mask of ones says nothing
 
-Work = Callable[[], Loss]
 LossAt = Callable[[dict[str, Any], Tensor, Tensor, Tensor], Loss]
 
 
@@ -51,16 +51,13 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A ``torch.cuda.CUDAGraph``; all share a pool of memory, since they are replayed one after the other."""
+    """A ``torch.cuda.CUDAGraph`` with its memory in ``pool``, which several share that are replayed in turn."""
 
-    _pool: Any = None
-
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        CudaGraph._pool = CudaGraph._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(self._graph, pool=CudaGraph._pool):
+        with torch.cuda.graph(self._graph, pool=self._pool):
             return work()
 
     def replay(self) -> None:
@@ -87,9 +84,10 @@ class Graphs:
         device: torch.device,
         loss_at: LossAt,
         say: Callable[[str], None] = lambda text: None,
-        graph: Callable[[], Graph] = CudaGraph,
+        graph: Callable[[], Graph] | None = None,
     ) -> None:
-        self.model, self.device, self.loss_at, self.say, self.graph = model, device, loss_at, say, graph
+        self.model, self.device, self.loss_at, self.say = model, device, loss_at, say
+        self.graph = partial(CudaGraph, torch.cuda.graph_pool_handle()) if graph is None else graph
         self.replays = 0
         self._captured: dict[Any, _Captured] = {}
         self._seen: Counter[Any] = Counter()
@@ -231,7 +229,7 @@ def why_never(cfg: Config, plan: fp8.Plan, world: World) -> str | None:
         f"it needs a GPU, and this runs on {world.device}": world.device.type != "cuda",
         f"FSDP2 moves weights between {world.size} ranks within a step; use one process": world.size > 1,
         "weights would be updated within the graph; use optimizer.update: step": cfg.optimizer.update != "step",
-        "delayed scaling keeps its histories on the host; use another recipe": "delayed" in recipes,
+        "delayed scaling follows forwards on the host; use another recipe": "delayed" in recipes,
         "codes of weights that are FP8 between steps are made outside; use fp8.param: false": held,
         "what is recomputed asks for the state of random generators; use train.recompute: none": any(
             how != "none" for _, how in train.recompute

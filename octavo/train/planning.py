@@ -179,6 +179,11 @@ def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, 
     recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
     if ranks > 1 and "delayed" in recipes:
         notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")
+    if cfg.train.cuda_graphs:
+        notes.append(
+            "train.cuda_graphs: graphs hold their gradients, activations and workspace beside those of the steps that "
+            "run without, which predicted memory leaves out"
+        )
     if cfg.train.gather == "bf16":
         many = "weights are gathered and gradients summed in BF16; shards stay fp32"
         one = "one process gathers nothing and computes as with gather: stored"

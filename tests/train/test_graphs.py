@@ -77,8 +77,8 @@ def test_losses_counts_and_weights_are_those_without_graphs(
     monkeypatch.setattr(graphs, "Graphs", Here)
     monkeypatch.setattr(graphs, "why_never", lambda *_: None)
     freeze = "model.freeze=[image_encoder, image_projector]" if model == "tiny" else "model.freeze=[]"
-    over = (f"model.path={place / model}", f"data.train={counting}", "data.eval=[]", freeze, "run.health_every=4", "train.steps=8",
-            "run.hf=true")  # fmt: skip
+    over = (f"model.path={place / model}", f"data.train={counting}", "data.eval=[]", freeze, "run.health_every=4",
+            "run.hf=true", "train.steps=8")  # fmt: skip
     found = []
     for on in ("false", "true"):
         with fp8.count_gemms() as counts:

@@ -1,0 +1,68 @@
+"""`train.cuda_graphs` on a GPU: replays are eager micro-batches, to the bit, and follow the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("pydantic", reason="runs are configured by pydantic")
+pytest.importorskip("transformers")
+
+from octavo import fp8, models
+from octavo.train.graphs import Graphs
+from octavo.train.update import Loss
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+TOKENS = 257
+
+
+class Meta:
+    has_image, lengths = False, (TOKENS,)
+
+
+def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[Any, int], Graphs, list[str]]:
+    """(losses of each micro-batch, counts, graphs, what they said) of two micro-batches a step."""
+    torch.manual_seed(0)
+    model = models.random_model(models.tiny_config("qwen3"), "cuda", torch.bfloat16, 2).train()
+    fp8.apply(model, fp8.plan(model, recipe, models.describe(model).components))
+    optimizer = fp8.AdamW(model.parameters(), lr=1e-3)
+    said: list[str] = []
+
+    def loss_at(given: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor) -> Loss:
+        logits = model(input_ids=given["input_ids"], logits_to_keep=keep, use_cache=False).logits.float()
+        each = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+        loss = (each.view(target.shape) * weight).sum()
+        return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
+
+    found = Graphs(model, torch.device("cuda"), loss_at, said.append)
+    losses = []
+    with fp8.count_gemms() as counts:
+        for step in range(steps):
+            for micro in range(2):
+                ids = torch.randint(0, 200, (1, TOKENS), generator=torch.Generator().manual_seed(2 * step + micro))
+                keep, weight = torch.arange(TOKENS - 1), torch.full((1, TOKENS - 1), 1 / (2 * TOKENS))
+                given = {"input_ids": ids, "meta": Meta()}
+                parts = found.run(given, keep, ids[:, 1:], weight) if graphs else None
+                if parts is None:
+                    on = [t.cuda() for t in (keep, ids[:, 1:], weight)]
+                    with models.without_masks(model):
+                        loss = loss_at({"input_ids": ids.cuda(), "meta": Meta()}, *on)
+                    loss.total.backward()
+                    parts = loss.parts
+                losses.append(parts.clone())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return [x.tolist() for x in losses], dict(counts.calls), found, said
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "rowwise"])
+def test_replays_are_eager_micro_batches_and_follow_the_weights(recipe: str) -> None:
+    without, counts, _, _ = trained(recipe, False)
+    losses, replayed, found, said = trained(recipe, True)
+    assert said == [] and found.replays == 9
+    assert losses == without and without[0] != without[-1]
+    assert replayed == counts
