@@ -325,6 +325,27 @@ def test_one_launch_does_it() -> None:
     assert seen == {"rstd_of_rows": 1, "rmsnorm_tile": 1}
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_amax_of_a_whole_tensor_is_taken_where_it_is_made(bad: bool) -> None:
+    """One cast follows, no pass for its amax; the largest value lies in another program than the first."""
+    spec, half = CastSpec("e5m2", (-1, -1), "fp32"), CastSpec("e4m3", (-1, -1), "pow2")
+    x, dh = numbers(70, 300, torch.bfloat16), numbers(70, 300, torch.bfloat16, 1)
+    x[66, 290] = float("nan") if bad else 700.0
+    with launches() as seen:
+        y, _, *of_y = fused.rmsnorm_quantize(x.float(), x[0].abs() + 1, 1e-6, spec, spec, low=torch.bfloat16)
+        h, *of_h = fused.swiglu_quantize(dh, x, half, spec)
+        gate_row, gate_col, up_row, up_col = fused.swiglu_backward_quantize(dh, x, dh, spec, None)
+    assert seen == {"rmsnorm_rows": 1, "swiglu": 1, "swiglu_backward": 1, "cast_kernel": 4}
+    assert gate_col is None and up_col is None
+    for found, values in zip((gate_row, up_row), reference.swiglu_backward(dh, x, dh), strict=True):
+        want = cast.quantize(values, spec).scale  # of values that may differ in their last bit
+        assert torch.allclose(found.scale, want, rtol=2**-7, equal_nan=True) and bool(want.isnan()) == bad
+    for contract, found in ((1, of_y[0]), (0, of_y[1])):
+        assert_cast(found, y.bfloat16(), spec, contract)
+    assert_cast(of_h[0], h, half, 1)
+    assert_cast(of_h[1], h, spec, 0)
+
+
 def test_rows_that_no_program_can_hold(monkeypatch: pytest.MonkeyPatch, poisoned: list[torch.dtype]) -> None:
     monkeypatch.setattr(fused, "WIDEST", 256)
     x = numbers(6, 1100, torch.bfloat16)

@@ -344,7 +344,7 @@ def test_maxima_are_taken_in_pieces_of_a_slab_that_no_mode_sees(monkeypatch):
     """The accountant would put the slab down to the layer that happened to need it; pieces are used once."""
     monkeypatch.setattr(cast, "_slabs", {})
     with Operations() as seen:
-        pieces = [cast._zeros(3, torch.device("cpu")) for _ in range(1500)]  # more than one slab has
+        pieces = [cast.zeros(3, torch.device("cpu")) for _ in range(1500)]  # more than one slab has
     assert not any("zeros" in name for name in seen.names)
     assert len({piece.data_ptr() for piece in pieces}) == 1500
     for piece in pieces:

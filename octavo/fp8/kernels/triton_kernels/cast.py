@@ -67,6 +67,12 @@ def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Q
     return first, second
 
 
+def quantize_jobs(x: Tensor, jobs: Jobs, top: Tensor | None = None) -> list[Quantized]:
+    """x under one cast, or under two for contractions of 1 and 0; ``top`` [1]: the int32 pattern of its amax, where
+    somebody has taken it and all blocks are the whole of x."""
+    return _cast(x, jobs, amax=None if top is None else top.view(torch.float32))
+
+
 def quantize_with_scale(
     x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contracts: Sequence[int] = (1,)
 ) -> list[Quantized]:
@@ -261,7 +267,7 @@ def _maxima(x: Tensor, blocks: tuple[_Block, ...], groups: Groups | None) -> dic
     Of columns and tensors there is one for each of a batch, or of the experts in ``groups``.
     """
     plan = _plan_maxima(x.shape, x.stride(), blocks, None if groups is None else groups.experts)
-    held = _zeros(sum(plan.counts), x.device)
+    held = zeros(sum(plan.counts), x.device)
     tops = dict(zip(blocks, held.split(plan.counts) if len(blocks) > 1 else (held,), strict=True))
     pointers = (tops.get(b, held) for b in _WHOLE)
     launch(cast_tiles.amax_kernel, plan.grid, x, *plan.sizes, *pointers, *_pointers(x, groups), **plan.constants)
@@ -307,7 +313,7 @@ _slabs: dict[tuple[int, torch.device, int], Tensor] = {}  # by thread, device an
 _SLAB = 4096
 
 
-def _zeros(count: int, device: torch.device) -> Tensor:
+def zeros(count: int, device: torch.device) -> Tensor:
     """int32 zeros to take maxima in. A few are cut from a slab that is filled once for thousands of casts: each would
     be a launch of its own otherwise. A CUDA graph, whose replays take their maxima anew, fills its own. No mode sees
     the slab come, which outlives what the mode watches: the accountant would put it down to a layer."""

@@ -24,7 +24,8 @@ multiprocessors. SwiGLU needs no statistics: ``swiglu`` and ``swiglu_backward`` 
 
 Only blocks along one dimension, of 32 or 128, are quantized in tiles, and whole rows in ``rmsnorm_rows``. For others
 (rows of SwiGLU, columns, tensors) an amax is known only when all programs have finished: the result is written first
-and then cast by ``cast.py``; the gradients of SwiGLU too are then written in 16 bits once.
+and then cast by ``cast.py``; the gradients of SwiGLU too are then written in 16 bits once. The amax of a whole tensor
+is taken on the way, so that no pass is made for it alone.
 """
 
 from __future__ import annotations
@@ -123,23 +124,24 @@ def _pair(out: _Out | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if out is None else (out.codes, out.scales)
 
 
+def _top(like: Tensor, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
+    """Where a kernel takes the amax of its result, if all casts of it that come after want that of the whole tensor."""
+    blocks = {spec.block for out, spec in outs if out is None and spec is not None}
+    return cast.zeros(1, like.device) if blocks == {(-1, -1)} else None
+
+
 def _results(
-    y: Tensor | None, row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None
-) -> tuple[Quantized | None, Quantized | None]:
+    y: Tensor | None, top: Tensor | None,
+    row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None,
+) -> tuple[Quantized | None, Quantized | None]:  # fmt: skip
     """What the kernel quantized, or else the cast of what it wrote, in one pass for both; None for None."""
-    if row is not None and col is not None and row_out is None and col_out is None:
+    made = [None if out is None else out.quantized for out in (row_out, col_out)]
+    jobs = [(s, c) for s, c, out in ((row, 1, row_out), (col, 0, col_out)) if s is not None and out is None]
+    if jobs:
         assert y is not None
-        return cast.quantize_both(y, row, col)
-    return _result(row_out, y, row, 1), _result(col_out, y, col, 0)
-
-
-def _result(out: _Out | None, y: Tensor | None, spec: CastSpec | None, contract: int) -> Quantized | None:
-    if spec is None:
-        return None
-    if out is not None:
-        return out.quantized
-    assert y is not None
-    return cast.quantize(y, spec, contract)
+        for (_, contract), q in zip(jobs, cast.quantize_jobs(y, tuple(jobs), top), strict=True):
+            made[1 - contract] = q
+    return made[0], made[1]
 
 
 def _plain(like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
@@ -165,20 +167,21 @@ def rmsnorm_quantize(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     unit = _unit(x)
     size = (rows, x.stride(0) // unit, cols // unit)
+    top = _top(x, (row_out, row), (col_out, col))
     if by_rows:
         wide = max(TILE, triton.next_power_of_2(cols))
         high = max(1, 4096 // wide)
         constants = dtypes | {"CAST": _cast(row, 1), "UNIT": unit, "BM": high, "BK": wide}
         constants["num_warps"] = max(4, wide // 1024)
         programs = ceil_div(round_up(rows, ALIGN), high)
-        launch(kernels.rmsnorm_rows, (programs,), x, weight, rstd, y, *_pair(row_out), *size, eps, **constants)
+        launch(kernels.rmsnorm_rows, (programs,), x, weight, rstd, y, *_pair(row_out), top, *size, eps, **constants)
     else:
         launch(kernels.rstd_of_rows, (ceil_div(rows, 4),), x, rstd, *size, eps, UNIT=unit, BM=4, BK=1024, num_warps=4)
         grid, constants = _tiles(x, row, row_out, col, col_out)
         outs = (*_pair(row_out), *_pair(col_out))
-        launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, *size, UNIT=unit, **dtypes, **constants)
+        launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, top, *size, UNIT=unit, **dtypes, **constants)
     given = y if low is None else y.to(low)
-    return y, rstd, *_results(given, row, row_out, col, col_out)
+    return y, rstd, *_results(given, top, row, row_out, col, col_out)
 
 
 def swiglu_quantize(
@@ -208,8 +211,9 @@ def _swiglu(
     size = (gate.shape[0], gate.stride(0) // unit, up.stride(0) // unit, gate.shape[1] // unit)
     grid, constants = _tiles(gate, row, row_out, col, col_out)
     outs = (*_pair(row_out), *_pair(col_out))
-    launch(kernels.swiglu, grid, gate, up, h, *outs, *size, UNIT=unit, **constants)
-    return h if emit else None, *_results(h, row, row_out, col, col_out)
+    top = _top(gate, (row_out, row), (col_out, col))
+    launch(kernels.swiglu, grid, gate, up, h, *outs, top, *size, UNIT=unit, **constants)
+    return h if emit else None, *_results(h, top, row, row_out, col, col_out)
 
 
 def swiglu_backward_quantize(
@@ -224,8 +228,10 @@ def swiglu_backward_quantize(
     size = (gate.shape[0], *(t.stride(0) // unit for t in (dh, gate, up)), gate.shape[1] // unit)
     (across, down), constants = _tiles(gate, row, gate_row, col, gate_col)
     outs = (*_pair(gate_row), *_pair(gate_col), *_pair(up_row), *_pair(up_col))
-    launch(kernels.swiglu_backward, (2 * across, down), dh, gate, up, dgate, dup, *outs, *size, UNIT=unit, **constants)
+    tops = _top(gate, (gate_row, row), (gate_col, col)), _top(up, (up_row, row), (up_col, col))
+    grid, results = (2 * across, down), (dgate, dup)
+    launch(kernels.swiglu_backward, grid, dh, gate, up, *results, *outs, *tops, *size, UNIT=unit, **constants)
     return (
-        *_results(dgate, row, gate_row, col, gate_col),
-        *_results(dup, row, up_row, col, up_col),
+        *_results(dgate, tops[0], row, gate_row, col, gate_col),
+        *_results(dup, tops[1], row, up_row, col, up_col),
     )

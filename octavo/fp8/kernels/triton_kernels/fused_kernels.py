@@ -82,6 +82,13 @@ def _store_col(y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.conste
 
 
 @triton.jit
+def _raise(top, y):
+    """Raise the amax pattern at ``top``, if anybody asks for it, to that of a tile."""
+    if top is not None:
+        tl.atomic_max(top, tl.max(tl.max(amax_bits(y), axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
 def _rstd_of(total, K, eps):
     """1 / sqrt(total / K + eps), every step rounded once."""
     mean = tl.div_rn(total, tl.zeros_like(total) + K)
@@ -104,6 +111,7 @@ def rmsnorm_rows(
     y,
     codes,
     scales,
+    top,
     M,
     x_stride,
     K,
@@ -128,6 +136,7 @@ def rmsnorm_rows(
     # Where rstd is NaN or infinite, so would be 0 * rstd in the padding.
     out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), OUT)
     tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
+    _raise(top, _lowered(out, LOW))
     if codes is not None:
         _store_row(_lowered(out, LOW), codes, scales, row, 0, M, K, BM, BK, CAST)
 
@@ -156,6 +165,7 @@ def rmsnorm_tile(
     row_scales,
     col_codes,
     col_scales,
+    top,
     M,
     x_stride,
     K,
@@ -180,6 +190,7 @@ def rmsnorm_tile(
     w = widen(tl.load(weight + cols, mask=cols < K, other=0.0))
     out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), OUT)
     tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
+    _raise(top, _lowered(out, LOW))
     if row_codes is not None:
         _store_row(_lowered(out, LOW), row_codes, row_scales, row, col, M, K, BM, BK, ROW)
     if col_codes is not None:
@@ -217,6 +228,7 @@ def swiglu(
     row_scales,
     col_codes,
     col_scales,
+    top,
     M,
     gate_stride,
     up_stride,
@@ -240,6 +252,7 @@ def swiglu(
     out = round_to(g * sigmoid(g) * u, gate.dtype.element_ty)
     if h is not None:
         tl.store(h + wide * K + cols[None, :], out, mask=inside)
+    _raise(top, widen(out))
     if row_codes is not None:
         _store_row(widen(out), row_codes, row_scales, row, col, M, K, BM, BK, ROW)
     if col_codes is not None:
@@ -261,6 +274,8 @@ def swiglu_backward(
     up_row_scales,
     up_col,
     up_col_scales,
+    gate_top,
+    up_top,
     M,
     dh_stride,
     gate_stride,
@@ -290,6 +305,7 @@ def swiglu_backward(
         d_up = round_to(widen(d) * (widen(g) * sigmoid(widen(g))), gate.dtype.element_ty)
         if dup is not None:
             tl.store(dup + wide * K + cols[None, :], d_up, mask=inside)
+        _raise(up_top, widen(d_up))
         if up_row is not None:
             _store_row(widen(d_up), up_row, up_row_scales, row, col, M, K, BM, BK, ROW)
         if up_col is not None:
@@ -301,6 +317,7 @@ def swiglu_backward(
         d_gate = round_to(widen(d) * widen(u) * slope, gate.dtype.element_ty)
         if dgate is not None:
             tl.store(dgate + wide * K + cols[None, :], d_gate, mask=inside)
+        _raise(gate_top, widen(d_gate))
         if gate_row is not None:
             _store_row(widen(d_gate), gate_row, gate_row_scales, row, col, M, K, BM, BK, ROW)
         if gate_col is not None:

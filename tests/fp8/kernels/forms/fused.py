@@ -27,7 +27,7 @@ def _signature(
             for name in ("gate", "up"):
                 types |= {f"{name}_{side}": "*u8", f"{name}_{side}_scales": "*u8" if spec.scale == "e8m0" else "*fp32"}
     types |= {name: "i32" for name in kernel.arg_names if name.endswith("stride")}
-    outputs = ("y", "h", "dgate", "dup", "codes", "scales")
+    outputs = ("y", "h", "dgate", "dup", "codes", "scales", "top")
     absent = [n for n in kernel.arg_names if n not in types and (n.endswith(outputs) or n.endswith(("_row", "_col")))]
     return {n: types[n] for n in kernel.arg_names if n in types}, dict.fromkeys(absent)
 
@@ -46,6 +46,7 @@ def variants() -> list[Variant]:
         "hybrid": (blockwise[0], CastSpec("e5m2", (TILE, 1))),
         "mxfp8": (CastSpec(block=(1, 32), scale="e8m0"), CastSpec(block=(32, 1), scale="e8m0")),
         "plain": (None, None),
+        "tensor": (None, None),  # whose amax is taken, for a cast of its own
         "fp32": blockwise,
         "fp16": (CastSpec(scale="fp32"), CastSpec("e5m2", (TILE, 1), "fp32")),
     }
@@ -65,6 +66,10 @@ def variants() -> list[Variant]:
             for emit in (True, False) if codes_alone else (True,):
                 wanted = [*inputs, *(plain if emit else ())]
                 signature, absent = _signature(kernel, wanted, row, col, dtype)
+                if name == "tensor":
+                    tops = [top for top in absent if top.endswith("top")]
+                    signature |= dict.fromkeys(tops, "*i32")
+                    absent = {n: None for n in absent if n not in tops}
                 title = f"{kernel.__name__} {name}{'' if emit else ' codes only'}"
                 fixed = tile | absent | (_dtypes(dtype, dtype) if kernel is kernels.rmsnorm_tile else {})
                 found.append(Variant(title, kernel, signature, fixed, warps, maxnreg=most))
