@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from octavo import fp8
+from tests.fp8.blocks import test_compiled as fused_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -52,6 +53,19 @@ def fresh():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_graph_equals_eager_bit_for_bit(recipe, backend):
     model = block(recipe, backend)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (16, 300, 1):
+        x, dy = (torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        for a, b in zip(step(model, model, x, dy), step(model, compiled, x, dy), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fused_blocks_in_one_graph_equal_eager_bit_for_bit(recipe):
+    """The norms' and the gated MLP's kernels, as operators; the norms' gradients are torch's."""
+    torch.manual_seed(0)
+    model = fused_blocks.Block(256).cuda().bfloat16()
+    fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=recipe, fuse="on")))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     for tokens in (16, 300, 1):
         x, dy = (torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))

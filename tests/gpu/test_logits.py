@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from octavo import fp8
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy, token_log_probs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -51,6 +54,40 @@ def test_the_error_is_at_most_the_plain_path_s(m: int, k: int, v: int, dtype: to
     assert relative_error(ours, true) <= 1.05 * relative_error(full, true) + 1e-6
     for a, b, c in zip(got, low, want, strict=True):
         assert a.dtype == dtype and relative_error(a, c) <= 1.05 * relative_error(b, c) + 1e-5
+
+
+@pytest.mark.parametrize("m, v", [(300, 32_001), (0, 1000), (1, 999)])
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
+def test_a_head_in_fp8_is_near_its_own_logits(recipe: str, m: int, v: int):
+    """At most four times what FP8 costs with full logits: scales along the vocabulary are those of a block."""
+    hidden, weight, target = problem(m, 512, v, torch.bfloat16)
+    model = HeadAlone(nn.Linear(512, v, bias=False, device="cuda", dtype=torch.bfloat16))
+    model.lm_head.weight = nn.Parameter(weight.detach())
+    fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": {"recipe": recipe}})))
+    full = F.cross_entropy(model(hidden[None]).logits[0].float(), target.cuda(), reduction="none")
+    head = fp8.chunked_head(model)
+    with head.losses(target[None], chunk=64) as given:
+        ours = given.take(model(hidden[None]).logits)[0]
+    got, low = (torch.autograd.grad(x.sum(), (hidden, model.lm_head.weight)) for x in (ours, full))
+    if not m:
+        assert ours.shape == (0,) and not got[1].any()
+        return
+    exact = plain(hidden, weight, target)
+    want = torch.autograd.grad(exact.sum(), (hidden, weight))
+    for a, b, c in zip((ours, *got), (full, *low), (exact, *want), strict=True):
+        assert bool(a.isfinite().all()) and relative_error(a, c) <= 4 * relative_error(b, c) + 1e-5
+
+
+class HeadAlone(nn.Module):
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.lm_head = head
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.lm_head(input_ids))
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
