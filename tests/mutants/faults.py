@@ -1076,3 +1076,43 @@ area(
         'report/test_compare.py',
     ),
 )  # fmt: skip
+
+area(
+    "outside the linears",
+    (
+        "graphs-not-zeroed", "train/graphs.py",
+        "torch._foreach_zero_(fresh)", "pass",
+        "a step adds to the gradients of the step before",
+        "train/test_graphs.py",
+    ),
+    (
+        "graphs-lose-eager-gradients", "train/graphs.py",
+        "mine.copy_(p.grad)", "pass",
+        "gradients of micro-batches that ran without a graph are lost",
+        "train/test_graphs.py",
+    ),
+    (
+        "graphs-uncounted", "train/graphs.py",
+        "observe.replayed(found.tape)", "pass",
+        "GEMMs of a replay are counted by nobody",
+        "train/test_graphs.py",
+    ),
+    (
+        "gather-reduces-fp32", "parallel/shard.py",
+        "reduce_dtype=gather", "reduce_dtype=torch.float32",
+        "gradients cross the wire in fp32 though BF16 was asked for",
+        "parallel/test_gather.py",
+    ),
+    (
+        "attention-slowest", "train/attention.py",
+        "best = min(times", "best = max(times",
+        "the slowest kernel of attention is taken",
+        "train/test_attention.py",
+    ),
+    (
+        "budget-claims-twice", "bench/budget.py",
+        "if node not in self._claimed and", "if",
+        "attention's backward takes that of the layers within it",
+        "bench/test_budget.py",
+    ),
+)  # fmt: skip
