@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.fp8.kernels.triton_kernels import gluon_kernel
 
-PATIENCE = 20.0  # seconds until a wait is one for ever
+PATIENCE = 120.0  # seconds until a wait is one for ever
 
 
 class Barrier:

@@ -1,5 +1,6 @@
-"""The Triton kernels and their launches, a file each: casts, GEMMs, grouped GEMMs, fused layers. They import triton, so
-that nothing outside ``triton_backend`` names them, and each is imported when it is first named."""
+"""The Triton kernels and their launches, a file each: casts, GEMMs (Triton's and, for Hopper, Gluon's), grouped GEMMs,
+fused layers. They import triton, so that nothing outside ``triton_backend`` names them, and each is imported when it is
+first named."""
 
 import importlib
 from typing import Any

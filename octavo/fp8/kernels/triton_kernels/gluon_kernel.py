@@ -188,22 +188,6 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit
-def _upper(
-    scales, out, bias, groups, stages, buffer, M, N, K, total,
-    FORM: gl.constexpr, GROUPS: gl.constexpr, BIAS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    _multiply(scales, out, bias, groups, stages, buffer, M, N, K, total, 0, FORM, GROUPS, BIAS, BN, STAGES)
-
-
-@gluon.jit
-def _lower(
-    scales, out, bias, groups, stages, buffer, M, N, K, total,
-    FORM: gl.constexpr, GROUPS: gl.constexpr, BIAS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    _multiply(scales, out, bias, groups, stages, buffer, M, N, K, total, 1, FORM, GROUPS, BIAS, BN, STAGES)
-
-
 @gluon.jit(do_not_specialize=["M", "K", "total"])
 def gluon_gemm_kernel(
     a, b, out, a_scale, b_scale, bias, tiles, starts, sizes,
@@ -227,8 +211,8 @@ def gluon_gemm_kernel(
     stages = (a_bufs, b_bufs, ready, empty)
     gl.warp_specialize(
         [
-            (_upper, (scales, out, bias, groups, stages, buffer, M, N, K, total, FORM, GROUPS, BIAS, BN, STAGES)),
-            (_lower, (scales, out, bias, groups, stages, buffer, M, N, K, total, FORM, GROUPS, BIAS, BN, STAGES)),
+            (_multiply, (scales, out, bias, groups, stages, buffer, M, N, K, total, 0, FORM, GROUPS, BIAS, BN, STAGES)),
+            (_multiply, (scales, out, bias, groups, stages, buffer, M, N, K, total, 1, FORM, GROUPS, BIAS, BN, STAGES)),
             (_load, (a, b, groups, stages, M, N, K, b_rows, total, GROUPS, BN, STAGES)),
         ],
         [4, 1],
