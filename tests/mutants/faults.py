@@ -331,7 +331,7 @@ area(
     ),
     (
         "recast-keeps-codes", "fp8/weights.py",
-        "if not self.keep or", "if",
+        "keep = self.keep and not", "keep = not",
         "weight_codes: recast keeps the codes of every weight",
         "fp8/test_cache.py", "fp8/weights/test_fp8_tensor.py", "fp8/test_plan.py", "train/test_savings.py",
     ),
