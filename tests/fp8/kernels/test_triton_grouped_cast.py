@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,6 +59,19 @@ def assert_rows(q: Quantized, x: torch.Tensor, spec: CastSpec, groups: Groups) -
     wrong = (codes != want).nonzero()
     assert not len(wrong), f"{len(wrong)} codes of {spec}; the first at {wrong[0].tolist()}"
     assert scale.shape == want_scale.shape and torch.equal(scale, want_scale), f"scales of {spec}"
+
+
+@pytest.mark.parametrize("pair", [((1, 128), (128, 1)), ((-1, -1), (-1, -1)), ((1, -1), (-1, 1))], ids=str)
+def test_whole_tiles_of_experts_in_both_layouts(pair):
+    x, groups = rows_of([128, 0, 140], 128)
+    row, col = (CastSpec("e4m3", block, "fp32" if block == (-1, -1) else "pow2") for block in pair)
+    for q, spec in zip(grouped_cast.quantize_rows_both(x, row, col, groups), (row, col), strict=True):
+        assert_rows(q, x, spec, groups)
+    w = x[: 2 * 128].view(2, 128, 128).nan_to_num()
+    for (spec, contract), (e, one) in itertools.product(((row, 1), (col, 0)), enumerate(w)):
+        q, want = grouped_cast.quantize_experts(w, spec, contract), reference.quantize(one.cpu(), spec)
+        assert torch.equal(q.data[e].view(torch.uint8).cpu(), want.data.view(torch.uint8))
+        assert torch.equal(q.scale[e].cpu(), want.scale)
 
 
 @pytest.mark.parametrize("contract", [1, 0])
