@@ -44,6 +44,7 @@ class Swapped(nn.Module):
 
     _stock: ClassVar[type[nn.Module]]
     _kind: ClassVar[type[Swapped]]
+    _as_stock = False  # STOCK
     prefix: ClassVar[str] = "Fp8"  # of the class's name
     own: ClassVar[tuple[str, ...]] = ()  # what swapping put into the module's __dict__
     volatile: ClassVar[tuple[str, ...]] = ()  # the part of it that copies and pickles leave out
@@ -59,7 +60,7 @@ class Swapped(nn.Module):
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) + len(kwargs) == 1 and getattr(self, STOCK, None) is None:
+        if len(args) + len(kwargs) == 1 and not self._as_stock:
             other = self.traced if torch.compiler.is_compiling() else self.other
             y = other(*args, *kwargs.values())
             if y is not None:
