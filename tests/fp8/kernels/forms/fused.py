@@ -83,6 +83,12 @@ def variants() -> list[Variant]:
         signature, absent = _signature(kernel, ["x", "weight", "y"], spec, None)
         title = f"{kernel.__name__} {wide} {spec or 'plain'}"
         found.append(Variant(title, kernel, signature, constants | absent, max(4, wide // 1024)))
+    absent.pop("top")
+    found.append(
+        Variant(
+            "rmsnorm_rows 4096 tensor", kernel, signature | {"top": "*i32"}, constants | absent, max(4, wide // 1024)
+        )
+    )
     signature, _ = _signature(kernels.rstd_of_rows, ["x"], None, None)
     found.append(Variant("rstd_of_rows", kernels.rstd_of_rows, signature, {"UNIT": 16, "BM": 4, "BK": 1024}))
     return found
