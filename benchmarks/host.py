@@ -30,7 +30,7 @@ from octavo.bench import record
 from octavo.fp8.kernels import torch_backend, triton_backend
 from octavo.fp8.kernels.triton_kernels import cast, gemm, tiles
 
-SIZE = 256
+SIZE = 128
 CALLS = 20  # of one contender in one round
 LAYERS = {
     "blockwise": ("torch", "triton"),

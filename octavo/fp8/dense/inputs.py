@@ -140,7 +140,8 @@ class Input:
     def matrix(self) -> Tensor:
         """[rows, features] in ``dtype``."""
         if self._matrix is None:
-            self._matrix = self.given.detach().to(self.dtype).reshape(self.rows, self.features)
+            x = self.given.detach().to(self.dtype)
+            self._matrix = x if x.dim() == 2 else x.reshape(self.rows, self.features)
         return self._matrix
 
     def high(self) -> Tensor:

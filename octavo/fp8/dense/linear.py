@@ -94,7 +94,7 @@ class _ThreeGemms(torch.autograd.Function):
         ctx.w_spec, ctx.dtype = None if w_q is None else w_q.spec, given.dtype
         ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it (+=, inplace=True).
-        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+        return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
     @staticmethod
     @once_differentiable
@@ -103,7 +103,7 @@ class _ThreeGemms(torch.autograd.Function):
         (needs_x, needs_w, needs_b), site, seen = ctx.needs, ctx.site, ctx.seen
         way, tensors = ctx.way.restored(ctx.saved_tensors)
         x_dtype, w_dtype, b_dtype = ctx.dtypes
-        dy_MN = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
+        dy_MN = dy if dy.dim() == 2 else dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx = dw = db = None
         with without_autocast(dy):
             cast = partial(way.cast, dy_MN) if ctx.scaling is None else partial(ctx.scaling.cast_dy, dy_MN)

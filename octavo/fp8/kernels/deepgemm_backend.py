@@ -31,9 +31,9 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe, recipe
 from octavo.fp8.kernels.groups import TILE, Groups
-from octavo.fp8.kernels.layout import CONTRACTED, Operand, lines
+from octavo.fp8.kernels.layout import CONTRACTED, Operand, Relay, experts_k_major, k_major, lines
 from octavo.fp8.kernels.registry import GemmOnlyBackend, get
-from octavo.fp8.kernels.torch_backend import Relaid, finish, kind_of
+from octavo.fp8.kernels.torch_backend import finish, kind_of
 
 SOURCE = "github.com/deepseek-ai/DeepGEMM"
 NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout")
@@ -86,7 +86,7 @@ class DeepGemmBackend(GemmOnlyBackend):
         if op == "wgrad" and out_dtype is not torch.float32:
             why_not = get("torch").supports(op, recipe("blockwise"), a_q.data.device, None)
             return get("torch" if why_not is None else "triton").gemm_wgrad(a_q, b_q, out_dtype)
-        a, b = self.relaid(a_q, a_dim), self.relaid(b_q, b_dim)
+        a, b = k_major(a_q, a_dim, self.relay), k_major(b_q, b_dim, self.relay)
         shape = (a.codes.shape[0], b.codes.shape[0])
         squares = b_q.spec.block == (128, 128)
         if squares and bias is None and out_dtype is torch.bfloat16:
@@ -106,10 +106,10 @@ class DeepGemmBackend(GemmOnlyBackend):
     ) -> Tensor:
         if bias is not None:
             return get("triton").grouped_fwd(x_q, w_q, groups, out_dtype, bias)
-        return _grouped(self.relaid, "fwd", x_q, w_q, groups, out_dtype)
+        return _grouped(self.relay, "fwd", x_q, w_q, groups, out_dtype)
 
     def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        return _grouped(self.relaid, "dgrad", dy_q, w_q, groups, out_dtype)
+        return _grouped(self.relay, "dgrad", dy_q, w_q, groups, out_dtype)
 
 
 @lru_cache(maxsize=64)
@@ -175,14 +175,14 @@ def _repeated(operand: Operand) -> Tensor:
     return held.t()
 
 
-def _grouped(relaid: Relaid, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+def _grouped(relay: Relay, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
     """Rows [R, contracted] of all experts times each expert's weight; zeros where no expert owns the tile."""
     dim = CONTRACTED[op][1]
     fits = a_q.data.dim() == 2 and w_q.data.dim() == 3 and a_q.data.shape[1] == w_q.data.shape[1 + dim]
     _check(f"grouped_{op}", a_q, w_q, fits and a_q.data.shape[0] == groups.rows)
     if out_dtype is not torch.bfloat16:
         return getattr(get("triton"), f"grouped_{op}")(a_q, w_q, groups, out_dtype)
-    a, w = relaid(a_q, 1), relaid(w_q, dim)
+    a, w = k_major(a_q, 1, relay), experts_k_major(w_q, dim, relay)
     out = torch.zeros(groups.rows, w.codes.shape[1], dtype=out_dtype, device=a.codes.device)
     if not (w.free and w.contracted and groups.experts):
         return out[:, : w.free]

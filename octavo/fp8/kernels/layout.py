@@ -120,24 +120,32 @@ def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[in
     return free, round_up(contracted, SCALE_ALIGN)
 
 
-def k_major(q: Quantized, contract: int, relay: Callable[[Quantized, int], Quantized] | None = None) -> Operand:
+Relay = Callable[[Quantized, int], Quantized]
+"""Lays codes out anew: see :func:`relay`."""
+
+
+def relay(q: Quantized, contract: int) -> Quantized:
+    """A copy of the codes of q, [rows, columns] or [E, rows, columns], that lies for a contraction of dimension
+    ``contract`` of each matrix."""
+    *experts, rows, cols = q.data.shape
+    codes = q.data.new_zeros((*experts, *padded_sizes(rows, cols, q.spec, contract)), dtype=torch.uint8)
+    data = codes[..., :rows, :cols] if contract == 1 else codes[..., :cols, :rows].mT
+    data.copy_(q.data.view(torch.uint8))
+    return q._replace(data=data.view(q.data.dtype))
+
+
+def k_major(q: Quantized, contract: int, relay: Relay = relay) -> Operand:
     """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted: views where it lies so already.
 
-    ``relay``: who lays the codes out anew where they lie otherwise, in place of a copy by torch. e8m0 scales are taken
-    as they are, one byte each.
+    Codes that do not are copied by ``relay``. e8m0 scales are taken as they are, one byte each.
     """
     found = _views(q, contract)
-    if found.codes is None and relay is not None:
+    if found.codes is None:
         q = relay(q, contract)
         found = _views(q, contract)
-    rows, cols = q.data.shape
-    free, contracted = (rows, cols) if contract == 1 else (cols, rows)
-    if found.codes is not None:
-        codes = q.data.as_strided(*found.codes)
-    else:
-        codes, view = codes_buffer(rows, cols, q.spec, contract, q.data.device, zero=True)
-        view.view(torch.uint8).copy_(q.data.view(torch.uint8))
-    return Operand(codes, _scale(q, contract, found.scale), free, contracted)
+        assert found.codes is not None
+    codes, scale = q.data.as_strided(*found.codes), _scale(q, contract, found.scale)
+    return Operand(codes, scale, q.data.shape[1 - contract], q.data.shape[contract])
 
 
 def lies(q: Quantized, contract: int) -> bool:
@@ -193,7 +201,7 @@ def _views_of(
     """
     free, along = 1 - contract, contract
     sizes = padded_sizes(shape[0], shape[1], spec, contract)
-    lie = (
+    lie = 0 in shape or (
         (strides[along] == 1 or shape[along] == 1)
         and strides[free] == sizes[1]
         and offset == 0
@@ -215,20 +223,20 @@ def _views_of(
     return _Views((sizes, (sizes[1], 1)) if lie else None, scale)
 
 
-def experts_k_major(q: Quantized, contract: int) -> Operand:
+def experts_k_major(q: Quantized, contract: int, relay: Relay = relay) -> Operand:
     """Weights [E, N, K] of E experts: as :func:`k_major` of each, with codes [E, free, contracted] in one buffer and
     scales [E, free blocks, contracted blocks] as they lie."""
-    data = q.data if contract == 1 else q.data.transpose(1, 2)
-    scale = q.scale if contract == 1 else q.scale.transpose(1, 2)
-    experts, free, contracted = data.shape
-    sizes = padded_sizes(q.data.shape[1], q.data.shape[2], q.spec, contract)
+    experts, *shape = q.data.shape
+    sizes = padded_sizes(shape[0], shape[1], q.spec, contract)
     strides = (sizes[0] * sizes[1], sizes[1], 1)
-    nbytes = experts * strides[0]
-    if data.stride() == strides and data.storage_offset() == 0 and data.untyped_storage().nbytes() == nbytes:
-        return Operand(data.as_strided((experts, *sizes), strides), scale, free, contracted)
-    codes = torch.zeros((experts, *sizes), dtype=torch.uint8, device=data.device)
-    codes[:, :free, :contracted] = data.view(torch.uint8)
-    return Operand(codes.view(data.dtype), scale, free, contracted)
+
+    def lies(data: Tensor) -> bool:
+        turned, nbytes = data if contract == 1 else data.mT, data.untyped_storage().nbytes()
+        return turned.stride() == strides and data.storage_offset() == 0 and nbytes == experts * strides[0]
+
+    data = q.data if lies(q.data) else relay(q, contract).data
+    scale = q.scale if contract == 1 else q.scale.mT
+    return Operand(data.as_strided((experts, *sizes), strides), scale, shape[1 - contract], shape[contract])
 
 
 def lines(operand: Operand) -> Tensor:

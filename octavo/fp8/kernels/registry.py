@@ -96,14 +96,13 @@ class Backend:
 
     def laid_for(self, q: Quantized, contract: int) -> Quantized:
         """As :meth:`scales_for`, with the codes too in the layout of that contraction."""
-        codes, scale, free, contracted = self.relaid(q, contract)
-        codes = codes[..., :free, :contracted]
-        return Quantized(codes, scale, q.spec) if contract else Quantized(codes.mT, scale.mT, q.spec)
+        lies = q.data.dim() == 2 and layout.lies(q, contract)
+        return self.scales_for(q if lies else self.relay(q, contract), contract)
 
-    def relaid(self, q: Quantized, contract: int) -> layout.Operand:
-        """q [rows, columns], or weights of experts [E, N, K], as an operand whose dimension ``contract`` of each matrix
-        is contracted: views where it lies so already, else its codes are copied into that layout."""
-        return layout.k_major(q, contract) if q.data.dim() == 2 else layout.experts_k_major(q, contract)
+    def relay(self, q: Quantized, contract: int) -> Quantized:
+        """q [rows, columns], or weights of experts [E, N, K], with its codes copied to where they lie for a contraction
+        of dimension ``contract`` of each matrix."""
+        return layout.relay(q, contract)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """y [M, N] = x [M, K] @ w [N, K].T + bias [N], the bias added in fp32 before the one rounding."""
@@ -232,8 +231,8 @@ class GemmOnlyBackend(Backend):
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return select("dequantize", recipe_or_spec=q.spec, device=q.data.device).backend.dequantize(q, dtype)
 
-    def relaid(self, q: Quantized, contract: int) -> layout.Operand:
-        return self._cast_backend(q.spec, q.data).relaid(q, contract)
+    def relay(self, q: Quantized, contract: int) -> Quantized:
+        return self._cast_backend(q.spec, q.data).relay(q, contract)
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
         return self._cast_backend(spec, x, "grouped_fwd").quantize_rows(x, spec, groups, contract)

@@ -11,7 +11,7 @@ is to hand over what the operation asks for, and that differs by the kind of sca
     mx       1x32, e8m0 scales in tiles of 128x4 (see swizzled)      sm 10.0 and later, CUDA 12.8
 
 k and n must be multiples of 16 and both operands contiguous along k, as :mod:`octavo.fp8.kernels.layout` has them. What
-lies otherwise is laid out anew by the backend that casts (``relaid``), and columns of zeros are cut off the result.
+lies otherwise is laid out anew by the backend that casts (``relay``), and columns of zeros are cut off the result.
 (Rules: aten/src/ATen/native/cuda/ScaledBlas.cpp.)
 
 Fast accumulation, which keeps partial sums in fewer bits, is used in the forward alone, and only with one scale a
@@ -23,7 +23,7 @@ addition and a cast, 18 bytes an output instead of 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -40,10 +40,13 @@ from octavo.fp8.kernels.layout import (
     CONTRACTED,
     Lying,
     Operand,
+    Relay,
     check_fit,
     k_major,
+    lies,
     lines,
     lying,
+    relay,
     round_up,
     without_values,
 )
@@ -69,7 +72,6 @@ _SCALINGS = {
     "line": (ScalingType.BlockWise1x128, ScalingType.BlockWise1x128),
     "mx": (ScalingType.BlockWise1x32, ScalingType.BlockWise1x32),
 }
-Relaid = Callable[[Quantized, int], Operand]
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -112,7 +114,7 @@ class TorchBackend(GemmOnlyBackend):
     def gemm(
         self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
-        product = lay_out(op, a_q, b_q, self.relaid)
+        product = lay_out(op, a_q, b_q, self.relay)
         a_dim, b_dim = CONTRACTED[op]
         rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
         if not (rows and cols and a_q.data.shape[a_dim]):  # the kernels do not take empty matrices
@@ -132,6 +134,7 @@ class TorchBackend(GemmOnlyBackend):
         return finish(multiply(product, torch.float32, fast)[:rows, :cols], bias, out_dtype)
 
 
+@lru_cache(maxsize=256)
 def kind_of(op: str, a: CastSpec, b: CastSpec) -> str | None:
     """How a GEMM of operands cast like this is scaled, None where scaled_mm has no such GEMM."""
     dims = CONTRACTED[op]
@@ -185,42 +188,49 @@ def _cuda_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def lay_out(op: str, a_q: Quantized, b_q: Quantized, relaid: Relaid = k_major) -> Product:
-    """The operands of a GEMM as scaled_mm wants them, what does not lie in memory so copied by ``relaid``. Raises
+def lay_out(op: str, a_q: Quantized, b_q: Quantized, relay: Relay = relay) -> Product:
+    """The operands of a GEMM as scaled_mm wants them, codes that do not lie in memory so copied by ``relay``. Raises
     CastError unless they are two matrices that fit each other, in casts that scaled_mm can multiply."""
-    found = _views(op, lying(a_q), lying(b_q))
-    if found is None:
-        return _lay_out(op, a_q, b_q, relaid)
-    given = (a_q.data, b_q.data, a_q.scale, b_q.scale)
-    a, b, scale_a, scale_b = (
-        t if at is None else t.as_strided(*at) for t, at in zip(given, found.strided, strict=True)
-    )
-    return Product(found.kind, a, b, scale_a, scale_b)
+    found = _laid_out(op, lying(a_q), lying(b_q))
+    if found.relay != (False, False):
+        dims = zip((a_q, b_q), CONTRACTED[op], found.relay, strict=True)
+        a_q, b_q = (relay(q, dim) if needed else q for q, dim, needed in dims)
+        found = _laid_out(op, lying(a_q), lying(b_q))
+    if found.views is None:
+        return _lay_out(op, a_q, b_q)
+    views = []
+    for tensor, view in zip((a_q.data, b_q.data, a_q.scale, b_q.scale), found.views, strict=True):
+        views.append(tensor if view is None else tensor.as_strided(*view))
+    return Product(found.kind, *views)
 
 
-class _Views(NamedTuple):
-    """A product of views of its operands alone: sizes, strides and offset of each, None for a tensor as it is."""
+class _LaidOut(NamedTuple):
+    """What becomes of operands that lie in one way: whose codes have to be copied, and the views (sizes, strides,
+    offset) of both codes and both scales that are the product; None for a tensor as it is, and for views where more
+    than codes is copied."""
 
     kind: str
-    strided: tuple[tuple[Any, ...] | None, ...]
+    relay: tuple[bool, bool]
+    views: tuple[tuple[Any, ...] | None, ...] | None
 
 
 @lru_cache(maxsize=4096)
-def _views(op: str, a: Lying, b: Lying) -> _Views | None:
-    """What :func:`_lay_out` makes of operands that lie so, None where it copies; found out once, without values."""
+def _laid_out(op: str, a: Lying, b: Lying) -> _LaidOut:
+    """Found out once for all GEMMs whose operands lie so, by laying out two without values."""
     with _disable_current_modes():
         a_q, b_q = without_values(a), without_values(b)
-        product = _lay_out(op, a_q, b_q, k_major)
-    strided: list[tuple[Any, ...] | None] = []
+        product = _lay_out(op, a_q, b_q)
+        moved = not lies(a_q, CONTRACTED[op][0]), not lies(b_q, CONTRACTED[op][1])
+    views: list[tuple[Any, ...] | None] = []
     for made, given in zip(product[1:], (a_q.data, b_q.data, a_q.scale, b_q.scale), strict=True):
         if made.untyped_storage()._cdata != given.untyped_storage()._cdata:
-            return None
-        at, was = ((t.shape, t.stride(), t.storage_offset()) for t in (made, given))
-        strided.append(None if at == was else at)
-    return _Views(product.kind, tuple(strided))
+            return _LaidOut(product.kind, moved, None)
+        view, own = ((t.shape, t.stride(), t.storage_offset()) for t in (made, given))
+        views.append(None if view == own else view)
+    return _LaidOut(product.kind, moved, tuple(views))
 
 
-def _lay_out(op: str, a_q: Quantized, b_q: Quantized, relaid: Relaid) -> Product:
+def _lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
     a_dim, b_dim = CONTRACTED[op]
     check_fit(op, a_q, a_dim, b_q, b_dim)
     kind = kind_of(op, a_q.spec, b_q.spec)
@@ -229,7 +239,7 @@ def _lay_out(op: str, a_q: Quantized, b_q: Quantized, relaid: Relaid) -> Product
             f"gemm_{op}: scaled_mm cannot multiply {a_q.spec} by {b_q.spec}; use the casts of a recipe that "
             "the torch backend supports, or another backend."
         )
-    a, b = relaid(a_q, a_dim), relaid(b_q, b_dim)
+    a, b = k_major(a_q, a_dim), k_major(b_q, b_dim)
     if kind in ("block", "line"):  # scales reach over the padding of the free dimensions, so all rows are handed over
         scale_b = lines(b) if kind == "line" else _squares(b)
         return Product(kind, a.codes, b.codes.t(), lines(a), scale_b)

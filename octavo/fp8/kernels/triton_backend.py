@@ -28,7 +28,7 @@ from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels import triton_kernels as kernels
 from octavo.fp8.kernels.groups import Groups
-from octavo.fp8.kernels.layout import CONTRACTED, Operand
+from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend
 from octavo.fp8.kernels.torch_backend import kind_of
 
@@ -86,8 +86,8 @@ class TritonBackend(Backend):
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return kernels.cast.dequantize(q, dtype)
 
-    def relaid(self, q: Quantized, contract: int) -> Operand:
-        return (kernels.cast if q.data.dim() == 2 else kernels.grouped_cast).relaid(q, contract)
+    def relay(self, q: Quantized, contract: int) -> Quantized:
+        return kernels.cast.relay(q, contract)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         return kernels.gemm.gemm(x_q, 1, w_q, 1, out_dtype, bias)

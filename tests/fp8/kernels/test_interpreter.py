@@ -117,7 +117,7 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
         "quantize_both_with_scale": lambda: backend.quantize_both_with_scale(one, torch.tensor(0.5), whole),
         "dequantize": lambda: backend.dequantize(q),
         "laid_for": lambda: backend.laid_for(cast.quantize(one, CastSpec(block=(128, 128))), 0),
-        "relaid": lambda: backend.relaid(cast.quantize(one, CastSpec(block=(128, 128))), 0),
+        "relay": lambda: backend.relay(cast.quantize(one, CastSpec(block=(128, 128))), 0),
         "gemm_fwd": lambda: backend.gemm_fwd(q, q, torch.float32),
         "gemm_dgrad": lambda: backend.gemm_dgrad(cast.quantize(one[:, :16], across), cast.quantize(one, down), LOW),
         "gemm_wgrad": lambda: backend.gemm_wgrad(cast.quantize(one, down), cast.quantize(one, down), LOW),

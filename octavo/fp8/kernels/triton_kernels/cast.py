@@ -366,34 +366,29 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def relaid(q: Quantized, contract: int) -> Operand:
     """``layout.k_major`` whose copy of codes, where one is needed, is made by a kernel."""
-    return layout.k_major(q, contract, transpose)
+    return layout.k_major(q, contract, relay)
 
 
-def transpose(q: Quantized, contract: int) -> Quantized:
-    """The same q [rows, columns] with its codes laid out anew for the contraction of dimension ``contract``."""
-    rows, cols = q.data.shape
-    codes = q.data.view(torch.uint8)
-    sizes = layout.padded_sizes(rows, cols, q.spec, contract)
-    buffer = relay((codes if contract == 1 else codes.t()).unsqueeze(0), sizes)[0].view(q.data.dtype)
-    return q._replace(data=buffer[:rows, :cols] if contract == 1 else buffer[:cols, :rows].t())
+def relay(q: Quantized, contract: int) -> Quantized:
+    """See ``Backend.relay``. Tiles of 128 x 128 bytes: whole lines are read along one dimension and written along the
+    other."""
+    data = q.data
+    place, grid, numbers, sizes, constants = _plan_relay(data.shape, data.stride(), q.spec, contract)
+    codes = torch.empty_strided(place.codes, place.strides, dtype=torch.uint8, device=data.device)
+    launch(cast_tiles.relay_kernel, grid, data.view(torch.uint8), *numbers, codes, *sizes, **constants)
+    laid = codes.view(data.dtype)
+    return q._replace(data=laid if place.data == place.codes else laid.as_strided(place.data, place.strides))
 
 
-def relay(codes: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """Codes [batch, free, contracted] (uint8, any strides) as a contiguous buffer [batch, *sizes], padded with zeros.
-
-    Tiles of 128 x 128 bytes: whole lines are read along one dimension and written along the other.
-    """
-    batch, free, contracted = codes.shape
-    out = torch.empty(batch, *sizes, dtype=torch.uint8, device=codes.device)
-    across = ceil_div(sizes[1], 128)
-    launch(
-        cast_tiles.relay_kernel,
-        (ceil_div(sizes[0], 128) * across, batch),
-        *(codes, *codes.stride(), out, free, contracted, sizes[1], across),
-        EVEN_F=math.gcd(16, free),
-        EVEN_K=math.gcd(16, contracted),
-        TF=128,
-        TK=128,
-        num_warps=8,
-    )
-    return out
+@lru_cache(maxsize=4096)
+def _plan_relay(
+    shape: torch.Size, strides: tuple[int, ...], spec: CastSpec, contract: int
+) -> tuple[Room, tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
+    """What :func:`relay` fills, its grid, the strides that it reads with, the sizes and constants of its launch."""
+    place, (batch, rows, cols), steps = room(shape, spec, contract, None), _batched(shape), _in_batch(shape, strides)
+    down, wide = layout.padded_sizes(rows, cols, spec, contract)
+    free, contracted = (rows, cols) if contract == 1 else (cols, rows)
+    numbers = (steps[0], *(steps[1:] if contract == 1 else (steps[2], steps[1])))
+    across = ceil_div(wide, 128)
+    constants = {"EVEN_F": math.gcd(16, free), "EVEN_K": math.gcd(16, contracted), "TF": 128, "TK": 128, "num_warps": 8}
+    return place, (ceil_div(down, 128) * across, batch), numbers, (free, contracted, wide, across), constants

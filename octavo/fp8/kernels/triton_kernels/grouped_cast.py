@@ -18,7 +18,6 @@ are views of the real ones, transposed for contract 0. ``layout.experts_k_major`
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic import cast as reference
@@ -78,10 +77,4 @@ def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
 
 def relaid(q: Quantized, contract: int) -> Operand:
     """``layout.experts_k_major`` whose copy of codes, where one is needed, is made by a kernel."""
-    sizes = layout.padded_sizes(q.data.shape[1], q.data.shape[2], q.spec, contract)
-    data = q.data if contract == 1 else q.data.transpose(1, 2)
-    if data.stride() != (sizes[0] * sizes[1], sizes[1], 1):
-        _, free, contracted = data.shape
-        real = cast.relay(data.view(torch.uint8), sizes).view(data.dtype)[:, :free, :contracted]
-        q = q._replace(data=real if contract == 1 else real.transpose(1, 2))
-    return layout.experts_k_major(q, contract)
+    return layout.experts_k_major(q, contract, cast.relay)
