@@ -19,16 +19,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from octavo import fp8
 from octavo.bench import record
 from octavo.fp8.kernels import torch_backend, triton_backend
-from octavo.fp8.kernels.triton_kernels import cast, gemm, tiles
+from octavo.fp8.kernels.triton_kernels import cast, cast_tiles, gemm, launch, tiles
 
 SIZE = 128
 CALLS = 20  # of one contender in one round
@@ -56,6 +60,10 @@ class Empty(torch.autograd.Function):
         return x, weight
 
 
+def _none(*given: Any, **options: Any) -> None:
+    pass
+
+
 def _product(product: torch_backend.Product, dtype: torch.dtype, *more: Any) -> Tensor:
     return torch.empty(product.a.shape[0], product.b.shape[1], dtype=dtype)
 
@@ -63,14 +71,13 @@ def _product(product: torch_backend.Product, dtype: torch.dtype, *more: Any) -> 
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Backends as on an H200, and nothing behind them."""
-    none: Callable[..., None] = lambda *given, **options: None  # noqa: E731
     with (
-        mock.patch.object(cast, "launch", none),
-        mock.patch.object(gemm, "launch", none),
+        mock.patch.object(cast, "launch", _none),
+        mock.patch.object(gemm, "launch", _none),
         mock.patch.object(tiles, "gpu_of", lambda device: tiles.Gpu(90, 132)),
-        mock.patch.object(triton_backend, "_why_not", none),
-        mock.patch.object(triton_backend.TritonBackend, "auto_unsupported", none),
-        mock.patch.object(torch_backend, "_why_not", none),
+        mock.patch.object(triton_backend, "_why_not", _none),
+        mock.patch.object(triton_backend.TritonBackend, "auto_unsupported", _none),
+        mock.patch.object(torch_backend, "_why_not", _none),
         mock.patch.object(torch_backend, "multiply", _product),
     ):
         yield
@@ -131,6 +138,39 @@ def timed(steps: dict[str, Step], rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def launches(rounds: int) -> dict[str, float]:
+    """Microseconds of one launch of a cast in two layouts, as Triton launches and as Octavo does, through a driver
+    that does nothing."""
+    taken: list[tuple[Any, Any, Any, Any]] = []
+    with (
+        without_kernels(),
+        mock.patch.object(cast, "launch", lambda kernel, grid, *args, **options: taken.append((grid, args, options))),
+    ):
+        x = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16)
+        cast.quantize_both(x, fp8.CastSpec(), fp8.CastSpec(block=(128, 1)))
+    (grid, args, options), kernel = taken[0], JITFunction(cast_tiles.cast_kernel.fn)
+    compiled = SimpleNamespace(function=None, packed_metadata=None, launch_metadata=_none, run=_none)
+    kernel._do_compile = lambda key, signature, device, *more: kernel.device_caches[device][0].setdefault(key, compiled)
+    target = GPUTarget("cuda", 90, 32)
+    nothing = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+    )
+    ways = {
+        "kernel[grid](...)": lambda: kernel[grid](*args, **options),
+        "Octavo's launch": lambda: launch.launch(kernel, grid, *args, **options),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    with mock.patch.object(driver, "_active", nothing), mock.patch.object(launch, "INTERPRETED", False):
+        for number in range(rounds + 1):
+            for name, way in ways.items():
+                began = time.thread_time()
+                for _ in range(CALLS):
+                    way()
+                if number:
+                    seconds[name].append((time.thread_time() - began) / CALLS)
+    return {name: round(statistics.median(each) * 1e6, 1) for name, each in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
@@ -142,8 +182,11 @@ def main() -> None:
     print(f"{'microseconds of thread time':40} forward  with backward  x nn.Linear")
     for row in rows:
         print(f"{row['layer']:40} {row['forward_us']:7.1f} {row['both_us']:14.1f} {row['ratio']:12.1f}")
+    one = launches(args.rounds)
+    for name, micro in one.items():
+        print(f"{'one launch: ' + name:40} {micro:7.1f}")
     if args.out:
-        found = {"command": "python benchmarks/host.py", "layers": rows, "machine": record.machine()}
+        found = {"command": "python benchmarks/host.py", "layers": rows, "launch_us": one, "machine": record.machine()}
         record.save(found, args.out)
 
 
