@@ -35,7 +35,7 @@ from octavo.fp8.kernels import torch_backend, triton_backend
 from octavo.fp8.kernels.triton_kernels import cast, cast_tiles, gemm, launch, tiles
 
 SIZE = 128
-CALLS = 20  # of one contender in one round
+CALLS = 100  # of one contender in one round
 LAYERS = {
     "blockwise": ("torch", "triton"),
     "tensorwise": ("torch", "triton"),

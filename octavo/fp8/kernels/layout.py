@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.formats import E8M0
 
 CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 """The dimension of each operand that a GEMM sums over."""
@@ -155,15 +156,15 @@ def lies(q: Quantized, contract: int) -> bool:
 
 Strided = tuple[tuple[int, int], tuple[int, int]]  # sizes and strides of a view that begins where its tensor begins
 Lying = tuple[Any, ...]
-"""How a Quantized lies in memory, for a cache's key: its cast; dtype, sizes, strides, offset and bytes of the storage,
-of codes and of scales."""
+"""How a Quantized lies in memory, as a key: its cast; sizes, strides, offset and bytes of the storage, of codes and of
+scales."""
 
 
 def lying(q: Quantized) -> Lying:
-    data, scale = q.data, q.scale
+    data, scale, spec = q
     return (
-        *(q.spec, data.dtype, data.shape, data.stride(), data.storage_offset(), data.untyped_storage().nbytes()),
-        *(scale.dtype, scale.shape, scale.stride(), scale.storage_offset(), scale.untyped_storage().nbytes()),
+        *(spec, data.shape, data.stride(), data.storage_offset(), data.untyped_storage().nbytes()),
+        *(scale.shape, scale.stride(), scale.storage_offset(), scale.untyped_storage().nbytes()),
     )
 
 
@@ -174,7 +175,9 @@ def without_values(lying: Lying) -> Quantized:
         held = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         return held.view(dtype).as_strided(size, stride, offset)
 
-    return Quantized(tensor(*lying[1:6]), tensor(*lying[6:]), lying[0])
+    spec = lying[0]
+    scale_dtype = E8M0 if spec.scale == "e8m0" else torch.float32
+    return Quantized(tensor(spec.fmt.dtype, *lying[1:5]), tensor(scale_dtype, *lying[5:]), spec)
 
 
 class _Views(NamedTuple):
@@ -191,8 +194,8 @@ def _views(q: Quantized, contract: int) -> _Views:
 @lru_cache(maxsize=4096)
 def _views_of(
     contract: int, spec: CastSpec,
-    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, int], offset: int, nbytes: int,
-    scale_dtype: torch.dtype, grid: torch.Size, steps: tuple[int, int], scale_offset: int, scale_nbytes: int,
+    shape: torch.Size, strides: tuple[int, int], offset: int, nbytes: int,
+    grid: torch.Size, steps: tuple[int, int], scale_offset: int, scale_nbytes: int,
 ) -> _Views:  # fmt: skip
     """Worked out once for each way in which codes and scales lie: every GEMM asks, of both of its operands.
 
@@ -212,7 +215,7 @@ def _views_of(
     if spec.block[contract] == -1:
         if blocks[1] == 1 and (step[0] == 1 or blocks[0] == 1):  # strides of 1, also of a transposed row
             scale = (blocks[0], 1), (1, 1)
-    elif scale_dtype is not torch.float32:
+    elif spec.scale == "e8m0":
         if step == (blocks[1], 1):
             scale = blocks, step
     else:

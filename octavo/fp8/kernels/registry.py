@@ -213,7 +213,8 @@ class GemmOnlyBackend(Backend):
         return self._cast_backend(spec, x).quantize(x, spec, contract)
 
     def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
-        caster, other = self._cast_backend(row, x), self._cast_backend(col, x)
+        caster = self._cast_backend(row, x)
+        other = caster if row == col else self._cast_backend(col, x)
         if caster is other:
             return caster.quantize_both(x, row, col)
         return caster.quantize(x, row, 1), other.quantize(x, col, 0)

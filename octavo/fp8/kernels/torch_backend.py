@@ -192,16 +192,20 @@ def lay_out(op: str, a_q: Quantized, b_q: Quantized, relay: Relay = relay) -> Pr
     """The operands of a GEMM as scaled_mm wants them, codes that do not lie in memory so copied by ``relay``. Raises
     CastError unless they are two matrices that fit each other, in casts that scaled_mm can multiply."""
     found = _laid_out(op, lying(a_q), lying(b_q))
-    if found.relay != (False, False):
-        dims = zip((a_q, b_q), CONTRACTED[op], found.relay, strict=True)
-        a_q, b_q = (relay(q, dim) if needed else q for q, dim, needed in dims)
+    if found.relay_a or found.relay_b:
+        a_q = relay(a_q, CONTRACTED[op][0]) if found.relay_a else a_q
+        b_q = relay(b_q, CONTRACTED[op][1]) if found.relay_b else b_q
         found = _laid_out(op, lying(a_q), lying(b_q))
     if found.views is None:
         return _lay_out(op, a_q, b_q)
-    views = []
-    for tensor, view in zip((a_q.data, b_q.data, a_q.scale, b_q.scale), found.views, strict=True):
-        views.append(tensor if view is None else tensor.as_strided(*view))
-    return Product(found.kind, *views)
+    a, b, scale_a, scale_b = found.views
+    return Product(
+        found.kind,
+        a_q.data if a is None else a_q.data.as_strided(*a),
+        b_q.data if b is None else b_q.data.as_strided(*b),
+        a_q.scale if scale_a is None else a_q.scale.as_strided(*scale_a),
+        b_q.scale if scale_b is None else b_q.scale.as_strided(*scale_b),
+    )
 
 
 class _LaidOut(NamedTuple):
@@ -210,7 +214,8 @@ class _LaidOut(NamedTuple):
     than codes is copied."""
 
     kind: str
-    relay: tuple[bool, bool]
+    relay_a: bool
+    relay_b: bool
     views: tuple[tuple[Any, ...] | None, ...] | None
 
 
@@ -224,10 +229,10 @@ def _laid_out(op: str, a: Lying, b: Lying) -> _LaidOut:
     views: list[tuple[Any, ...] | None] = []
     for made, given in zip(product[1:], (a_q.data, b_q.data, a_q.scale, b_q.scale), strict=True):
         if made.untyped_storage()._cdata != given.untyped_storage()._cdata:
-            return _LaidOut(product.kind, moved, None)
+            return _LaidOut(product.kind, *moved, None)
         view, own = ((t.shape, t.stride(), t.storage_offset()) for t in (made, given))
         views.append(None if view == own else view)
-    return _LaidOut(product.kind, moved, tuple(views))
+    return _LaidOut(product.kind, *moved, tuple(views))
 
 
 def _lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:

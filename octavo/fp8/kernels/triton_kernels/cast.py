@@ -86,9 +86,9 @@ def quantize_with_scale(
 
 def _cast(x: Tensor, jobs: Jobs, scale: Tensor | None = None, amax: Tensor | None = None) -> list[Quantized]:
     outs = run(cast.flat(x), jobs, scale, amax)
-    # A matrix keeps its strides: a view of the same shape may give sides of 1 others, and layout.lies reads them.
-    data = [out.data if x.dim() == 2 else out.data.view(x.shape) for out in outs]
-    return [Quantized(d, out.scale, spec) for d, out, (spec, _) in zip(data, outs, jobs, strict=True)]
+    if x.dim() != 2:  # a matrix keeps its strides: a view may give sides of 1 others, and layout.lies reads them
+        outs = [out._replace(data=out.data.view(x.shape)) for out in outs]
+    return [Quantized(out.data, out.scale, spec) for out, (spec, _) in zip(outs, jobs, strict=True)]
 
 
 def run(
@@ -111,7 +111,7 @@ def run(
         return [o._replace(data=o.data.mT, scale=o.scale.mT) for o in reversed(outs)]
     experts = None if groups is None else groups.experts
     plan = _plan(x.shape, x.stride(), jobs, scale is not None, amax is not None, experts)
-    laid = [make(place, spec, x.device) for place, (spec, _) in zip(plan.rooms, jobs, strict=True)]
+    laid = [make(place, x.device) for place in plan.rooms]
     if not x.numel():
         for out, (spec, _) in zip(laid, jobs, strict=True):
             out.scales.fill_(127 if spec.scale == "e8m0" else 1)

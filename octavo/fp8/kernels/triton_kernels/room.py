@@ -33,7 +33,7 @@ class Room(NamedTuple):
     """What a cast of one geometry is written into, in the order of the matrix whatever is contiguous in memory.
 
     Sizes of the buffer of codes, of the real ones in it, and the strides of both; the same of scales; ``padding``: the
-    kernel writes row and column blocks up to multiples of these.
+    kernel writes row and column blocks up to multiples of these. ``dtype``: of codes; ``e8m0``: that of scales.
     """
 
     codes: tuple[int, ...]
@@ -43,18 +43,20 @@ class Room(NamedTuple):
     scale: tuple[int, ...]
     steps: tuple[int, ...]
     padding: tuple[int, int]
+    dtype: torch.dtype
+    e8m0: bool
 
 
 def allocate(x: Tensor, spec: CastSpec, contract: int, groups: Groups | None = None) -> Laid:
     """Room for the cast of x [*batch, rows, columns], for each of a batch. Nothing is written yet."""
-    return make(room(x.shape, spec, contract, None if groups is None else groups.experts), spec, x.device)
+    return make(room(x.shape, spec, contract, None if groups is None else groups.experts), x.device)
 
 
-def make(place: Room, spec: CastSpec, device: torch.device) -> Laid:
-    e8m0 = spec.scale == "e8m0"
+def make(place: Room, device: torch.device) -> Laid:
+    e8m0 = place.e8m0
     codes = torch.empty_strided(place.codes, place.strides, dtype=torch.uint8, device=device)
     scales = torch.empty_strided(place.scales, place.steps, dtype=torch.uint8 if e8m0 else torch.float32, device=device)
-    data, scale = codes.view(spec.fmt.dtype), scales.view(E8M0) if e8m0 else scales
+    data, scale = codes.view(place.dtype), scales.view(E8M0) if e8m0 else scales
     if place.data != place.codes:
         data = data.as_strided(place.data, place.strides)
     if place.scale != place.scales:
@@ -80,4 +82,5 @@ def room(shape: torch.Size, spec: CastSpec, contract: int, experts: int | None) 
     step = (scales[1], 1) if by_row else (1, scales[0])
     strides = (codes[0] * codes[1], *pitch) if batch else pitch
     steps = (scales[0] * scales[1], *step) if batch else step
-    return Room((*batch, *codes), tuple(shape), strides, (*batch, *scales), (*batch, *grid), steps, pads)
+    sizes = (*batch, *codes), tuple(shape), strides, (*batch, *scales), (*batch, *grid), steps
+    return Room(*sizes, pads, spec.fmt.dtype, spec.scale == "e8m0")
