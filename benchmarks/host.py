@@ -107,11 +107,12 @@ def contenders() -> dict[str, Step]:
         "nn.Linear 1x1": step_of(stock, 1, [stock.weight]),
         "an autograd.Function that does nothing": step_of(lambda x: Empty.apply(x, weight), 1, [weight]),
     }
-    for recipe, backends in LAYERS.items():
-        for backend in backends:
-            layer: Any = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16))
-            fp8.apply(layer, fp8.plan(layer, fp8.Policy(recipe, backend=backend)))
-            found[f"{recipe}, {backend} backend"] = step_of(layer[0], SIZE, list(layer.parameters()))
+    ways = [(recipe, backend, "keep") for recipe, backends in LAYERS.items() for backend in backends]
+    for recipe, backend, codes in [*ways, ("blockwise", "torch", "both")]:
+        layer: Any = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16))
+        fp8.apply(layer, fp8.plan(layer, fp8.Policy(recipe, backend=backend, weight_codes=codes)))
+        name = f"{recipe}, {backend} backend" + (", both layouts of w" if codes == "both" else "")
+        found[name] = step_of(layer[0], SIZE, list(layer.parameters()))
     return found
 
 

@@ -114,7 +114,7 @@ class _ThreeGemms(torch.autograd.Function):
                     w_q = Quantized(tensors.pop(0), tensors.pop(0), ctx.w_spec)
                 # Rounded to the dtype of the GEMMs first, as the gradient of autocast's copy would be.
                 dx = gemms.dgrad(site, way, dy_MN, dy_row, weight, ctx.part, w_q, ctx.dtype, seen)
-                dx = dx.view(ctx.x_shape).to(x_dtype)
+                dx = (dx if dx.shape == ctx.x_shape else dx.view(ctx.x_shape)).to(x_dtype)
             if needs_w:
                 x, exact = ctx.restore(way, tensors)
                 dw = gemms.wgrad(site, way, dy_MN, dy_col, x, exact, w_dtype, seen)

@@ -8,6 +8,9 @@ contraction contiguous, so that the kernel knows a single case; ``contraction`` 
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -88,26 +91,45 @@ def gemm(
             f"gemm: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices that "
             f"agree in dimension {a_contract} of the first and {b_contract} of the second. Flatten leading dimensions."
         )
-    gpu = gpu or tiles.gpu_of(a_q.data.device)
-    grains = tiles.grain(a_q.spec, a_contract), tiles.grain(b_q.spec, b_contract)
-    form = tiles.form(*grains, fast=a_contract == b_contract == 1, gpu=gpu)
-    a, b = cast.relaid(a_q, a_contract), cast.relaid(b_q, b_contract)
-    out = torch.empty(a.free, b.free, dtype=out_dtype, device=a.codes.device)
-    if out.numel() == 0:
+    sizes = a_q.data.shape[1 - a_contract], b_q.data.shape[1 - b_contract], a_q.data.shape[a_contract]
+    jobs, gpu = ((a_q.spec, a_contract), (b_q.spec, b_contract)), gpu or tiles.gpu_of(a_q.data.device)
+    plan = _plan(jobs, sizes, gpu, tile, bias is not None)
+    out = torch.empty(sizes[:2], dtype=out_dtype, device=a_q.data.device)
+    if 0 in plan.grid:
         return out
-    if not a.contracted:  # nothing to describe, and nothing will be read
-        form = form._replace(tma=False)
-    tile = tile or tiles.choose(a.free, b.free, form, gpu)
+    a, b, tile = cast.relaid(a_q, a_contract), cast.relaid(b_q, b_contract), plan.tile
     launch(
         gemm_kernel,
-        (layout.ceil_div(a.free, tile.m) * layout.ceil_div(b.free, tile.n),),
-        tiles.source(a.codes, a.free, a.contracted, (tile.m, tile.k), form.tma),
-        tiles.source(b.codes, b.free, b.contracted, (tile.n, tile.k), form.tma),
+        plan.grid,
+        tiles.source(a.codes, a.free, a.contracted, (tile.m, tile.k), plan.tma),
+        tiles.source(b.codes, b.free, b.contracted, (tile.n, tile.k), plan.tma),
         out,
         *(layout.as_bytes(a.scale), layout.as_bytes(b.scale), bias),
-        *(a.free, b.free, a.contracted, a.codes.stride(0), b.codes.stride(0)),
-        *(*a.scale.stride(), *b.scale.stride()),
-        **tiles.options(form, tile),
-        BIAS=bias is not None,
+        *(*sizes, a.codes.stride(0), b.codes.stride(0), *a.scale.stride(), *b.scale.stride()),
+        **plan.constants,
     )
     return out
+
+
+class Plan(NamedTuple):
+    """Everything about a GEMM that follows from casts and sizes; ``tma``: its operands are descriptors."""
+
+    tile: Tile
+    tma: bool
+    grid: tuple[int]
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    jobs: tuple[cast.Job, cast.Job], sizes: tuple[int, int, int], gpu: Gpu, tile: Tile | None, bias: bool
+) -> Plan:
+    """Worked out once for all GEMMs of these casts and sizes (rows, columns, contraction)."""
+    rows, cols, contracted = sizes
+    grains = tiles.grain(*jobs[0]), tiles.grain(*jobs[1])
+    form = tiles.form(*grains, fast=jobs[0][1] == jobs[1][1] == 1, gpu=gpu)
+    if not contracted:  # nothing to describe, and nothing will be read
+        form = form._replace(tma=False)
+    tile = tile or tiles.choose(rows, cols, form, gpu)
+    grid = (layout.ceil_div(rows, tile.m) * layout.ceil_div(cols, tile.n),)
+    return Plan(tile, form.tma, grid, tiles.options(form, tile) | {"BIAS": bias})
