@@ -24,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _MOST = 4096  # kinds of launches that are remembered
 _watchers: list[Counter[str]] = []
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # a compiled kernel, and its constants in order
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}  # the kernel, compiled, its constants in order
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -56,9 +56,9 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict
         if len(_compiled) >= _MOST:
             _compiled.clear()
         if compiled is not None:  # None where a hook of Triton's forbade it
-            _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+            _compiled[key] = kernel, compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
         return
-    compiled, constants = found
+    _, compiled, constants = found  # the kernel is held, so that no other comes to have its id
     stream = driver.active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
     compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants)
