@@ -220,12 +220,15 @@ def test_sizes_and_dtypes(size: tuple[int, int], dtype: torch.dtype, poisoned: l
     assert_cast(col, h, COL, 0)
 
 
-@pytest.mark.long
+MORE = [(m, n) for i, m in enumerate((2, 16, 127, 128, 129, 256, 300)) for n in ((1176,) if i % 2 == 0 else (48, 3420))]
+
+
 @pytest.mark.parametrize(
-    ("rows", "cols"),
-    [(m, n) for i, m in enumerate((2, 16, 127, 128, 129, 256, 300)) for n in ((1176,) if i % 2 == 0 else (48, 3420))],
+    ("rows", "cols"), [(128, 256), *(pytest.param(*size, marks=pytest.mark.long) for size in MORE)]
 )
-def test_more_sizes(rows: int, cols: int, poisoned: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_sizes(
+    rows: int, cols: int, poisoned: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
     dh, gate, up = (numbers(rows, cols, torch.bfloat16, s) for s in range(3))
     y, _, row, col = fused.rmsnorm_quantize(gate, up[0], 1e-6, ROW, COL)
     assert ulps(y, reference.rmsnorm_quantize(gate, up[0], 1e-6, None, None)[0]) <= 1

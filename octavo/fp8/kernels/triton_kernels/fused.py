@@ -102,6 +102,7 @@ def _tiles(
     """The grid and the constants of a program; tiles cover the padding of every output, too."""
     constants = _program(row if row_out else None, col if col_out else None, like.itemsize)
     down = like.shape[0] if col_out else round_up(like.shape[0], ALIGN)
+    constants["WHOLE"] = like.shape[0] % constants["BM"] == like.shape[1] % TILE == 0  # nothing to mask
     return (ceil_div(like.shape[1], TILE), ceil_div(down, constants["BM"])), constants
 
 

@@ -2,7 +2,8 @@
 
 Every tile is computed in fp32, rounded once to the dtype of the input, and quantized from there. Tiles reach over the
 edge of the matrix [M, K] into the padding of the outputs, where values are 0, and so codes are 0 and scales 1: padding
-is written by the same stores as everything else. Pointers that are None are outputs that nobody wants.
+is written by the same stores as everything else. Where the matrix is made of WHOLE tiles nothing is masked: a quarter
+fewer instructions, and no register spilled. Pointers that are None are outputs that nobody wants.
 
 Column counts and row strides come divided by ``UNIT``, which divides them all: see ``fused._unit``.
 """
@@ -18,12 +19,24 @@ from octavo.fp8.kernels.triton_kernels.bits import (
     encode,
     round_to,
     scale_of,
+    top_bits,
     widen,
 )
 
 
 @triton.jit
-def _store_row(y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr):
+def _within(rows, cols, M, K, WHOLE: tl.constexpr):
+    """Which places [rows, cols] lie within [M, K]: all of a WHOLE tile, which the compiler then sees."""
+    if WHOLE:
+        return tl.full([rows.shape[0], cols.shape[0]], 1, tl.int1)
+    return (rows[:, None] < M) & (cols[None, :] < K)
+
+
+@triton.jit
+def _store_row(
+    y, codes, scales, row, col, M, K,
+    BM: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr, WHOLE: tl.constexpr = False,
+):  # fmt: skip
     """Quantize y [BM, BK] fp32 (0 outside [M, K]) at (row, col) in blocks (1, G) and store it, padding included; G = 0:
     the row is one block, and y holds all of it. CAST is (G, whether scales are powers of two, whether codes are E5M2).
 
@@ -32,16 +45,17 @@ def _store_row(y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.conste
     G: tl.constexpr = CAST[0]
     SPAN: tl.constexpr = BK if G == 0 else G
     blocks = tl.reshape(y, [BM, BK // SPAN, SPAN])
-    scale, bad = scale_of(tl.max(amax_bits(blocks), axis=2, keep_dims=True), CAST[1], CAST[2])
+    scale, bad = scale_of(top_bits(tl.abs(blocks), 2)[:, :, None], CAST[1], CAST[2])
     out = tl.reshape(encode(blocks, scale, bad, CAST[1], CAST[2], False), [BM, BK])
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
-    if (row + BM > M) | (col + BK > K):  # the NaN of a bad block at the edge goes no further than the edge
-        out = tl.where((rows[:, None] < M) & (cols[None, :] < K), out, tl.zeros_like(out))
+    if not WHOLE:  # noqa: SIM102 (a constant outside, the device's own inside)
+        if (row + BM > M) | (col + BK > K):  # the NaN of a bad block at the edge goes no further than the edge
+            out = tl.where((rows[:, None] < M) & (cols[None, :] < K), out, tl.zeros_like(out))
     PAD: tl.constexpr = 16 if G == 0 else G
     width = (K + PAD - 1) // PAD * PAD
     at = codes + rows[:, None].to(tl.int64) * width + cols[None, :]
-    tl.store(at, out, mask=(rows[:, None] < (M + 15) // 16 * 16) & (cols[None, :] < width))
+    tl.store(at, out, mask=_within(rows, cols, (M + 15) // 16 * 16, width, WHOLE))
     scale = tl.reshape(scale, [BM, BK // SPAN])
     block = col // SPAN + tl.arange(0, BK // SPAN)[None, :]
     count = (K + SPAN - 1) // SPAN
@@ -55,20 +69,23 @@ def _store_row(y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.conste
 
 
 @triton.jit
-def _store_col(y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr):
+def _store_col(
+    y, codes, scales, row, col, M, K, BM: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr, WHOLE: tl.constexpr
+):
     """As :func:`_store_row` for blocks (G, 1): codes lie [K up to 16, M up to G], scales one block of rows after the
     other (e8m0: one column after the other)."""
     G: tl.constexpr = CAST[0]
     blocks = tl.reshape(y, [BM // G, G, BK])
-    scale, bad = scale_of(tl.max(amax_bits(blocks), axis=1, keep_dims=True), CAST[1], CAST[2])
+    scale, bad = scale_of(top_bits(tl.abs(blocks), 1)[:, None, :], CAST[1], CAST[2])
     out = tl.reshape(encode(blocks, scale, bad, CAST[1], CAST[2], False), [BM, BK])
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
-    if (row + BM > M) | (col + BK > K):
-        out = tl.where((rows[:, None] < M) & (cols[None, :] < K), out, tl.zeros_like(out))
+    if not WHOLE:  # noqa: SIM102 (a constant outside, the device's own inside)
+        if (row + BM > M) | (col + BK > K):
+            out = tl.where((rows[:, None] < M) & (cols[None, :] < K), out, tl.zeros_like(out))
     height = (M + G - 1) // G * G
     at = codes + cols[:, None].to(tl.int64) * height + rows[None, :]
-    tl.store(at, tl.trans(out), mask=(cols[:, None] < (K + 15) // 16 * 16) & (rows[None, :] < height))
+    tl.store(at, tl.trans(out), mask=_within(cols, rows, (K + 15) // 16 * 16, height, WHOLE))
     scale = tl.reshape(scale, [BM // G, BK])
     block = row // G + tl.arange(0, BM // G)[:, None]
     count = (M + G - 1) // G
@@ -174,6 +191,7 @@ def rmsnorm_tile(
     BK: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    WHOLE: tl.constexpr,
     OUT: tl.constexpr,
     LOW: tl.constexpr,
 ):
@@ -184,7 +202,7 @@ def rmsnorm_tile(
     col = tl.program_id(0) * BK
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
-    inside = (rows[:, None] < M) & (cols[None, :] < K)
+    inside = _within(rows, cols, M, K, WHOLE)
     v = widen(tl.load(x + rows[:, None].to(tl.int64) * (x_stride * UNIT) + cols[None, :], mask=inside, other=0.0))
     r = tl.load(rstd + rows, mask=rows < M, other=0.0)
     w = widen(tl.load(weight + cols, mask=cols < K, other=0.0))
@@ -192,9 +210,9 @@ def rmsnorm_tile(
     tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     _raise(top, _lowered(out, LOW))
     if row_codes is not None:
-        _store_row(_lowered(out, LOW), row_codes, row_scales, row, col, M, K, BM, BK, ROW)
+        _store_row(_lowered(out, LOW), row_codes, row_scales, row, col, M, K, BM, BK, ROW, WHOLE)
     if col_codes is not None:
-        _store_col(_lowered(_again(out), LOW), col_codes, col_scales, row, col, M, K, BM, BK, COL)
+        _store_col(_lowered(_again(out), LOW), col_codes, col_scales, row, col, M, K, BM, BK, COL, WHOLE)
 
 
 @triton.jit
@@ -238,6 +256,7 @@ def swiglu(
     BK: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """A tile of h = silu(gate) * up and its codes in one or two layouts."""
     K = K * UNIT
@@ -245,7 +264,7 @@ def swiglu(
     col = tl.program_id(0) * BK
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
-    inside = (rows[:, None] < M) & (cols[None, :] < K)
+    inside = _within(rows, cols, M, K, WHOLE)
     wide = rows[:, None].to(tl.int64)
     g = widen(tl.load(gate + wide * (gate_stride * UNIT) + cols[None, :], mask=inside, other=0.0))
     u = widen(tl.load(up + wide * (up_stride * UNIT) + cols[None, :], mask=inside, other=0.0))
@@ -254,9 +273,9 @@ def swiglu(
         tl.store(h + wide * K + cols[None, :], out, mask=inside)
     _raise(top, widen(out))
     if row_codes is not None:
-        _store_row(widen(out), row_codes, row_scales, row, col, M, K, BM, BK, ROW)
+        _store_row(widen(out), row_codes, row_scales, row, col, M, K, BM, BK, ROW, WHOLE)
     if col_codes is not None:
-        _store_col(widen(_again(out)), col_codes, col_scales, row, col, M, K, BM, BK, COL)
+        _store_col(widen(_again(out)), col_codes, col_scales, row, col, M, K, BM, BK, COL, WHOLE)
 
 
 @triton.jit
@@ -286,6 +305,7 @@ def swiglu_backward(
     BK: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """A tile of dgate, or of dup, and its codes in one or two layouts; dgate and dup themselves only where asked.
 
@@ -297,7 +317,7 @@ def swiglu_backward(
     col = tl.program_id(0) // 2 * BK
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
-    inside = (rows[:, None] < M) & (cols[None, :] < K)
+    inside = _within(rows, cols, M, K, WHOLE)
     wide = rows[:, None].to(tl.int64)
     d = tl.load(dh + wide * (dh_stride * UNIT) + cols[None, :], mask=inside, other=0.0)
     g = tl.load(gate + wide * (gate_stride * UNIT) + cols[None, :], mask=inside, other=0.0)
@@ -307,9 +327,9 @@ def swiglu_backward(
             tl.store(dup + wide * K + cols[None, :], d_up, mask=inside)
         _raise(up_top, widen(d_up))
         if up_row is not None:
-            _store_row(widen(d_up), up_row, up_row_scales, row, col, M, K, BM, BK, ROW)
+            _store_row(widen(d_up), up_row, up_row_scales, row, col, M, K, BM, BK, ROW, WHOLE)
         if up_col is not None:
-            _store_col(widen(_again(d_up)), up_col, up_col_scales, row, col, M, K, BM, BK, COL)
+            _store_col(widen(_again(d_up)), up_col, up_col_scales, row, col, M, K, BM, BK, COL, WHOLE)
     else:
         u = tl.load(up + wide * (up_stride * UNIT) + cols[None, :], mask=inside, other=0.0)
         s = sigmoid(widen(g))
@@ -319,6 +339,6 @@ def swiglu_backward(
             tl.store(dgate + wide * K + cols[None, :], d_gate, mask=inside)
         _raise(gate_top, widen(d_gate))
         if gate_row is not None:
-            _store_row(widen(d_gate), gate_row, gate_row_scales, row, col, M, K, BM, BK, ROW)
+            _store_row(widen(d_gate), gate_row, gate_row_scales, row, col, M, K, BM, BK, ROW, WHOLE)
         if gate_col is not None:
-            _store_col(widen(_again(d_gate)), gate_col, gate_col_scales, row, col, M, K, BM, BK, COL)
+            _store_col(widen(_again(d_gate)), gate_col, gate_col_scales, row, col, M, K, BM, BK, COL, WHOLE)

@@ -53,7 +53,7 @@ def variants() -> list[Variant]:
     found = []
     for name, (row, col) in pairs.items():
         dtype = name if name in ("fp32", "fp16") else "bf16"
-        tile = {"UNIT": 16, **fused._program(row, col, 4 if dtype == "fp32" else 2)}
+        tile = {"UNIT": 16, "WHOLE": True, **fused._program(row, col, 4 if dtype == "fp32" else 2)}
         warps, most = tile.pop("num_warps"), tile.pop("maxnreg", None)
         for kernel, inputs, plain in (
             (kernels.rmsnorm_tile, ("x", "weight"), ("y",)),
@@ -73,6 +73,9 @@ def variants() -> list[Variant]:
                 title = f"{kernel.__name__} {name}{'' if emit else ' codes only'}"
                 fixed = tile | absent | (_dtypes(dtype, dtype) if kernel is kernels.rmsnorm_tile else {})
                 found.append(Variant(title, kernel, signature, fixed, warps, maxnreg=most))
+                if name in ("blockwise", "mxfp8"):
+                    masked = fixed | {"WHOLE": False}
+                    found.append(Variant(f"{title}, edges", kernel, signature, masked, warps, maxnreg=most))
                 if kernel is kernels.rmsnorm_tile and name == "fp32":  # as under autocast
                     lowered = fixed | _dtypes("fp32", "bf16")
                     found.append(Variant(f"{title} codes of bf16", kernel, signature, lowered, warps, maxnreg=most))
