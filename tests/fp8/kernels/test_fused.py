@@ -226,9 +226,7 @@ MORE = [(m, n) for i, m in enumerate((2, 16, 127, 128, 129, 256, 300)) for n in 
 @pytest.mark.parametrize(
     ("rows", "cols"), [(128, 256), *(pytest.param(*size, marks=pytest.mark.long) for size in MORE)]
 )
-def test_more_sizes(
-    rows: int, cols: int, poisoned: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_sizes(rows: int, cols: int, poisoned: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     dh, gate, up = (numbers(rows, cols, torch.bfloat16, s) for s in range(3))
     y, _, row, col = fused.rmsnorm_quantize(gate, up[0], 1e-6, ROW, COL)
     assert ulps(y, reference.rmsnorm_quantize(gate, up[0], 1e-6, None, None)[0]) <= 1
