@@ -99,7 +99,8 @@ class Bench:
         if not candidates:
             return
         if self._late(len(candidates)):
-            self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s does not last for it")
+            which = next(iter(candidates)) if len(candidates) == 1 else "it"
+            self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s does not last for {which}")
             self.found(self.result)
             return
         self.say(f"{suite} {name}: {', '.join(candidates)}")
