@@ -86,9 +86,15 @@ def by_reference(a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, dtype: 
     return found
 
 
-def rows_by_reference(a_q: Quantized, w_q: Quantized, dim: int, groups: Any, dtype: torch.dtype, *_: Any) -> Tensor:
-    found: Tensor = getattr(get("reference"), "grouped_fwd" if dim else "grouped_dgrad")(a_q, w_q, groups, dtype)
-    return found
+def rows_by_reference(
+    a_q: Quantized, w_q: Quantized, dim: int, groups: Any, dtype: torch.dtype, bias: Tensor | None, *_: Any
+) -> Tensor:
+    op = "grouped_fwd" if dim else "grouped_dgrad"
+    found: Tensor = getattr(get("reference"), op)(a_q, w_q, groups, torch.float32)
+    if bias is not None:  # to every row of a tile that has an expert, as the kernel
+        owners = groups.tiles.repeat_interleave(128)
+        found += bias[owners.clamp(min=0)] * (owners >= 0).unsqueeze(1)
+    return found.to(dtype)
 
 
 def wgrad_by_reference(dy_q: Quantized, x_q: Quantized, groups: Any, dtype: torch.dtype, *_: Any) -> Tensor:

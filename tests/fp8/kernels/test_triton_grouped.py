@@ -105,7 +105,7 @@ def test_equals_one_product_an_expert(title: str, which: str) -> None:
 
 def test_bias_of_each_expert() -> None:
     x, w = operands("blockwise", "fwd", FEW)
-    bias = torch.randn(FEW.experts, N)
+    bias = torch.randn(N, FEW.experts).t()
     plain, got = run("fwd", x, w, FEW), run("fwd", x, w, FEW, bias=bias)
     for e, span in spans(FEW):
         assert torch.equal(got[span], plain[span] + bias[e])

@@ -98,6 +98,7 @@ def gemm(
     if 0 in plan.grid:
         return out
     a, b, tile = cast.relaid(a_q, a_contract), cast.relaid(b_q, b_contract), plan.tile
+    bias = None if bias is None else bias.contiguous()
     launch(
         gemm_kernel,
         plan.grid,

@@ -7,9 +7,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize
-from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.kernels.groups import TILE, Groups, route
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import gluon_gemm as own
@@ -23,7 +24,8 @@ BOUND = 2.0**-7  # of the sum of |a| |b|: what sums of 14 bits and a rounding to
 def wrong(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> str | None:
     """Why results of this GEMM cannot be trusted on this device, None if they can: tried once a process."""
     try:
-        worst = deviation(op, a, b, device)
+        with _disable_current_modes():  # whoever asks first may be under a fake mode: this is about the real device
+            worst = deviation(op, a, b, device)
     except Exception as error:  # whatever the compiler or a launch raises is this device's answer, and is shown
         lines = str(error).strip().splitlines() or [""]
         return f"its {op} of {a} by {b} does not run here: {type(error).__name__}: {lines[-1]}"
@@ -37,7 +39,7 @@ def deviation(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> float:
     infinite): with and without a bias, into 16 and 32 bits."""
     reference = get("reference")
     named, a_dim, b_dim = op.removeprefix("grouped_"), *CONTRACTED[op.removeprefix("grouped_")]
-    worst = 0.0
+    worst, bias = 0.0, None
     if named == op:
         sides = {"fwd": ((TOKENS, INPUTS), (OUTPUTS, INPUTS)), "dgrad": ((TOKENS, OUTPUTS), (OUTPUTS, INPUTS))}
         a_shape, b_shape = sides.get(op, ((TOKENS, OUTPUTS), (TOKENS, INPUTS)))
@@ -58,9 +60,17 @@ def deviation(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> float:
     else:
         experts = _spread(2, (EXPERTS + 1) * OUTPUTS, INPUTS).view(EXPERTS + 1, OUTPUTS, INPUTS)
         b_q = reference.quantize_experts(experts, b)
-        got = own.grouped_rows(_to(a_q, device), _to(b_q, device), b_dim, there, torch.bfloat16, None, PROGRAMS)
+        bias = _spread(3, EXPERTS + 1, OUTPUTS) if named == "fwd" else None
+        got = own.grouped_rows(
+            *(_to(a_q, device), _to(b_q, device), b_dim, there, torch.bfloat16, _on(bias, device), PROGRAMS)
+        )
     multiply = getattr(reference, op)
-    return _off(got, multiply(a_q, b_q, groups, torch.float32), multiply(_abs(a_q), _abs(b_q), groups, torch.float32))
+    want, most = (multiply(*q, groups, torch.float32) for q in ((a_q, b_q), (_abs(a_q), _abs(b_q))))
+    if bias is not None:
+        owners = groups.tiles.repeat_interleave(TILE)
+        added = bias[owners.clamp(min=0)] * (owners >= 0).unsqueeze(1)
+        want, most = want + added, most + added.abs()
+    return _off(got, want, most)
 
 
 def _spread(seed: int, rows: int, cols: int) -> Tensor:

@@ -95,6 +95,7 @@ def _run(
     """Launch: operands as (codes, real rows, real columns), ``sizes`` as (M, N, K, rows held of one expert's b),
     ``strides`` of a's scales, then of b's: by expert, row and step."""
     m, n, *_ = sizes
+    bias = None if bias is None else bias.contiguous()
     cols = 128 if form.twice else 256
     stages = (SHARED - ROWS * cols * out.element_size()) // ((ROWS + cols) * STEP)
     total = batch * layout.ceil_div(m, ROWS) * layout.ceil_div(n, cols)

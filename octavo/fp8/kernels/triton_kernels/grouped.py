@@ -157,6 +157,7 @@ def _rows(
     if b.codes.numel() == 0:  # nothing to describe, and nothing will be read
         form = form._replace(tma=False)
     tile = tiles.choose(groups.rows, b.free, form, gpu, tallest=OWNED_ROWS)
+    bias = None if bias is None else bias.contiguous()
     launch(
         grouped_rows_kernel,
         (groups.rows // tile.m * layout.ceil_div(b.free, tile.n),),
