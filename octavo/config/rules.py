@@ -154,6 +154,25 @@ def _memory(config: Sections) -> Iterator[Finding]:
     if train.compile and fp8_kept:
         fix = "use `activations: bf16`, or `train.compile: false`"
         yield finding(fp8_kept[0], "compiled blocks keep what the compiler decides to keep", fix, "train.compile")
+    if train.cuda_graphs:
+        yield from _graphs(config)
+
+
+def _graphs(config: Sections) -> Iterator[Finding]:
+    """What no CUDA graph of a micro-batch can hold; a run refuses what its machine, plan and model add to that."""
+    train = config.train
+    beside = (
+        ("train.compile", train.compile, "compiled blocks are not captured yet", "false"),
+        ("train.recompute", any(how != "none" for _, how in train.recompute),
+         "what is recomputed asks for the state of random generators", "none"),
+        ("train.offload_activations", train.offload_activations, "activations go to the host", "false"),
+        ("train.synchronize_per_layer", train.synchronize_per_layer, "it would wait after every block", "false"),
+        ("optimizer.update", config.optimizer.update != "step", "weights would be updated within the graph", "step"),
+    )  # fmt: skip
+    for key, is_on, found, instead in beside:
+        if is_on:
+            fix = f"use `{key}: {instead}`, or `train.cuda_graphs: false`"
+            yield finding("train.cuda_graphs", found, fix, key)
 
 
 def _codes(fp8: Fp8Section) -> Iterator[Finding]:

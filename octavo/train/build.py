@@ -92,7 +92,7 @@ def build(
         )
 
     if cfg.train.cuda_graphs:
-        _refuse(graphs.why_never(cfg, plan, world))
+        _refuse(graphs.why_never(plan, world))
     model, lows = assemble_model(made, world.device, plan, family, say)
     rest = base.digests(model, world) if cfg.lora is not None else {}
     attention.use(model, kernel, cfg.model.attention)
@@ -126,7 +126,7 @@ def build(
 def _refuse(why: str | None) -> None:
     """CUDA graphs for a reason that would hold in every step."""
     if why is not None:
-        raise TrainError(f"train.cuda_graphs: true cannot be: {why}, or set train.cuda_graphs: false")
+        raise TrainError(f"train.cuda_graphs: true cannot be: {why}. Or set train.cuda_graphs: false")
 
 
 def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path | None:

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.config import Config
 from octavo.fp8 import observe
 from octavo.parallel import World
 from octavo.train.losses import IGNORE
@@ -220,23 +219,16 @@ def _why_not(batch: dict[str, Any], target: Tensor) -> str | None:
     return None
 
 
-def why_never(cfg: Config, plan: fp8.Plan, world: World) -> str | None:
-    """Why no step of this run could be captured, with what would have to be set otherwise; None where some could."""
-    train = cfg.train
+def why_never(plan: fp8.Plan, world: World) -> str | None:
+    """Why no step of this run could be captured, with what would have to be set otherwise; None where some could. What
+    settings alone rule out, the configuration has refused."""
     recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
     held = any(plan.policy.param_of(row.component) for row in plan.rows if row.fp8)
     obstacles = {
         f"it needs a GPU, and this runs on {world.device}": world.device.type != "cuda",
         f"FSDP2 moves weights between {world.size} ranks within a step; use one process": world.size > 1,
-        "weights would be updated within the graph; use optimizer.update: step": cfg.optimizer.update != "step",
         "delayed scaling follows forwards on the host; use another recipe": "delayed" in recipes,
         "codes of weights that are FP8 between steps are made outside; use fp8.param: false": held,
-        "what is recomputed asks for the state of random generators; use train.recompute: none": any(
-            how != "none" for _, how in train.recompute
-        ),
-        "activations go to the host; use train.offload_activations: false": train.offload_activations,
-        "it would wait after every block; use train.synchronize_per_layer: false": train.synchronize_per_layer,
-        "compiled blocks are not captured yet; use train.compile: false": train.compile,
     }
     return next((why for why, found in obstacles.items() if found), None)
 

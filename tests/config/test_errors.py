@@ -158,6 +158,13 @@ def test_aliases_that_loop_or_explode():
             "fp8={weight_codes: recast, foundation: {param: true}, image_encoder: {param: true}}",
             "fp8.weight_codes: recast keeps no codes between uses, and param keeps weights as codes between steps",
         ),
+        (
+            "train={cuda_graphs: true, compile: true}",
+            "train.cuda_graphs: compiled blocks are not captured yet; use `train",
+        ),
+        ("train={cuda_graphs: true, recompute: full}", "train.cuda_graphs: what is recomputed asks for the state of"),
+        ("train={cuda_graphs: true, offload_activations: true}", "train.cuda_graphs: activations go to the host; use"),
+        ("train={cuda_graphs: true, synchronize_per_layer: true}", "it would wait after every block; use `train.sync"),
         ("fp8={recipe: off, param: true}", "fp8.param: has no effect where nothing runs in FP8; remove it, or set"),
         (
             "fp8={param: true, weight_codes: both}",

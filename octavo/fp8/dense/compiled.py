@@ -32,6 +32,7 @@ Three rules keep this right under a compiler:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -439,25 +440,38 @@ def lowered(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 _LEFT = "_octavo_codes"
+_numbers = itertools.count()
 
 
 def leave(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple[Tensor, ...]) -> None:
-    """Leave the codes of ``y`` in ``dtype`` under ``row`` and ``col`` for the layers that will be traced with y itself.
-
-    A write into y before one of them is refused where both are in one graph. Where the graph breaks between them, a
-    write that its first half holds is not seen: write behind the layers, or fuse nothing.
-    """
-    setattr(y, _LEFT, (dtype, row, col, codes))
+    """Leave the codes of ``y`` in ``dtype`` under ``row`` and ``col`` for the layers that will be traced with y itself,
+    in the same graph: a write into y before one of them is refused there. Behind a break of the graph nobody could tell
+    whether y was written into, and y is cast anew."""
+    setattr(y, _LEFT, (dtype, row, col, codes, graph_number()))
 
 
 def codes_of_input(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     """Codes and scales of ``x_MK``, which is x lowered: those left on x where they are the ones asked for."""
     left = getattr(x, _LEFT, None)
-    if left is not None and left[0] == x_MK.dtype and left[1] == row and col in ("", left[2]):
+    if (
+        left is not None
+        and left[0] == x_MK.dtype
+        and left[1] == row
+        and col in ("", left[2])
+        and left[4] == graph_number()
+    ):
         torch.ops.octavo.unwritten(x.detach())
         codes: tuple[Tensor, ...] = left[3]
         return codes
     return torch.ops.octavo.cast(x_MK.detach(), row, col)
+
+
+def graph_number() -> str:
+    """Of the graph that is being traced: a constant of it."""
+    context: Any = torch._guards.TracingContext.try_get()
+    if context is None:
+        return ""
+    return str(context.__dict__.setdefault("octavo_number", next(_numbers)))
 
 
 def key(casts: str, device: str, backend: str) -> str:
@@ -476,4 +490,4 @@ def key(casts: str, device: str, backend: str) -> str:
 
 # What torch.compiler.assume_constant_result does, without importing torch._dynamo before the first call: choosing a
 # backend asks the machine, which a compiler cannot trace and need not.
-key._dynamo_marked_constant = True  # type: ignore[attr-defined]
+key._dynamo_marked_constant = graph_number._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -188,15 +188,27 @@ def test_a_write_between_a_norm_and_its_layers_is_refused():
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(5, 32))
 
 
-def test_codes_cross_a_break_of_the_graph(calls):
+@torch._dynamo.disable
+def doubled(x: Tensor) -> None:
+    x.mul_(2)
+
+
+@pytest.mark.parametrize("between", [torch._dynamo.graph_break, doubled], ids=["a break", "a write in eager mode"])
+def test_behind_a_break_of_the_graph_the_output_of_a_norm_is_cast_anew(between):
     class Broken(Attention):
         def forward(self, x: Tensor) -> Tensor:
-            torch._dynamo.graph_break()
+            between(x) if between is doubled else between()
             return super().forward(x)
 
-    model = fused()
-    model.self_attn.__class__ = Broken
-    assert both(model, calls, torch.randn(5, 32), fullgraph=False)["rmsnorm_quantize"] == 2
+    found = []
+    for compiling in (False, True):
+        model = fused()
+        model.self_attn.__class__ = Broken
+        x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = (torch.compile(model, backend="aot_eager") if compiling else model)(x)
+        y.square().sum().backward()
+        found.append((y, x.grad, *(p.grad for p in model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_high_precision_takes_the_stock_blocks_for_a_moment():
