@@ -10,8 +10,9 @@ closed loop   Every optimizer gets the same gradients for hundreds of steps: how
 training      A small transformer reads scikit-learn's digits: loss curves and held-out accuracy.
 speed         A step beside torch's own AdamW, by turns in one run: only the ratio means something.
 
-torchao's 8-bit optimizers take part where it is installed (pip install torchao). Where it is not, its rows of an
-earlier run stay in the file and say of which.
+COAT takes part as published ("COAT", `published_coat.py`) beside our format of its kind ("octavo coat"). torchao's
+8-bit optimizers take part where it is installed (pip install torchao). Where it is not, its rows of an earlier run stay
+in the file and say of which.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import turns
+from published_coat import PublishedCoat
 from torch import Tensor, nn
 
 from octavo import fp8
@@ -49,6 +51,7 @@ def contenders() -> tuple[dict[str, Make], dict[str, str]]:
         f"octavo {states}": lambda params, lr, states=states: fp8.AdamW(params, lr=lr, states=states)
         for states in ("fp32", "bf16", "fp8", "coat")
     }
+    made["COAT"] = lambda params, lr: PublishedCoat(params, lr=lr)
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
     except ImportError as error:
@@ -61,6 +64,8 @@ def contenders() -> tuple[dict[str, Make], dict[str, str]]:
 
 def second_moments(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Tensor:
     """What an optimizer holds of v, decoded and flat."""
+    if isinstance(optimizer, PublishedCoat):
+        return optimizer.second_moments(p)
     state = optimizer.state[p]
     if isinstance(optimizer, fp8.AdamW):
         states = optimizer.param_groups[0]["states"]
@@ -93,10 +98,12 @@ def closed_loop(makers: dict[str, Make], steps: int, groups: int = 32) -> list[d
                 optimizers[name].step()
         there = params["octavo fp32"].detach()
         nonzero = second_moments(optimizers["octavo fp32"], params["octavo fp32"]) > 0
+        off = {name: float((p.detach() - there).norm() / there.norm()) for name, p in params.items()}
         for name, p in params.items():
-            off = float((p.detach() - there).norm() / there.norm())
-            zeroed = int((nonzero & (second_moments(optimizers[name], p) == 0)).sum())
-            found.append({"case": case, "steps": steps, "optimizer": name, "distance": off, "zeroed": zeroed})
+            row = {"case": case, "steps": steps, "optimizer": name, "distance": off[name]}
+            row["over_coat"] = off[name] / off["COAT"] if "COAT" in off else None
+            row["zeroed"] = int((nonzero & (second_moments(optimizers[name], p) == 0)).sum())
+            found.append(row)
     return found
 
 
@@ -207,10 +214,10 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
     ]
 
 
-def of_absent(earlier: dict[str, Any], part: str, absent: Collection[str]) -> list[dict[str, Any]]:
-    """Rows of a part that peers left who are not here now, each with the run that it is from."""
-    told = earlier.get("machine", {}).get("octavo")
-    rows = [row for row in earlier.get(part, []) if row["optimizer"].split()[0] in absent]
+def of_earlier(found: dict[str, Any], part: str, absent: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Rows that a file has of a part (of peers that are absent now, where they are named), each with its run."""
+    told = found.get("machine", {}).get("octavo")
+    rows = [row for row in found.get(part, []) if absent is None or row["optimizer"].split()[0] in absent]
     return [{**row, "of_earlier_run": row.get("of_earlier_run", told)} for row in rows]
 
 
@@ -271,12 +278,12 @@ def main(parts: list[str]) -> None:
         raise SystemExit(f"{', '.join(sorted(unknown))}: no such part; there are {', '.join(known)}.")
     path = RESULTS / "optimizer_cpu.json"
     earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    found = dict(earlier) if parts else {}
+    found = {part: of_earlier(earlier, part) for part in known if part in earlier and part not in (parts or known)}
     makers, absent = contenders()
     for peer, why in absent.items():
         print(f"{peer}: {why}; rows that the file has of it stay those of their earlier run", flush=True)
     for part in parts or known:
-        found[part] = measured(part, makers) + of_absent(earlier, part, absent)
+        found[part] = measured(part, makers) + of_earlier(earlier, part, absent)
         found.update(command="python benchmarks/optimizer.py", absent=absent, machine=record.machine())
         record.save(found, path)
     if all(part in found for part in known):

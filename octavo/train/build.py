@@ -21,6 +21,7 @@ from torch import nn
 from octavo import checkpoint, data, environment, fp8, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
+from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document, separated
 from octavo.models.quantization import read_quantization
 from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, tokens
@@ -299,6 +300,8 @@ def resume(
         before = read_state(start.checkpoint)["counters"].get("base", {})
         base.same(before, beside.whole, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
+    if note := former_coat(stepper.optimizer):
+        say(f"note: {start.checkpoint}: {note}")
     fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
     checkpoint.rng.restore(restored.extra, world.rank)
     before = (restored.ranks, restored.counters["threads"])

@@ -47,7 +47,7 @@ def test_a_state_dict_goes_to_the_gpu_and_back_in_every_bit(states, master):
     assert _states(gpu) == _states(host) == _states(back)
 
 
-@pytest.mark.parametrize("states", ["fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
 def test_moments_are_encoded_alike_on_both(states):
     torchs = torch.optim.AdamW([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
     _grads(torchs, 2)

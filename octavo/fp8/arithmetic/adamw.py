@@ -231,10 +231,8 @@ def _advance(
 
 def _chance(hyper: Hyper, piece: Piece, start: int, count: int) -> Tensor | None:
     """What rounds the second moments of a range of whole groups: int32 [G, 128], 0 to 65535."""
-    if hyper.states == "fp32":
+    if hyper.states in ("fp32", "coat"):
         return None
-    if hyper.states == "coat":
-        return ((_words(hyper, piece, start, count) >> 16) & 0xFFFF).view(-1, GROUP)
     device = piece.weight.device
     return moments.dither(hyper.seed, start, count, step=piece.step, parameter=piece.index, device=device).view(
         -1, GROUP

@@ -42,14 +42,18 @@ scale = NaN, c = 0. It decodes to NaN, all but the second moments that are 0.
 
 **coat** (2.19 bytes per parameter; Xi et al., "COAT: Compressing Optimizer states and Activation for Memory-Efficient
 FP8 Training", ICLR 2025, arXiv 2410.19313). Both moments in E4M3 after |z|^k, with k such that the group fills E4M3's
-range. Its published faults are mended: zeros do not count as the smallest magnitude, k is bounded, v is rounded
-stochastically, and its non-zero codes never fall below the smallest. Here `pow`, `exp2` and `log2` are a library's, so
-that backends agree to a few units in the last place only.
+range, cut to a multiple of 1/16 as in COAT's own kernel. The cut matters: with an exact k the smallest magnitude lands
+between the codes 2 and 3 and is rounded down at every step, so that small values shrink without end. What the kernel
+gets wrong is mended: zeros do not count as the smallest magnitude, nothing is added to magnitudes (which would drown
+those near 1e-30), k is bounded. Powers are :mod:`octavo.fp8.arithmetic.power`'s.
 
-    lo, hi = smallest non-zero, largest |z|
-    k      = log2(448^2 / 2) / (log2(hi) - log2(lo)), within [1, 16] for m and [1/16, 16] for v; 1 where hi = lo
-    c      = sqrt(hi) * sqrt(lo)       s = (hi / c)^k / 448       code = e4m3(sign(z) * (|z| / c)^k / s)
+    lo, hi = smallest non-zero, largest |z|                        1 and 1 of a group of zeros
+    q      = log2(448^2 / 2) / max(log2(hi) - log2(lo), 1)
+    k      = min(max(floor(16 q), 1), 256) / 16
+    c      = sqrt(hi) * sqrt(lo)       s = (hi / c)^k / 448        code = e4m3(sign(z) * (|z| / c)^k / s), to nearest
     z'     = sign(code) * (|code| * s)^(1/k) * c
+
+Codes of versions up to 0.4.0, whose k was exact, decode by the same rule: k stands beside them.
 """
 
 from __future__ import annotations
@@ -60,6 +64,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.fp8.arithmetic.power import log2, power
 from octavo.fp8.arithmetic.root import root
 
 GROUP = 128
@@ -212,40 +217,29 @@ def unpack(m_byte: Tensor, v_byte: Tensor) -> tuple[Tensor, Tensor]:
     return byte >> 1, (v_byte.to(torch.int32) << 1) | (byte & 1)
 
 
-def coat_figures(lo: Tensor, hi: Tensor, *, least: float) -> Tensor:
-    """(s, k, c) of each group, fp32 [G, 3], from :func:`extrema`; k within [`least`, 16]. Rows of zeros: (1, 1, 1)."""
-    empty, bad = hi == 0, hi >= _INF
-    one = torch.ones_like(hi, dtype=torch.float32)
-    low, high = (torch.where(empty, one, x.view(torch.float32)) for x in (lo, hi))
-    octaves = high.log2() - low.log2()
-    k = torch.where(lo == hi, one, (torch.full_like(octaves, _TARGET) / octaves).clamp(least, 16.0))
+def coat_figures(lo: Tensor, hi: Tensor) -> Tensor:
+    """(s, k, c) of each group, fp32 [G, 3], from :func:`extrema`; NaN where the group has a NaN or an Inf."""
+    low, high = (torch.where(hi == 0, 1.0, x.view(torch.float32)) for x in (lo, hi))
+    octaves = (log2(high) - log2(low)).clamp(min=1.0)
+    k = ((torch.full_like(octaves, _TARGET) / octaves) * 16.0).floor().clamp(1.0, 256.0) * 0.0625
     c = root(high) * root(low)
-    s = (high / c).pow(k) / torch.full_like(c, 448.0)
-    figures = torch.stack([s, k, c], 1)
-    figures = torch.where(empty[:, None], 1.0, figures)
-    return torch.where(bad[:, None], torch.nan, figures)
+    s = power(high / c, k) / torch.full_like(c, 448.0)
+    return torch.where((hi >= _INF)[:, None], torch.nan, torch.stack([s, k, c], 1))
 
 
-def coat_encode(z: Tensor, figures: Tensor, chance: Tensor | None = None) -> Tensor:
-    """E4M3 codes [G, 128] of `z` by `figures` [G, 3]; with `chance` (0 to 65535), stochastically (z >= 0) and never to
-    zero from a z that is not."""
+def coat_encode(z: Tensor, figures: Tensor) -> Tensor:
+    """E4M3 codes [G, 128] of `z` by `figures` [G, 3], to nearest. None but a zero becomes zero: the smallest
+    magnitude is at least 2.2 of E4M3's smallest steps, and 1.4 where a k of 1/16 is too large for the group."""
     s, k, c = figures[:, :, None].unbind(1)
-    y = (z.abs() / c).pow(k) / s
-    if chance is None:
-        return torch.copysign(y.clamp(max=448.0), z).to(torch.float8_e4m3fn)
-    # normal numbers drop 20 bits of an fp32 mantissa, subnormal ones are multiples of 2^-9
-    bits = (y.view(torch.int32) + (chance << 4)) & ~0xFFFFF
-    fine = ((y * 2.0**9) + chance.float() * 2.0**-16).floor() * 2.0**-9
-    rounded = torch.where(y < 2.0**-6, fine, bits.view(torch.float32)).clamp(2.0**-9, 448.0)
-    rounded = torch.where(y.isnan(), y, rounded)  # chance can carry a NaN's bits into the sign
-    return torch.where(z == 0, torch.zeros_like(z), rounded).to(torch.float8_e4m3fn)
+    y = power(z.abs() / c, k) / s
+    return torch.where(y.isnan(), y, torch.copysign(y, z)).to(torch.float8_e4m3fn)
 
 
 def coat_decode(codes: Tensor, figures: Tensor) -> Tensor:
     """The moments (fp32 [G, 128]) of E4M3 `codes` by `figures` [G, 3]."""
     s, k, c = figures[:, :, None].unbind(1)
     code = codes.float()
-    return torch.copysign((code.abs() * s).pow(1.0 / k) * c, code)
+    return torch.copysign(power(code.abs() * s, torch.ones_like(k) / k) * c, code)
 
 
 def decode(states: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -263,16 +257,26 @@ def decode(states: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def encode(states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: Agree | None = None) -> dict[str, Tensor]:
-    """What format `states` keeps of `m` and `v` (fp32 [G, 128]), rounded by `chance`, int32 [G, 128] from 0 to 65535.
+    """What format `states` keeps of `m` and `v` (fp32 [G, 128]).
 
-    `chance` is :func:`dither` for fp8 and bf16, the high 16 bits of the elements' random words for coat. `agree` is for
-    groups of which other ranks hold a part: it is called once with the extrema (minima negated, so that all of them are
-    maxima), and for fp8 once more with the largest |r|. Rows hold zero where an element lies elsewhere.
+    `chance` is :func:`dither`, int32 [G, 128] from 0 to 65535, for fp8 and bf16; the others do not look at it. `agree`
+    is for groups of which other ranks hold a part: it is called once with the extrema (minima negated, so that all of
+    them are maxima), and for fp8 once more with the largest |r|. Rows hold zero where an element lies elsewhere.
     """
     if states == "fp32":
         return {"exp_avg": m, "exp_avg_sq": v}
-    assert chance is not None
     share = agree or (lambda marks: marks)
+    if states == "coat":
+        (m_lo, m_hi), (v_lo, v_hi) = extrema(m), extrema(v)
+        marks = share(torch.stack([-m_lo, m_hi, -v_lo, v_hi]))
+        m_figures, v_figures = coat_figures(-marks[0], marks[1]), coat_figures(-marks[2], marks[3])
+        return {
+            "exp_avg_codes": coat_encode(m, m_figures),
+            "exp_avg_figures": m_figures,
+            "exp_avg_sq_codes": coat_encode(v, v_figures),
+            "exp_avg_sq_figures": v_figures,
+        }
+    assert chance is not None
     if states == "fp8":
         lo, hi = extrema(v)
         marks = share(torch.stack([-lo, hi]))
@@ -286,17 +290,6 @@ def encode(states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: Agre
             "exp_avg_scale": r_scale(amax),
             "exp_avg_sq_codes": v_byte,
             "exp_avg_sq_range": range_,
-        }
-    if states == "coat":
-        (m_lo, m_hi), (v_lo, v_hi) = extrema(m), extrema(v)
-        marks = share(torch.stack([-m_lo, m_hi, -v_lo, v_hi]))
-        figures_m = coat_figures(-marks[0], marks[1], least=1.0)
-        figures_v = coat_figures(-marks[2], marks[3], least=1 / 16)
-        return {
-            "exp_avg_codes": coat_encode(m, figures_m),
-            "exp_avg_figures": figures_m,
-            "exp_avg_sq_codes": coat_encode(v, figures_v, chance),
-            "exp_avg_sq_figures": figures_v,
         }
     bits = v.view(torch.int32)
     cut = torch.where(bits & 0x7FFFFFFF < _INF, bits + chance, _NAN) >> 16

@@ -7,8 +7,7 @@ rounds of multiplications turn a counter of four words and a key of two into fou
     counter = (element // 4, step, parameter, 0)        word element % 4 of the output belongs to the element
 
 so that the bits of an element are the same on every backend, however a parameter is cut into shards, chunks or thread
-blocks. The word's low 16 bits round a "bf16+sr" weight (:func:`octavo.fp8.arithmetic.master.stochastic`), its high 16
-bits a "coat" second moment (:mod:`octavo.fp8.arithmetic.moments`).
+blocks. The word's low 16 bits round a "bf16+sr" weight (:func:`octavo.fp8.arithmetic.master.stochastic`).
 """
 
 from __future__ import annotations

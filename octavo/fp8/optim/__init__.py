@@ -5,6 +5,7 @@ from octavo.fp8.optim.convert import decode
 from octavo.fp8.optim.in_backward import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
 from octavo.fp8.optim.layout import PER_GROUP, groups, touched
 from octavo.fp8.optim.offload import OffloadedAdamW
+from octavo.fp8.optim.state_dict import former_coat
 
 __all__ = [
     "AdamW",
@@ -14,6 +15,7 @@ __all__ = [
     "UpdateInBackward",
     "clip_factor",
     "decode",
+    "former_coat",
     "gradient_norm",
     "groups",
     "touched",

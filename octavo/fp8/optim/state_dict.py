@@ -8,6 +8,7 @@ values are copied: the dict stays the caller's.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -36,8 +37,9 @@ def load(
     A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
     from the dict; those it lacks stay. Tensors that are there are written into.
 
-    Raises ValueError, before anything is changed, for a dict without states or groups, groups of other sizes, states of
-    parameters in no group, other formats of states, missing or foreign tensors, other shapes or dtypes.
+    Warns of what :func:`former_coat` finds. Raises ValueError, before anything is changed, for a dict without states or
+    groups, groups of other sizes, states of parameters in no group, other formats of states, missing or foreign
+    tensors, other shapes or dtypes.
     """
     given = dict(state_dict)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -82,8 +84,29 @@ def load(
                 value = _local(p, value) if spec.row is None else _rows(p, value)
                 plain(state[spec.name]).copy_(value.view(plain(state[spec.name]).shape))
         state["step"].fill_(float(values["step"]) if values else 0.0)
+    if note := former_coat(optimizer):
+        warnings.warn(note, stacklevel=3)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
+
+
+def former_coat(optimizer: Optimizer) -> str | None:
+    """What is to be told of moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
+    group exact where it is a multiple of 1/16 now; None where all are. k stands beside the codes, so that they decode
+    as they did there, and the next step writes them anew."""
+    for group in optimizer.param_groups:
+        for p in group["params"] if group.get("states") == "coat" else []:
+            for key in ("exp_avg_figures", "exp_avg_sq_figures"):
+                k = optimizer.state.get(p, {}).get(key, torch.zeros(1, 2))[:, 1] * 16
+                odd = k[(k != k.floor()) & k.isfinite()]
+                if len(odd):
+                    return (
+                        f"The moments are 'coat' as version 0.4.0 wrote it: {key} has powers as "
+                        f"{float(odd[0]) / 16:.4f}, and this version cuts them to multiples of 1/16, as COAT's own "
+                        "kernel does. They are read exactly and converted in the next step: training goes on, nearer "
+                        "to fp32 moments than 0.4.0 would, not bit for bit as it."
+                    )
+    return None
 
 
 class _Entry(NamedTuple):

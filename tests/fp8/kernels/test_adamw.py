@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
 from octavo.fp8.arithmetic.cast import CastSpec
-from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, STATES
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.triton_kernels import adamw
 from octavo.fp8.kernels.triton_kernels.launch import launches
@@ -84,7 +84,7 @@ def assert_same(one: Sequence[Piece], other: Sequence[Piece]) -> None:
 
 
 @pytest.mark.parametrize("master", MASTERS)
-@pytest.mark.parametrize("states", ["fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("states", STATES)
 def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
     one, other = both(states, master)
     hyper = settings(states, master)
@@ -98,7 +98,7 @@ def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
     assert any(not torch.equal(p.weight, q.weight) for p, q in zip(one, both(states, master)[0], strict=True))
 
 
-@pytest.mark.parametrize("states", ["fp8", "bf16"])
+@pytest.mark.parametrize("states", ["fp8", "coat", "bf16"])
 def test_what_is_not_finite_and_what_is_tiny_or_huge(states: str) -> None:
     one, other = both(states, "bf16+16", [(128 * 12, 0), (1000, 256)])
     for step in (1, 2):
@@ -114,47 +114,7 @@ def test_what_is_not_finite_and_what_is_tiny_or_huge(states: str) -> None:
     assert one[0].weight[3].isnan() and one[0].weight[896:].isfinite().all()
 
 
-def test_coat_agrees_as_far_as_powers_do() -> None:
-    """Of one step from the same state: figures to 2e-3 (an exponent is a quotient by a difference of
-    logarithms), one code in fifty to the next one, weights to 1e-7."""
-    one, other = both("coat", "fp32", [*SHAPES[:4], (1200, 3)])
-    for step in (1, 2):
-        given, also = with_gradients(one, other, step, spread=1.0)
-        reference(given, settings("coat", "fp32"), 0.7, None)
-        adamw.step(also, settings("coat", "fp32"), 0.7)
-        for p, q in zip(one, other, strict=True):
-            torch.testing.assert_close(q.weight, p.weight, rtol=2e-7, atol=1e-7)
-            for name in ("exp_avg_figures", "exp_avg_sq_figures"):
-                torch.testing.assert_close(q.state[name], p.state[name], rtol=2e-3, atol=0)
-            for name in ("exp_avg_codes", "exp_avg_sq_codes"):
-                codes = [s.state[name].view(torch.uint8).int() for s in (p, q)]
-                moved = (codes[0] - codes[1]).abs()
-                assert moved.numel() == 0 or (moved.max() <= 1 and (moved > 0).float().mean() < 0.02), name
-            for mine, its in ((q.weight, p.weight), *((q.state[k], p.state[k]) for k in p.state)):
-                mine.copy_(its)
-
-
-def test_coat_meets_zeros_equal_magnitudes_and_nan() -> None:
-    one, other = both("coat", "fp32", [(128 * 5, 0)])
-    for pieces, engine in ((one, reference), (other, adamw.step)):
-        grad = pieces[0].grad.zero_().view(-1, 128)
-        grad[1] = 0.25
-        grad[2, :7] = torch.tensor([1e-3, -1e-3, 2e-3, 1e-5, -3e-4, 1.0, -1.0])
-        grad[3, 9] = float("nan")
-        grad[4] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
-        grad[4, ::2] = 1.0
-        engine(pieces, settings("coat", "fp32"), None, None)
-    codes = [p[0].state["exp_avg_sq_codes"].view(torch.uint8).view(-1, 128) for p in (one, other)]
-    rest = [0, 1, 2, 4]  # the group with a NaN decodes to NaN by its figures, whatever its codes
-    assert (codes[0][rest].int() - codes[1][rest].int()).abs().max() <= 1
-    assert (codes[1][0] == 0).all() and (codes[1][3, 9] & 0x7F) == 0x7F and (codes[1][2, :7] > 0).all()
-    for name in ("exp_avg_figures", "exp_avg_sq_figures"):
-        a, b = one[0].state[name], other[0].state[name]
-        torch.testing.assert_close(b[[0, 1, 2, 3]], a[[0, 1, 2, 3]], rtol=3e-5, atol=0, equal_nan=True)
-        assert (a[3].isnan() == b[3].isnan()).all() and b[4].isfinite().all()
-
-
-@pytest.mark.parametrize("states", ["fp8", "fp32"])
+@pytest.mark.parametrize("states", ["fp8", "coat", "fp32"])
 def test_groups_that_ranks_share_are_given_their_extrema(states: str) -> None:
     one, other = both(states, "bf16+16")
     asked: list[list[int]] = [[], []]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.fp8.optim import convert, layout
+from octavo.fp8.arithmetic import moments, power
+from octavo.fp8.optim import convert, former_coat, layout
 from octavo.fp8.optim.adamw import AdamW
 
 SHAPES = [(5, 60), (3,), (2, 128), (1, 2), (7, 40)]
@@ -292,3 +293,29 @@ def test_a_copy_and_a_pickle_go_on_alike():
     _run(optimizer, range(2, 3))
     _run(other, range(2, 3))
     assert _bits(_weights(other)) == _bits(_weights(optimizer))
+
+
+def _exact(lo: torch.Tensor, hi: torch.Tensor, cut=moments.coat_figures) -> torch.Tensor:
+    """Figures as version 0.4.0 made them: a power that is not cut."""
+    _, _, c = cut(lo, hi).unbind(1)
+    low, high = (torch.where(hi == 0, 1.0, x.view(torch.float32)) for x in (lo, hi))
+    k = moments._TARGET / (high.log2() - low.log2()).clamp(min=1.1)
+    return torch.stack([power.power(high / c, k) / 448, k, c], 1)
+
+
+def test_coat_of_0_4_0_is_read_exactly_told_and_converted_by_a_step(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(moments, "coat_figures", _exact)
+        former = _make("coat")
+        _run(former, range(2))
+    saved = copy.deepcopy(former.state_dict())
+    optimizer = _make("coat", seed=3)
+    with pytest.warns(UserWarning, match=r"'coat' as version 0\.4\.0 wrote it: exp_avg_figures has powers as \d+\.\d"):
+        optimizer.load_state_dict(saved)
+    assert _bits(optimizer.state_dict()["state"]) == _bits(saved["state"])
+    _run(optimizer, range(2, 3))
+    assert former_coat(optimizer) is None and former_coat(former) is not None
+    for p, q in zip(_weights(optimizer), _weights(former), strict=True):
+        state = optimizer.state.get(p, {}), former.state.get(q, {})
+        for now, then in zip(*(convert.decode(p, {"states": "coat"}, s) if s else () for s in state), strict=True):
+            assert ((now - then).norm() <= 0.5 * then.norm()).all()  # what a step changes, no more

@@ -43,9 +43,8 @@ def step(
 ) -> None:
     """Step all ``pieces`` in place as ``octavo.fp8.arithmetic.adamw.reference`` does.
 
-    Bit for bit with the states fp8, bf16 and fp32 and every master. With coat the powers are those of the device: its
-    figures differ in the last places, a code in some hundreds by one, and weights by as much as that moves a moment.
-    Raises TypeError for a gradient of another dtype than bfloat16, float16 and float32.
+    Bit for bit, with every format of states and every master. Raises TypeError for a gradient of another dtype than
+    bfloat16, float16 and float32.
     """
     cut: list[Piece] = []
     if agree is not None:

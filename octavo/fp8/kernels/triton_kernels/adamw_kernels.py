@@ -2,8 +2,8 @@
 
 The arithmetic is that of ``octavo/fp8/arithmetic`` (``adamw``, ``moments``, ``master``), operation by operation: IEEE
 division and square root, integers for codes and random bits, and no multiplication fused with an addition (the launch
-says ``enable_fp_fusion=False``; a fused one rounds once where the reference rounds twice). Only ``coat`` uses powers,
-of which the device's are approximate.
+says ``enable_fp_fusion=False``; a fused one rounds once where the reference rounds twice). The powers of ``coat`` are
+the series of ``octavo/fp8/arithmetic/power.py``: a GPU's own logarithm is an approximation.
 
 A tile is GROUPS groups of 128 elements of the whole parameter, [GROUPS, 128]; a program does TILES of them in turn.
 What of a tile lies outside the piece reads as 0 and is not written. Random words are made four at a time, [GROUPS, 32]
@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.fp8.arithmetic import power
 from octavo.fp8.kernels.triton_kernels.bits import INF_BITS, NAN_BITS, decode_bits, encode_bits, round_to, widen
 
 GROUP = tl.constexpr(128)
@@ -39,6 +40,10 @@ TOP_BITS = tl.constexpr(0x7F000000)  # 2^127
 NARROWEST = tl.constexpr(544)  # a pace of 512, as the upper bits of a float
 R_TOP = tl.constexpr(5985.0)  # 63 * (63 + 32), what the largest code of r stands for
 TARGET = tl.constexpr(16.614709844115207)  # log2(448^2 / 2)
+HALF = tl.constexpr(power.HALF)
+LEAST, MOST = tl.constexpr(power.LEAST), tl.constexpr(power.MOST)
+L9, L7, L5, L3, L1 = (tl.constexpr(x) for x in power.LOG)
+E7, E6, E5, E4, E3, E2, E1, E0 = (tl.constexpr(x) for x in power.EXP)
 
 
 @triton.jit
@@ -70,10 +75,28 @@ def _constant(like, value: tl.constexpr):
 
 
 @triton.jit
-def _pow(x, k):
-    """x^k for x >= 0, to a few units in the last place."""
-    logs = tl.log2(tl.where(x > 0, x, 1.0))
-    return tl.where(x == 0, 0.0, tl.where(x > 0, tl.exp2(k * logs), x))  # the last x is a NaN
+def _log2(x):
+    """The logarithm of x > 0."""
+    small = x < 2.0**-126
+    bits = tl.where(small, x * 16777216.0, x).to(tl.int32, bitcast=True)
+    exponent = (bits - HALF) >> 23
+    m = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
+    t = tl.div_rn(m - 1.0, m + 1.0)
+    square = t * t
+    series = (((square * L9 + L7) * square + L5) * square + L3) * square + L1
+    return tl.where(small, exponent - 24, exponent).to(tl.float32) + series * t
+
+
+@triton.jit
+def _power(x, k):
+    """x^k for x >= 0; a NaN stays."""
+    y = tl.minimum(tl.maximum(_log2(x) * k, LEAST), MOST)
+    magic = _constant(y, 12582912.0)
+    n = (y + magic) - magic  # to nearest, ties to even
+    f = y - n
+    series = ((((((f * E7 + E6) * f + E5) * f + E4) * f + E3) * f + E2) * f + E1) * f + E0
+    bits = series.to(tl.int32, bitcast=True) + (n.to(tl.int32) << 23)
+    return tl.where(x > 0, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
@@ -162,25 +185,19 @@ def _fp8_encoded(m, v, chance):
 
 
 @triton.jit
-def _coat_figures(z, LEAST: tl.constexpr):
+def _coat_figures(z):
     """(s, k, c) of each row, [R, 1]."""
     least, most = _extrema(z)
-    empty = most == 0
     bad = most >= INF_BITS
-    plain = empty | bad
+    plain = (most == 0) | bad
     low = tl.where(plain, 1.0, least.to(tl.float32, bitcast=True))
     high = tl.where(plain, 1.0, most.to(tl.float32, bitcast=True))
-    octaves = tl.log2(high) - tl.log2(low)
-    same = least == most
-    ratio = tl.div_rn(_constant(octaves, TARGET), tl.where(octaves > 0, octaves, 1.0))
-    # Neighbours whose logarithms are equal have an infinite quotient.
-    k = tl.where(octaves > 0, tl.minimum(tl.maximum(ratio, LEAST), 16.0), 16.0)
-    k = tl.where(same | plain, 1.0, k)
+    octaves = tl.maximum(_log2(high) - _log2(low), 1.0)
+    k = tl.floor(tl.div_rn(_constant(octaves, TARGET), octaves) * 16.0)
+    k = tl.minimum(tl.maximum(k, 1.0), 256.0) * 0.0625
     c = tl.sqrt_rn(high) * tl.sqrt_rn(low)
-    s = _pow(tl.div_rn(high, c), k)
-    s = tl.div_rn(s, _constant(s, 448.0))
-    nan = tl.full(s.shape, float("nan"), tl.float32)
-    s, k, c = tl.where(empty, 1.0, s), tl.where(empty, 1.0, k), tl.where(empty, 1.0, c)
+    s = tl.div_rn(_power(tl.div_rn(high, c), k), _constant(c, 448.0))
+    nan = _constant(s, float("nan"))
     return tl.where(bad, nan, s), tl.where(bad, nan, k), tl.where(bad, nan, c)
 
 
@@ -188,35 +205,16 @@ def _coat_figures(z, LEAST: tl.constexpr):
 def _coat_decoded(codes, s, k, c):
     """Moments of E4M3 codes (uint8) under figures [R, 1]."""
     code = decode_bits(codes, False)
-    size = _pow(tl.abs(code) * s, tl.div_rn(_constant(k, 1.0), k)) * c
+    size = _power(tl.abs(code) * s, tl.div_rn(_constant(k, 1.0), k)) * c
     return tl.where(code.to(tl.int32, bitcast=True) < 0, -size, size)
 
 
 @triton.jit
-def _coat_scaled(z, s, k, c):
-    return tl.div_rn(_pow(tl.div_rn(tl.abs(z), tl.broadcast_to(c, z.shape)), k), tl.broadcast_to(s, z.shape))
-
-
-@triton.jit
-def _coat_m_codes(m, s, k, c):
-    y = tl.minimum(_coat_scaled(m, s, k, c), 448.0)
-    y = tl.where(tl.broadcast_to(s, m.shape) == s, y, float("nan"))  # a minimum may drop a NaN
-    sign = m.to(tl.int32, bitcast=True) & -0x80000000
+def _coat_codes(z, s, k, c):
+    y = _power(tl.div_rn(tl.abs(z), tl.broadcast_to(c, z.shape)), k)
+    y = tl.div_rn(y, tl.broadcast_to(s, z.shape))
+    sign = z.to(tl.int32, bitcast=True) & -0x80000000
     return encode_bits((y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), False)
-
-
-@triton.jit
-def _coat_v_codes(v, s, k, c, chance):
-    y = _coat_scaled(v, s, k, c)
-    bad = y != y
-    y = tl.where(bad, 1.0, y)
-    # A normal number drops 20 bits of its mantissa; a subnormal one is a multiple of 2^-9.
-    bits = (y.to(tl.int32, bitcast=True) + (chance << 4)) & -0x100000
-    fine = tl.floor(y * 512.0 + chance.to(tl.float32) * (2.0**-16)) * (2.0**-9)
-    rounded = tl.where(y < 2.0**-6, fine, bits.to(tl.float32, bitcast=True))
-    rounded = tl.minimum(tl.maximum(rounded, 2.0**-9), 448.0)
-    rounded = tl.where(bad, float("nan"), rounded)
-    return encode_bits(tl.where(v == 0, 0.0, rounded), False)
 
 
 @triton.jit
@@ -357,12 +355,10 @@ def adamw_step(
         d = tl.sqrt_rn(v) * root + eps
         w = w * decay - tl.div_rn(m * pace, d)
 
-        if STATES == "coat" or MASTER == "bf16+sr":
+        if MASTER == "bf16+sr":
             counter = (start // GROUP + group + line) * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
             words = philox_words(counter.to(tl.uint32), step, index, seed)
-        if STATES == "coat":
-            chance = (words >> 16).to(tl.int32)
-        elif STATES != "fp32":
+        if STATES == "fp8" or STATES == "bf16":
             chance = _dither((start + begin).to(tl.uint32) + at.to(tl.uint32), step, index, seed)
 
         if STATES == "fp8":
@@ -372,13 +368,13 @@ def adamw_step(
             tl.store(scale_at, scale, mask=known)
             tl.store(range_at, word, mask=known)
         elif STATES == "coat":
-            s, k, c = _coat_figures(m, 1.0)
-            tl.store(m_at, _coat_m_codes(m, s, k, c), mask=inside)
+            s, k, c = _coat_figures(m)
+            tl.store(m_at, _coat_codes(m, s, k, c), mask=inside)
             tl.store(m_figures, s, mask=known)
             tl.store(m_figures + 1, k, mask=known)
             tl.store(m_figures + 2, c, mask=known)
-            s, k, c = _coat_figures(v, 0.0625)
-            tl.store(v_at, _coat_v_codes(v, s, k, c, chance), mask=inside)
+            s, k, c = _coat_figures(v)
+            tl.store(v_at, _coat_codes(v, s, k, c), mask=inside)
             tl.store(v_figures, s, mask=known)
             tl.store(v_figures + 1, k, mask=known)
             tl.store(v_figures + 2, c, mask=known)
