@@ -104,6 +104,27 @@ NEGATIVE_NAN = np.array([0xFFC12345], dtype=np.uint32).view(np.float32)[0]
 SIGNALING_NAN = np.array([0x7F800001], dtype=np.uint32).view(np.float32)[0]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind", "least", "most"),
+    [
+        (torch.bfloat16, "fp32", 1.1e-3, 1.5e-3),
+        (torch.float32, "fp32", 0.0, 1e-5),
+        (torch.bfloat16, "pow2", 0.0, 0.0),
+    ],
+)
+def test_how_many_codes_the_quotient_in_fp32_moves(dtype: torch.dtype, kind: str, least: float, most: float) -> None:
+    """Against the quotient rounded once: the share that `docs/numerics.md` tells. Of short significands many quotients
+    are ties but for the rounding of the scale, and fp32 makes them ties again."""
+    x = torch.randn(10_000, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q = cast.quantize(x, CastSpec(block=(1, 128), scale=kind))
+    points = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    exact = (x.double() / q.scale.double()).abs()  # 53 bits tell a tie of 5 bits from its neighbours
+    middle = (points[1:] + points[:-1]) / 2
+    nearest = torch.bucketize(exact, middle)
+    moved = (q.data.double().abs() != points[nearest]) & ~torch.isin(exact, middle)
+    assert least <= float(moved.double().mean()) <= most
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, NEGATIVE_NAN, SIGNALING_NAN], ids=str)
 @pytest.mark.parametrize("spec", MIXED_SPECS, ids=str)
 def test_a_bad_value_spoils_its_block_and_no_other(bad: float, spec: CastSpec) -> None:
