@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from octavo import fp8, train
 from octavo.config import load_config, override, to_yaml
+from octavo.fp8.arithmetic import moments
 from octavo.models import ModelError
 from octavo.train.rundir import read_rows, settings
 
@@ -79,6 +81,17 @@ def test_health_figures_outlive_a_resume(make):
     assert kept == first.health and kept["x_sqnr_min"] > 0
     again = train.run(override(cfg, ["run.resume=auto", "run.health_every=0"]))
     assert again.health == first.health
+
+
+def test_moments_that_0_4_0_wrote_as_coat_go_on_and_are_told(make, monkeypatch):
+    cfg = make("optimizer.states=coat", "train.steps=3", "data.eval=[]")
+    cut = moments.coat_figures
+    with monkeypatch.context() as patch:
+        patch.setattr(moments, "coat_figures", lambda lo, hi: cut(lo, hi) - torch.tensor([0.0, 1 / 64, 0.0]))
+        train.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    console = Console(record=True, width=500)
+    assert train.run(override(cfg, ["run.resume=auto"]), console=console).status == "finished"
+    assert "step_2: The moments are 'coat' as version 0.4.0 wrote it: " in console.export_text()
 
 
 def test_sigint_stops_too_and_the_handlers_return(make):
