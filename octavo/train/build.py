@@ -47,7 +47,7 @@ class Job:
     notes: tuple[str, ...]
     stepper: Stepper
     progress: rundir.Progress
-    data: Mapping[str, Any]
+    files: Mapping[str, Any]
     base: base.Base | None = None
     attention: str | None = None  # the kernel, unless torch chooses
 
@@ -120,7 +120,7 @@ def build(
     found = beside if beside.whole else None
     used = None if kernel is None else kernel.kernel
     return Job(
-        cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.data, found, used
+        cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, found, used
     )
 
 
@@ -334,7 +334,7 @@ def save(job: Job) -> Path:
         optimizer=job.stepper.optimizer,
         extra=extra,
         counters={
-            **job.progress.counters(job.cfg, job.data),
+            **job.progress.counters(job.cfg, job.files),
             "threads": torch.get_num_threads(),
             **({"plan": document(job.plan)} if planning.leaves_open(job.cfg) else {}),
             **({} if job.base is None else {"base": job.base.whole}),

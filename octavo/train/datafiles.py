@@ -1,4 +1,5 @@
-"""What a run's data files held, so that a resume notices when they hold something else."""
+"""What the files held that decide a run's numbers beside its weights: its data, and the configuration, tokenizer, chat
+template and processor of its model folder. A resume notices when they hold something else."""
 
 from __future__ import annotations
 
@@ -8,22 +9,60 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import Config
+from octavo.models.folder import COMPANIONS
 from octavo.train.errors import TrainError
 
 _READ = 64 << 20  # bytes that are hashed of a file, from its start
+#: What of a model folder decides a run's numbers, weights aside: those of a checkpoint, and the fingerprint of a frozen
+#: base, stand for themselves. generation_config.json decides none: it may change, as answers are greedy without it.
+_MODEL = ("config.json", *COMPANIONS, "*.model", "additional_chat_templates/*")
+_NO_MATTER = "generation_config.json"
+
+Prints = Mapping[str, Mapping[str, Any]]  # "data" and "model" -> path or name -> {"size", "sha256"}
 
 
 def fingerprints(cfg: Config) -> dict[str, dict[str, Any]]:
-    """Path -> {"size": bytes, "sha256": of the first 64 MiB} of the files of data.train and data.eval.
+    """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
+    as {"size": bytes, "sha256": of its first 64 MiB}.
 
-    A file that is not there is left out: octavo.data refuses it with better words. Images are not looked at.
+    A file that is not there is left out: who reads it refuses it with better words. Images are not looked at.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
-    return {path: _fingerprint(Path(path)) for path in paths if Path(path).is_file()}
+    data = {path: _fingerprint(Path(path)) for path in paths if Path(path).is_file()}
+    return {"data": data, "model": of_folder(Path(cfg.model.path))}
 
 
-def same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    """Refuse to continue `where` on changed data. Raises TrainError naming the files; one not in both is no matter."""
+def of_folder(folder: Path) -> dict[str, Any]:
+    """Name -> fingerprint of the files of a model folder that decide a run's numbers, weights aside."""
+    found = {file for pattern in _MODEL for file in folder.glob(pattern) if file.is_file() and file.name != _NO_MATTER}
+    return {str(file.relative_to(folder)): _fingerprint(file) for file in sorted(found)}
+
+
+def same(saved: Prints, now: Prints, where: Path, folder: str) -> None:
+    """Refuse to continue `where` on changed data, or beside a changed model `folder`. Raises TrainError naming the
+    files. A data file that is not in both is no matter."""
+    _same_data(saved.get("data", {}), now["data"], where)
+    same_folder(saved.get("model"), now["model"], where, folder)
+
+
+def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: Path, folder: str) -> None:
+    """Refuse to go on from `where` beside a model folder of which a file came, went or changed. None: a checkpoint that
+    says nothing of it, as those of 0.4.0. Raises TrainError naming the files."""
+    changed = [] if saved is None else [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    if saved is None or not changed:
+        return
+    how = [
+        f"{name} {'is gone' if name not in now else 'is new' if name not in saved else 'holds something else'}"
+        for name in changed
+    ]
+    raise TrainError(
+        f"{folder} is not the folder that {where} was made with: {', '.join(how)}. "
+        "With another configuration, tokenizer, chat template or processor the same rows are other numbers to the "
+        "model; put the former files back, or start a new run in another run.dir"
+    )
+
+
+def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
     changed = [path for path, value in saved.items() if path in now and now[path] != value]
     if changed:
         sizes = "; ".join(f"{path} had {saved[path]['size']} bytes, has {now[path]['size']} now" for path in changed)

@@ -57,21 +57,21 @@ class Progress:
     def of(cls, counters: Mapping[str, Any]) -> Progress:
         return cls(**{f.name: counters[f.name] for f in fields(cls) if f.name in counters})
 
-    def counters(self, cfg: Config, data: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint stores: these numbers, and the settings and data files that a resume must find again."""
-        return {**asdict(self), "settings": settings(cfg), "data": dict(data)}
+    def counters(self, cfg: Config, files: datafiles.Prints) -> dict[str, Any]:
+        """What a checkpoint stores: these numbers, and the settings and files that a resume must find again."""
+        return {**asdict(self), "settings": settings(cfg), **files}
 
 
 @dataclass(frozen=True)
 class Start:
     """Where a run begins: its directory, the checkpoint to load (None: from the model's own weights), its rows and
-    step so far, the fingerprints of its data files, and the result of a run that has finished already."""
+    step so far, the fingerprints of its files, and the result of a run that has finished already."""
 
     directory: Path
     checkpoint: Path | None = None
     rows: int = 0
     step: int = 0
-    data: Mapping[str, Any] = field(default_factory=dict)
+    files: datafiles.Prints = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
 
 
@@ -99,7 +99,7 @@ def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) 
     A run that failed before its first step left nothing to lose: its directory counts as empty.
 
     Raises TrainError for a directory that must not be touched or is in use, settings that changed since the
-    checkpoint, with the keys that differ, or data files that changed.
+    checkpoint, with the keys that differ, or files of the data or of the model folder that changed.
     """
     directory = Path(cfg.run.dir)
     known = world.from_main(lambda: _locked(cfg, directory, lock))
@@ -195,17 +195,17 @@ def _has_begun(directory: Path) -> bool:
 
 def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
-    step, rows, data = 0, 0, datafiles.fingerprints(cfg)
+    step, rows, files = 0, 0, datafiles.fingerprints(cfg)
     if chosen is not None:
         counters = read_state(chosen)["counters"]
         _same_settings(_complete(counters["settings"]), cfg, chosen)
-        datafiles.same(counters.get("data", {}), data, chosen)
+        datafiles.same(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
-    return {"rows": rows, "step": step, "data": data}
+    return {"rows": rows, "step": step, "files": files}
 
 
 def _check_checkpoint(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -306,6 +307,33 @@ def test_changed_data_is_noticed_by_a_resume(make, place: Path, tmp_path: Path):
     file.write_text(text)
     os.utime(file, (0, 0))
     assert train.run(override(cfg, ["run.resume=auto"])).status == "finished"
+
+
+def test_a_changed_model_folder_is_noticed_by_a_resume_and_by_whoever_opens_the_run(make, place: Path, tmp_path: Path):
+    """Each file that decides what the model is given, changed, gone or new; generation settings decide nothing."""
+    folder = tmp_path / "model"
+    shutil.copytree(place / "tiny", folder)
+    cfg = make(f"model.path={folder}", "data.eval=[]", "train.steps=3")
+    train.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    again = override(cfg, ["run.resume=auto"])
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+                 "preprocessor_config.json", "processor_config.json"):  # fmt: skip
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(before + b"\n")  # the same JSON: what a file means is for its readers
+        with pytest.raises(train.TrainError, match=f"the folder that .*step_2 was made with: {name} holds something"):
+            train.run(again)
+        (folder / name).write_bytes(before)
+    (folder / "special_tokens_map.json").write_text("{}")
+    (folder / "video_preprocessor_config.json").rename(folder / "gone")
+    both = "(?=.*special_tokens_map.json is new)(?=.*video_preprocessor_config.json is gone)"
+    with pytest.raises(train.TrainError, match=both):
+        train.run(again)
+    with pytest.raises(train.TrainError, match=both):
+        train.load_run(cfg.run.dir)
+    (folder / "special_tokens_map.json").unlink()
+    (folder / "gone").rename(folder / "video_preprocessor_config.json")
+    (folder / "generation_config.json").write_text('{"do_sample": true}')
+    assert train.run(again).status == "finished"
 
 
 @pytest.mark.parametrize(("name", "says"), [

@@ -31,7 +31,7 @@ from octavo.config.sections import FITTING
 from octavo.models.folder import pickles, read_json
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.train import base as bases
-from octavo.train import planning, rundir
+from octavo.train import datafiles, planning, rundir
 from octavo.train.build import scaling_of
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
@@ -155,6 +155,9 @@ class Target:
             )
         cfg, world = bases.begun(self.run_config(recipe, backend)), parallel.World(device=device)
         path = checkpoint_of(self.path, step, world, say)
+        before = read_state(path)["counters"]
+        if not self.moved:  # another tokenizer or processor would ask the model other questions
+            datafiles.same_folder(before.get("model"), datafiles.of_folder(self.base), path, str(self.base))
         as_trained = load_in_fp8 is None and not self.moved
         wanted = dtype or model_dtype(cfg)
         if as_trained:
@@ -174,9 +177,9 @@ class Target:
 
             adapters.attach(model, family, cfg.lora, seed=cfg.run.seed)
             # The base must be the one that the adapters were trained beside.
-            if as_trained and dtype is None and (before := read_state(path)["counters"].get("base")):
+            if as_trained and dtype is None and before.get("base"):
                 now = bases.Base.of(model, bases.digests(model, world), world).whole
-                bases.same(before, now, path, str(self.base))
+                bases.same(before["base"], now, path, str(self.base))
         restored = checkpoint.load(path, model=model, optimizer=None, world=world)
         histories = scaling_of(restored.extra)
         if recipe is None and histories and as_trained:
