@@ -6,7 +6,7 @@ from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.freeze import freeze
-from octavo.models.generate import generate
+from octavo.models.generate import generate, ignored_settings
 from octavo.models.loading import load, load_split, parameter_count
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
 from octavo.models.quantization import Quantization, read_quantization, to_config
@@ -33,6 +33,7 @@ __all__ = [
     "freeze",
     "frozen_names",
     "generate",
+    "ignored_settings",
     "kernels_here",
     "load",
     "load_processor",

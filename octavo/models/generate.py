@@ -1,7 +1,12 @@
-"""Greedy answers from a conversation."""
+"""Greedy answers from a conversation, whatever generation_config.json asks for.
+
+transformers fills what a call leaves open from the model's own settings, so that a repetition penalty or beams of the
+folder would change an answer that is called greedy. Of those settings the tokens that end or pad an answer are kept.
+"""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +15,10 @@ from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 
 from octavo.models.errors import ModelError
 from octavo.models.processors import TextProcessor
+
+#: settings of a model that answers keep, or that do not change them
+_KEPT = {"eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "transformers_version"}
+_NEUTRAL_AT_1 = {"num_beams", "temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"}
 
 if TYPE_CHECKING:
     from PIL.Image import Image  # GPU machines measure models without it
@@ -27,7 +36,8 @@ def generate(
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
     images    one PIL image for each image part, in reading order
 
-    The model's mode and its generation settings are left as they were. Raises ModelError when images and image parts
+    Greedy: :func:`ignored_settings` says what of the model's generation settings has no effect. They are left as they
+    were, and so is the model's mode. Raises ModelError when images and image parts
     differ in number, when there is nothing to answer or no chat template to write it by, and when max_new_tokens is
     below one.
     """
@@ -54,7 +64,8 @@ def generate(
             "placeholder in the text, and no image thinner than a patch."
         ) from cause
     batch = batch.to(model.device)
-    stop = model.generation_config.eos_token_id
+    own = model.generation_config
+    stop = own.eos_token_id
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
@@ -63,9 +74,28 @@ def generate(
     )
     training = model.training
     model.eval()
+    model.generation_config = settings  # else transformers fills in what `settings` leaves open
     try:
         with torch.no_grad():
             ids = model.generate(**batch, generation_config=settings)
     finally:
+        model.generation_config = own
         model.train(training)
     return processor.tokenizer.decode(ids[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def ignored_settings(model: PreTrainedModel) -> str | None:
+    """A sentence about the generation settings of a model's folder that greedy answers, and the questions of an
+    evaluation, do not follow; None where there are none."""
+    own = getattr(model, "generation_config", None)  # of models that generate
+    stated = {} if own is None else own.to_diff_dict()
+    odd = {
+        name: value
+        for name, value in stated.items()
+        if name not in _KEPT and not name.startswith("_") and value is not None and value is not False
+        if name not in _NEUTRAL_AT_1 or value != 1
+    }
+    if not odd:
+        return None
+    shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in odd.items())
+    return f"answers are greedy, so the model's generation settings {shown} are ignored"

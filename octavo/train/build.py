@@ -95,6 +95,8 @@ def build(
     if cfg.train.cuda_graphs:
         _refuse(graphs.why_never(plan, world))
     model, lows = assemble_model(made, world.device, plan, family, say)
+    if evalset is not None and (ignored := models.ignored_settings(model)):
+        say(f"note: {ignored}")
     rest = base.digests(model, world) if cfg.lora is not None else {}
     attention.use(model, kernel, cfg.model.attention)
     keep_less(model, family, plan, cfg, say)

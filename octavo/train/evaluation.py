@@ -23,7 +23,8 @@ def evaluate(
     loss         mean cross-entropy over all loss tokens, fp32 (nats)
     exact_match  share of the questions answered exactly, 0 to 1. Every assistant turn is a question; it counts when
                  each of its tokens, the end of turn included, is the most likely one given the true tokens before it.
-                 That is the greedy answer: it goes wrong at the first token that differs, here as in generation.
+                 That is the greedy answer, whatever generation_config.json asks for: it goes wrong at the first token
+                 that differs, here as in generation.
     """
     world = world or World(device=next(model.parameters()).device)
     wide = next(model.parameters()).dtype == torch.float32

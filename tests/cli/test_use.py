@@ -72,6 +72,21 @@ def test_generate_asks_all_of_them(here, capsys):
     assert "weights frozen codes" in capsys.readouterr().err
 
 
+def test_generate_and_eval_say_which_settings_of_the_folder_they_do_not_follow(here, capsys, monkeypatch):
+    file = here / "model/generation_config.json"
+    before = file.read_text()
+    file.write_text(json.dumps({**json.loads(before), "do_sample": True, "temperature": 0.7, "num_beams": 1}))
+    try:
+        greedy = "answers are greedy, so the model's generation settings do_sample=True, temperature=0.7 are ignored"
+        assert answer(["generate", "model", *ASK], capsys)["notes"][-1] == greedy
+        for argv in (["eval", "model", "--config", "run.yaml"], ["train", "run.yaml", "run.dir=greedy"]):
+            assert main(argv) == 0
+            shown = capsys.readouterr()
+            assert " ".join((shown.err + shown.out).split()).count(greedy) == 1
+    finally:
+        file.write_text(before)
+
+
 def test_eval_judges_all_of_them(here, capsys):
     run = answer(["eval", "lora"], capsys)
     assert run["step"] == 2 and run["fp8_gemms"] > 0

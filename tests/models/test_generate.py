@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -83,3 +84,41 @@ def test_a_folder_without_a_chat_template_or_with_odd_stop_tokens_is_a_sentence(
         with pytest.raises(models.ModelError, match=f"generation_config.json.* {why}"):
             models.load(folder)
         assert any(f.file == "generation_config.json" for f in verify(folder, quick=True).findings)
+
+
+#: in version 0.4.0 each changed an answer, ended it with a traceback, or was passed over in silence
+SETTINGS = {
+    "do_sample": True, "num_beams": 3, "repetition_penalty": 50.0, "no_repeat_ngram_size": 1, "guidance_scale": 3.0,
+    "forced_eos_token_id": 5, "suppress_tokens": [*range(400)], "begin_suppress_tokens": [*range(400)],
+    "sequence_bias": [[[5], 50.0]], "max_time": 1e-4, "stop_strings": ["a"],
+    "return_dict_in_generate": True, "dola_layers": "high",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_are_greedy_whatever_the_folder_asks_for_and_it_is_told(checkpoint, text_folder, name):
+    folder, answer = text_folder
+    asked = json.loads((checkpoint("qwen3") / "generation_config.json").read_text()) | {name: SETTINGS[name]}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    model, processor = models.load(folder), models.load_processor(folder)
+    before = model.generation_config.to_dict()
+    assert models.generate(model, processor, conversation(False)[:1], [], 6) == answer
+    assert model.generation_config.to_dict() == before
+    assert f"settings {name}=" in models.ignored_settings(model)
+
+
+@pytest.fixture(scope="module")
+def text_folder(checkpoint, tmp_path_factory):
+    """A copy of a text model's folder, whose generation settings say when to stop alone, and its answer."""
+    folder = tmp_path_factory.mktemp("greedy") / "qwen3"
+    shutil.copytree(checkpoint("qwen3"), folder)
+    model = models.load(folder)
+    assert models.ignored_settings(model) is None
+    return folder, models.generate(model, models.load_processor(folder), conversation(False)[:1], [], 6)
+
+
+def test_tokens_that_end_an_answer_are_kept(checkpoint, text_folder):
+    model, processor = models.load(checkpoint("qwen3")), models.load_processor(checkpoint("qwen3"))
+    model.generation_config.eos_token_id = processor.tokenizer.encode(text_folder[1])[-1:]
+    answer = models.generate(model, processor, conversation(False)[:1], [], 6)
+    assert answer != text_folder[1] and text_folder[1].startswith(answer)

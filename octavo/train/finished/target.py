@@ -128,7 +128,7 @@ class Target:
 
             adapters.load(model, self.adapter, say)
         model.eval()
-        return Opened(model, models.load_processor(self.base), tuple(notes))
+        return Opened(model, models.load_processor(self.base), (*notes, *_ignored(model)))
 
     def _load(
         self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None, say: Say
@@ -186,7 +186,7 @@ class Target:
             fp8.load_scaling_state(model, histories)
         model.eval()
         processor = models.load_processor(self.base, cfg.data.max_pixels, cfg.data.min_pixels)
-        return Opened(model, processor, (f"step {restored.counters['step']}", *notes, *self.notes))
+        return Opened(model, processor, (f"step {restored.counters['step']}", *notes, *self.notes, *_ignored(model)))
 
     def run_config(self, recipe: str | None, backend: str) -> Config:
         """The run's configuration with another recipe or backend, if asked."""
@@ -299,6 +299,12 @@ def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
     plan = fp8.plan(model, policy, family.components)
     fp8.apply(model, plan)
     return [_about(model, plan)]
+
+
+def _ignored(model: Any) -> tuple[str, ...]:
+    """What of a model's generation settings is not followed: answers and evaluations are greedy."""
+    note = models.ignored_settings(model)
+    return () if note is None else (note,)
 
 
 def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
