@@ -31,6 +31,9 @@ def load(
 ) -> PreTrainedModel:
     """A model from a local Hugging Face folder, in eval mode.
 
+    With FP8 codes in it the whole model is frozen, since codes are never trained: adapters, or a component that is
+    unfrozen by name, train beside them, and a forward in training in which nothing does is a ModelError.
+
     Args:
         path: the folder: BF16 or fp32 weights, or FP8 codes (DeepSeek's blocks, compressed-tensors).
         load_in_fp8: ``"rowwise"``, ``"blockwise"`` or ``"tensorwise"``: the linear layers and experts of the language
@@ -64,4 +67,6 @@ def load(
         from octavo import adapters
 
         adapters.load(model, adapter, say)
+    elif next(fp8.frozen_weights(model), None) is not None:
+        models.freeze_all(model)
     return model

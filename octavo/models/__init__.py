@@ -5,7 +5,7 @@ from octavo.models.attention import attend, kernels_here, use_attention, use_ker
 from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, WITHOUT_HEAD, Family, describe, stays
-from octavo.models.freeze import freeze
+from octavo.models.freeze import freeze, freeze_all
 from octavo.models.generate import generate, ignored_settings
 from octavo.models.loading import load, load_split, parameter_count
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
@@ -31,6 +31,7 @@ __all__ = [
     "dummy_image_inputs",
     "empty",
     "freeze",
+    "freeze_all",
     "frozen_names",
     "generate",
     "ignored_settings",

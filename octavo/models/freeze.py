@@ -1,10 +1,12 @@
-"""Freezing: by component or by glob, with an error for a name that means nothing."""
+"""Freezing: by component or by glob, with an error for a name that means nothing; and all of a model that is codes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from octavo.fp8.policy import covers, nearest
 from octavo.models.errors import ModelError
@@ -35,6 +37,27 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str]) -> list[st
     for name in chosen:
         parameters[name].requires_grad_(False)
     return [name for name in names if id(parameters[name]) in frozen]
+
+
+def freeze_all(model: nn.Module) -> None:
+    """Freeze a model that holds frozen FP8 weights, so that what trains in it is what somebody asks for: adapters, a
+    component. In training its forward raises ModelError while that is nothing; before, whatever is no code (norms,
+    embeddings, the vision tower) would have been trained beside a language model that stays as it is."""
+    model.requires_grad_(False)
+    model.register_forward_hook(_refuse_untrained)
+
+
+def _refuse_untrained(model: nn.Module, args: Any, output: Any) -> None:
+    if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        raise ModelError(
+            f"this {type(model).__name__} is trained and nothing in it asks for a gradient: its layers are FP8 codes "
+            "(load_in_fp8, or a folder in FP8), which are never trained, and all else was frozen with them. Attach "
+            "adapters (octavo.adapters, PEFT), unfreeze what is meant (model.model.visual.requires_grad_(True)), load "
+            "in high precision (no load_in_fp8, keep_fp8=False) to train all weights, or call model.eval() first"
+        )
 
 
 def _matching(pattern: str, names: list[str], family: Family, model: nn.Module) -> list[str]:

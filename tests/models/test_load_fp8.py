@@ -445,6 +445,36 @@ def test_octavo_load(checkpoint, tmp_path):
     assert isinstance(layers.lm_head, nn.Linear)
 
 
+def test_a_model_of_codes_trains_what_is_asked_for_or_says_that_nothing_is(checkpoint):
+    """0.4.0 trained embeddings, norms and the tower beside codes that stay, without a word."""
+    ids = torch.tensor([[1, 2, 3]])
+    model = octavo.load(checkpoint("llama"), load_in_fp8="row")
+    assert not any(p.requires_grad for p in model.parameters())
+    with pytest.raises(models.ModelError, match="LlamaForCausalLM is trained and nothing in it asks for a gradient"):
+        model.train()(ids, labels=ids)
+    for harmless in (lambda: model.eval()(ids), lambda: torch.no_grad()(model.train())(ids)):
+        harmless()
+    model.lm_head.requires_grad_(True)
+    model.train()(ids, labels=ids, return_dict=False)[0].backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
+    assert all(p.requires_grad for p in octavo.load(checkpoint("llama"), recipe="rowwise").parameters())
+
+
+def test_hf_trainer_and_peft_meet_the_same(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
+    args = TrainingArguments(tmp_path, max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no")
+    model = octavo.load(checkpoint("llama"), load_in_fp8="row", recipe="rowwise")
+    with pytest.raises(models.ModelError, match="nothing in it asks for a gradient"):
+        Trainer(model, args, train_dataset=rows).train()
+    codes = fp8.fingerprint(model)
+    soft = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    Trainer(soft, args, train_dataset=rows).train()  # the one parameter that trains is outside the model
+    assert fp8.fingerprint(model) == codes
+
+
 def test_octavo_load_with_an_adapter(checkpoint, tmp_path):
     peft = pytest.importorskip("peft")
     stock = models.load(checkpoint("llama"))
