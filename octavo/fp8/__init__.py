@@ -43,6 +43,7 @@ from octavo.fp8.policy.policy import ComponentPolicy, PlanError, Policy, Rule
 from octavo.fp8.policy.topology import Row, topology
 from octavo.fp8.proof.prediction import Prediction, predict
 from octavo.fp8.proof.proof import Proof, ProofError
+from octavo.fp8.proof.reference import reference_note
 from octavo.fp8.weights.cache import code_bytes, invalidate
 from octavo.fp8.weights.frozen import (
     FROZEN,
@@ -129,6 +130,7 @@ __all__ = [
     "recipe",
     "recompute",
     "reduce_scaling_state",
+    "reference_note",
     "saturation",
     "save_plan",
     "scale_from_amax",

@@ -56,14 +56,15 @@ def _exchanged(old: Any, casts: tuple[Need, ...], keep: bool, name: str) -> nn.P
 
 def _share(modules: Mapping[str, nn.Module], used: list[tuple[str, str]]) -> None:
     """One cache for layers that share a weight: its codes are the same."""
-    first = _sites(modules[used[0][0]])[used[0][1]].codes
+    first = sites_of(modules[used[0][0]])[used[0][1]].codes
     for name, parameter in used[1:]:
-        site = _sites(modules[name])[parameter]
+        site = sites_of(modules[name])[parameter]
         if site.codes is not None and first is not None and site.codes.keep == first.keep:
             site.codes = first
 
 
-def _sites(module: nn.Module) -> dict[str, Site]:
+def sites_of(module: nn.Module) -> dict[str, Site]:
+    """Parameter of an FP8 layer, or of a module of FP8 experts -> where its GEMMs run."""
     own = module.__dict__.get("_sites")
     return own if own is not None else {"weight": module.__dict__["_site"]}
 

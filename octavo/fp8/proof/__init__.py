@@ -1,4 +1,4 @@
-"""Counted GEMMs against the plan, and what a measured plan predicts."""
+"""Counted GEMMs against the plan, what a measured plan predicts, and whether two models compute alike."""
 
 from octavo.fp8.proof.proof import ProofError
 
