@@ -37,6 +37,7 @@ class Dies(TrainerCallback):
 
 def trained(folder: Path, *callbacks: Any, resume: bool = False, **more: Any) -> Trainer:
     """A Trainer after its training; `callbacks` are types, Fp8Callback among them is given the trainer."""
+    pytest.importorskip("accelerate")  # which Trainer needs
     args = TrainingArguments(
         folder, max_steps=STEPS, save_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, **more,
@@ -131,6 +132,8 @@ def test_frozen_codes_are_what_a_reference_may_hold() -> None:
 
 
 def test_the_callback_looks_at_the_reference_of_its_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+
     class WithReference(Trainer):
         """As TRL's trainers of preferences and policies hold it."""
 

@@ -89,7 +89,7 @@ def test_a_folder_without_a_chat_template_or_with_odd_stop_tokens_is_a_sentence(
 #: in version 0.4.0 each changed an answer, ended it with a traceback, or was passed over in silence
 SETTINGS = {
     "do_sample": True, "num_beams": 3, "repetition_penalty": 50.0, "no_repeat_ngram_size": 1, "guidance_scale": 3.0,
-    "forced_eos_token_id": 5, "suppress_tokens": [*range(400)], "begin_suppress_tokens": [*range(400)],
+    "forced_eos_token_id": 5, "suppress_tokens": [*range(440)], "begin_suppress_tokens": [*range(440)],
     "sequence_bias": [[[5], 50.0]], "max_time": 1e-4, "stop_strings": ["a"],
     "return_dict_in_generate": True, "dola_layers": "high",
 }  # fmt: skip

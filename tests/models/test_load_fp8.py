@@ -461,7 +461,7 @@ def test_a_model_of_codes_trains_what_is_asked_for_or_says_that_nothing_is(check
 
 
 def test_hf_trainer_and_peft_meet_the_same(checkpoint, tmp_path):
-    peft = pytest.importorskip("peft")
+    peft, _ = pytest.importorskip("peft"), pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
