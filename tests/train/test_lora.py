@@ -313,3 +313,19 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
     full = train.run(make(*over, dir="full"), console=console)
     assert "its weights are dequantized while they are read: codes are kept beside adapters" in console.export_text()
     assert full.base is None and "quantization_config" not in (full.dir / "hf" / "config.json").read_text()
+
+
+def test_a_frozen_language_model_of_codes_without_adapters_stays_while_the_tower_trains(make, place: Path):
+    """`load_in_fp8` without `lora`: what `model.freeze` names is codes, all else trains, stops and goes on."""
+    over = ("model.load_in_fp8=block", "model.freeze=[foundation]", "train.steps=3", "run.hf=true")
+    whole = train.run(make(*over, dir="whole"))
+    cfg = make(*over)
+    train.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    result = train.run(override(cfg, ["run.resume=auto"]))
+    assert (result.losses(), result.eval) == (whole.losses(), whole.eval)
+    assert result.base["unchanged"] and result.base["fp8"]["weights"] == 14
+    codes = models.load(place / "tiny", load_in_fp8="block")
+    before, after = (dict(fp8.thaw(m).named_parameters()) for m in (codes, models.load(result.dir / "hf")))
+    changed = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])}
+    kept = {name.split(".")[1] for name in before} - changed
+    assert "visual" in changed and kept == {"language_model"}
