@@ -14,7 +14,8 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from octavo.config.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
-from octavo.config.problems import Place, Problem, dotted, named, nearest, not_a_path
+from octavo.config.problems import Place, Problem, dotted, named, nearest
+from octavo.config.texts import not_a_path
 from octavo.reading import Unreadable, decode, read_bytes
 
 #: files that one configuration may be joined from; files that extend each other in pairs are read 2, 4, 8 ... times

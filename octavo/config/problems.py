@@ -85,14 +85,3 @@ def named(value: object) -> str:
 def brief(text: str, most: int = 300) -> str:
     """``text`` as one printable line of about ``most`` characters."""
     return printable(text if len(text) <= most else text[: most - 3] + "...")
-
-
-def not_a_path(text: str) -> str | None:
-    """Why no file can have this name, or None. The limits are Linux's: 255 bytes a name, 4,095 a path."""
-    if "\0" in text:
-        return "holds a NUL character, which no file name has"
-    encoded = text.encode("utf-8", "surrogatepass")
-    longest = max(map(len, encoded.split(b"/")))
-    if len(encoded) > 4095 or longest > 255:
-        return f"is no path: {len(encoded):,} bytes, the longest name in it {longest:,} (at most 4,095 and 255)"
-    return None

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_serializer
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer
 
-from octavo.config.problems import not_a_path
+from octavo.config.texts import FilePath, Text
 
 Short = Literal["row", "block", "tensor"]
 
@@ -45,24 +44,6 @@ def _as_tuple(value: Any) -> Any:
 
 
 _FROM_LIST = BeforeValidator(_as_tuple)
-
-
-def _whole(value: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("half_character", "holds half a character") from None
-    return value
-
-
-def _a_path(value: str) -> str:
-    if why := not_a_path(value):
-        raise PydanticCustomError("no_path", "{why}", {"why": why})
-    return value
-
-
-Text = Annotated[str, AfterValidator(_whole)]
-FilePath = Annotated[Text, AfterValidator(_a_path)]
 
 
 class Section(BaseModel):

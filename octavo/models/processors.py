@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
 
+from octavo.models.chat import FILES, check_template, deadline
 from octavo.models.errors import ModelError
 from octavo.models.folder import read_json
 from octavo.models.skeleton import VISION_FAMILIES
@@ -42,8 +43,9 @@ class TextProcessor:
         return BatchFeature(dict(encoded))
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """The tokenizer's chat template."""
-        return self.tokenizer.apply_chat_template(conversation, **kwargs)
+        """The tokenizer's chat template, under a deadline."""
+        with deadline():
+            return self.tokenizer.apply_chat_template(conversation, **kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
         """The tokenizer's decode."""
@@ -83,9 +85,14 @@ def load_processor(
                              InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
 
     Raises ModelError for a folder without processor files, limits below one token or tile, min above max, and limits
-    for a text-only model.
+    for a text-only model, and a chat template that does not end or refuses every conversation (`check_template`).
     """
-    folder = Path(path)
+    processor = _load_processor(Path(path), max_pixels, min_pixels)
+    check_template(processor, Path(path))
+    return processor
+
+
+def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None) -> ProcessorMixin | TextProcessor:
     raw = read_json(folder / "config.json")
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
@@ -122,7 +129,7 @@ def _image_seq_length(folder: Path, raw: dict) -> int:
 
 
 def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    for name in ("chat_template.jinja", "chat_template.json"):
+    for name in FILES[:2]:
         file = folder / name
         if file.exists():
             return file.read_text(encoding="utf-8") if name.endswith("jinja") else read_json(file).get("chat_template")
