@@ -336,7 +336,7 @@ class TrainSection(Section):
 
     phase: Literal["pretrain", "sft"] = Field(default="sft", description="What is learnt: pretrain or sft.")
     steps: int = Field(ge=1, le=10**9, description="Optimizer steps of the whole run.")
-    seq_length: int = Field(default=2048, ge=1, le=2**24, description="Most tokens a sample may have.")
+    seq_length: int = Field(default=2048, ge=1, le=2**22, description="Most tokens a sample may have.")
     micro_batch: int = Field(default=1, ge=1, le=2**16, description="Samples in one forward pass, per process.")
     global_batch: int = Field(
         default=8, ge=1, le=2**24, description="Samples in one optimizer step, over all processes."

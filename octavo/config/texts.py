@@ -13,7 +13,10 @@ def not_a_path(text: str) -> str | None:
     if "\0" in text:
         return "holds a NUL character, which no file name has"
     encoded = text.encode("utf-8", "surrogatepass")
-    longest = max(map(len, encoded.split(b"/")))
+    names = encoded.split(b"/")
+    longest = max(map(len, names))
+    if len(names) > 200:  # each is a folder to be made, one within the other
+        return f"is no path: {len(names):,} names deep"
     if len(encoded) > 4095 or longest > 255:
         return f"is no path: {len(encoded):,} bytes, the longest name in it {longest:,} (at most 4,095 and 255)"
     return None
