@@ -57,7 +57,7 @@ def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), orig
         tree.broken = True
         return
     shown = _shown(path)
-    real = path.resolve()
+    real = FilePath(os.path.realpath(path))  # Path.resolve raises where links lead in a circle
     if real in chain:
         names = " -> ".join(_shown(p) for p in (*chain[chain.index(real) :], real))
         found = f"the files extend each other ({names})"

@@ -100,11 +100,11 @@ def test_octavos_own_errors_are_a_sentence_and_exit_1(monkeypatch, capsys):
     from octavo.models.errors import ModelError
 
     def fail(args):
-        raise ModelError("there is no model; write one")
+        raise ModelError("there is no model\x1b[2J;\nwrite one")
 
     command(monkeypatch, fail)
     assert main(["schema"]) == 1
-    assert capsys.readouterr().err == "octavo schema: there is no model; write one\n"
+    assert capsys.readouterr().err == "octavo schema: there is no model\\x1b[2J;\nwrite one\n"
 
 
 def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):

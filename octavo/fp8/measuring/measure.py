@@ -65,8 +65,8 @@ class Cache:
             return [Measurements.from_json(m) for m in found["machines"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MeasureError(
-                f"{self.path} holds no measurements of this version of Octavo ({type(error).__name__}: {error}). "
-                "Delete it, and measure again."
+                f"{self.path} holds no measurements of this version of Octavo ({type(error).__name__}: "
+                f"{reading.printable(error)}). Delete it, and measure again."
             ) from error
 
 
