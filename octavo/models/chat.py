@@ -15,7 +15,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,7 +40,7 @@ _tried: set[str] = set()
 
 
 def check_template(processor: Any, folder: Path) -> None:
-    """Try a processor's chat template, once a process for each template; nothing where there is none.
+    """Try a processor's or a tokenizer's chat template, once a process for each template; nothing where there is none.
 
     Raises ModelError, naming the file, for one that does not end, that takes or writes more than any template needs,
     or that refuses every conversation: user; user and assistant; with a system message; twenty turns.
@@ -109,9 +109,24 @@ def _limit(which: int, most: int) -> None:
 
 
 def _rendered(processor: Any, turns: Any) -> str:
-    parts = processor.image_processor is not None
+    parts = getattr(processor, "image_processor", None) is not None  # a tokenizer has none either
     messages = [{"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in turns]
     return str(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=turns[-1][0] == "user"))
+
+
+def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+    """A conversation's text by the template of a processor or tokenizer. Raises ModelError in the template's words."""
+    try:
+        with deadline():
+            return processor.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+    except ModelError:
+        raise
+    except Exception as cause:  # a stranger's program: jinja's errors, and Python's out of jinja
+        roles = ", ".join(str(message["role"]) for message in messages)
+        said = " ".join(f"{type(cause).__name__}: {cause}".split())[:400]
+        raise ModelError(f"the chat template refuses the roles {roles} ({reading.printable(said)}).") from cause
 
 
 @contextmanager
