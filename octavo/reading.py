@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 #: bytes of a file that is read whole; the largest tokenizers and indices that are published have about 40 MB
 LIMIT = 256 << 20
@@ -51,8 +51,8 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
-def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable) -> BinaryIO:
-    """A regular file, opened for reading bytes, unbuffered.
+def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable, buffering: int = -1) -> BinaryIO:
+    """A regular file, opened for reading bytes.
 
     Opening never waits: without O_NONBLOCK the mere opening of a pipe that nobody writes to does not return. What was
     opened is what is asked, so nothing can be exchanged in between.
@@ -74,7 +74,7 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable)
         if not stat.S_ISREG(mode):
             what = _KINDS.get(stat.S_IFMT(mode), "something")
             raise error(f"{printable(path)} is {what}, not a file. Put the file in its place.")
-        return open(handle, "rb", buffering=0)
+        return cast(BinaryIO, open(handle, "rb", buffering=buffering))
     except BaseException:
         os.close(handle)
         raise
@@ -82,7 +82,7 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable)
 
 def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable, limit: int = LIMIT) -> bytes:
     """A whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer one."""
-    with open_file(path, error) as file:
+    with open_file(path, error, buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         pieces, left = [], limit + 1
         try:

@@ -22,12 +22,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo import atomic, fp8
+from octavo import atomic, fp8, reading
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
 from octavo.adapters.targets import NEVER, taken_over
 from octavo.fp8.weights import distributed, full, is_whole
+from octavo.models import headers
 from octavo.models.folder import pickles
 
 if TYPE_CHECKING:
@@ -128,14 +129,9 @@ def read_config(directory: str | Path) -> Any:
     """
     folder = Path(directory)
     file = folder / CONFIG
-    if not folder.is_dir() or not file.is_file():
+    if not folder.is_dir() or not os.path.lexists(file):
         raise AdapterError(f"{folder} is no adapter's folder: it has no {CONFIG}. PEFT and octavo train write one.")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(raw, dict):
-        raise AdapterError(f"{file} holds a {type(raw).__name__} where an object with LoRA's settings is needed.")
+    raw = reading.read_json(file, AdapterError)
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
@@ -175,7 +171,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
     """The tensors of an adapter's folder. Raises AdapterError for pickles, what cannot be read, NaN."""
     folder = Path(directory)
     file = folder / WEIGHTS
-    if not file.is_file():
+    if not os.path.lexists(file):
         pickled = [name for name in pickles(folder) if name.startswith(("adapter_model", "pytorch_model"))]
         raise AdapterError(
             f"{folder} holds {pickled[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
@@ -184,9 +180,10 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
             else f"{folder} has no {WEIGHTS}: the adapter is not whole."
         )
     try:
+        headers.read(file)
         with safe_open(file, framework="pt") as tensors:
             state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (headers.HeaderError, SafetensorError, OSError) as error:
         raise AdapterError(f"{file} cannot be read: {error}. It was cut short, or is no safetensors file.") from error
     for name, value in state.items():
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):

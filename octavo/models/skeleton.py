@@ -16,11 +16,14 @@ from transformers import (
 )
 
 from octavo.models.errors import ModelError
-from octavo.models.folder import first_line, quiet, read_json, summary
+from octavo.models.folder import read_json, stock
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
 #: the vision-language families that :mod:`octavo.models.families` describes, by `config.model_type`
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+#: words of a config.json's keys -> the most that is believed: modules are made one by one, each in milliseconds
+_MOST = {"layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 10_000, "heads": 1 << 16}
+_MOST |= {"size": 1 << 24, "dim": 1 << 24}
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -48,7 +51,9 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
         )
-    config = _auto_config(folder)
+    _check_sizes(folder / "config.json")
+    with stock(f"{folder}/config.json cannot be used"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in QUANTIZED_KEYS:  # what the weights on disk are, not the model
             if hasattr(part, key):
@@ -56,14 +61,18 @@ def stock_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _auto_config(folder: Path) -> PreTrainedConfig:
-    try:
-        with quiet():
-            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
-    except Exception as error:  # transformers' strict dataclasses raise their own kinds; the cause is kept
-        raise ModelError(f"{folder}/config.json has a field that does not fit: {first_line(error)}") from error
+def _check_sizes(file: Path) -> None:
+    """No count of modules that a machine would never finish making, even without memory for them; and no size whose
+    bytes cannot be counted. Raises ModelError."""
+    level = [("", read_json(file))]
+    while level:
+        key, node = level.pop()
+        if isinstance(node, dict):
+            level += node.items()
+        elif isinstance(node, int) and not isinstance(node, bool):
+            most = next((most for word, most in _MOST.items() if word in key), None)
+            if most is not None and not -1 <= node <= most:
+                raise ModelError(f"{file} gives {key}={node}; Octavo builds models of at most {most}. Mend the field.")
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:
@@ -85,16 +94,14 @@ def auto_class(config: PreTrainedConfig) -> type:
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None) -> PreTrainedModel:
     """The model on the meta device, as from_pretrained has it before weights are read."""
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    try:
-        with quiet(), torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=dtype, **extra)
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise ModelError(f"no {config.model_type!r} model can be built from its config: {summary(error)}") from error
+    with stock(f"no {config.model_type!r} model can be built from its config"), torch.device("meta"):
+        return auto_class(config).from_config(config, dtype=dtype, **extra)
 
 
 def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a folder or configuration on the meta device: shapes without memory; reads no weights."""
     config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
     model = skeleton(config, dtype)
-    model.tie_weights()
+    with stock(f"the weights of {config.model_type!r} cannot be tied"):
+        model.tie_weights()
     return model

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from octavo import reading
+from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.verify.findings import Findings
 from octavo.models.folder import pickles, weight_map
 from octavo.models.headers import DTYPES, HeaderError, is_pickle, read
@@ -74,10 +76,11 @@ class Held:
         if end == begin:
             return torch.empty(0, dtype=torch.uint8)
         buffer = bytearray(end - begin)
-        with open(self.path, "rb") as file:
+        with reading.open_file(self.path, CheckpointError) as file:
             file.seek(self.start + begin)
             got = file.readinto(buffer)
-        assert got == end - begin, f"{self.path} changed while it was read"
+        if got != end - begin:
+            raise CheckpointError(f"{self.path} was cut or changed while it was read; verify it again.")
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
