@@ -62,7 +62,8 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable,
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except FileNotFoundError as cause:
-        raise error(f"{printable(path)} is missing.") from cause
+        what = "a link that leads nowhere" if os.path.islink(path) else "missing"
+        raise error(f"{printable(path)} is {what}.") from cause
     except OSError as cause:
         if cause.errno == errno.ENXIO:  # how a socket answers, and some devices
             raise error(f"{printable(path)} is a socket or a device, not a file. Put the file in its place.") from cause

@@ -26,7 +26,20 @@ SENTENCES: dict[str, str] = {
     "write the index again.",
     "duplicate/stacked": "{file} holds the experts stacked as {name!r}, and {other.file} one by one ({single!r}); "
     "keep one of them.",
-    "header/unread": "{file} cannot be read: {why}.",
+    "adapter-beside": "{file} stands beside a model, and transformers would load the model that it names; move it into "
+    "a folder of its own.",
+    "name": "{file!r} is a name with control characters, which a terminal obeys; rename the file.",
+    "special": "{file} is {what}, not a file: who copies or loads the folder may wait for ever; remove it.",
+    "link/broken": "{file} is a link to {target}, and nothing can be read there ({why}); put the file in its place.",
+    "link/outside": "{file} is a link out of the folder, to {target}: a copy of the folder lacks it; put the file in "
+    "its place.",
+    "sum/missing": "{file} is missing, though the export wrote it; export the folder anew.",
+    "sum/shard": "{file} is not what the export wrote: its SHA-256 is another; export or copy it again.",
+    "sum/other": "{file} was changed after the export wrote it.",
+    "template": "{file}: {said}",
+    "token-ids": "{file} has tokens up to number {largest}, and the model {rows} rows of embeddings: those above "
+    "cannot be embedded; take the tokenizer that belongs to the model.",
+    "config/empty": "{file} is an empty object: it describes no model; take the one that belongs to the weights.",
     # Names, shapes and config.json
     "missing": "{name!r} {wanted} is in no file of {folder.name}: transformers would fill it with random numbers and "
     "only warn; write the checkpoint again, or take the config.json that belongs to it.",
