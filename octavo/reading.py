@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 #: bytes of a file that is read whole; the largest tokenizers and indices that are published have about 40 MB
 LIMIT = 256 << 20
@@ -157,6 +159,23 @@ def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wa
     return found
 
 
+def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable) -> Iterator[tuple[int, Any]]:
+    """(number from 1, object) of each line that is not blank in a file of JSON lines that a program appends to.
+
+    Half a line at its end is what a kill leaves, and is left out. Raises `error`, with the line, for any other line
+    that is no object.
+    """
+    lines = read_text(path, error, 4 * LIMIT).split("\n")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, parse_json(line, f"{path}:{number}", error)
+            except error:
+                if number == len(lines):
+                    return
+                raise
+
+
 class _TooLong(Exception):
     """A number's digits, counted."""
 
@@ -188,6 +207,45 @@ def _unwalkable(found: Any) -> str | None:
             return f"nests brackets deeper than {DEPTH}; no file of this kind does"
         level = below
     return None
+
+
+class Is(NamedTuple):
+    """What a single value must be: a test, and the words for it."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+
+TEXT = Is(lambda value: isinstance(value, str), "text")
+COUNT = Is(lambda value: type(value) is int and 0 <= value < 1 << 62, "a whole number from 0")
+NUMBER = Is(lambda value: type(value) in (int, float), "a number")
+FINITE = Is(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
+
+
+def check_form(value: Any, form: Any, where: object, error: type[Exception] = Unreadable, at: str = "") -> None:
+    """That JSON's values have a form, so that whoever takes them need not ask. Raises `error` with the place.
+
+    A form is an `Is`; a list of one form, which every entry has; a dict of key -> form, where "key!" must be there and
+    ... stands for all other keys (without it they may hold anything). None, where a key may be absent, fits all.
+    """
+    if isinstance(form, Is):
+        good, words, inner = form.fits(value), form.words, []
+    elif isinstance(form, list):
+        good, words = isinstance(value, list), "a list"
+        inner = [(str(i), one, form[0]) for i, one in enumerate(value)] if good else []
+    else:
+        good, words = isinstance(value, dict), "an object"
+        wanted = {key.rstrip("!") if isinstance(key, str) else key: one for key, one in form.items()}
+        inner = [(key, one, wanted.get(key, wanted.get(...))) for key, one in value.items()] if good else []
+        for key in [key[:-1] for key in form if key is not ... and key.endswith("!")] if good else []:
+            if value.get(key) is None:
+                raise error(f"{printable(where)} lacks {at + key!r}; it was changed, or Octavo did not write it.")
+    if not good:
+        shown = printable(json.dumps(value)[:80])
+        raise error(f"{printable(where)}: {at.rstrip('.') or 'it'} is {shown}, where {words} belongs.")
+    for key, one, wanted_one in inner:
+        if wanted_one is not None and one is not None:
+            check_form(one, wanted_one, where, error, f"{at}{printable(key)}.")
 
 
 def outside(path: Path, folder: Path) -> Path | None:
