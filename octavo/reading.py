@@ -217,6 +217,7 @@ class Is(NamedTuple):
 
 
 TEXT = Is(lambda value: isinstance(value, str), "text")
+FLAG = Is(lambda value: isinstance(value, bool), "true or false")
 COUNT = Is(lambda value: type(value) is int and 0 <= value < 1 << 62, "a whole number from 0")
 NUMBER = Is(lambda value: type(value) in (int, float), "a number")
 FINITE = Is(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")

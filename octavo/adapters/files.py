@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from octavo.adapters.targets import NEVER, taken_over
 from octavo.fp8.weights import distributed, full, is_whole
 from octavo.models import headers
 from octavo.models.folder import pickles
+from octavo.reading import COUNT, FINITE, FLAG, Is
 
 if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
@@ -46,6 +48,19 @@ _HONOURED = {
     *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "runtime_config"),
     *("megatron_core", "qalora_group_size", "lora_ga_config"),
 }
+_NAMES = Is(
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
+    "text or a list of names",
+)
+_LAYERS = Is(
+    lambda value: all(type(one) is int for one in (value if isinstance(value, list) else [value])),
+    "a number or a list of numbers",
+)
+_FORM = {
+    "r": COUNT, "lora_alpha": FINITE, "lora_dropout": FINITE, "rank_pattern": {...: COUNT},
+    "alpha_pattern": {...: FINITE}, "target_modules": _NAMES, "exclude_modules": _NAMES, "target_parameters": _NAMES,
+    "layers_pattern": _NAMES, "layers_to_transform": _LAYERS, "use_rslora": FLAG, "use_dora": FLAG,
+}  # fmt: skip
 _REASONS = {
     "modules_to_save": "it replaces whole modules of the base by trained copies. Merge it into the base first",
     "bias": "it trains biases of the base. Merge it into the base with PEFT first",
@@ -132,6 +147,7 @@ def read_config(directory: str | Path) -> Any:
     if not folder.is_dir() or not os.path.lexists(file):
         raise AdapterError(f"{folder} is no adapter's folder: it has no {CONFIG}. PEFT and octavo train write one.")
     raw = reading.read_json(file, AdapterError)
+    reading.check_form(raw, _FORM, file, AdapterError)
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
@@ -157,12 +173,15 @@ def read_config(directory: str | Path) -> Any:
     for key in ("loftq_config", "eva_config", "corda_config", "lora_ga_config"):  # of how it began
         known.pop(key, None)
     try:
+        tables = (raw.get("rank_pattern") or {}), (raw.get("alpha_pattern") or {})
+        for pattern in (raw.get("target_modules"), raw.get("exclude_modules"), *tables[0], *tables[1]):
+            re.compile(pattern if isinstance(pattern, str) else "")
         config: Any = LoraConfig(**{**known, "init_lora_weights": True, "inference_mode": False})
         numbers = [config.r, config.lora_alpha, *config.rank_pattern.values(), *config.alpha_pattern.values()]
         wrong = [n for n in numbers if isinstance(n, bool) or not isinstance(n, int | float) or n <= 0]
         if wrong or not 0 <= config.lora_dropout < 1:
             raise ValueError(f"r, lora_alpha and their patterns must be positive, lora_dropout in [0, 1): {numbers}")
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, re.error) as error:
         raise AdapterError(f"{file} is no valid LoRA configuration: {error}") from error
     return config
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import octavo
+from octavo.reading import printable
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sentence = _sentence(error)
         if sentence is None:
             raise
-        print(f"octavo {arguments[0]}: {sentence}", file=sys.stderr)
+        shown = "\n".join(map(printable, sentence.split("\n")))  # names of files and fields are others' words
+        print(f"octavo {arguments[0]}: {shown}", file=sys.stderr)
         return WRONG if _is_config_error(error) or arguments[0] in VERDICTS else FAILED
 
 

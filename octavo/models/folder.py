@@ -37,6 +37,12 @@ COMPANIONS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+#: words of the keys of config.json and of an image processor's settings -> the most that is believed; the first counts
+_MOST = {
+    "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 10_000, "heads": 1 << 16, "patch_size": 1 << 8,
+    "merge_size": 1 << 5, "shortest_edge": 1 << 24, "min_pixels": 1 << 24, "_patches": 1 << 10, "height": 1 << 13,
+    "width": 1 << 13, "size": 1 << 24, "dim": 1 << 24,
+}  # fmt: skip
 
 
 @contextmanager
@@ -74,6 +80,22 @@ def read_json(file: Path) -> dict:
     if not os.path.lexists(file):
         raise ModelError(f"{file} is missing: {file.parent} is {_what(file.parent)}")
     return reading.read_json(file, ModelError)
+
+
+def check_sizes(file: Path) -> None:
+    """No number of modules that a machine would never finish making, though it takes no memory; no size of an image
+    that would not fit into any. And each part of a model says what it is in a word. Raises ModelError."""
+    level: list[tuple[str, Any]] = [("", read_json(file))]
+    while level:
+        key, node = level.pop()
+        if isinstance(node, dict):
+            level += node.items()
+        elif isinstance(node, int | float) and not isinstance(node, bool):
+            most = next((most for word, most in _MOST.items() if word in key), None)
+            if most is not None and not abs(node) <= most:
+                raise ModelError(f"{file} gives {key}={node}, and {most} is the most here. Mend the field.")
+        if key == "model_type" and not isinstance(node, str):
+            raise ModelError(f"{file} gives model_type={node!r:.80}, which is no word. Mend the field.")
 
 
 def check_generation_config(folder: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, P
 from octavo import reading
 from octavo.models import templates
 from octavo.models.errors import ModelError
-from octavo.models.folder import check_companions, read_json, stock
+from octavo.models.folder import check_companions, check_sizes, read_json, stock
 from octavo.models.skeleton import VISION_FAMILIES
 
 
@@ -104,14 +104,21 @@ def load_processor(
         if given:
             raise ModelError(f"{', '.join(given)} given, but {folder} is a text-only model. Remove the limit.")
         return TextProcessor(tokenizer)
+    from PIL import Image
+
     from octavo.models import image_processors
 
     processor_class, image_class = image_processors.PROCESSORS[raw["model_type"]]
     if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).exists():
+            check_sizes(folder / name)
     with stock(f"{folder}: the image processor cannot be loaded"):
         image_processor = image_class.from_pretrained(folder, local_files_only=True)
-        image_processors.limit(image_processor, given)
+    image_processors.limit(image_processor, given)
+    with stock(f"{folder}: the image processor cannot take an image"):
+        image_processor(images=[Image.new("RGB", (64, 64))])
     template = _chat_template(folder, tokenizer)
     with stock(f"{folder}: the processor cannot be loaded"):
         internvl = processor_class is image_processors.InternVLImageTextProcessor

@@ -16,14 +16,11 @@ from transformers import (
 )
 
 from octavo.models.errors import ModelError
-from octavo.models.folder import read_json, stock
+from octavo.models.folder import check_sizes, read_json, stock
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
 #: the vision-language families that :mod:`octavo.models.families` describes, by `config.model_type`
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
-#: words of a config.json's keys -> the most that is believed: modules are made one by one, each in milliseconds
-_MOST = {"layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 10_000, "heads": 1 << 16}
-_MOST |= {"size": 1 << 24, "dim": 1 << 24}
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -51,7 +48,7 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
         )
-    _check_sizes(folder / "config.json")
+    check_sizes(folder / "config.json")
     with stock(f"{folder}/config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
@@ -59,20 +56,6 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             if hasattr(part, key):
                 delattr(part, key)
     return config
-
-
-def _check_sizes(file: Path) -> None:
-    """No count of modules that a machine would never finish making, even without memory for them; and no size whose
-    bytes cannot be counted. Raises ModelError."""
-    level = [("", read_json(file))]
-    while level:
-        key, node = level.pop()
-        if isinstance(node, dict):
-            level += node.items()
-        elif isinstance(node, int) and not isinstance(node, bool):
-            most = next((most for word, most in _MOST.items() if word in key), None)
-            if most is not None and not -1 <= node <= most:
-                raise ModelError(f"{file} gives {key}={node}; Octavo builds models of at most {most}. Mend the field.")
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:

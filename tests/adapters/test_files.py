@@ -125,7 +125,7 @@ def test_a_save_that_fails_leaves_the_former_adapter(folder, copy: Path, monkeyp
         ({"init_lora_weights": "pissa"}, "pissa.*path_initial_model"),
         ({"init_lora_weights": "olora"}, "olora"),
         ({"r": 0}, "no valid LoRA configuration"),
-        ({"r": "four"}, "no valid LoRA configuration"),
+        ({"r": "four"}, "no valid LoRA configuration|where a whole number"),
         ({"lora_dropout": 2}, "no valid LoRA configuration"),
         ({"r": 8}, r"lora_A.weight is \[4, .*takes \[8"),
         ({"target_modules": ["q_proj"]}, "unknown to the model.*linear_fc1"),

@@ -161,6 +161,8 @@ SENTENCES: dict[str, str] = {
     "config/base": "the base cannot be looked up (name it with --against): {error}",
     "config/key": "{file} lacks {key}, without which PEFT cannot rebuild it; write it again.",
     "config/peft-type": "{file} has peft_type {peft_type!r}; Octavo knows LORA alone.",
+    "config/targets": "{file} has target_modules {targets!r} and rank_pattern {patterns!r}: names, expressions belong "
+    "there; write the adapter again.",
     "config/rank": "{file} has r = {rank!r}, no rank; write the adapter again.",
     "adapter-empty": "{folder.name}/{file} holds no lora_A and lora_B; save the adapter with save_pretrained.",
     "adapter-names": "is not PEFT's name of a factor (base_model.model.X.lora_A.weight); save the adapter with "
@@ -170,6 +172,8 @@ SENTENCES: dict[str, str] = {
     "adapter again.",
     "adapter-shape/base": "adds [{rows}, {columns}] to {module!r}, which is {wanted} in {base.name}; name the "
     "base that it was trained on with --against.",
+    "adapter-target": "adapts {layer}, to which target_modules of adapter_config.json do not lead: PEFT leaves it out "
+    "and only warns; take the config that belongs to it.",
     "adapter-rank": "has rank {held.shape[0]}, and adapter_config.json says {rank}: PEFT scales by alpha / r of the "
     "config; take the config that belongs to it.",
     "adapter-dtype": "is {held.dtype}; factors are F32, BF16 or F16 (PEFT casts them to the base's FP8 with "
