@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sentence = _sentence(error)
         if sentence is None:
             raise
-        sentence = "\n".join(map(printable, sentence.splitlines()))  # whatever a file put into it
-        print(f"octavo {arguments[0]}: {sentence}", file=sys.stderr)
+        shown = "\n".join(map(printable, sentence.split("\n")))  # names of files and fields are others' words
+        print(f"octavo {arguments[0]}: {shown}", file=sys.stderr)
         return WRONG if _is_config_error(error) or arguments[0] in VERDICTS else FAILED
 
 
