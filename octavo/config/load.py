@@ -18,7 +18,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     """Reads ``path`` (with what it extends), applies the overrides in order and validates the whole.
 
     ``path`` None means overrides alone. Relative paths in a file are seen from that file, those in an override from
-    the current folder; ``run.dir`` and ``run.resume`` stay as written. Raises :class:`ConfigError` with the problems.
+    the current folder; ``run.dir`` and ``run.resume`` stay as written. Raises :class:`ConfigError` with every problem.
     """
     tree = Tree(str(path) if path is not None else "the command line")
     if path is not None:
