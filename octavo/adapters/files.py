@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo import atomic, fp8
+from octavo import atomic, fp8, reading
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
 from octavo.adapters.targets import NEVER, taken_over
 from octavo.fp8.weights import distributed, full, is_whole
+from octavo.models import headers
 from octavo.models.folder import pickles
+from octavo.reading import COUNT, FINITE, FLAG, Is
 
 if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
@@ -45,6 +48,19 @@ _HONOURED = {
     *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "runtime_config"),
     *("megatron_core", "qalora_group_size", "lora_ga_config"),
 }
+_NAMES = Is(
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
+    "text or a list of names",
+)
+_LAYERS = Is(
+    lambda value: all(type(one) is int for one in (value if isinstance(value, list) else [value])),
+    "a number or a list of numbers",
+)
+_FORM = {
+    "r": COUNT, "lora_alpha": FINITE, "lora_dropout": FINITE, "rank_pattern": {...: COUNT},
+    "alpha_pattern": {...: FINITE}, "target_modules": _NAMES, "exclude_modules": _NAMES, "target_parameters": _NAMES,
+    "layers_pattern": _NAMES, "layers_to_transform": _LAYERS, "use_rslora": FLAG, "use_dora": FLAG,
+}  # fmt: skip
 _REASONS = {
     "modules_to_save": "it replaces whole modules of the base by trained copies. Merge it into the base first",
     "bias": "it trains biases of the base. Merge it into the base with PEFT first",
@@ -128,14 +144,10 @@ def read_config(directory: str | Path) -> Any:
     """
     folder = Path(directory)
     file = folder / CONFIG
-    if not folder.is_dir() or not file.is_file():
+    if not folder.is_dir() or not os.path.lexists(file):
         raise AdapterError(f"{folder} is no adapter's folder: it has no {CONFIG}. PEFT and octavo train write one.")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(raw, dict):
-        raise AdapterError(f"{file} holds a {type(raw).__name__} where an object with LoRA's settings is needed.")
+    raw = reading.read_json(file, AdapterError)
+    reading.check_form(raw, _FORM, file, AdapterError)
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
@@ -161,12 +173,15 @@ def read_config(directory: str | Path) -> Any:
     for key in ("loftq_config", "eva_config", "corda_config", "lora_ga_config"):  # of how it began
         known.pop(key, None)
     try:
+        tables = (raw.get("rank_pattern") or {}), (raw.get("alpha_pattern") or {})
+        for pattern in (raw.get("target_modules"), raw.get("exclude_modules"), *tables[0], *tables[1]):
+            re.compile(pattern if isinstance(pattern, str) else "")
         config: Any = LoraConfig(**{**known, "init_lora_weights": True, "inference_mode": False})
         numbers = [config.r, config.lora_alpha, *config.rank_pattern.values(), *config.alpha_pattern.values()]
         wrong = [n for n in numbers if isinstance(n, bool) or not isinstance(n, int | float) or n <= 0]
         if wrong or not 0 <= config.lora_dropout < 1:
             raise ValueError(f"r, lora_alpha and their patterns must be positive, lora_dropout in [0, 1): {numbers}")
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, re.error) as error:
         raise AdapterError(f"{file} is no valid LoRA configuration: {error}") from error
     return config
 
@@ -175,7 +190,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
     """The tensors of an adapter's folder. Raises AdapterError for pickles, what cannot be read, NaN."""
     folder = Path(directory)
     file = folder / WEIGHTS
-    if not file.is_file():
+    if not os.path.lexists(file):
         pickled = [name for name in pickles(folder) if name.startswith(("adapter_model", "pytorch_model"))]
         raise AdapterError(
             f"{folder} holds {pickled[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
@@ -184,9 +199,10 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
             else f"{folder} has no {WEIGHTS}: the adapter is not whole."
         )
     try:
+        headers.read(file)
         with safe_open(file, framework="pt") as tensors:
             state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (headers.HeaderError, SafetensorError, OSError) as error:
         raise AdapterError(f"{file} cannot be read: {error}. It was cut short, or is no safetensors file.") from error
     for name, value in state.items():
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from octavo import reading
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
 
@@ -119,9 +120,9 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            metadata = _MetadataUnpickler(io.BytesIO(reading.read_bytes(path, CheckpointError))).load()
+        except CheckpointError:
+            raise
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{path} was refused: {error}. Use a checkpoint that you trust") from error
         except Exception as error:  # a damaged pickle fails in a dozen ways (EOFError, IndexError, TypeError, ...)
@@ -248,12 +249,12 @@ def _field(record: Any, name: str) -> Any:
 def read_item(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
     """One tensor out of a `*.distcp` file, on the CPU. Raises CheckpointError for whatever else lies there."""
     try:
-        with open(path, "rb") as file:
+        with reading.open_file(path, CheckpointError) as file:
             file.seek(info.offset)
             stream = io.BytesIO(file.read(info.length))
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; it holds {name}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} It holds {name}.") from error
     except pickle.UnpicklingError as error:
         why = str(error).splitlines()[0]
         raise CheckpointError(f"{path} was refused: {name} is no plain tensor ({why})") from error

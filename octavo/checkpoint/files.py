@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic
+from octavo import atomic, reading
 from octavo.checkpoint.errors import CheckpointError
 
 STATE = "state.json"
@@ -96,7 +96,7 @@ def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[int
 def fingerprint(path: Path) -> dict[str, int]:
     """{"size": bytes, "crc32": ...} of a file, read in pieces."""
     checksum, size = 0, 0
-    with open(path, "rb") as file:
+    with reading.open_file(path, CheckpointError) as file:
         while piece := file.read(1 << 22):
             checksum, size = zlib.crc32(piece, checksum), size + len(piece)
     return {"size": size, "crc32": checksum}
@@ -109,15 +109,13 @@ def write_sealed(file: Path, document: Mapping[str, Any]) -> None:
 
 def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
     """What `write_sealed` wrote. Raises CheckpointError for anything else, naming the file and the fix."""
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{file} is missing: {file.parent} is not a checkpoint that Octavo finished")
     try:
-        document = dict(json.loads(file.read_text(encoding="utf-8")))
-        claimed = document.pop("crc32")
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing: {file.parent} is not a checkpoint that Octavo finished") from None
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}); {fix}") from error
+        document = reading.read_json(file)
+    except reading.Unreadable as error:
+        raise CheckpointError(f"{file} is damaged; {fix} ({error})") from error
+    claimed = document.pop("crc32", None)
     if claimed != _checksum(document):
         raise CheckpointError(f"{file} was changed after it was written; {fix}")
     if document.get("format") != format:
@@ -193,6 +191,8 @@ def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
         return f"{file} is missing"
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
+    except CheckpointError as error:
+        return str(error)
     if found["size"] != wanted["size"]:
         return f"{file} has {found['size']} bytes instead of {wanted['size']}: it was cut short or written over"
     return None if found == wanted else f"{file} is corrupt: its checksum is not the one noted when it was written"

@@ -163,7 +163,12 @@ def _check_groups(
     for group, former in zip(optimizer.param_groups, document["groups"], strict=True):
         check_kinds(group, former["settings"], path)
         for key, value in former["settings"].items():
-            if _is_number(group.get(key)) and not _is_number(value):
+            present = group.get(key)
+            if isinstance(present, tuple):
+                fits = isinstance(value, list) and len(value) == len(present) and all(map(_is_number, value))
+            else:
+                fits = not _is_number(present) or _is_number(value)
+            if not fits:
                 raise CheckpointError(
                     f"{path / files.STATE} says that the optimizer's {key!r} is {value!r}, which is no number; Octavo "
                     "did not write it. Use an earlier checkpoint"

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from octavo.config import Config, load_config
+from octavo.config.problems import named
 from octavo.config.sections import Format, RecipeName, one_word
 
 OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
@@ -55,15 +56,18 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
-    return int(text)
+    return _whole(text, 1)
 
 
 def natural(text: str) -> int:
     """An argparse type: a whole number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, found {text!r}")
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or len(text) > 9 or int(text) < least:
+        bound = "below a billion" if text.isdecimal() and len(text) > 9 else f"of at least {least}"
+        raise argparse.ArgumentTypeError(f"expected a whole number {bound}, found {named(text)}")
     return int(text)
 
 

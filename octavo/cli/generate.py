@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"there is no image file {missing[0]}")
     if not args.prompt.strip():
         raise UsageError("--prompt is empty; ask something")
+    if not args.prompt.isascii() and args.prompt.encode(errors="replace").decode() != args.prompt:
+        raise UsageError("--prompt holds bytes that are no UTF-8; write it as UTF-8")
     answer, gemms, notes = ask(look(args, args.base), args)
     if args.json:
         terminal.show_json({"answer": answer, "fp8_gemms": gemms, "notes": list(notes)})

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import octavo
+from octavo.reading import printable
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sentence = _sentence(error)
         if sentence is None:
             raise
-        print(f"octavo {arguments[0]}: {sentence}", file=sys.stderr)
+        shown = "\n".join(map(printable, sentence.split("\n")))  # names of files and fields are others' words
+        print(f"octavo {arguments[0]}: {shown}", file=sys.stderr)
         return WRONG if _is_config_error(error) or arguments[0] in VERDICTS else FAILED
 
 
@@ -121,6 +123,8 @@ _REFUSALS = {
     errno.ELOOP: "its links lead in a circle; choose another path",
 }
 
+_SMALLER = "lower train.micro_batch, train.seq_length or data.max_pixels, or set train.recompute: full"
+
 #: how gloo and NCCL say that a peer is gone, out of whichever collective was under way (a gradient's, a norm's)
 _LOST = (
     ("gloo/transport", "Connection closed by peer"),
@@ -142,8 +146,9 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return f"{error.strerror}: {error.filename or 'a file'}; {_REFUSALS[error.errno]}"
     if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
-        fix = "lower train.micro_batch, train.seq_length or data.max_pixels, or set train.recompute: full"
-        return f"{str(error).split('. ')[0]}; {fix}"
+        return f"{str(error).split('. ')[0]}; {_SMALLER}"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's own words, of a CPU
+        return f"host memory is full ({' '.join(str(error).split())[:200]}); {_SMALLER}"
     if isinstance(error, RuntimeError) and any(all(part in str(error) for part in parts) for parts in _LOST):
         return (
             "another process of this run died or no longer answers; its own message, further up or in its log, has the "

@@ -22,6 +22,7 @@ from typing import Any
 
 from octavo.cli import arguments, terminal
 from octavo.config import load_config
+from octavo.config.problems import named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,9 +240,9 @@ def _tokens(text: str) -> dict[str, int]:
     out: dict[str, int] = {}
     for pair in text.split(","):
         name, _, number = (part.strip() for part in pair.partition("="))
-        if not name or not number.isdecimal() or name in out:
+        if not name or not number.isdecimal() or len(number) > 12 or name in out:
             raise argparse.ArgumentTypeError(
-                f"expected each part once with a whole number, as in foundation=8192, found {pair!r}"
+                f"expected each part once with a whole number below 10**12, as in foundation=8192, found {named(pair)}"
             )
         out[name] = int(number)
     return out

@@ -2,7 +2,7 @@
 
 octavo verify DIR                      files, names, scales, skip lists, every value; a verdict for each loader
 octavo verify DIR --against BASE       also every tensor's error beside the folder it was made from
-octavo verify DIR --quick              headers and config.json alone
+octavo verify DIR --quick              all but values: headers, config.json, tokenizer, template, processor
 
 Exit code 1 where something is wrong; warnings do not fail.
 """
@@ -14,6 +14,7 @@ from collections import defaultdict
 from typing import Any
 
 from octavo.cli import arguments, terminal
+from octavo.reading import printable
 
 _SHOWN = 3  # findings of one kind that are shown to a person, and compared tensors
 _ROWS = 10
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", metavar="DIR", help="the folder it was made from (for an adapter: its base), plain or FP8"
     )
-    parser.add_argument("--quick", action="store_true", help="read headers and config.json alone, no values")
+    parser.add_argument("--quick", action="store_true", help="read no values: headers, settings, tokenizer alone")
     parser.add_argument("--all", action="store_true", help="list every finding and every compared tensor")
     arguments.add_json(parser)
 
@@ -67,11 +68,15 @@ def show(verified: Any, everything: bool) -> None:
     )
     print()
     failed, warned = len(verified.failures), len(verified.warnings)
-    depth = "" if verified.scanned else " by headers and config.json alone"
+    if verified.unread:
+        shown = ", ".join(map(printable, verified.unread[:_SHOWN])) + (" ..." if len(verified.unread) > _SHOWN else "")
+        print(f"Not read, since no loader reads it: {shown}.")
     if failed:
         print(f"{failed} thing{'s are' if failed > 1 else ' is'} wrong, {_count(warned)}.")
+    elif verified.scanned:
+        print(f"Nothing is wrong, {_count(warned)}.")
     else:
-        print(f"Nothing is wrong{depth}, {_count(warned)}.")
+        print(f"Headers, settings and tokenizer are right, {_count(warned)}; values were not read (--quick).")
 
 
 def _count(warned: int) -> str:

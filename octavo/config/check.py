@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,7 +14,7 @@ from pydantic_core import ErrorDetails
 from octavo.config import rules
 from octavo.config.document import Path, scalar
 from octavo.config.merge import Tree
-from octavo.config.problems import ConfigError, Problem, dotted, named, nearest
+from octavo.config.problems import MOST_TOLD, ConfigError, Place, Problem, dotted, named, nearest
 from octavo.config.schema import Config
 from octavo.config.sections import RECIPES
 
@@ -36,30 +37,37 @@ ELSEWHERE = {
 
 #: stand-ins for what must be given, while rules over the rest are checked
 _REQUIRED: tuple[tuple[str, str, Any], ...] = (
-    ("model", "path", "-"), ("data", "train", [{"path": "-"}]), ("train", "steps", 2**62),
+    ("model", "path", "-"), ("data", "train", [{"path": "-"}]), ("train", "steps", 10**9),
 )  # fmt: skip
 
 
 def to_config(tree: Tree) -> Config:
-    """Validates; raises :class:`ConfigError` with all problems of files, overrides, types and rules together."""
+    """Validates; raises :class:`ConfigError` with all problems of files, overrides, types and rules together.
+
+    Beyond :data:`MOST_TOLD` problems of types nothing is worked out: names to suggest are dear, and rules would follow.
+    """
     if tree.broken:
         raise ConfigError(tree.problems)
     problems = list(tree.problems)
     bad: list[Path] = []
+    more = 0
+    order = _order(tree)
     try:
         config: Config | None = Config.model_validate(tree.value, context={"rules": "later"})
     except ValidationError as error:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
         details = _without_consequences(details, tree)
-        problems += [_problem(detail, tree) for detail in details]
+        details.sort(key=lambda detail: order(tree.place(tuple(detail["loc"]))))
+        more = len(details[MOST_TOLD:])
+        problems += [_problem(detail, tree) for detail in details[:MOST_TOLD]]
         bad = [tuple(detail["loc"]) for detail in details]
-        config = _repaired(tree.value, bad)
+        config = None if more else _repaired(tree.value, bad)
     if config is not None:
         for finding in rules.check(config):
             if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
                 problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.fix))
     if problems or config is None:
-        raise ConfigError(_in_order(problems, tree))
+        raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: order(problem.place)), more)
     return config
 
 
@@ -71,22 +79,19 @@ def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[Error
 
     def follows(detail: ErrorDetails) -> bool:
         here = tuple(detail["loc"])
-        inside = any(place != here and place[: len(here)] == here for place in places)
-        return (detail["type"] == "too_short" and inside) or (detail["type"] == "missing" and lost)
+        if detail["type"] == "too_short":
+            return any(place != here and place[: len(here)] == here for place in places)
+        return detail["type"] == "missing" and lost
 
     return [detail for detail in details if not follows(detail)]
 
 
-def _in_order(problems: list[Problem], tree: Tree) -> list[Problem]:
+def _order(tree: Tree) -> Callable[[Place], tuple[int, int, int]]:
     """By file in order of appearance, then by line and column; overrides last, as they were given."""
-    files = list(dict.fromkeys(p.source for p in tree.places.values() if p.line is not None))
-    sources = [s for s in files if s not in tree.overrides] + tree.overrides
-
-    def key(problem: Problem) -> tuple[int, int, int]:
-        place = problem.place
-        return (sources.index(place.source) if place.source in sources else -1, place.line or 0, place.column or 0)
-
-    return sorted(dict.fromkeys(problems), key=key)
+    overrides = dict.fromkeys(tree.overrides)
+    files = dict.fromkeys(p.source for p in tree.places.values() if p.line is not None and p.source not in overrides)
+    position = {source: number for number, source in enumerate([*files, *overrides])}
+    return lambda place: (position.get(place.source, -1), place.line or 0, place.column or 0)
 
 
 def _touches(path: Path, bad: Path) -> bool:
@@ -147,6 +152,8 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
             return f"found {named(value)}", "write `off`"
         close = nearest(str(value), options)
         return f"found {named(value)}", (f"did you mean {close}? " if close else "") + "one of " + ", ".join(options)
+    if kind in ("half_character", "string_unicode"):
+        return "holds half a character (a lone surrogate, U+D800 to U+DFFF)", "write the whole one"
     words = path in (("train", "recompute"), ("model", "load_in_fp8"))
     mapping = "a word or a mapping" if words else "a mapping"
     expected = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
@@ -29,8 +30,11 @@ _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
 #: a longer scalar is no number: Python refuses to read such whole numbers, and no field takes them
 _LONGEST = 1000
 
-#: aliases can make a small file describe a huge one; no honest configuration comes near this many values
-MOST_VALUES = 100_000
+#: no honest configuration comes near these: a text of so many characters, so many values in it (aliases, which can
+#: make a small file describe a huge one, count each time), so many levels
+MOST_CHARACTERS = 1_000_000
+MOST_VALUES = 10_000
+MOST_LEVELS = 32
 
 
 @dataclass
@@ -68,6 +72,9 @@ def read_text(text: str, source: str) -> Document:
     """Reads one YAML mapping. Never raises for bad text: what is wrong lies in ``.problems``."""
     reader = _Reader(source)
     document = reader.document
+    if len(text) > MOST_CHARACTERS:
+        found = f"the text is too long for a configuration ({len(text):,} characters)"
+        return _broken(document, source, None, found, f"name a YAML file of at most {MOST_CHARACTERS:,}")
     try:
         node = reader.yaml.compose(text)
         value = {} if node is None else reader.build(node, ())
@@ -76,7 +83,7 @@ def read_text(text: str, source: str) -> Document:
     except ReaderError as error:
         line, found = text.count("\n", 0, error.position) + 1, f"the character {chr(error.character)!r}"
         return _broken(document, source, line, f"{found} is not allowed in YAML", "remove it")
-    except (YAMLError, RecursionError, _TooMuchError) as error:
+    except (YAMLError, RecursionError, ValueError) as error:  # ValueError: what ruamel's own reading of numbers raises
         return _broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
     if node is None:
         fix = "give at least `model`, `data` and `train`, or `extends: other.yaml`"
@@ -103,7 +110,7 @@ def read_value(text: str, source: str) -> tuple[Any, list[Problem]]:
     except MarkedYAMLError as error:
         _, found, fix = _syntax(error, text)
         return None, [Problem(Place(source), "", f"the value is not YAML: {found}", fix)]
-    except (YAMLError, RecursionError, _TooMuchError) as error:
+    except (YAMLError, RecursionError, ValueError) as error:
         return None, [Problem(Place(source), "", f"the value is not YAML ({error})")]
     return value, [Problem(Place(source), p.key, p.found, p.fix) for p in reader.document.problems]
 
@@ -112,9 +119,22 @@ class _TooMuchError(ValueError):
     pass
 
 
+class _Composer(Composer):
+    """Stops early: a long list costs 30 microseconds a value to find, before any of it can be judged."""
+
+    nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.nodes += 1
+        if self.nodes > 2 * MOST_VALUES:  # keys are nodes too
+            raise _TooMuchError(f"it holds more than {MOST_VALUES:,} values")
+        return super().compose_node(parent, index)
+
+
 class _Reader:
     def __init__(self, source: str):
         self.yaml = YAML(typ="safe", pure=True)
+        self.yaml.Composer = _Composer
         self.source = source
         self.document = Document()
         self.count = 0
@@ -123,7 +143,9 @@ class _Reader:
     def build(self, node: Node, path: Path) -> Any:
         self.count += 1
         if self.count > MOST_VALUES:
-            raise _TooMuchError(f"it describes more than {MOST_VALUES} values")
+            raise _TooMuchError(f"it describes more than {MOST_VALUES:,} values")
+        if len(path) > MOST_LEVELS:
+            raise _TooMuchError(f"it is nested in more than {MOST_LEVELS} levels")
         self.document.places.setdefault(path, self.place(node))
         if isinstance(node, ScalarNode):
             return self.leaf(node, path)

@@ -7,13 +7,19 @@ everything else (lists too) replaces. Paths are made absolute here, against the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path as FilePath
 from typing import Any
 
-from octavo.config.document import Document, Path, read_text, read_value
+from octavo.config.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
 from octavo.config.problems import Place, Problem, dotted, named, nearest
+from octavo.config.texts import not_a_path
+from octavo.reading import Unreadable, decode, read_bytes
+
+#: files that one configuration may be joined from; files that extend each other in pairs are read 2, 4, 8 ... times
+MOST_FILES = 100
 
 
 @dataclass
@@ -26,6 +32,7 @@ class Tree:
     problems: list[Problem] = field(default_factory=list)
     broken: bool = False
     overrides: list[str] = field(default_factory=list)
+    files: int = 0
 
     def problem(self, place: Place, key: str, found: str, fix: str = "") -> None:
         self.problems.append(Problem(place, key, found, fix))
@@ -40,8 +47,17 @@ class Tree:
 
 def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), origin: Place | None = None) -> None:
     """Merges a file, its ``extends`` first, into ``tree``. ``chain`` is the files being read, to find a cycle."""
+    tree.files += 1
+    why = not_a_path(str(path))
+    if tree.files > MOST_FILES:
+        why = f"is one file more than the {MOST_FILES} that are joined"
+    if why is not None:
+        found = f"{named(str(path))} {why}"
+        tree.problem(origin or Place(str(path)), "extends" if origin else "", found, "name a YAML file")
+        tree.broken = True
+        return
     shown = _shown(path)
-    real = path.resolve()
+    real = FilePath(os.path.realpath(path))  # Path.resolve raises where links lead in a circle
     if real in chain:
         names = " -> ".join(_shown(p) for p in (*chain[chain.index(real) :], real))
         found = f"the files extend each other ({names})"
@@ -69,6 +85,9 @@ def apply_override(tree: Tree, text: str) -> None:
         if text.endswith((".yaml", ".yml")):
             fix = "name one FILE.yaml; a second one is joined to it by `extends:` in the file"
         tree.problem(place, "", "not of the form key=value", fix)
+        return
+    if len(parts) > MOST_LEVELS:
+        tree.problem(place, "", f"the key has {len(parts):,} parts", "octavo schema lists the keys")
         return
     if parts[0] == "extends":
         tree.problem(place, "extends", "files are not joined by an override", "write it in the file")
@@ -101,11 +120,14 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
             value = {further: value}
         value = _absolute(value, path, FilePath.cwd())
         if isinstance(present, dict) and isinstance(value, dict):
-            _merge(tree, path, present, value, lambda here: {here: place})
+            replaced = list(_merge(path, present, value))
         else:
             node[index] = value
-            _forget(tree, path)
+            replaced = [path]
+        if present is None:  # nothing below it has a place yet
             tree.places[path] = place
+        else:
+            _replace_places(tree, dict.fromkeys(replaced, place), set(replaced))
         return
 
 
@@ -114,7 +136,7 @@ def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | i
     where = dotted(path)
     fix = f"set the whole list: {where}=[...]"
     if isinstance(node, list):
-        if part.isdecimal() and int(part) < len(node):
+        if part.isdecimal() and len(part) < 10 and int(part) < len(node):
             return int(part)
         entries = f"the entries 0 to {len(node) - 1}" if len(node) > 1 else "one entry, 0" if node else "no entries"
         tree.problem(place, where, f"has {entries}; found `{part}`", f"name one of them, or {fix}")
@@ -142,29 +164,29 @@ def _merge_document(tree: Tree, document: Document, folder: FilePath, chain: tup
         read_file(tree, FilePath(os.path.expanduser(os.path.join(folder, target))), chain, place)
     tree.problems += document.problems
     tree.broken = tree.broken or document.broken
-    places = document.places
     value = _absolute(document.value, (), folder)
-    _merge(tree, (), tree.value, value, lambda here: {p: places[p] for p in places if p[: len(here)] == here})
+    _replace_places(tree, document.places, set(_merge((), tree.value, value)))
 
 
-def _merge(
-    tree: Tree, path: Path, node: dict[str, Any], value: dict[str, Any], places: Callable[[Path], dict[Path, Place]]
-) -> None:
-    """Puts ``value`` over what stands at ``path``; ``places`` tells those of each path that is replaced."""
+def _merge(path: Path, node: dict[str, Any], value: dict[str, Any]) -> Iterator[Path]:
+    """Puts ``value`` over what stands at ``path``; yields each path that is replaced whole."""
     for key, child in value.items():
         here = (*path, key)
         if isinstance(child, dict) and isinstance(node.get(key), dict):
-            _merge(tree, here, node[key], child, places)
+            yield from _merge(here, node[key], child)
         else:
             node[key] = child
-            _forget(tree, here)
-            tree.places.update(places(here))
+            yield here
 
 
-def _forget(tree: Tree, path: Path) -> None:
-    """Drops the places of what was just replaced."""
-    for old in [p for p in tree.places if p[: len(path)] == path]:
-        del tree.places[old]
+def _replace_places(tree: Tree, places: Mapping[Path, Place], replaced: Container[Path]) -> None:
+    """Those of ``places`` at or below what was ``replaced``, in place of those that the tree had there."""
+
+    def below(path: Path) -> bool:
+        return any(path[:length] in replaced for length in range(1, len(path) + 1))
+
+    kept = {path: place for path, place in tree.places.items() if not below(path)}
+    tree.places = kept | {path: place for path, place in places.items() if below(path)}
 
 
 def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
@@ -176,7 +198,7 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
     is_path = path in (("model", "path"), ("fp8", "plan"), ("lora", "adapter")) or (
         len(path) == 4 and path[0] == "data" and path[1] in ("train", "eval") and path[3] in ("path", "images")
     )
-    if is_path and isinstance(value, str) and value:
+    if is_path and isinstance(value, str) and value and not not_a_path(value):
         return os.path.normpath(os.path.join(folder.absolute(), os.path.expanduser(value)))
     return value
 
@@ -184,15 +206,11 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
 def _text(tree: Tree, path: FilePath, shown: str, origin: Place | None) -> str | None:
     place, key = (origin, "extends") if origin else (Place(shown), "")
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        found, fix = f"there is no file {shown}", _neighbour(path)
-    except IsADirectoryError:
-        found, fix = f"{shown} is a folder", "name a YAML file in it"
-    except UnicodeDecodeError as error:
-        found, fix = f"{shown} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a YAML file?"
-    except OSError as error:
-        found, fix = f"{shown} cannot be read ({error.strerror or error})", "check its permissions"
+        return decode(read_bytes(path, limit=4 * MOST_CHARACTERS), shown, encoding="utf-8-sig")
+    except Unreadable as error:
+        found, fix = str(error).removesuffix("."), ""
+        if isinstance(error.__cause__, FileNotFoundError):
+            found, fix = f"there is no file {shown}", _neighbour(path)
     tree.problem(place, key, found, fix)
     tree.broken = True
     return None
@@ -201,7 +219,7 @@ def _text(tree: Tree, path: FilePath, shown: str, origin: Place | None) -> str |
 def _neighbour(path: FilePath) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {_shown(path.parent)} either"
-    names = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    names = sorted(p.name for p in islice(path.parent.iterdir(), 1000) if p.suffix in (".yaml", ".yml"))
     close = nearest(path.name, names)
     if close:
         return f"did you mean {_shown(path.parent / close)}?"

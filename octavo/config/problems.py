@@ -6,6 +6,11 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from octavo.reading import printable
+
+#: as many problems are told one by one
+MOST_TOLD = 20
+
 
 @dataclass(frozen=True)
 class Place:
@@ -16,7 +21,8 @@ class Place:
     column: int | None = None
 
     def __str__(self) -> str:
-        return self.source if self.line is None else f"{self.source}:{self.line}"
+        source = brief(self.source)
+        return source if self.line is None else f"{source}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -29,24 +35,30 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        where = f"{self.place}: {self.key}: " if self.key else f"{self.place}: "
-        return where + self.found + (f"; {self.fix}" if self.fix else "")
+        where = f"{self.place}: {brief(self.key, 100)}: " if self.key else f"{self.place}: "
+        return where + brief(self.found, 600) + (f"; {brief(self.fix, 600)}" if self.fix else "")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. ``problems`` holds every one that was found, in the order of the files."""
+    """A configuration that cannot be used. ``problems`` holds the first :data:`MOST_TOLD` of those that were found, in
+    the order of the files; ``more`` counts the rest."""
 
-    def __init__(self, problems: Sequence[Problem]):
-        self.problems: tuple[Problem, ...] = tuple(problems)
+    def __init__(self, problems: Sequence[Problem], more: int = 0):
+        self.problems: tuple[Problem, ...] = tuple(problems[:MOST_TOLD])
+        self.more = more + len(problems) - len(self.problems)
         lines = [str(problem) for problem in self.problems]
-        if len(lines) == 1:
+        if len(lines) == 1 and not self.more:
             super().__init__(lines[0])
         else:
-            super().__init__(f"{len(lines)} problems in the configuration:\n  " + "\n  ".join(lines))
+            rest = [f"and {self.more:,} more"] if self.more else []
+            count = f"{len(lines) + self.more:,} problems in the configuration:"
+            super().__init__("\n  ".join([count, *lines, *rest]))
 
 
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The valid name most like ``name``, or None where nothing is close. Case and ``-`` against ``_`` do not count."""
+    if len(name) > 100:  # nobody's slip, and the comparison takes quadratic time
+        return None
     by_form = {v.lower().replace("-", "_"): v for v in valid}
     close = difflib.get_close_matches(name.lower().replace("-", "_"), by_form, n=1, cutoff=cutoff)
     return by_form[close[0]] if close else None
@@ -67,5 +79,9 @@ def named(value: object) -> str:
         return "a mapping" if value else "an empty mapping"
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}" if value else "an empty list"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return brief(repr(value), 60)
+
+
+def brief(text: str, most: int = 300) -> str:
+    """``text`` as one printable line of about ``most`` characters."""
+    return printable(text if len(text) <= most else text[: most - 3] + "...")

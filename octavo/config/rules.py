@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from octavo.config import rules_lora
 from octavo.config.findings import Finding, finding, glob_problem
-from octavo.config.problems import nearest
+from octavo.config.problems import named, nearest
 from octavo.config.rules_lora import PARTS
 from octavo.config.sections import COMPONENTS, Component, Fp8Section, Head, Rule, Sections
 
@@ -27,10 +27,10 @@ def _model(config: Sections) -> Iterator[Finding]:
         if pattern in FREEZABLE:
             continue
         if why := glob_problem(pattern):
-            found = f"{pattern!r} is neither a component nor a glob over module names: {why}"
+            found = f"{named(pattern)} is neither a component nor a glob over module names: {why}"
             yield finding(key, found, f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"')
         elif "." not in pattern and "*" not in pattern and (close := nearest(pattern, FREEZABLE, 0.85)):
-            yield finding(key, f"unknown component {pattern!r}", f"did you mean {close}?")
+            yield finding(key, f"unknown component {named(pattern)}", f"did you mean {close}?")
 
 
 def _fp8(config: Sections) -> Iterator[Finding]:
@@ -50,7 +50,7 @@ def _fp8(config: Sections) -> Iterator[Finding]:
     for index, rule in enumerate(fp8.rules):
         key = f"fp8.rules.{index}"
         if why := glob_problem(rule.match):
-            found = f"{rule.match!r} is not a glob over module names: {why}"
+            found = f"{named(rule.match)} is not a glob over module names: {why}"
             yield finding(f"{key}.match", found, 'write e.g. "**.layers.0.**"')
         if all(getattr(rule, setting) is None for setting in ("recipe", "format", *GEMMS)):
             yield finding(key, "the rule changes nothing", "give it a recipe, a format, fwd, dgrad or wgrad")
@@ -112,7 +112,7 @@ def _train(config: Sections) -> Iterator[Finding]:
     train = config.train
     if train.global_batch % train.micro_batch:
         above = -(-train.global_batch // train.micro_batch) * train.micro_batch
-        best = max(n for n in range(1, train.micro_batch + 1) if train.global_batch % n == 0)
+        best = next(n for n in range(train.micro_batch, 0, -1) if train.global_batch % n == 0)
         found = f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}"
         fix = f"use e.g. micro_batch {best} or global_batch {above}"
         yield finding("train.global_batch", found, fix, "train.micro_batch")
@@ -208,4 +208,4 @@ def _run(config: Sections) -> Iterator[Finding]:
     elif "/" not in resume and "\\" not in resume and not resume.startswith((".", "~")):
         close = nearest(resume, ("never", "auto"))
         fix = (f"did you mean {close}? " if close else "") + f"a path has a slash: ./{resume}"
-        yield finding("run.resume", f"{resume!r} is neither never, auto nor a path", fix)
+        yield finding("run.resume", f"{named(resume)} is neither never, auto nor a path", fix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding, glob_problem
-from octavo.config.problems import nearest
+from octavo.config.problems import named, nearest
 from octavo.config.sections import COMPONENTS, FITTING, Component, Fp8Section, Sections
 
 PARTS = tuple(f"fp8.{name}" for name in COMPONENTS)
@@ -75,10 +75,10 @@ def _targets(config: Sections) -> Iterator[Finding]:
             if pattern in COMPONENTS:
                 continue
             if why := glob_problem(pattern):
-                found = f"{pattern!r} is neither a component nor a glob over module names: {why}"
+                found = f"{named(pattern)} is neither a component nor a glob over module names: {why}"
                 yield finding(where, found, f'use {", ".join(COMPONENTS)} or e.g. "**.q_proj"')
             elif close := nearest(pattern, COMPONENTS, 0.8):
-                yield finding(where, f"unknown component {pattern!r}", f"did you mean {close}?")
+                yield finding(where, f"unknown component {named(pattern)}", f"did you mean {close}?")
 
 
 def _lora(config: Sections) -> Iterator[Finding]:

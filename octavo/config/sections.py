@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer
 
+from octavo.config.texts import FilePath, Text
+
 Short = Literal["row", "block", "tensor"]
 
 
@@ -51,7 +53,7 @@ class Section(BaseModel):
 
 
 #: kind of frozen FP8 weights (``octavo.fp8.FROZEN``) -> the recipes that multiply by such codes, the usual one first
-FITTING: Mapping[str, tuple[str, ...]] = {
+FITTING: Mapping[str, tuple[Text, ...]] = {
     "row": ("rowwise",),
     "block": ("blockwise",),
     "tensor": ("tensorwise", "delayed"),
@@ -83,12 +85,12 @@ _OR_KIND = BeforeValidator(for_foundation, json_schema_input_type=Literal[Frozen
 class ModelSection(Section):
     """The checkpoint to train."""
 
-    path: str = Field(
+    path: FilePath = Field(
         min_length=1,
         description="Folder of a Hugging Face checkpoint (config, tokenizer, processor, safetensors), "
         "relative to the file that names it.",
     )
-    freeze: Annotated[tuple[str, ...], _FROM_LIST] = Field(
+    freeze: Annotated[tuple[Text, ...], _FROM_LIST] = Field(
         default=(),
         description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
         'names ("**.layers.0.**"). Each must match something.',
@@ -144,7 +146,7 @@ class Head(Section):
 class Rule(Section):
     """FP8 settings of the modules whose names match; the last rule that matches wins over component and model."""
 
-    match: str = Field(
+    match: Text = Field(
         min_length=1,
         description="Glob over the dotted segments of a module's name, anchored at both ends: * stays within a "
         "segment, ** spans any number of them. Must match something.",
@@ -186,7 +188,7 @@ class Fp8Section(Section):
         "forward and dgrad share (2 bytes, and no backward lays a weight out anew; of a frozen FP8 base in one process "
         "too, from the first backward on).",
     )
-    backend: str = Field(
+    backend: Text = Field(
         default="auto",
         min_length=1,
         description="Kernels to use: auto, or a name that `octavo doctor` lists. A named backend is met or refused.",
@@ -217,7 +219,7 @@ class Fp8Section(Section):
         description="Whether gated MLPs, and the norms before FP8 layers, are fused with those layers where they can "
         "be (names and checkpoints stay): on or off. auto, the default of version 0.4.0, is off.",
     )
-    plan: str | None = Field(
+    plan: FilePath | None = Field(
         default=None,
         min_length=1,
         description="A plan file (octavo plan FILE --save, or the plan.json of a run), relative to the file that names "
@@ -233,27 +235,29 @@ class Fp8Section(Section):
 class LoraSection(Section):
     """Low-rank adapters beside a frozen base (Hu et al. 2021), by PEFT: y = base(x) + alpha / rank * B(A(x))."""
 
-    rank: int = Field(default=16, ge=1, description="Inner dimension of the adapters.")
-    alpha: float = Field(default=32.0, gt=0, description="Adapters are scaled by alpha / rank (rsLoRA: / sqrt(rank)).")
+    rank: int = Field(default=16, ge=1, le=65536, description="Inner dimension of the adapters.")
+    alpha: float = Field(
+        default=32.0, gt=0, le=1e6, description="Adapters are scaled by alpha / rank (rsLoRA: / sqrt(rank))."
+    )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of the inputs of A that training zeroes.")
     rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) (Kalajdzievski 2023).")
     dora: bool = Field(
         default=False,
         description="Train magnitudes of the rows of the weight too (DoRA, Liu et al. 2024); not for experts.",
     )
-    targets: Annotated[tuple[str, ...], _FROM_LIST] = Field(
+    targets: Annotated[tuple[Text, ...], _FROM_LIST] = Field(
         default=("foundation",),
         min_length=1,
         description="What gets adapters: foundation, image_encoder, image_projector (all their linear layers and "
         'experts), or globs over module names ("**.q_proj"). Each must match something.',
     )
-    exclude: Annotated[tuple[str, ...], _FROM_LIST] = Field(
+    exclude: Annotated[tuple[Text, ...], _FROM_LIST] = Field(
         default=(), description="Components or globs over module names that get none, though a target names them."
     )
     dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="In which A and B are kept; optimizer.master says how BF16 ones are updated."
     )
-    adapter: str | None = Field(
+    adapter: FilePath | None = Field(
         default=None,
         min_length=1,
         description="Folder of a PEFT adapter to go on from, relative to the file that names it; its rank, alpha and "
@@ -264,14 +268,16 @@ class LoraSection(Section):
 class Dataset(Section):
     """One data set: a JSON or JSONL file of conversations."""
 
-    path: str = Field(min_length=1, description="JSON or JSONL file, relative to the file that names it.")
-    images: str | None = Field(
+    path: FilePath = Field(min_length=1, description="JSON or JSONL file, relative to the file that names it.")
+    images: FilePath | None = Field(
         default=None,
         description="Folder that image paths in the rows are relative to (and may not leave). Absent: the data "
         "file's own folder.",
     )
-    weight: float = Field(default=1.0, gt=0, description="Share of this data set in the mixture, against the others'.")
-    max_samples: int | None = Field(default=None, ge=1, description="Use the first N rows only.")
+    weight: float = Field(
+        default=1.0, ge=1e-6, le=1e6, description="Share of this data set in the mixture, against the others'."
+    )
+    max_samples: int | None = Field(default=None, ge=1, le=10**12, description="Use the first N rows only.")
     format: Literal["auto", "llava", "sharegpt", "messages"] = Field(
         default="auto", description="Layout of the rows; auto looks at the first one."
     )
@@ -291,13 +297,19 @@ class DataSection(Section):
         description="A conversation over seq_length: drop it (counted), cut it (never inside an image), or stop.",
     )
     train_on_prompt: bool = Field(default=False, description="Put loss on all turns, not on the assistant's alone.")
-    max_pixels: int | None = Field(default=None, ge=1, description="Larger images are scaled down to this many pixels.")
-    min_pixels: int | None = Field(default=None, ge=1, description="Smaller images are scaled up to this many pixels.")
-    max_image_megapixels: float = Field(
-        default=100.0, gt=0, description="An image file that would decode to more megapixels is a bad sample."
+    max_pixels: int | None = Field(
+        default=None, ge=1, le=10**8, description="Larger images are scaled down to this many pixels."
     )
-    workers: int = Field(default=0, ge=0, description="Processes that prepare samples; 0 = in the training process.")
-    system: str | None = Field(default=None, description="System message put before conversations that have none.")
+    min_pixels: int | None = Field(
+        default=None, ge=1, le=10**8, description="Smaller images are scaled up to this many pixels."
+    )
+    max_image_megapixels: float = Field(
+        default=100.0, gt=0, le=1000, description="An image file that would decode to more megapixels is a bad sample."
+    )
+    workers: int = Field(
+        default=0, ge=0, le=256, description="Processes that prepare samples; 0 = in the training process."
+    )
+    system: Text | None = Field(default=None, description="System message put before conversations that have none.")
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -323,16 +335,18 @@ class TrainSection(Section):
     """The step."""
 
     phase: Literal["pretrain", "sft"] = Field(default="sft", description="What is learnt: pretrain or sft.")
-    steps: int = Field(ge=1, description="Optimizer steps of the whole run.")
-    seq_length: int = Field(default=2048, ge=1, description="Most tokens a sample may have.")
-    micro_batch: int = Field(default=1, ge=1, description="Samples in one forward pass, per process.")
-    global_batch: int = Field(default=8, ge=1, description="Samples in one optimizer step, over all processes.")
-    lr: float = Field(default=2e-5, gt=0, description="Peak learning rate.")
+    steps: int = Field(ge=1, le=10**9, description="Optimizer steps of the whole run.")
+    seq_length: int = Field(default=2048, ge=1, le=2**22, description="Most tokens a sample may have.")
+    micro_batch: int = Field(default=1, ge=1, le=2**16, description="Samples in one forward pass, per process.")
+    global_batch: int = Field(
+        default=8, ge=1, le=2**24, description="Samples in one optimizer step, over all processes."
+    )
+    lr: float = Field(default=2e-5, gt=0, le=1000, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant", "onecycle"] = Field(
         default="cosine", description="Course of the learning rate after warm-up."
     )
-    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
-    min_lr: float = Field(default=0.0, ge=0, description="Learning rate at the end of the schedule.")
+    warmup: int = Field(default=0, ge=0, le=10**9, description="Steps of linear warm-up.")
+    min_lr: float = Field(default=0.0, ge=0, le=1000, description="Learning rate at the end of the schedule.")
     loss: Literal["token", "sample", "microbatch"] = Field(
         default="token",
         description="Reduction: token = sum over the global batch by its token count; sample = mean of the samples' "
@@ -341,10 +355,11 @@ class TrainSection(Section):
     router_aux_loss_coef: float | None = Field(
         default=None,
         ge=0,
+        le=1e6,
         description="Factor of the routers' load-balancing loss of a mixture of experts. Absent: the checkpoint's own; "
         "0 switches it off.",
     )
-    clip: float = Field(default=1.0, ge=0, description="Largest gradient norm; 0 = no clipping.")
+    clip: float = Field(default=1.0, ge=0, le=1e9, description="Largest gradient norm; 0 = no clipping.")
     precision: Literal["auto", "bf16", "fp32"] = Field(
         default="auto",
         description="Compute dtype of what is not FP8; auto = bf16 on CUDA, fp32 on a CPU. The base of LoRA is BF16 "
@@ -377,7 +392,7 @@ class TrainSection(Section):
         default=0.0, ge=0, lt=1, description="Share of the target that is spread over the whole vocabulary."
     )
     z_loss: float = Field(
-        default=0.0, ge=0, description="Factor of the squared log of the softmax's denominator (PaLM: 1e-4)."
+        default=0.0, ge=0, le=1e6, description="Factor of the squared log of the softmax's denominator (PaLM: 1e-4)."
     )
     compile: bool = Field(
         default=False,
@@ -399,8 +414,8 @@ class OptimizerSection(Section):
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], _FROM_LIST] = (
         Field(default=(0.9, 0.95), description="Decay of the first and the second moment.")
     )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; norms and biases are spared.")
+    eps: float = Field(default=1e-8, gt=0, le=1, description="Added to the root of the second moment.")
+    weight_decay: float = Field(default=0.0, ge=0, le=100, description="Decoupled; norms and biases are spared.")
     states: Literal["fp32", "bf16", "fp8", "coat"] = Field(
         default="fp32",
         description="How the two moments are stored: fp32 (8 bytes a parameter), bf16 (4), fp8 (2.06), coat (2.19, as "
@@ -425,26 +440,27 @@ class OptimizerSection(Section):
 class RunSection(Section):
     """Where the run lives and what it writes."""
 
-    dir: str = Field(
+    dir: FilePath = Field(
         default="runs/octavo",
         min_length=1,
         description="Run directory, relative to where the command is started. One that exists is continued "
         "(run.resume) or refused, never overwritten.",
     )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of data order and initialisation.")
-    resume: str = Field(
+    resume: FilePath = Field(
         default="never",
         description="never, auto (the newest whole checkpoint of run.dir, or a fresh start), or the path of a "
         "checkpoint such as runs/first/checkpoints/step_200.",
     )
-    save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 = only at the end.")
-    keep: int = Field(default=2, ge=1, description="Checkpoints kept.")
-    eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 = only at the end.")
-    log_every: int = Field(default=1, ge=1, description="Steps between lines of metrics.jsonl.")
-    health_every: int = Field(default=25, ge=0, description="Steps between FP8 health figures; 0 = none.")
+    save_every: int = Field(default=0, ge=0, le=10**9, description="Steps between checkpoints; 0 = only at the end.")
+    keep: int = Field(default=2, ge=1, le=10**9, description="Checkpoints kept.")
+    eval_every: int = Field(default=0, ge=0, le=10**9, description="Steps between evaluations; 0 = only at the end.")
+    log_every: int = Field(default=1, ge=1, le=10**9, description="Steps between lines of metrics.jsonl.")
+    health_every: int = Field(default=25, ge=0, le=10**9, description="Steps between FP8 health figures; 0 = none.")
     gain_steps: int = Field(
         default=0,
         ge=0,
+        le=10**6,
         description="Steps timed in FP8 and in high precision, side by side, once the run is warm: the gain that FP8 "
         "really brings. They train nothing and change no loss; 0 = not measured.",
     )
@@ -453,7 +469,9 @@ class RunSection(Section):
         default=True,
         description="Write hf/ (safetensors that from_pretrained loads) at the end; adapter/ (PEFT's) with LoRA.",
     )
-    threads: int | None = Field(default=None, ge=1, description="CPU threads of torch; absent = torch's own choice.")
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="CPU threads of torch; absent = torch's own choice."
+    )
 
 
 class Sections(Section):

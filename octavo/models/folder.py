@@ -1,12 +1,13 @@
 """The files of a Hugging Face folder: config.json and safetensors, opened and found whole before anything is built.
 
-Only data is read; pickled weights are refused.
+Only data is read, by `octavo.reading`; pickled weights are refused. What transformers opens by itself (tokenizer,
+processor, template, generation settings) is read here first, so that it meets no pipe and no broken JSON.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from octavo import reading
 from octavo.models import headers
 from octavo.models.errors import ModelError
 
@@ -35,6 +37,12 @@ COMPANIONS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+#: words of the keys of config.json and of an image processor's settings -> the most that is believed; the first counts
+_MOST = {
+    "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 10_000, "heads": 1 << 16, "patch_size": 1 << 8,
+    "merge_size": 1 << 5, "shortest_edge": 1 << 24, "min_pixels": 1 << 24, "_patches": 1 << 10, "height": 1 << 13,
+    "width": 1 << 13, "size": 1 << 24, "dim": 1 << 24,
+}  # fmt: skip
 
 
 @contextmanager
@@ -51,23 +59,49 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+@contextmanager
+def stock(subject: str) -> Iterator[None]:
+    """transformers and its libraries at work on a folder's contents, quietly: whatever they raise becomes a ModelError
+    that begins with `subject` ("FOLDER: the tokenizer cannot be loaded"). They fail in any way there is over a field
+    of another type; tokenizers' Rust panics with no Exception even."""
+    try:
+        with quiet():
+            yield
+    except ModelError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{subject}: {reading.printable(summary(error))}") from error
+
+
 def read_json(file: Path) -> dict:
     """A JSON object from a file; ModelError when it is missing, broken or no object."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{file} is missing: {file.parent} is {_what(file.parent)}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} is not JSON: {error}. Download or write the file again.") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds a {type(raw).__name__}, not a JSON object. Download or write the file again.")
-    return raw
+    if not os.path.lexists(file):
+        raise ModelError(f"{file} is missing: {file.parent} is {_what(file.parent)}")
+    return reading.read_json(file, ModelError)
+
+
+def check_sizes(file: Path) -> None:
+    """No number of modules that a machine would never finish making, though it takes no memory; no size of an image
+    that would not fit into any. And each part of a model says what it is in a word. Raises ModelError."""
+    level: list[tuple[str, Any]] = [("", read_json(file))]
+    while level:
+        key, node = level.pop()
+        if isinstance(node, dict):
+            level += node.items()
+        elif isinstance(node, int | float) and not isinstance(node, bool):
+            most = next((most for word, most in _MOST.items() if word in key), None)
+            if most is not None and not abs(node) <= most:
+                raise ModelError(f"{file} gives {key}={node}, and {most} is the most here. Mend the field.")
+        if key == "model_type" and not isinstance(node, str):
+            raise ModelError(f"{file} gives model_type={node!r:.80}, which is no word. Mend the field.")
 
 
 def check_generation_config(folder: Path) -> None:
     """Raises ModelError for a generation_config.json that is no JSON object, or whose stop tokens are no numbers."""
     file = folder / "generation_config.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         return
     stop = read_json(file).get("eos_token_id")
     if stop is not None and not all(type(one) is int for one in (stop if isinstance(stop, list) else [stop])):
@@ -101,11 +135,13 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
     found = []
     for name in sorted(set(placed.values())) or [SINGLE]:
         file = folder / name
-        if not file.exists():
+        if not os.path.lexists(file):
             raise ModelError(no_weights(file, indexed))
         try:
             header = headers.read(file)
-        except (headers.HeaderError, OSError) as error:
+        except headers.HeaderError as error:
+            if error.kind == "unread":
+                raise ModelError(f"{error}.") from error
             raise ModelError(f"{file} is damaged or truncated ({file.stat().st_size} bytes): {error}.") from error
         there = {entry.name for entry in header.entries}
         if absent := sorted(tensor for tensor, shard in placed.items() if shard == name and tensor not in there):
@@ -145,12 +181,51 @@ def no_weights(file: Path, indexed: bool) -> str:
     return f"{folder} holds no {file.name} and no {INDEX}: there are no weights to load."
 
 
+def companions(folder: Path) -> list[Path]:
+    """What of COMPANIONS is there, by name; a link that leads nowhere is there too."""
+    return sorted({file for pattern in COMPANIONS for file in folder.glob(pattern)})
+
+
+def check_companions(folder: Path, copied: bool = False) -> None:
+    """That all that stands beside the weights can be read: JSON objects, UTF-8 text, regular files.
+
+    copied: whether they are about to be copied, so that no link may lead out of the folder: what it leads to was not
+    meant to be given away. The blobs of a hub's cache are inside (`reading.outside`).
+
+    Raises ModelError, naming the file.
+    """
+    for file in companions(folder):
+        if copied:
+            refuse_outside(file, folder)
+        read_companion(file)
+    check_generation_config(folder)
+
+
+def refuse_outside(file: Path, folder: Path) -> None:
+    """Raises ModelError for a file that is a link out of the folder and would be copied."""
+    if (target := reading.outside(file, folder)) is not None:
+        raise ModelError(
+            f"{reading.printable(file)} is a link out of its folder, to {reading.printable(target)}, and no other "
+            "folder's file is copied. Put the file itself there, if it is meant."
+        )
+
+
+def read_companion(file: Path) -> bytes:
+    """The contents of one of COMPANIONS, found to be what its name says. Raises ModelError."""
+    raw = reading.read_bytes(file, ModelError)
+    if file.suffix in (".json", ".jinja", ".txt"):
+        text = reading.decode(raw, file, ModelError)
+        if file.suffix == ".json":
+            reading.parse_json(text, file, ModelError)
+    return raw
+
+
 def copy_companions(source: Path, made: Path) -> None:
-    """Copy tokenizer, processor, chat template and generation settings from one model folder into another."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copy(file, made / file.name)
+    """Copy tokenizer, processor, chat template and generation settings from one model folder into another. Raises
+    ModelError for one that cannot be read or that is a link out of the source (`check_companions`)."""
+    check_companions(source, copied=True)
+    for file in companions(source):
+        (made / file.name).write_bytes(read_companion(file))
 
 
 def write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None) -> None:
@@ -170,10 +245,6 @@ def write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Map
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
     (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def summary(error: BaseException) -> str:

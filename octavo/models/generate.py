@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 
+from octavo.models import chat
 from octavo.models.errors import ModelError
 from octavo.models.processors import TextProcessor
 
@@ -54,7 +55,7 @@ def generate(
             "the model's folder has no chat template (chat_template.jinja), so a question cannot be written for it. "
             "Add the template of its chat version; a base model has none."
         )
-    text = processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    text = chat.render(processor, messages, add_generation_prompt=True)
     # The template has written the special tokens; a tokenizer that adds its own would write <s> twice.
     try:
         batch = processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from octavo import reading
 
 #: what safetensors calls a dtype -> torch's
 DTYPES: dict[str, torch.dtype] = {
@@ -33,11 +36,11 @@ _LONGEST = 100_000_000  # bytes of a header: safetensors' own limit
 class HeaderError(ValueError):
     """Why a file is no whole safetensors file, and what to do.
 
-    kind  "truncated" (bytes are missing), "pickle", or "header" (everything else)
+    kind  "truncated" (bytes are missing), "pickle", "unread" (no file that can be opened), or "header" (all else)
     """
 
     def __init__(self, why: str, kind: str = "header", fix: str = "Download or write it again") -> None:
-        super().__init__(f"{why}. {fix}")
+        super().__init__(f"{why}. {fix}" if fix else why)
         self.kind = kind
 
 
@@ -78,15 +81,19 @@ class Header:
 
 def is_pickle(file: Path) -> bool:
     """Whether a file is a pickle or torch's zip of one, by its first bytes."""
-    with open(file, "rb") as opened:
+    with reading.open_file(file) as opened:
         start = opened.read(4)
     return start == b"PK\x03\x04" or (len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5)
 
 
 def read(file: Path) -> Header:
-    """The header of a file, checked against the file's size. Raises HeaderError and OSError."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
+    """The header of a file, checked against the file's size. Raises HeaderError."""
+    try:
+        opened = reading.open_file(file)
+    except reading.Unreadable as error:
+        raise HeaderError(str(error).rstrip("."), "unread", "") from error
+    with opened:
+        size = os.fstat(opened.fileno()).st_size
         length, first = int.from_bytes(opened.read(8), "little"), opened.read(1)
         # The first bytes of a safetensors file are a length, which may be any number, a pickle's first bytes too.
         if (first != b"{" or length > size - 8) and is_pickle(file):
@@ -114,12 +121,12 @@ def read(file: Path) -> Header:
 def parse(file: str, text: str) -> Header:
     """The header of this JSON. Raises HeaderError."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise HeaderError(f"its header is no JSON ({str(error).splitlines()[0]:.120})") from error
-    if not isinstance(found, dict):
-        raise HeaderError(f"its header is a {type(found).__name__}")
-    found.pop("__metadata__", None)
+        found = reading.parse_json(text, "its header")
+    except reading.Unreadable as error:
+        raise HeaderError(str(error).rstrip("."), fix="") from error
+    words = found.pop("__metadata__", None) or {}
+    if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
+        raise HeaderError("its __metadata__ is no table of words, which every reader of safetensors wants")
     # An empty tensor begins where the next one does, and comes before it.
     entries = sorted((_entry(name, info) for name, info in found.items()), key=lambda e: (e.begin, e.size))
     end = 0

@@ -17,10 +17,11 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
+from octavo.models.chat import WithDeadline
 from octavo.models.errors import ModelError
 
 
-class _WithoutVideo:
+class _WithoutVideo(WithDeadline):
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)  # type: ignore[call-arg]
 
@@ -33,7 +34,7 @@ class Qwen25VLImageTextProcessor(_WithoutVideo, Qwen2_5_VLProcessor):
     """Qwen2_5_VLProcessor for images and text."""
 
 
-class InternVLImageTextProcessor(InternVLProcessor):
+class InternVLImageTextProcessor(WithDeadline, InternVLProcessor):
     """InternVLProcessor for images and text."""
 
     def __init__(

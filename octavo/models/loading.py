@@ -11,19 +11,19 @@ A folder in high precision that stays so is loaded by transformers itself. FP8 i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo import fp8
 from octavo.models.assembly import asked_kinds, assemble, refuse_incomplete
 from octavo.models.errors import ModelError
-from octavo.models.folder import check_generation_config, check_weight_files, quiet, summary
+from octavo.models.folder import check_companions, check_weight_files, stock
 from octavo.models.quantization import read_quantization
 from octavo.models.shards import open_weights
 from octavo.models.skeleton import auto_class, empty, read_config, skeleton
@@ -58,7 +58,12 @@ def load(
     """
     folder = Path(path)
     config = read_config(folder)
-    check_generation_config(folder)
+    check_companions(folder)
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise ModelError(
+            f"{folder} holds a model and an adapter_config.json, by which transformers would load another model in its "
+            "place. Move the adapter into a folder of its own (`lora.adapter`, or octavo merge)."
+        )
     kinds = asked_kinds(load_in_fp8)
     quantization = read_quantization(folder)
     shards, notes = open_weights(folder, quantization is not None)
@@ -77,21 +82,18 @@ def _load_stock(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None
 ) -> PreTrainedModel:
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    try:
-        with quiet():
-            model, info = auto_class(config).from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, by name and shape; never accepted
-                **extra,
-            )
-    except (RuntimeError, ValueError, OSError, SafetensorError, ImportError) as error:
-        raise ModelError(f"{folder} cannot be loaded as {config.model_type!r}: {summary(error)}") from error
+    with stock(f"{folder} cannot be loaded as {config.model_type!r}"):
+        model, info = auto_class(config).from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name and shape; never accepted
+            **extra,
+        )
     refuse_incomplete(folder, info)
     return model
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
 
+from octavo import reading
+from octavo.models.chat import FILES, check_template, deadline
 from octavo.models.errors import ModelError
-from octavo.models.folder import read_json
+from octavo.models.folder import check_companions, check_sizes, read_json, stock
 from octavo.models.skeleton import VISION_FAMILIES
 
 
@@ -42,8 +44,9 @@ class TextProcessor:
         return BatchFeature(dict(encoded))
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """The tokenizer's chat template."""
-        return self.tokenizer.apply_chat_template(conversation, **kwargs)
+        """The tokenizer's chat template, under a deadline."""
+        with deadline():
+            return self.tokenizer.apply_chat_template(conversation, **kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
         """The tokenizer's decode."""
@@ -59,14 +62,14 @@ class TextProcessor:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder. Raises ModelError when there is none, or it needs code from the folder."""
+    """The tokenizer of a local folder. Raises ModelError when there is none, it needs code from the folder, or one of
+    its files cannot be read."""
     folder = Path(path)
+    check_companions(folder)
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
-    try:
+    with stock(f"{folder}: the tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:400]}") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(f"{folder}: the tokenizer has no pad and no eos token. Name one in tokenizer_config.json.")
@@ -83,9 +86,14 @@ def load_processor(
                              InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
 
     Raises ModelError for a folder without processor files, limits below one token or tile, min above max, and limits
-    for a text-only model.
+    for a text-only model, and a chat template that does not end or refuses every conversation (`check_template`).
     """
-    folder = Path(path)
+    processor = _load_processor(Path(path), max_pixels, min_pixels)
+    check_template(processor, Path(path))
+    return processor
+
+
+def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None) -> ProcessorMixin | TextProcessor:
     raw = read_json(folder / "config.json")
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
@@ -99,20 +107,26 @@ def load_processor(
         if given:
             raise ModelError(f"{', '.join(given)} given, but {folder} is a text-only model. Remove the limit.")
         return TextProcessor(tokenizer)
+    from PIL import Image
+
     from octavo.models import image_processors
 
     processor_class, image_class = image_processors.PROCESSORS[raw["model_type"]]
     if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
-    try:
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).exists():
+            check_sizes(folder / name)
+    with stock(f"{folder}: the image processor cannot be loaded"):
         image_processor = image_class.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, TypeError) as error:
-        reason = " ".join(str(error).split())[:400]
-        raise ModelError(f"{folder}: the image processor cannot be loaded: {reason}") from error
     image_processors.limit(image_processor, given)
-    internvl = processor_class is image_processors.InternVLImageTextProcessor
-    more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
-    return processor_class(image_processor, tokenizer, chat_template=_chat_template(folder, tokenizer), **more)
+    with stock(f"{folder}: the image processor cannot take an image"):
+        image_processor(images=[Image.new("RGB", (64, 64))])
+    template = _chat_template(folder, tokenizer)
+    with stock(f"{folder}: the processor cannot be loaded"):
+        internvl = processor_class is image_processors.InternVLImageTextProcessor
+        more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
+        return processor_class(image_processor, tokenizer, chat_template=template, **more)
 
 
 def _image_seq_length(folder: Path, raw: dict) -> int:
@@ -122,8 +136,9 @@ def _image_seq_length(folder: Path, raw: dict) -> int:
 
 
 def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    for name in ("chat_template.jinja", "chat_template.json"):
+    for name in FILES[:2]:
         file = folder / name
         if file.exists():
-            return file.read_text(encoding="utf-8") if name.endswith("jinja") else read_json(file).get("chat_template")
+            jinja = name.endswith("jinja")
+            return reading.read_text(file, ModelError) if jinja else read_json(file).get("chat_template")
     return tokenizer.chat_template

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from octavo import reading
 from octavo.models.errors import ModelError
 from octavo.models.folder import INDEX, SINGLE, check_weight_files, weight_map
 from octavo.models.headers import DTYPES, Header
@@ -88,7 +89,7 @@ class Shards:
             return out
         buffer = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         if stored.file not in self._open:
-            self._open[stored.file] = open(stored.file, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
+            self._open[stored.file] = reading.open_file(stored.file, ModelError, buffering=0)  # closed by __exit__
         file = self._open[stored.file]
         file.seek(stored.begin + begin * row)
         while len(buffer):

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from octavo.models.errors import ModelError
-from octavo.models.folder import first_line, quiet, read_json, summary
+from octavo.models.folder import check_sizes, read_json, stock
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
 #: the vision-language families that :mod:`octavo.models.families` describes, by `config.model_type`
@@ -48,22 +48,14 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
         )
-    config = _auto_config(folder)
+    check_sizes(folder / "config.json")
+    with stock(f"{folder}/config.json cannot be used"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in QUANTIZED_KEYS:  # what the weights on disk are, not the model
             if hasattr(part, key):
                 delattr(part, key)
     return config
-
-
-def _auto_config(folder: Path) -> PreTrainedConfig:
-    try:
-        with quiet():
-            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
-    except Exception as error:  # transformers' strict dataclasses raise their own kinds; the cause is kept
-        raise ModelError(f"{folder}/config.json has a field that does not fit: {first_line(error)}") from error
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:
@@ -85,16 +77,14 @@ def auto_class(config: PreTrainedConfig) -> type:
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None) -> PreTrainedModel:
     """The model on the meta device, as from_pretrained has it before weights are read."""
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    try:
-        with quiet(), torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=dtype, **extra)
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise ModelError(f"no {config.model_type!r} model can be built from its config: {summary(error)}") from error
+    with stock(f"no {config.model_type!r} model can be built from its config"), torch.device("meta"):
+        return auto_class(config).from_config(config, dtype=dtype, **extra)
 
 
 def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a folder or configuration on the meta device: shapes without memory; reads no weights."""
     config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
     model = skeleton(config, dtype)
-    model.tie_weights()
+    with stock(f"the weights of {config.model_type!r} cannot be tied"):
+        model.tie_weights()
     return model

@@ -7,7 +7,6 @@ have one entry for each recorded step.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,29 @@ from typing import Any
 
 import numpy as np
 
+from octavo import reading
+from octavo.reading import COUNT, FINITE, NUMBER, TEXT, Is
+
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
+
+# The forms of what a run writes: what the verdict and the page take without asking.
+_EVAL = {...: NUMBER}
+_HEALTH = {...: {**dict.fromkeys(ROLES, {...: NUMBER}), "dw_cosine": NUMBER, "nan_codes": COUNT}}
+_ROW = {
+    "step!": COUNT, "loss": NUMBER, "tokens": NUMBER, "tokens_per_s": NUMBER, "zeroed_v": COUNT,
+    "memory": {...: FINITE}, "health": _HEALTH, "eval": _EVAL,
+}  # fmt: skip
+_PLAN_ROW = {
+    "name!": TEXT, "component": TEXT, "kind": TEXT, "reason": TEXT, "share": FINITE,
+    "shape": [COUNT], "format": TEXT,
+    "recipe": Is(lambda r: isinstance(r, str) or (isinstance(r, dict) and isinstance(r.get("name"), str)), "a recipe"),
+}  # fmt: skip
+_FORMS: dict[str, Any] = {
+    "result.json": {"eval": _EVAL, "status": TEXT},
+    "plan.json": {"rows": [_PLAN_ROW], "notes": [TEXT]},
+    "proof.json": {"share": FINITE, "shares": {...: FINITE}, "components": {...: {...: {...: COUNT}}}},
+    "environment.json": {},
+}
 
 
 class ReportError(ValueError):
@@ -93,7 +114,7 @@ def read(directory: str | Path) -> RunRecord:
     directory = Path(directory)
     if not directory.is_dir():
         raise ReportError(f"{directory} is not a directory; give the run directory that `octavo train` wrote")
-    rows = [row for row in _lines(directory / "metrics.jsonl") if "step" in row]
+    rows = _lines(directory / "metrics.jsonl")
     trained = [row for row in rows if "loss" in row]
     if not trained:
         raise ReportError(
@@ -138,39 +159,25 @@ def read_failed(directory: str | Path, failure: str) -> RunRecord:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return reading.read_text(path, ReportError) if path.exists() else ""
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as err:
-        fix = "delete the run and start it again"
-        raise ReportError(f"{path} is not JSON (line {err.lineno}: {err.msg}); {fix}") from err
-    if not isinstance(value, dict):
-        raise ReportError(f"{path} holds a {type(value).__name__}, expected an object; is it a file of Octavo's?")
+    value = reading.read_json(path, ReportError)
+    reading.check_form(value, _FORMS[path.name], path, ReportError)
     return value
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
+    if not path.exists():
         raise ReportError(f"{path} does not exist; is {path.parent} a run directory of Octavo?")
-    lines = path.read_text(encoding="utf-8").splitlines()
     rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as err:
-            if number == len(lines):  # a killed run may leave half a last line; a resume writes that step again
-                break
-            raise ReportError(f"{path}:{number} is not JSON ({err.msg}); the file was changed or cut") from err
-        if not isinstance(row, dict):
-            raise ReportError(f"{path}:{number} holds a {type(row).__name__}, expected an object")
-        rows.append(row)
+    for number, row in reading.json_lines(path, ReportError):
+        if "step" in row:
+            reading.check_form(row, _ROW, f"{path}:{number}", ReportError)
+            rows.append(row)
     return rows
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo import checkpoint, fp8
+from octavo import checkpoint, fp8, reading
 from octavo.atomic import write_text
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
@@ -30,6 +30,13 @@ from octavo.train.lock import LOCK, RunLock
 
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
 PLAN, GAIN = "plan.json", "gain.json"
+
+
+# What a run notes in its checkpoints and takes from there without asking.
+_COUNTERS = {
+    **dict.fromkeys(("step!", "rows!", "tokens", "skipped", "in_a_row"), reading.COUNT), "seconds": reading.FINITE,
+    "health": {}, "settings!": {}, "data": {},
+}  # fmt: skip
 
 
 @dataclass
@@ -198,6 +205,7 @@ def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> dict[str, Any
     step, rows, files = 0, 0, datafiles.fingerprints(cfg)
     if chosen is not None:
         counters = read_state(chosen)["counters"]
+        reading.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
         _same_settings(_complete(counters["settings"]), cfg, chosen)
         datafiles.same(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
@@ -265,24 +273,13 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; one that a kill left unfinished at the end is not among them."""
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8").split("\n")
     rows = []
-    for number, line in enumerate(lines):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines) - 1:
-                break
-            raise TrainError(
-                f"{file}, line {number + 1} is not JSON ({error.msg}): the file was changed; delete that line"
-            ) from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise TrainError(
-                f"{file}, line {number + 1} is not a step of a run: the file was changed; delete that line"
-            )
-        rows.append(row)
+    try:
+        for number, row in reading.json_lines(file):
+            reading.check_form(row, {"step!": reading.COUNT}, f"{file}:{number}")
+            rows.append(row)
+    except reading.Unreadable as error:
+        raise TrainError(f"{error} The file was changed; delete that line.") from error
     return rows
 
 
@@ -291,12 +288,9 @@ def read_json(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise TrainError(f"{file} is damaged ({error.msg}); delete it and start again") from error
-    if not isinstance(found, dict):
-        raise TrainError(f"{file} is damaged (no JSON object); delete it and start again")
-    return found
+        return dict(reading.read_json(file))
+    except reading.Unreadable as error:
+        raise TrainError(f"{file} is damaged; delete it and start again ({error})") from error
 
 
 def write_plan(

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from octavo import models
 from octavo.models import tiny
+from octavo.models.folder import quiet
 
 TEXT = {
     "hidden_size": 256,
@@ -53,7 +53,7 @@ def write(family: str, directory: Path, **more: int) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     config = AutoConfig.from_pretrained(directory)
     torch.manual_seed(0)
-    with models.loading.quiet():
+    with quiet():
         model = auto(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for p in model.parameters():
@@ -77,7 +77,7 @@ def auto(config):
 def stock(path: Path, dtype: torch.dtype = torch.float32, **more):
     """The model of a folder in stock transformers, with nothing missing and nothing unexpected."""
     config = AutoConfig.from_pretrained(path)
-    with models.loading.quiet():
+    with quiet():
         model, info = auto(config).from_pretrained(path, dtype=dtype, output_loading_info=True, **more)
     wrong = {key: found for key, found in info.items() if found}
     assert not wrong, wrong

@@ -79,7 +79,7 @@ def test_damage_in_the_folder_is_named(folder, tmp_path):
         (whole[:40], "announces a header of"),
         (whole + b"x", "bytes where its header announces"),
         (b"", "it has 0 bytes"),
-        (whole[:8] + b"[" + whole[9:], "its header is no JSON"),
+        (whole[:8] + b"[" + whole[9:], "its header is not JSON"),
         (whole.replace(b'"BF16"', b'"BF17"', 1), "has the dtype 'BF17'"),
         (whole.replace(b"[10,6]", b"[10,7]", 1), r"lm_head.weight is BF16 \[10, 7\], 140 bytes"),
     ):

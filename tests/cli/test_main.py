@@ -74,6 +74,12 @@ def test_every_command_has_help(name, capsys):
         (["compare", "run.yaml", "--recipes", " ,"], "--recipes is empty"),
         (["compare", "run.yaml", "fp8.format=hybrid", "--recipes", "rowwise,mxfp8"], "mxfp8 has no hybrid format"),
         (["digits", "d", "--train", "0"], "argument --train: expected a whole number of at least 1, found '0'"),
+        (["tiny", "llama", "d", "--seed", "9" * 5000], "--seed: expected a whole number below a billion, found '999"),
+        (
+            ["plan", "x.yaml", "--tokens", "foundation=" + "9" * 5000],
+            "below 10**12, as in foundation=8192, found 'foun",
+        ),
+        (["generate", "m", "--prompt", "a\udc80"], "--prompt holds bytes that are no UTF-8"),
         (["tiny", "llama", "d", "--seed", "-1"], "argument --seed: expected a whole number of at least 0, found '-1'"),
     ],
 )
@@ -94,11 +100,11 @@ def test_octavos_own_errors_are_a_sentence_and_exit_1(monkeypatch, capsys):
     from octavo.models.errors import ModelError
 
     def fail(args):
-        raise ModelError("there is no model; write one")
+        raise ModelError("there is no model\x1b[2J;\nwrite one")
 
     command(monkeypatch, fail)
     assert main(["schema"]) == 1
-    assert capsys.readouterr().err == "octavo schema: there is no model; write one\n"
+    assert capsys.readouterr().err == "octavo schema: there is no model\\x1b[2J;\nwrite one\n"
 
 
 def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
@@ -117,6 +123,16 @@ def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
     command(monkeypatch, fail(full))
     assert main(["schema"]) == 1
     assert capsys.readouterr().err.startswith("octavo schema: CUDA out of memory; lower train.micro_batch")
+    for full in (
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you ..."
+        ),
+        MemoryError(),
+    ):
+        command(monkeypatch, fail(full))
+        assert main(["schema"]) == 1
+        message = capsys.readouterr().err
+        assert message.startswith("octavo schema: host memory is full (") and "; lower train.micro_batch" in message
     lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:5")
     command(monkeypatch, fail(lost))
     assert main(["schema"]) == 1

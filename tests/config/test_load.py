@@ -227,7 +227,7 @@ def test_resolved_yaml_loads_to_an_equal_config(tmp_path, monkeypatch):
         st.text(),
         st.sampled_from([".5e3", "null", "~", "0o7", "- a", "a: b", "#x", "1_0", "''", "\u2028", "\x85", "a\n b"]),
     ),
-    lr=st.floats(min_value=1e-300, max_value=1e300),
+    lr=st.floats(min_value=1e-300, max_value=1000),
     seed=st.integers(min_value=0, max_value=2**63 - 1),
 )
 def test_any_text_and_number_survives_the_resolved_yaml(system, lr, seed):

@@ -1025,8 +1025,8 @@ area(
     ),
     (
         "config-override-ignored", "config/merge.py",
-        "node[index] = value _forget(tree, path)",
-        "node.setdefault(index, value) if isinstance(node, dict) else None; _forget(tree, path)",
+        "node[index] = value replaced = [path]",
+        "node.setdefault(index, value) if isinstance(node, dict) else None; replaced = [path]",
         "an override of what a file says is ignored",
         "config/test_load.py",
     ),

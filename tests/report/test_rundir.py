@@ -62,9 +62,9 @@ def test_half_a_last_line_is_what_a_kill_leaves(run_dir: Path) -> None:
         (lambda d: (d / "metrics.jsonl").write_text(""), "holds no training step"),
         (lambda d: (d / "metrics.jsonl").write_text('{"step": 1, "eval": {"loss": 1}}\n'), "holds no training step"),
         (lambda d: (d / "metrics.jsonl").write_text('nonsense\n{"step": 1}\n'), r"metrics\.jsonl:1 is not JSON"),
-        (lambda d: (d / "metrics.jsonl").write_text('[1]\n{"step": 1}\n'), "1 holds a list, expected an object"),
-        (lambda d: (d / "plan.json").write_text("{"), r"plan\.json is not JSON \(line 1"),
-        (lambda d: (d / "proof.json").write_text("[]"), r"proof\.json holds a list, expected an object"),
+        (lambda d: (d / "metrics.jsonl").write_text('[1]\n{"step": 1}\n'), "1 holds a list where an object belongs"),
+        (lambda d: (d / "plan.json").write_text("{"), r"plan\.json is not JSON: .*line 1"),
+        (lambda d: (d / "proof.json").write_text("[]"), r"proof\.json holds a list where an object belongs"),
     ],
 )
 def test_damaged(run_dir: Path, damage, message: str) -> None:

@@ -375,10 +375,10 @@ def test_an_evaluation_names_the_step_that_was_loaded_and_what_was_passed_over(m
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("metrics.jsonl", '{"stap": 1}\n', "metrics.jsonl, line 1 is not a step of a run"),
-        ("metrics.jsonl", "[1, 2]\n", "metrics.jsonl, line 1 is not a step of a run"),
-        ("metrics.jsonl", 'x\n{"step": 1}\n', r"metrics.jsonl, line 1 is not JSON .* delete that line"),
-        ("result.json", "[]", r"result.json is damaged \(no JSON object\)"),
+        ("metrics.jsonl", '{"stap": 1}\n', "metrics.jsonl:1 lacks .step"),
+        ("metrics.jsonl", "[1, 2]\n", "metrics.jsonl:1 holds a list"),
+        ("metrics.jsonl", 'x\n{"step": 1}\n', r"metrics.jsonl:1 is not JSON.* delete that line"),
+        ("result.json", "[]", "result.json is damaged; delete it and start again .*holds a list"),
         ("result.json", '{"status": "finished"}', r"result.json is damaged \(no number of steps\)"),
     ],
 )

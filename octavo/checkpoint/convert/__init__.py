@@ -38,7 +38,7 @@ from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_man
 from octavo.checkpoint.convert.work import SUFFIX, Advance, all_parts, begin
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
-from octavo.models.folder import INDEX, write_config
+from octavo.models.folder import INDEX, refuse_outside, write_config
 from octavo.models.headers import Header, index_of
 from octavo.models.quantization import Quantization, read_quantization
 
@@ -241,6 +241,7 @@ def _carry(folder: Folder, target: Path, sums: Mapping[str, Any] | None = None) 
     for name in folder.carried:
         if not (folder.path / name).is_file():
             raise CheckpointError(f"{folder.path / name} is missing")
+        refuse_outside(folder.path / name, folder.path)
         shutil.copyfile(folder.path / name, target / name)
         if sums is not None and fingerprint(target / name) != sums[name]:
             raise CheckpointError(

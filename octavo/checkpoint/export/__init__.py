@@ -36,13 +36,13 @@ from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid
+from octavo.checkpoint.sums import MARKER, read_note, sha256
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
-from octavo.models.folder import copy_companions, write_config
+from octavo.models.folder import INDEX, check_companions, companions, copy_companions, write_config
 from octavo.models.quantization import to_config
+from octavo.reading import printable
 
-#: what an export leaves in its folder: what was written, and the permission to replace it by another export
-MARKER = "octavo_export.json"
 LARGEST = 5 * 10**9
 _TINY = 2.0**-100  # below this amax a block has the scale 1 (NUMERICS)
 
@@ -167,7 +167,7 @@ def export(
             ones once or twice: tensors in high precision, `fp8.Quantized` codes ([N, K], or [E, N, K] for experts), or
             :class:`Trained`. They are taken one at a time.
         source: the model folder that configuration, tokenizer and processor come from.
-        directory: new, empty, or an earlier export, which is replaced.
+        directory: new, empty, or an earlier export, which is replaced where it holds nothing else.
         format: bf16, fp8-block, fp8-dynamic or fp8-tensor.
         include: components to be in FP8 beside the foundation.
         largest: bytes of a file at most; a tensor above that has its own.
@@ -184,6 +184,7 @@ def export(
     """
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
+    check_companions(source, copied=True)  # before an hour's work
     plan = layouts.layout(source, format, include)
     with atomic.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
         _enough_room(target, shards.total)
@@ -198,9 +199,12 @@ def export(
         )  # fmt: skip
         write_config(source, made, torch.bfloat16, None if plan.quantization is None else to_config(plan.quantization))
         copy_companions(source, made)
-        document = {"octavo_export": 1, **done.to_json(), "directory": target.name}
+        shards.close()
+        sums = {file.name: sha256(file) for file in sorted(made.iterdir())}
+        document = {"octavo_export": 1, **done.to_json(), "directory": target.name, "sha256": sums}
         (made / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         atomic.sync_tree(made)
+        check_target(target, [])  # it took a while: what came meanwhile is not the earlier export's
     for sentence in done.sentences():
         say(sentence)
     return done
@@ -215,12 +219,35 @@ def check_target(target: Path, sources: Iterable[Path]) -> None:
             raise CheckpointError(f"{target} is {what} that is exported ({source}); name another directory")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; name a directory that is new, empty, or an earlier export")
-    if target.is_dir() and any(target.iterdir()) and not (target / MARKER).is_file():
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not (target / MARKER).is_file():
         names = ", ".join(sorted(p.name for p in target.iterdir())[:3])
         raise CheckpointError(
             f"{target} is not empty ({names}) and is no earlier export: it has no {MARKER}. Name a directory that is "
             "new, or delete this one; nothing is overwritten"
         )
+    if foreign := _foreign(target):
+        raise CheckpointError(
+            f"{target} is an earlier export, which would be replaced, and that export did not write "
+            f"{', '.join(foreign[:3])} as it is now. Move it away, or name another directory; nothing is deleted"
+        )
+
+
+def _foreign(target: Path) -> list[str]:
+    """What in an earlier export's folder is not as that export wrote it: other names, and small files that were edited.
+    Of an export by 0.4.0, which noted no sums, names alone can be told."""
+    note = read_note(target)
+    sums: Mapping[str, str] = note["sha256"]
+    wrote = {MARKER, *sums} if sums else {MARKER, INDEX, "config.json", *note["files"]}
+    wrote |= set() if sums else {file.name for file in companions(target)}
+    strange = []
+    for entry in sorted(target.iterdir()):
+        shard = entry.name.endswith(".safetensors")
+        edited = not shard and entry.name in sums and entry.is_file() and sha256(entry) != sums[entry.name]
+        if entry.name not in wrote or entry.is_symlink() or entry.is_dir() or edited:
+            strange.append(printable(entry.name))
+    return strange
 
 
 def _enough_room(target: Path, size: int) -> None:

@@ -89,6 +89,9 @@ class Shards:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for file in self._files:
             file.close()
 

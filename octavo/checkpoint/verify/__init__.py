@@ -13,6 +13,7 @@ PEFT adapters go their own way (`adapter`). Nothing is changed, nothing is unpic
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,10 +24,11 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.adapter import adapter_verdicts, check_adapter, check_factors, described, is_adapter
 from octavo.checkpoint.verify.against import compare, sources
+from octavo.checkpoint.verify.companions import check_companions, check_files, check_sums, read_all
 from octavo.checkpoint.verify.findings import FAIL, Compared, Findings, Verified
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
 from octavo.checkpoint.verify.loaders import verdicts
-from octavo.checkpoint.verify.names import check_companions, check_config, check_names, check_ties, scale_of
+from octavo.checkpoint.verify.names import check_config, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, pair_up
 from octavo.checkpoint.verify.skips import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, unnamed
@@ -60,6 +62,10 @@ def verify(
         raise CheckpointError("quick reads no values, and a reference is compared by values; leave one of them out.")
     found = Findings()
     looked = _look(folder, found)
+    if looked.raw:
+        if os.path.lexists(folder / "adapter_config.json"):
+            found.fail("adapter-beside", "adapter_config.json")
+        check_companions(folder, any(k in looked.raw for k in ("vision_config", "audio_config")), looked.stock, found)
     if not looked.headers.files and not looked.raw and not found.items:
         raise CheckpointError(f"{folder} holds neither config.json nor safetensors: there is nothing to verify.")
     if not quick:
@@ -68,10 +74,12 @@ def verify(
     compared = [] if other is None else _against(looked, other, found, progress)
     if looked.stock is not None:
         check_ties(looked.headers, looked.known, looked.stock, quick, found)
+    check_sums(folder, quick, found)
+    unread = check_files(folder, found)
     headers, ordered = looked.headers, found.ordered()
     return Verified(
         folder, _form(looked), len(headers.tensors), headers.size, looked.fp8, not quick, ordered,
-        verdicts(ordered, looked.q), tuple(compared), other,
+        verdicts(ordered, looked.q), tuple(compared), other, unread,
     )  # fmt: skip
 
 
@@ -96,6 +104,8 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
     raw: Mapping[str, Any] = {}
     with found.failing("config.json"):
         raw = read_json(folder / "config.json")
+        if not raw:
+            found.fail("config/empty", "config.json")
     with found.failing("generation_config.json"):
         check_generation_config(folder)
     looked = _Looked(raw, read_folder(folder, found))
@@ -114,8 +124,7 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
             stock = Stock(empty(stock_config(folder)))
     looked.stock = stock
     if raw:
-        check_config(folder, raw, block, headers, found)
-        check_companions(folder, any(key in raw for key in ("vision_config", "audio_config")), found)
+        check_config(raw, block, headers, found)
     whole = not any(f.kind in _CUT for f in found)
     seen = Findings()
     looked.pairs = pair_up(headers, None if unread else looked.q, seen)
@@ -178,11 +187,13 @@ def _form(looked: _Looked) -> str:
 def _adapter(folder: Path, base: Path | None, quick: bool, progress: Progress | None) -> Verified:
     found = Findings()
     headers, config = check_adapter(folder, base, found)
+    read_all(folder, found)
     if not quick:
         scan(headers.tensors, [], None, found, progress)
         zero = {name: all(not bool(piece.any()) for _, piece in held.rows()) for name, held in headers.tensors.items()}
         check_factors(headers, zero, found)
+    unread = check_files(folder, found)
     return Verified(
         folder, described(config), len(headers.tensors), headers.size, 0, not quick, found.ordered(),
-        adapter_verdicts(found, config), (), base,
+        adapter_verdicts(found, config), (), base, unread,
     )  # fmt: skip

@@ -39,9 +39,13 @@ def check_adapter(folder: Path, base: Path | None, found: Findings) -> tuple[Hea
     if config is None:
         return headers, {}
     _config(config, found)
+    if any(finding.file == "adapter_config.json" and finding.status == FAIL for finding in found):
+        config |= {"target_modules": None, "rank_pattern": None}  # no word on which layers they lead to
     parts = _parts(headers, found)
     for layer, pair in parts.items():
         _pair(layer, pair, config, found)
+        if not _targeted(layer, config):
+            found.fail("adapter-target", next(iter(pair.values())), layer=layer)
     if not parts and headers.tensors:
         found.fail("adapter-empty", f"{STEM}.safetensors", folder=folder)
     named = config.get("base_model_name_or_path")
@@ -62,6 +66,15 @@ def _config(config: Mapping[str, Any], found: Findings) -> None:
     for key in ("lora_alpha", "target_modules"):
         if config.get(key) is None and not (key == "target_modules" and config.get("target_parameters")):
             found.fail("config/key", file, key=key)
+    targets, patterns = config.get("target_modules"), config.get("rank_pattern")
+    try:
+        for expression in [*(patterns or {}), *([targets] if isinstance(targets, str) else [])]:
+            re.compile(expression)
+        good = isinstance(targets, str) or all(isinstance(name, str) for name in targets or ())
+    except (re.error, TypeError):
+        good = False
+    if not good or not isinstance(patterns, dict | None):
+        found.fail("config/targets", file, targets=targets, patterns=patterns)
     if not config.get("base_model_name_or_path"):
         found.warn("adapter-base", file)
 
@@ -93,9 +106,20 @@ def _pair(layer: str, pair: Mapping[str, Held], config: Mapping[str, Any], found
         found.fail("adapter-rank", a, rank=rank)
 
 
+def _targeted(layer: str, config: Mapping[str, Any]) -> bool:
+    """Whether target_modules lead PEFT to a layer, by PEFT's rule: an expression for the whole name, or a list of names
+    and ends of names. Layers of target_parameters, and words such as all-linear, it finds in the model."""
+    targets = config.get("target_modules")
+    if not targets or config.get("target_parameters") or targets == "all-linear":
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, layer) is not None
+    return any(layer == name or layer.endswith(f".{name}") for name in targets)
+
+
 def _rank(layer: str, config: Mapping[str, Any]) -> int | None:
     for key, value in (config.get("rank_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({key})$", layer):
+        if type(value) is int and value > 0 and re.match(rf"(.*\.)?({key})$", layer):
             return value
     rank = config.get("r")
     return rank if type(rank) is int and rank > 0 else None

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.verify.sentences import SENTENCES
 from octavo.models.errors import ModelError
+from octavo.reading import printable
 
 FAIL, WARN = "fail", "warn"
 LOADERS = ("transformers", "vLLM", "SGLang")
@@ -92,14 +94,14 @@ class Findings:
         text = values["text"] if "text" in values else SENTENCES[kind].format(**{**about, **values})
         if held is not None:
             at, tensor, text = held.file, held.name, f"{held.name!r} in {held.file} {text}"
-        self.items.append(Finding(status, kind.partition("/")[0], at, tensor, text))
+        self.items.append(Finding(status, kind.partition("/")[0], at, tensor, printable(text)))
 
     @contextmanager
     def failing(self, file: str, kind: str = "config") -> Iterator[None]:
         """What a reader refuses becomes a finding about the file."""
         try:
             yield
-        except (ModelError, OSError) as error:
+        except (ModelError, CheckpointError, OSError) as error:
             self.fail(kind, file, text=str(error))
 
     def __iter__(self) -> Iterator[Finding]:
@@ -120,6 +122,7 @@ class Verified:
     findings  worst first
     verdicts  one a loader
     compared  one a tensor where a reference was given, worst first
+    unread    names of what stands in the folder and no loader reads
     """
 
     directory: Path
@@ -132,6 +135,7 @@ class Verified:
     verdicts: tuple[Verdict, ...]
     compared: tuple[Compared, ...] = ()
     against: Path | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -160,6 +164,7 @@ class Verified:
             "findings": [vars(f) for f in self.findings],
             "verdicts": {v.loader: {k: x for k, x in vars(v).items() if k != "loader"} for v in self.verdicts},
             "compared": [vars(c) for c in self.compared],
+            "unread": list(self.unread),
         }
 
     def sentence(self) -> str:

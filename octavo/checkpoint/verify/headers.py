@@ -7,6 +7,7 @@ first bytes.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from octavo import reading
+from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.verify.findings import Findings
 from octavo.models.folder import pickles, weight_map
 from octavo.models.headers import DTYPES, HeaderError, is_pickle, read
@@ -74,10 +77,11 @@ class Held:
         if end == begin:
             return torch.empty(0, dtype=torch.uint8)
         buffer = bytearray(end - begin)
-        with open(self.path, "rb") as file:
+        with reading.open_file(self.path, CheckpointError) as file:
             file.seek(self.start + begin)
             got = file.readinto(buffer)
-        assert got == end - begin, f"{self.path} changed while it was read"
+        if got != end - begin:
+            raise CheckpointError(f"{self.path} was cut or changed while it was read; verify it again.")
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
@@ -104,9 +108,9 @@ def read_folder(folder: Path, found: Findings, stem: str = "model") -> Headers:
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     placed: dict[str, str] | None = None
     with found.failing(index.name, "index"):
-        placed = weight_map(index) if index.exists() else None
+        placed = weight_map(index) if os.path.lexists(index) else None
     _pickles(folder, found, any(folder.glob("*.safetensors")))
-    if single.exists():
+    if os.path.lexists(single):
         if placed is not None:
             found.warn("two-layouts", index.name, folder=folder, single=single)
         _add(headers, single, found)
@@ -137,7 +141,7 @@ def _pickles(folder: Path, found: Findings, safetensors: bool) -> None:
 def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers, found: Findings) -> None:
     missing: set[str] = set()
     for name in sorted(set(placed.values())):
-        if (folder / name).is_file():
+        if os.path.lexists(folder / name):
             _add(headers, folder / name, found)
         else:
             lost = sorted(t for t, shard in placed.items() if shard == name)
@@ -164,11 +168,10 @@ def _add(headers: Headers, path: Path, found: Findings) -> None:
     try:
         header = read(path)
     except HeaderError as error:
-        what = "truncated" if error.kind == "truncated" else "damaged"
-        found.fail(error.kind, path.name, text=f"{path.name} is {what}: {error}.")
-        return
-    except OSError as error:
-        found.fail("header/unread", path.name, why=error.strerror)
+        kind, what = {"truncated": (error.kind, "truncated"), "unread": ("header", "unreadable")}.get(
+            error.kind, (error.kind, "damaged")
+        )
+        found.fail(kind, path.name, text=f"{path.name} is {what}: {error}.")
         return
     start = len(header.head)
     for entry in header.entries:

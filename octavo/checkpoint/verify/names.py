@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ SCALES = ("_scale_inv", "_scale_2", "_scale", "_zero_point")
 _HIGH = ("F32", "BF16", "F16")
 _FLOATS = (*_HIGH, "F8_E4M3", "F8_E5M2")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 def scale_of(name: str) -> str | None:
@@ -78,9 +75,7 @@ def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
         found.fail("shape", held, wanted=list(wanted), hint=hint)
 
 
-def check_config(
-    folder: Path, raw: Mapping[str, Any], block: Mapping[str, Any] | None, headers: Headers, found: Findings
-) -> None:
+def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, headers: Headers, found: Findings) -> None:
     """quantization_config, dtype and architectures of config.json against the files."""
     codes = [held for held in headers.tensors.values() if held.fp8]
     if codes and block is None:
@@ -109,20 +104,6 @@ def _config_dtype(raw: Mapping[str, Any], headers: Headers, found: Findings) -> 
         found.warn("config-dtype/none", "config.json", most=most)
     elif str(dtype).removeprefix("torch.") != most and str(dtype) != "auto" and "float8" not in str(dtype):
         found.warn("config-dtype/other", "config.json", dtype=dtype, most=most)
-
-
-def check_companions(folder: Path, vision: bool, found: Findings) -> None:
-    """Tokenizer, chat template and, for models of images, the processor: what a server needs beside weights."""
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        found.warn("companions/tokenizer", folder=folder, files=", ".join(_TOKENIZERS[:2]))
-    template = any((folder / name).is_file() for name in _TEMPLATES)
-    config = folder / "tokenizer_config.json"
-    if not template and not (
-        config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
-    ):
-        found.warn("companions/template", folder=folder)
-    if vision and not any((folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json")):
-        found.warn("companions/processor", folder=folder)
 
 
 def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick: bool, found: Findings) -> None:

@@ -26,7 +26,20 @@ SENTENCES: dict[str, str] = {
     "write the index again.",
     "duplicate/stacked": "{file} holds the experts stacked as {name!r}, and {other.file} one by one ({single!r}); "
     "keep one of them.",
-    "header/unread": "{file} cannot be read: {why}.",
+    "adapter-beside": "{file} stands beside a model, and transformers would load the model that it names; move it into "
+    "a folder of its own.",
+    "name": "{file!r} is a name with control characters, which a terminal obeys; rename the file.",
+    "special": "{file} is {what}, not a file: who copies or loads the folder may wait for ever; remove it.",
+    "link/broken": "{file} is a link to {target}, and nothing can be read there ({why}); put the file in its place.",
+    "link/outside": "{file} is a link out of the folder, to {target}: a copy of the folder lacks it; put the file in "
+    "its place.",
+    "sum/missing": "{file} is missing, though the export wrote it; export the folder anew.",
+    "sum/shard": "{file} is not what the export wrote: its SHA-256 is another; export or copy it again.",
+    "sum/other": "{file} was changed after the export wrote it.",
+    "template": "{file}: {said}",
+    "token-ids": "{file} has tokens up to number {largest}, and the model {rows} rows of embeddings: those above "
+    "cannot be embedded; take the tokenizer that belongs to the model.",
+    "config/empty": "{file} is an empty object: it describes no model; take the one that belongs to the weights.",
     # Names, shapes and config.json
     "missing": "{name!r} {wanted} is in no file of {folder.name}: transformers would fill it with random numbers and "
     "only warn; write the checkpoint again, or take the config.json that belongs to it.",
@@ -148,6 +161,8 @@ SENTENCES: dict[str, str] = {
     "config/base": "the base cannot be looked up (name it with --against): {error}",
     "config/key": "{file} lacks {key}, without which PEFT cannot rebuild it; write it again.",
     "config/peft-type": "{file} has peft_type {peft_type!r}; Octavo knows LORA alone.",
+    "config/targets": "{file} has target_modules {targets!r} and rank_pattern {patterns!r}: names, expressions belong "
+    "there; write the adapter again.",
     "config/rank": "{file} has r = {rank!r}, no rank; write the adapter again.",
     "adapter-empty": "{folder.name}/{file} holds no lora_A and lora_B; save the adapter with save_pretrained.",
     "adapter-names": "is not PEFT's name of a factor (base_model.model.X.lora_A.weight); save the adapter with "
@@ -157,6 +172,8 @@ SENTENCES: dict[str, str] = {
     "adapter again.",
     "adapter-shape/base": "adds [{rows}, {columns}] to {module!r}, which is {wanted} in {base.name}; name the "
     "base that it was trained on with --against.",
+    "adapter-target": "adapts {layer}, to which target_modules of adapter_config.json do not lead: PEFT leaves it out "
+    "and only warns; take the config that belongs to it.",
     "adapter-rank": "has rank {held.shape[0]}, and adapter_config.json says {rank}: PEFT scales by alpha / r of the "
     "config; take the config that belongs to it.",
     "adapter-dtype": "is {held.dtype}; factors are F32, BF16 or F16 (PEFT casts them to the base's FP8 with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -112,12 +113,21 @@ class Measurements:
     def from_json(cls, given: Mapping[str, Any]) -> Measurements:
         cases = {
             Case(**_without(item["case"], "outputs", "biases")): Measured(
-                {name: Entry(**_without(entry, "layout")) for name, entry in item["entries"].items()}
+                {name: _entry(_without(entry, "layout")) for name, entry in item["entries"].items()}
             )
             for item in given["cases"]
             if item["case"]["kind"] != "sisters"
         }
         return cls(Machine(**given["machine"]), cases)
+
+
+def _entry(given: Mapping[str, Any]) -> Entry:
+    """An entry whose figures can be compared. Raises ValueError for one that a damaged file holds."""
+    for name in ("seconds", "host", "weights", "spread"):
+        value = given.get(name, 0.0)
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r:.60}, where a time belongs")
+    return Entry(**given)
 
 
 def _without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:

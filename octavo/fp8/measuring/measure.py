@@ -11,12 +11,11 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from octavo import atomic
+from octavo import atomic, reading
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
 from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
@@ -57,19 +56,17 @@ class Cache:
         atomic.write_text(self.path, text + "\n", shared=True)
 
     def _read(self) -> list[Measurements]:
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        if not os.path.lexists(self.path):
             return []
         try:
-            found: Any = json.loads(text)
+            found = reading.read_json(self.path)
             if found["octavo_measurements"] != _FORMAT:
                 raise ValueError(f"it has format {found['octavo_measurements']}, this version writes {_FORMAT}")
             return [Measurements.from_json(m) for m in found["machines"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MeasureError(
-                f"{self.path} holds no measurements of this version of Octavo ({type(error).__name__}: {error}). "
-                "Delete it, and measure again."
+                f"{self.path} holds no measurements of this version of Octavo ({type(error).__name__}: "
+                f"{reading.printable(error)}). Delete it, and measure again."
             ) from error
 
 

@@ -35,6 +35,7 @@ from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, topology
+from octavo.reading import printable
 
 HELP = (
     "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
@@ -120,7 +121,10 @@ def load_plan(
         components = {k: tuple(v) for k, v in found["components"].items()}
     policy = _policy(found, path, text, other_machine)
     _check_model(path, found["model"], topology(model, components))
-    made = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
+    try:
+        made = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
+    except PlanError as error:  # a line is named by its file and place already
+        raise PlanError(str(error) if path.name in str(error) else f"{path}: {printable(error)}") from error
     rows = (replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in made.rows)
     notes = [*made.notes, *separated(path.name, found, made)]
     changed = [d for d in then.differences(here) if not d.startswith(("gpu", "capability"))]
@@ -177,7 +181,9 @@ def _check_model(path: Path, saved: Sequence[Any], rows: Sequence[Row]) -> None:
         for line in lines:
             experts = f" ({line['experts']} experts)" if line.get("experts") else ""
             shape = " x ".join(map(str, line["shape"]))
-            out.setdefault(line["name"], []).append(f"{line['layers']} {line['kind']} of {shape}{experts}")
+            out.setdefault(printable(line["name"]), []).append(
+                f"{line['layers']} {printable(line['kind'])} of {shape}{experts}"
+            )
         return {name: ", ".join(sorted(found)) for name, found in out.items()}
 
     was, now = shown(saved), shown(_summary(rows))

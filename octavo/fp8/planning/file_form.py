@@ -14,31 +14,32 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from octavo import reading
 from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, recipe
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import ACTIVATIONS, AUTO, OFF, WEIGHT_CODES, PlanError, Rule
 
 FORMAT = 1
+#: each line is held against each layer; the largest models, every layer for itself, come to some 1,000
+MOST_LINES = 4096
 _RULE = ("match", "recipe", "format", *GEMMS)
 _FIELDS = (*_RULE, "backend", "why", "ms")
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
     """(what the file holds, its text). Raises PlanError for a file that cannot be read or is no plan."""
-    fix = "Name a file that octavo plan --save wrote."
+    text = reading.read_text(path, PlanError)
     try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
-    except OSError as error:
-        raise PlanError(f"The plan {path} cannot be read: {error.strerror}. {fix}") from error
-    except json.JSONDecodeError as error:
+        found = reading.parse_json(text, path, PlanError, wanted=None)
+    except PlanError as error:
+        if not isinstance(error.__cause__, json.JSONDecodeError):
+            raise
+        cause = error.__cause__
         raise PlanError(
-            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}. JSON wants a comma between two entries, "
+            f"{path}, line {cause.lineno}, column {cause.colno}: {cause.msg}. JSON wants a comma between two entries, "
             "none after the last one, and double quotes."
-        ) from error
-    except (RecursionError, ValueError) as error:  # no text, brackets without end, numbers of thousands of digits
-        raise PlanError(f"{path} is no plan ({error}). {fix}") from None
+        ) from cause
     if not isinstance(found, dict) or "octavo_plan" not in found:
         old = isinstance(found, dict) and {"rows", "policy"} <= found.keys()
         what = "is the plan.json of an older run, which only tells its plan" if old else "is no plan"
@@ -55,6 +56,8 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
                 f"{path} has no usable {key!r}: {there}, where {wanted} belongs. Edit layers alone, or save the plan "
                 "again."
             )
+    if len(found["layers"]) > MOST_LINES:
+        raise PlanError(f"{path} has {len(found['layers']):,} lines in layers, and {MOST_LINES:,} are the most.")
     if not found["layers"]:
         raise PlanError(f"{path} has no line in layers, so nothing would run in FP8. Use fp8.recipe: off for that.")
     return found, text

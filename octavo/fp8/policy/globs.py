@@ -21,6 +21,9 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"the pattern {pattern!r} has an empty segment; write names like 'model.layers.*.mlp.**'")
     if any("**" in s and s != "**" for s in segments):
         raise ValueError(f"in the pattern {pattern!r} '**' must stand alone between dots, as in '**.q_proj'")
+    # Neighbours that say the same twice would be tried against each other in every split: once is enough.
+    segments = [s for s, before in zip(segments, ["", *segments], strict=False) if not s == before == "**"]
+    segments = [s if s == "**" else re.sub(r"[*?]+", _wild, s) for s in segments]
     out, dot = "", False  # dot: the next segment must be preceded by one
     for i, segment in enumerate(segments):
         last = i == len(segments) - 1
@@ -34,6 +37,11 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
             out += (r"\." if dot else "") + r"(?:[^.]+\.)*"
             dot = False
     return re.compile(out)
+
+
+def _wild(run: re.Match[str]) -> str:
+    """``*?*?`` as ``??*``: two of any, and more."""
+    return "?" * run[0].count("?") + "*" * ("*" in run[0])
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -186,7 +186,7 @@ class Target:
             fp8.load_scaling_state(model, histories)
         model.eval()
         processor = models.load_processor(self.base, cfg.data.max_pixels, cfg.data.min_pixels)
-        return Opened(model, processor, (f"step {restored.counters['step']}", *notes, *self.notes, *_ignored(model)))
+        return Opened(model, processor, (f"step {restored.step}", *notes, *self.notes, *_ignored(model)))
 
     def run_config(self, recipe: str | None, backend: str) -> Config:
         """The run's configuration with another recipe or backend, if asked."""

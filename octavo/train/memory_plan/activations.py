@@ -140,7 +140,8 @@ def _counted(
     build.keep_less(small, some, plan, _of_this(cfg, family), lambda text: None)
     batch = _batch(small, family, replace(tokens, image=0) if head_alone else tokens, mode)
     judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
-    keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has none to predict
+    with mode:
+        keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has none to predict
     computing = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     blocks = [(name, small.get_submodule(name)) for name in standing]
     with warnings.catch_warnings():

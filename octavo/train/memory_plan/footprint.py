@@ -422,5 +422,5 @@ class Card:
         except ValueError:
             value = 0.0
         if not 1 <= value <= 10000:
-            raise TrainError(f"a card is given by its memory, as in 80GB, 24GB or 141GB; found {text!r}")
+            raise TrainError(f"a card is given by its memory, as in 80GB, 24GB or 141GB; found {text[:60]!r}")
         return cls(text.strip(), int(value * unit))

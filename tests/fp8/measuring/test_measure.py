@@ -344,7 +344,17 @@ def test_a_killed_measurement_keeps_what_it_has(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"octavo_measurements": 99}', '{"octavo_measurements": 1, "machines": [3]}']
+    "text",
+    [
+        "{",
+        "[]",
+        '{"octavo_measurements": 99}',
+        '{"octavo_measurements": 1, "machines": [3]}',
+        "[" * 100_000,
+        '{"octavo_measurements": 1, "machines": [{"machine": {"gpu": "x"}, "cases": [{"case": '
+        '{"kind": "linear", "m": 1, "n": 1, "k": 1}, '
+        '"entries": {"bf16": {"recipe": "bf16", "backends": {}, "seconds": "fast"}}}]}]}',
+    ],
 )
 def test_a_damaged_cache_says_so(tmp_path, text):
     (tmp_path / "m.json").write_text(text)

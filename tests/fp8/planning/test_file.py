@@ -1,6 +1,7 @@
 """Plans as files: the same plan comes back, edits are obeyed, and what does not fit is told with its place."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -184,7 +185,9 @@ def test_another_gpu_is_refused_with_the_difference(saved, monkeypatch):
     [
         ("{}", "is no plan"),
         ("[1]", "is no plan"),
-        ("[" * 100_000, "is no plan"),
+        ("[" * 100_000, "p.json nests brackets deeper than 64"),
+        ('{"octavo_plan": ' + "9" * 5000 + "}", "p.json holds a number of 5000 digits"),
+        ('{"octavo_plan": "\\ud800"}', "p.json holds half a character"),
         ('{"policy": {}, "rows": []}', "is the plan.json of an older run, which only tells its plan"),
         ('{"octavo_plan": 2}', "is no plan of this version of Octavo .octavo_plan is 2, this one reads 1"),
         ('{"octavo_plan": 1}', "no usable 'machine': it is missing"),
@@ -194,8 +197,21 @@ def test_what_is_no_plan_is_reported(tmp_path, text, message):
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(fp8.PlanError, match=message):
         fp8.load_plan(tmp_path / "p.json", Net())
-    with pytest.raises(fp8.PlanError, match="cannot be read: No such file"):
+    with pytest.raises(fp8.PlanError, match="none.json is missing"):
         fp8.load_plan(tmp_path / "none.json", Net())
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(fp8.PlanError, match="pipe.json is a named pipe"):
+        fp8.load_plan(tmp_path / "pipe.json", Net())
+
+
+def test_a_plan_of_thousands_of_lines_is_none(saved):
+    """Each would be held against each layer."""
+    _, path = saved
+    found = json.loads(path.read_text())
+    found["layers"] *= 5000
+    path.write_text(json.dumps(found))
+    with pytest.raises(fp8.PlanError, match="lines in layers, and 4,096 are the most"):
+        fp8.load_plan(path, Net())
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,15 @@ def test_bad_globs_say_why(pattern):
         matches(pattern, "a")
 
 
+@pytest.mark.parametrize(
+    "pattern", ["**." * 1000 + "x", "*?" * 30 + "x", "**.*." * 20 + "x", "**.layers.**." * 30 + "x"], ids=len
+)
+def test_globs_that_say_the_same_many_times_are_not_tried_in_every_split(pattern):
+    """On 0.4.0 the first two take longer than anybody waits."""
+    assert not matches(pattern, "model.language_model.layers.10.self_attn.q_proj_and_a_very_long_name_of_a_layer")
+    assert matches("**.**.x.**.**", "a.b.x") and matches("a*?*?b", "axyb") and not matches("a*?*?b", "axb")
+
+
 def test_covers_and_nearest():
     assert covers("model.visual", "model.visual.blocks.0.proj") and not covers("model.visual", "model.visuals.x")
     names = [f"model.layers.{i}.self_attn.{p}_proj" for i in range(9) for p in "qkvo"] + ["lm_head"]

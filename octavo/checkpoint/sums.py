@@ -1,0 +1,35 @@
+"""The note that an export leaves in its folder: what it wrote, with the SHA-256 of every file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from octavo import reading
+from octavo.checkpoint.errors import CheckpointError
+
+#: what was written, and the permission to replace it by another export
+MARKER = "octavo_export.json"
+
+
+def sha256(file: Path) -> str:
+    """Of a file's bytes, in hex. Raises CheckpointError."""
+    digest = hashlib.sha256()
+    with reading.open_file(file, CheckpointError) as opened:
+        while piece := opened.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def read_note(folder: Path) -> dict[str, Any]:
+    """The note of an export, its `sha256` a table of this folder's file names (empty in one that 0.4.0 wrote).
+
+    Raises CheckpointError for one that cannot be read or that Octavo did not write.
+    """
+    note = reading.read_json(folder / MARKER, CheckpointError)
+    sums, files = note.setdefault("sha256", {}), note.get("files")
+    good = isinstance(sums, dict) and all(Path(n).name == n and isinstance(s, str) for n, s in sums.items())
+    if not good or not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+        raise CheckpointError(f"{folder / MARKER} does not say what an export wrote. Export the folder anew.")
+    return note

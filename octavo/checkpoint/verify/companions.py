@@ -1,0 +1,135 @@
+"""What stands in a folder beside weights and config.json: every file that a loader reads is read, and used once.
+
+Tokenizer, processor and chat template are loaded as Octavo itself loads them (`models.load_processor`), and the
+template writes a question. What else is there is no loader's business; its names are told, so that nobody takes
+"nothing is wrong" for a word about them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from octavo import models, reading
+from octavo.checkpoint.stock import Stock
+from octavo.checkpoint.sums import MARKER, read_note, sha256
+from octavo.checkpoint.verify.findings import Findings
+from octavo.models import chat
+from octavo.models.errors import ModelError
+from octavo.models.folder import companions, read_companion
+from octavo.models.skeleton import VISION_FAMILIES
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_READ = ("config.json", "adapter_config.json", MARKER)
+_QUESTION = "What is in the picture?"
+
+
+def check_files(folder: Path, found: Findings) -> tuple[str, ...]:
+    """Every entry of the folder that nothing was found wrong with yet: regular files and folders, inside it, with names
+    that can be shown. Returns the names of those that no loader reads."""
+    beside = {file.name for file in companions(folder)}
+    failed = {finding.file for finding in found}
+    unread = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        name, path = entry.name, Path(entry.path)
+        if not name.isprintable():
+            found.fail("name", name)
+        if name in failed:
+            continue
+        try:
+            kind = reading.kind_of(path)
+        except OSError as error:
+            found.fail("link/broken", name, target=os.readlink(path), why=error.strerror)
+            continue
+        if (target := reading.outside(path, folder)) is not None:
+            found.warn("link/outside", name, target=target)
+        if kind not in (None, "a folder") or (kind is not None and name in _READ):
+            found.fail("special", name, what=kind)
+        elif name not in (*beside, *_READ) and ".safetensors" not in name:
+            unread.append(name + "/" * (kind is not None))
+    return tuple(unread)
+
+
+def check_companions(folder: Path, vision: bool, stock: Stock | None, found: Findings) -> None:
+    """Tokenizer, chat template and, for models of images, the processor: what a server needs beside weights."""
+    before = len(found.items)
+    read_all(folder, found)
+    tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    if not tokenizer:
+        found.warn("companions/tokenizer", folder=folder, files=", ".join(_TOKENIZERS[:2]))
+    images = any((folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json"))
+    if vision and not images:
+        found.warn("companions/processor", folder=folder)
+    if not tokenizer or len(found.items) > before:
+        if not _names_template(folder):
+            found.warn("companions/template", folder=folder)
+        return
+    known = stock is not None and stock.model.config.model_type in VISION_FAMILIES
+    with found.failing("tokenizer.json", "companion"):
+        loaded: Any = models.load_processor(folder) if known and images else models.load_tokenizer(folder)
+        _check_ids(getattr(loaded, "tokenizer", loaded), stock, found)
+        if not loaded.chat_template:
+            found.warn("companions/template", folder=folder)
+        else:
+            _write_question(loaded, folder, known, found)
+
+
+def read_all(folder: Path, found: Findings) -> None:
+    """Every companion of a folder, found to be what its name says."""
+    for file in companions(folder):
+        with found.failing(file.name, "companion"):
+            read_companion(file)
+
+
+def _names_template(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    return any((folder / name).is_file() for name in _TEMPLATES) or (
+        config.is_file() and b'"chat_template"' in reading.read_bytes(config, ModelError)
+    )
+
+
+def _check_ids(tokenizer: Any, stock: Stock | None, found: Findings) -> None:
+    """That the model has a row of embeddings for each token."""
+    embeddings = None if stock is None else stock.model.get_input_embeddings()
+    rows = None if embeddings is None else embeddings.weight.shape[0]
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if rows is not None and largest >= rows:
+        found.warn("token-ids", "tokenizer.json", largest=largest, rows=rows)
+
+
+def _write_question(loaded: Any, folder: Path, vision: bool, found: Findings) -> None:
+    """The template at work: a question in plain words or, where it wants them, in parts."""
+    words = [{"role": "user", "content": _QUESTION}]
+    parts = [{"role": "user", "content": [{"type": "image"}] * vision + [{"type": "text", "text": _QUESTION}]}]
+    try:
+        chat.check_template(loaded, folder)
+    except ModelError as error:
+        found.fail("template", "chat template", said=str(error))
+        return
+    said = ""
+    for messages in (parts, words) if vision else (words, parts):
+        try:
+            if _QUESTION in chat.render(loaded, messages, add_generation_prompt=True):
+                return
+            said = said or "the text that it writes lacks the question"
+        except ModelError as error:
+            said = said or str(error)
+    found.fail("template", "chat template", said=said)
+
+
+def check_sums(folder: Path, quick: bool, found: Findings) -> None:
+    """The SHA-256 that an export noted of the files that it wrote; `quick` leaves out those of shards."""
+    if not (folder / MARKER).is_file():
+        return
+    sums: dict[str, str] = {}
+    with found.failing(MARKER, "export-note"):
+        sums = read_note(folder)["sha256"]
+    for name, noted in sums.items():
+        file = folder / name
+        shard = name.endswith(".safetensors")
+        if not os.path.lexists(file):
+            found.fail("sum/missing", name)
+        elif not (shard and quick) and file.is_file() and sha256(file) != noted:
+            (found.fail if shard else found.warn)("sum/shard" if shard else "sum/other", name)

@@ -1,0 +1,40 @@
+"""Texts that a configuration may hold: whole characters, and paths that some file can have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+
+def not_a_path(text: str) -> str | None:
+    """Why no file can have this name, or None. The limits are Linux's: 255 bytes a name, 4,095 a path."""
+    if "\0" in text:
+        return "holds a NUL character, which no file name has"
+    encoded = text.encode("utf-8", "surrogatepass")
+    names = encoded.split(b"/")
+    longest = max(map(len, names))
+    if len(names) > 200:  # each is a folder to be made, one within the other
+        return f"is no path: {len(names):,} names deep"
+    if len(encoded) > 4095 or longest > 255:
+        return f"is no path: {len(encoded):,} bytes, the longest name in it {longest:,} (at most 4,095 and 255)"
+    return None
+
+
+def _whole(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("half_character", "holds half a character") from None
+    return value
+
+
+def _a_path(value: str) -> str:
+    if why := not_a_path(value):
+        raise PydanticCustomError("no_path", "{why}", {"why": why})
+    return value
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+FilePath = Annotated[Text, AfterValidator(_a_path)]

@@ -1,0 +1,162 @@
+"""Chat templates are programs of strangers: tried once under limits, and never left to run for ever.
+
+jinja's sandbox keeps a template from files and attributes, not from loops within loops, `"a" * 10**11` or
+`10 ** 10**10`. So a template is tried when its processor is loaded, on short conversations in a child process whose
+time and memory are limited: Python alone cannot interrupt a power or cap a string. A row may still lead it elsewhere,
+so every rendering has a deadline too; that one costs a few microseconds, and stops what Python itself runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from octavo import reading
+from octavo.models.errors import ModelError
+
+#: processor time of the trial, and of any rendering; published templates take milliseconds
+SECONDS = 5
+#: by the clock, for a trial on a machine that is busy with other things
+PATIENCE = 120
+#: bytes that the trial may take beyond what the process has
+MEMORY = 1 << 30
+#: characters that a template may write for a few words, and of the template itself
+LENGTH = 1 << 20
+#: where a folder keeps its template, the file that wins first
+FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+
+_TURNS = (("user", "What is this?"), ("assistant", "A word."))
+_CONVERSATIONS = (_TURNS[:1], _TURNS, (("system", "Be brief."), *_TURNS, _TURNS[0]), _TURNS * 10)
+_tried: set[str] = set()
+
+
+def check_template(processor: Any, folder: Path) -> None:
+    """Try a processor's or a tokenizer's chat template, once a process for each template; nothing where there is none.
+
+    Raises ModelError, naming the file, for one that does not end, that takes or writes more than any template needs,
+    or that refuses every conversation: user; user and assistant; with a system message; twenty turns.
+    """
+    template = processor.chat_template
+    kind = f"{type(processor).__name__} {template!r}"
+    if not template or kind in _tried:
+        return
+    if why := _trial(processor) if len(kind) <= LENGTH else f"has {len(kind):,} characters, and no template has":
+        file = next((folder / name for name in FILES if (folder / name).exists()), folder)
+        raise ModelError(
+            f"{file}: the chat template {reading.printable(why)}. Take the template of the original model."
+        )
+    _tried.add(kind)
+
+
+def _trial(processor: Any) -> str | None:
+    """What is wrong with a template, found in a child process; None for nothing."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _render_and_exit(processor, writer)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        answered = select.select([pipe], [], [], PATIENCE)[0]
+        if not answered:
+            os.kill(child, signal.SIGKILL)
+        found = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not answered or status == -signal.SIGXCPU:
+        return f"does not end: {SECONDS} s of processor time were not enough for a few words"
+    if status:
+        return f"ends the process that runs it ({signal.Signals(-status).name if status < 0 else status})"
+    lengths, errors = json.loads(found)
+    if memory := [error for error in errors if error.startswith("MemoryError")]:
+        return f"needs more than {MEMORY >> 20} MiB of memory for a few words ({memory[0]})"
+    if max(lengths, default=0) > LENGTH:
+        return f"writes {max(lengths):,} characters for a few words"
+    return None if lengths else f"refuses every conversation that was tried ({errors[0]})"
+
+
+def _render_and_exit(processor: Any, writer: int) -> NoReturn:
+    """The child: renders, writes lengths and errors as JSON and ends without any of the parent's last words."""
+    code = 1
+    try:
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_CPU, SECONDS)
+        statm = Path("/proc/self/statm")
+        if statm.exists():  # elsewhere nothing says how much there is already
+            _limit(resource.RLIMIT_AS, int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY)
+        lengths, errors = [], []
+        for turns in _CONVERSATIONS:
+            try:
+                lengths.append(len(_rendered(processor, turns)))
+            except BaseException as error:
+                errors.append(f"{type(error).__name__}: {' '.join(str(error)[:300].split())}")
+        os.write(writer, json.dumps([lengths, errors]).encode())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _limit(which: int, most: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _rendered(processor: Any, turns: Any) -> str:
+    parts = getattr(processor, "image_processor", None) is not None  # a tokenizer has none either
+    messages = [{"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in turns]
+    return str(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=turns[-1][0] == "user"))
+
+
+def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+    """A conversation's text by the template of a processor or tokenizer. Raises ModelError in the template's words."""
+    try:
+        with deadline():
+            return processor.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+    except ModelError:
+        raise
+    except Exception as cause:  # a stranger's program: jinja's errors, and Python's out of jinja
+        roles = ", ".join(str(message["role"]) for message in messages)
+        said = " ".join(f"{type(cause).__name__}: {cause}".split())[:400]
+        raise ModelError(f"the chat template refuses the roles {roles} ({reading.printable(said)}).") from cause
+
+
+@contextmanager
+def deadline() -> Iterator[None]:
+    """Ends a rendering that has taken `SECONDS` of this thread's processor time, with a ModelError.
+
+    A signal looks every second, so that a machine that stood still harms nobody. Only a process's main thread gets
+    signals: elsewhere nothing is limited. A timer that somebody else had set goes on behind.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    begun = time.thread_time()
+
+    def look(*_: Any) -> None:
+        if time.thread_time() - begun >= SECONDS:
+            raise ModelError(f"the chat template does not end: {SECONDS} s were not enough for this conversation")
+
+    handler = signal.signal(signal.SIGALRM, look)
+    timer = signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+
+
+class WithDeadline:
+    """Mixed into processors: their `apply_chat_template` under a deadline."""
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        with deadline():
+            return super().apply_chat_template(*args, **kwargs)  # type: ignore[misc]

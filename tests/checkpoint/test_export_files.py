@@ -1,0 +1,119 @@
+"""What an export copies, what it replaces, and the sums that it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from octavo import models
+from octavo.checkpoint import CheckpointError, verify
+from octavo.checkpoint.export import MARKER, export
+from octavo.models.errors import ModelError
+from tests.checkpoint import planted
+from tests.checkpoint.planted import Good
+
+
+def bf16(source: Path, target: Path) -> Path:
+    export(models.stream(source), source, target, "bf16")
+    return target
+
+
+@pytest.fixture
+def source(good: Good, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good("plain", "qwen3_tied"), tmp_path / "source"))
+
+
+def test_no_link_takes_another_folders_file_along(source: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    shutil.move(source / "tokenizer.json", secret)
+    (source / "tokenizer.json").symlink_to(secret)
+    with pytest.raises(ModelError, match=r"tokenizer\.json is a link out of its folder, to .*secret\.json"):
+        bf16(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and secret.exists()
+    model = models.load(source)
+    with pytest.raises(ModelError, match="is a link out of its folder"):
+        models.save_hf(model, source, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_snapshot_of_the_hubs_cache_becomes_a_folder_of_files(source: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "repo" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    shutil.move(source, tmp_path / "repo" / "blobs")
+    for file in (tmp_path / "repo" / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(os.path.relpath(file, snapshot))
+    out = bf16(snapshot, tmp_path / "out")
+    assert not any(file.is_symlink() for file in out.iterdir()) and verify(out).findings == ()
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_text("{"), lambda file: os.mkfifo(file)])
+def test_what_is_copied_is_checked_before_anything_is_written(source: Path, tmp_path: Path, damage) -> None:
+    (source / "tokenizer_config.json").unlink()
+    damage(source / "tokenizer_config.json")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is (not JSON|a named pipe)"):
+        bf16(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else_is_deleted(source: Path, tmp_path: Path) -> None:
+    out = bf16(source, tmp_path / "out")
+    for name, text in (("README.md", "mine"), ("tokenizer_config.json", "{}"), ("notes/todo", "mine")):
+        file = out / name
+        file.parent.mkdir(exist_ok=True)
+        former = file.read_bytes() if file.exists() else None
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=f"did not write {name.split('/')[0]}"):
+            bf16(source, out)
+        assert file.read_text() == text
+        file.unlink() if former is None else file.write_bytes(former)
+    (out / "notes").rmdir()
+    bf16(source, out)
+    planted.edit_json(out / MARKER, lambda note: note.pop("sha256"))  # as 0.4.0 wrote it
+    bf16(source, out)
+    (out / "README.md").touch()
+    planted.edit_json(out / MARKER, lambda note: note.pop("sha256"))
+    with pytest.raises(CheckpointError, match=r"did not write README\.md"):
+        bf16(source, out)
+
+
+def test_what_comes_while_an_export_is_under_way_stays(source: Path, tmp_path: Path) -> None:
+    out = bf16(source, tmp_path / "out")
+
+    def slow():
+        yield from models.stream(source)
+        (out / "late").touch()
+
+    with pytest.raises(CheckpointError, match="did not write late"):
+        export(slow(), source, out, "bf16")
+    assert (out / "late").exists() and verify(out).ok
+
+
+@pytest.mark.parametrize("note", ["{", "[]", '{"files": 3}', '{"files": [], "sha256": {"../x": ""}}'])
+def test_a_note_that_no_export_wrote(source: Path, tmp_path: Path, note: str) -> None:
+    out = bf16(source, tmp_path / "out")
+    (out / MARKER).write_text(note)
+    with pytest.raises(CheckpointError, match=MARKER):
+        bf16(source, out)
+    assert {f.kind for f in verify(out).findings} == {"export-note"}
+
+
+def test_one_flipped_bit_in_a_shard_is_found_by_its_sum(source: Path, tmp_path: Path) -> None:
+    out = bf16(source, tmp_path / "out")
+    sums = json.loads((out / MARKER).read_text())["sha256"]
+    assert set(sums) == {file.name for file in out.iterdir()} - {MARKER}
+    raw = bytearray((out / "model.safetensors").read_bytes())
+    raw[-9] ^= 1  # the lowest bit of a value: no scan could tell
+    (out / "model.safetensors").write_bytes(raw)
+    (out / "chat_template.jinja").write_text((out / "chat_template.jinja").read_text() + "\n")
+    verified = verify(out)
+    assert [(f.status, f.kind, f.file) for f in verified.findings] == [
+        ("fail", "sum", "model.safetensors"),
+        ("warn", "sum", "chat_template.jinja"),
+    ]
+    assert verify(out, quick=True).ok
+    (out / "model.safetensors").unlink()
+    assert {"no-weights", "sum"} <= {f.kind for f in verify(out).failures}

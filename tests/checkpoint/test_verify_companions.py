@@ -1,0 +1,154 @@
+"""`checkpoint.verify` reads all that a loader reads: what stands beside the weights, and in a file's place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from octavo import models
+from octavo.checkpoint import verify
+from octavo.cli.main import main
+from octavo.models import chat
+from octavo.models.errors import ModelError
+from tests.checkpoint import planted
+from tests.checkpoint.planted import Good
+from tests.fuzz import mutate
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+class Fault(NamedTuple):
+    plant: Callable[[Path], object]
+    kind: str
+    file: str
+    fails: bool = True
+    loads: bool = False  # whether Octavo itself loads model and processor all the same
+    model: str = "qwen3"
+
+
+def text(file: str, content: str | bytes) -> Callable[[Path], object]:
+    raw = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / file).write_bytes(raw)
+
+
+def edited(file: str, **changes: object) -> Callable[[Path], object]:
+    return lambda folder: planted.edit_json(folder / file, lambda raw: raw.update(changes))
+
+
+def replaced(file: str, what: str) -> Callable[[Path], object]:
+    def plant(folder: Path) -> None:
+        (folder / file).touch()
+        mutate.replace_file(None, folder / file, what)  # type: ignore[arg-type]
+
+    return plant
+
+
+def linked(folder: Path) -> None:
+    shutil.move(folder / "tokenizer.json", folder.parent / "elsewhere.json")
+    (folder / "tokenizer.json").symlink_to(folder.parent / "elsewhere.json")
+
+
+def metadata(folder: Path) -> None:
+    raw = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(raw.replace(b'"format":"pt"', b'"format": 17'))
+
+
+def more_tokens(folder: Path) -> None:
+    planted.edit_json(folder / "tokenizer.json", lambda raw: raw["model"]["vocab"].update(new=99_999))
+
+
+_JINJA = "chat_template.jinja"
+_LOOP = "{% for i in range(9999) %}{% for j in range(99999) %}{% set x = i %}{% endfor %}{% endfor %}"
+FAULTS = {
+    "empty config": Fault(text("config.json", "{}"), "config", "config.json"),
+    "foreign config": Fault(text("config.json", '{"_class_name": "UNet", "layers": 2}'), "config", "config.json"),
+    "a layer too many": Fault(edited("config.json", num_hidden_layers=10**9), "config", "config.json"),
+    "config of no end": Fault(replaced("config.json", "device"), "config", "config.json"),
+    "tokenizer cut": Fault(text("tokenizer.json", '{"version": "1.0"'), "companion", "tokenizer.json"),
+    "tokenizer of nothing": Fault(text("tokenizer.json", "{}"), "companion", "tokenizer.json"),
+    "tokenizer no text": Fault(text("tokenizer_config.json", b"\xff\xfe{}"), "companion", "tokenizer_config.json"),
+    "field of the tokenizer": Fault(edited("tokenizer_config.json", eos_token=[3]), "companion", "tokenizer.json"),
+    "template cut": Fault(text(_JINJA, "{% for m in messages"), "template", "chat template"),
+    "template of a power": Fault(text(_JINJA, "{{ 9 ** (9 ** 9) }}"), "template", "chat template"),
+    "template loops": Fault(text(_JINJA, _LOOP), "template", "chat template"),
+    "template fails": Fault(text(_JINJA, "{{ messages[99].x.y }}"), "template", "chat template"),
+    "template says nothing": Fault(text(_JINJA, "hello"), "template", "chat template", loads=True),
+    "processor": Fault(
+        edited("preprocessor_config.json", patch_size="x"), "companion", "tokenizer.json", model="qwen3_vl"
+    ),
+    "processor cut": Fault(
+        text("preprocessor_config.json", "["), "companion", "preprocessor_config.json", model="qwen3_vl"
+    ),
+    "generation settings": Fault(text("generation_config.json", "[1"), "config", "generation_config.json"),
+    "pipe": Fault(replaced("generation_config.json", "pipe"), "config", "generation_config.json"),
+    "pipe as tokenizer": Fault(replaced("tokenizer.json", "pipe"), "companion", "tokenizer.json"),
+    "pipe as shard": Fault(replaced(SHARD, "pipe"), "header", SHARD),
+    "pipe nobody reads": Fault(replaced("notes", "pipe"), "special", "notes", loads=True),
+    "socket": Fault(replaced("vocab.json", "socket"), "companion", "vocab.json"),
+    "link out": Fault(linked, "link", "tokenizer.json", fails=False, loads=True),
+    "link to nothing": Fault(replaced("added_tokens.json", "broken link"), "link", "added_tokens.json", loads=True),
+    "name": Fault(text("a\x1b[2Jb.txt", "x"), "name", "a\x1b[2Jb.txt", loads=True),
+    "metadata": Fault(metadata, "header", SHARD),
+    "adapter beside": Fault(text("adapter_config.json", "{}"), "adapter-beside", "adapter_config.json"),
+    "tokens above": Fault(more_tokens, "token-ids", "tokenizer.json", fails=False, loads=True),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_a_loader_would_read_is_read(
+    fault: str, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 1)
+    plant, kind, file, fails, loads, model = FAULTS[fault]
+    folder = tmp_path / "damaged"
+    shutil.copytree(good("plain", model), folder)
+    plant(folder)
+    verified = verify(folder, quick=True)
+    finding = next((f for f in verified.findings if f.kind == kind), None)
+    assert finding is not None, verified.findings
+    assert finding.file == file and finding.status == ("fail" if fails else "warn") and verified.ok != fails
+    assert finding.text.isprintable() and any(v.verdict != "ok" for v in verified.verdicts)
+    try:
+        models.load(folder)
+        models.load_processor(folder)
+    except ModelError as error:
+        assert not loads and str(folder) in str(error) and str(error).isprintable()
+    else:
+        assert loads
+
+
+def test_what_no_loader_reads_is_told(good: Good, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(shutil.copytree(good("plain"), tmp_path / "model"))
+    (folder / "README.md").touch()
+    (folder / "runs").mkdir()
+    verified = verify(folder)
+    assert verified.ok and not verified.findings and verified.unread == ("README.md", "runs/")
+    assert main(["verify", str(folder), "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "no loader reads it: README.md, runs/." in out and "Nothing is wrong" not in out
+    assert "values were not read" in out
+
+
+def test_a_snapshot_of_the_hubs_cache_is_as_good_as_a_folder(good: Good, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "repo" / "blobs", tmp_path / "repo" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(good("plain"), blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(os.path.relpath(file, snapshot))
+    assert verify(snapshot).findings == ()
+
+
+def test_a_template_that_refuses_or_loops_is_a_sentence(good: Good, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 1)
+    processor = models.load_processor(good("plain"))
+    question = [{"role": "user", "content": "Yes?"}]
+    assert "Yes?" in chat.render(processor, question)
+    for template, why in (("{{ raise_exception('only two') }}", "only two"), (_LOOP, "does not end")):
+        processor.tokenizer.chat_template = template
+        with pytest.raises(ModelError, match=f"chat template .*{why}"):
+            chat.render(processor, question)

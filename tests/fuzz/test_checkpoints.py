@@ -1,0 +1,89 @@
+"""Damaged checkpoints of runs: read rightly, or refused in a sentence that names the file; the former one serves.
+
+    python -m tests.fuzz.test_checkpoints --cases 10000 --seed 1
+
+One file of the newest checkpoint is damaged: bytes, a field of state.json (its checksum made right again in half of the
+cases, as somebody who edits it might), the pickle of `.metadata`, something else in its place. What is loaded all the
+same must be the state that was saved; `latest` must find a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import checkpoint
+from octavo.checkpoint import files
+from octavo.train.rundir import Progress
+from tests.checkpoint.models import One, fresh, load, same, save, snapshot, trained
+from tests.fuzz import mutate
+from tests.fuzz.bounded import Finding, command, outcome
+
+
+def damage(rng: random.Random, folder: Path) -> str:
+    """Damage one file of a checkpoint; returns what was done."""
+    file = rng.choice(sorted(p for p in folder.iterdir() if p.is_file()))
+    raw = file.read_bytes()
+    how = rng.random()
+    if how < 0.15:
+        return f"{file.name}: {mutate.replace_file(rng, file)}"
+    if file.name == files.STATE and how < 0.8:
+        document = mutate.strange(rng, json.loads(raw))
+        if how < 0.5 and isinstance(document, dict):
+            document.pop("crc32", None)
+            file.unlink()
+            files.write_sealed(file, document)
+            return f"{file.name}: a strange value, sealed"
+        mutate.write(file, json.dumps(document).encode())
+        return f"{file.name}: a strange value"
+    mutate.write(file, mutate.damage(rng, raw))
+    return f"{file.name}: bytes"
+
+
+def run(seed: int, cases: int) -> list[Finding]:
+    rng = random.Random(seed)
+    found: list[Finding] = []
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        good, folder = Path(place) / "good", Path(place) / "case"
+        for step in (1, 2):
+            model, optimizer = trained(step)
+            save(good, step, model, optimizer, extra={"amax": torch.ones(2)}, rows=4, tokens=9, seconds=1.5)
+        saved = snapshot(model, optimizer)
+        for number in range(cases):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(good / "step_1", folder / "step_1")
+            mutate.copy_tree(good / "step_2", folder / "step_2")
+            case = f"case {number} of seed {seed}, {damage(rng, folder / 'step_2')}"
+            model, optimizer = fresh()
+
+            def read(model=model, optimizer=optimizer) -> None:
+                got = load(folder / "step_2", model, optimizer)
+                Progress.of(got.counters)
+
+            refused = outcome(read, folder, case, found)
+            if refused is None and "sealed" not in case and not same(snapshot(model, optimizer), saved):
+                found.append(Finding(case, "it was loaded, and is not what was saved"))
+            if refused is not None and number % 4 == 0:
+                newest: list[Path | None] = []
+                outcome(lambda: newest.append(checkpoint.latest(folder, One())), folder, f"{case}, latest", found)  # noqa: B023
+                if newest and newest[0] != folder / "step_1" and "sealed" not in case:
+                    found.append(Finding(case, f"latest gives {newest[0]}, though: {refused}"))
+    return found
+
+
+@pytest.mark.long
+def test_damaged_checkpoints_are_read_rightly_or_refused() -> None:
+    torch.set_num_threads(1)
+    assert run(seed=13, cases=200) == []
+
+
+if __name__ == "__main__":
+    command(run)

@@ -1,0 +1,267 @@
+"""Configurations, overrides, plan files, measurements and chat templates, damaged at random.
+
+Each is read rightly or refused by a sentence of Octavo's own error that names the file or the override, soon, and in
+few words: no other exception, no hang. What is read comes back equal from the YAML it is resolved to.
+
+    python -m tests.fuzz.test_config --cases 10000 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from octavo import fp8, models
+from octavo.config import Config, ConfigError, load_config, load_config_text, to_yaml
+from octavo.fp8.measuring.machine import Machine
+from octavo.models import chat
+from tests.fuzz import mutate
+
+SECONDS, PATIENCE, LETTERS = 5, 60, 20_000  # of processor time, by the clock, of a message
+
+WHOLE = """\
+model: {path: ./m, freeze: [image_encoder, "**.layers.0.**"], load_in_fp8: {foundation: rowwise}}
+fp8: &fp8
+  recipe: rowwise
+  image_projector: {recipe: blockwise, format: e4m3, wgrad: bf16}
+  rules:
+    - {match: "**.q_proj", recipe: off}
+    - {match: model.*.mlp.**, recipe: tensorwise, format: hybrid}
+lora: {rank: 8, alpha: 16.0, targets: [foundation], dropout: 0.1}
+data:
+  train: [{path: a.json, images: pictures, weight: 2.0, max_samples: 100}, {path: b.jsonl}]
+  eval: [{path: c.json}]
+  system: 'Answer: "briefly"'
+train: {steps: 100, micro_batch: 2, global_batch: 8, lr: 3e-4, warmup: 5, recompute: full, seq_length: 1024}
+optimizer: {betas: [0.9, 0.95], eps: 1e-8, states: fp8}
+run: {dir: runs/x, seed: 1, eval_every: 10, save_every: 0x10}
+"""
+#: what to put beside or in place of a piece of YAML
+PIECES = (
+    *("&a", "*a", "<<: *fp8", "!!python/name:os.system", "- - -", "? ", ": ", "|", ">-", "'", '"', "{", "}", "[", "]"),
+    *("---", "%YAML 1.1\n", "\t", "#", "\n", "\r", "\x00", "\ufeff", "\u2028", "\x85", "\\ud800", '"\\udc80"', '"\\0"'),
+    *("1e400", "-0.0", ".nan", ".inf", "9" * 5000, "0x" + "f" * 900, "0o7", "1_000", "1e3", "off", "yes", "~", "null"),
+    *("extends: config.yaml\n", "extends: /dev/zero\n", "x: 1\n" * 500, "[" * 200, "{a: " * 50, "- x\n" * 500),
+    *("é" * 300, "/dev/zero"),
+)  # fmt: skip
+#: what somebody may well have meant
+USUAL = ("1", "2", "100", "0.5", "3e-4", "true", "false", "off", "blockwise", "fp32", "auto", "'a b'", "[a, b]", "null")
+TEMPLATE = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{% for m in messages %}<s>{{ m.role }}\n"
+    "{{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+JINJA = (
+    *(
+        "{% for i in range(90000) %}",
+        "{% endfor %}",
+        "{{ 'a' * 10**11 }}",
+        "{{ 10**(10**9) }}",
+        "{{ messages * 10**9 }}",
+    ),
+    *("{% if", "%}", "{{", "}}", "raise_exception('x')", "| tojson", "| list", ".x.y", "[0]", "{% set x = x ~ x %}"),
+    *("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{#", "{% generation %}", "range(10**9)", "(", "**", "loop"),
+)
+
+
+class _HangError(Exception):
+    pass
+
+
+def _pieces(rng: random.Random, text: str, pieces: tuple[str, ...]) -> str:
+    """Text with a few pieces put in, at line ends, at words or anywhere."""
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        edges = [i for i, c in enumerate(text) if c in rng.choice(("\n", " ", ":,{}[]", text))] or [0]
+        at = rng.choice(edges) + rng.randrange(2)
+        text = text[:at] + rng.choice(pieces) + text[at + rng.choice((0, 0, 1, 8)) :]
+    return text
+
+
+def _overrides(rng: random.Random) -> list[str]:
+    """A few ``key=value``, most of them of keys that exist."""
+    keys = [f"{top}.{key}" for top, field in Config.model_fields.items() for key in _keys(field.annotation)]
+    keys += ["data.train.0.path", "data.train.1", "fp8.rules.0.match", "fp8.rules.9", "model", "lora", "x", ".", "a..b"]
+    found = []
+    for _ in range(rng.choice((1, 1, 1, 1, 2, 30))):
+        key = rng.choice(keys)
+        if rng.random() < 0.5:
+            found.append(f"{key}={rng.choice(USUAL)}")
+            continue
+        key = rng.choice((key, key, key, key + ".x", key + "." + "9" * rng.choice((1, 5000)), key * 3, key[:-1]))
+        value = rng.choice((json.dumps(rng.choice(mutate.STRANGE)), str(rng.choice(mutate.STRANGE)), *PIECES))
+        found.append(rng.choice((f"{key}={value}", f"{key}={value}", f"{key}=[{value}]", f"{key}={{a: {value}}}", key)))
+    return found
+
+
+def _keys(annotation: object) -> list[str]:
+    kinds = [annotation, *getattr(annotation, "__args__", ())]
+    return [key for kind in kinds for key in getattr(kind, "model_fields", ())]
+
+
+def _text(rng: random.Random, folder: Path) -> None:
+    kind = rng.randrange(4)
+    raw = (
+        mutate.damage(rng, WHOLE.encode()) if kind == 0 else _pieces(rng, WHOLE, PIECES).encode(errors="surrogatepass")
+    )
+    if kind == 1:
+        raw = mutate.damage_json(rng, json.dumps(load_config_text(WHOLE).model_dump(mode="json"))).encode()
+    mutate.write(folder / "config.yaml", raw)
+    _same(load_config(folder / "config.yaml"))
+
+
+def _places(rng: random.Random, folder: Path) -> None:
+    mutate.write(folder / "config.yaml", f"extends: base.yaml\n{WHOLE}".encode())
+    mutate.write(folder / "base.yaml", WHOLE.encode())
+    mutate.replace_file(rng, folder / rng.choice(("config.yaml", "base.yaml")))
+    try:
+        load_config(folder / "config.yaml")
+    finally:
+        for name in ("config.yaml", "base.yaml"):
+            if (folder / name).is_dir():
+                (folder / name).rmdir()
+
+
+def _command(rng: random.Random, folder: Path) -> None:
+    mutate.write(folder / "config.yaml", WHOLE.encode())
+    _same(load_config(folder / "config.yaml", _overrides(rng)))
+
+
+def _same(config: Config) -> None:
+    text = to_yaml(config)
+    assert to_yaml(load_config_text(text)) == text, "it comes back different"
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2))
+
+
+def _plan(rng: random.Random, folder: Path) -> None:
+    fp8.save_plan(fp8.plan(_Net(), "blockwise"), folder / "plan.json")
+    _damaged(rng, folder / "plan.json")
+    fp8.load_plan(folder / "plan.json", _Net())
+
+
+def _measurements(rng: random.Random, folder: Path) -> None:
+    entry = {"recipe": "rowwise", "backends": {"fwd": "triton"}, "seconds": 1e-3, "host": 1e-4}
+    case = {
+        "case": {"kind": "linear", "m": 64, "n": 32, "k": 32},
+        "entries": {"high precision": entry, "rowwise": entry},
+    }
+    here = {"machine": Machine.here("cpu").to_json(), "cases": [case]}
+    mutate.write(folder / "m.json", json.dumps({"octavo_measurements": 1, "machines": [here]}).encode())
+    _damaged(rng, folder / "m.json")
+    fp8.Cache(folder / "m.json").load(Machine.here("cpu"))
+
+
+def _damaged(rng: random.Random, file: Path) -> None:
+    raw = file.read_bytes()
+    mutate.write(
+        file, mutate.damage(rng, raw) if rng.random() < 0.4 else mutate.damage_json(rng, raw.decode()).encode()
+    )
+
+
+class _Processor(models.TextProcessor):
+    """As much of one as writes conversations."""
+
+    def __init__(self, template: str) -> None:
+        self.chat_template = template
+
+    def apply_chat_template(self, conversation: list, **kwargs: object) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with chat.deadline():
+            return render_jinja_template([conversation], chat_template=self.chat_template, **kwargs)[0][0]
+
+
+def _template(rng: random.Random, folder: Path) -> None:
+    text = mutate.damage(rng, TEMPLATE.encode()).decode(errors="replace") if rng.random() < 0.3 else TEMPLATE
+    mutate.write(folder / "chat_template.jinja", (text := _pieces(rng, text, JINJA)).encode())
+    with mock.patch.multiple(chat, SECONDS=1, MEMORY=64 << 20):
+        chat.check_template(_Processor(text), folder)
+
+
+#: what is damaged -> how often, who reads it, and the error that it may raise
+READERS: dict[str, tuple[int, Callable[[random.Random, Path], None], type[Exception]]] = {
+    "text": (10, _text, ConfigError),
+    "file": (2, _places, ConfigError),
+    "override": (6, _command, ConfigError),
+    "plan": (4, _plan, fp8.PlanError),
+    "measurements": (2, _measurements, fp8.MeasureError),
+    "template": (1, _template, models.ModelError),
+}
+
+
+def run(seed: int, cases: int, told: Counter[str] | None = None) -> list[str]:
+    """What does not hold, a line each; ``told`` counts what was read and what was refused."""
+    findings = []
+    told = Counter() if told is None else told
+
+    def hang(*_: object) -> None:
+        raise _HangError(f"still reading after {PATIENCE} s")
+
+    before = signal.signal(signal.SIGALRM, hang)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for number in range(cases):
+                rng = random.Random(f"{seed} {number}")
+                kind = rng.choices(list(READERS), [often for often, _, _ in READERS.values()])[0]
+                signal.alarm(PATIENCE)
+                if why := _judged(rng, kind, Path(folder), told):
+                    findings.append(f"--seed {seed}, case {number} ({kind}): {why}")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return findings
+
+
+def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> str | None:
+    _, read, error = READERS[kind]
+    begun = time.process_time()
+    try:
+        read(rng, folder)
+        told[f"{kind}, read"] += 1
+    except error as refusal:
+        told[f"{kind}, refused"] += 1
+        message = str(refusal)
+        if len(message) > LETTERS or not all(line.isprintable() for line in message.splitlines()):
+            return f"{len(message)} letters, or some that nobody can print: {message[:200]!r}"
+        if not any(name in message for name in (str(folder), "plan.json", "override")):
+            return f"names neither file nor override: {message[:200]}"
+    except BaseException as other:
+        if isinstance(other, KeyboardInterrupt):
+            raise
+        return f"{type(other).__name__}: {str(other)[:200]}"
+    spent = time.process_time() - begun
+    return f"took {spent:.1f} s of processor time" if spent > SECONDS else None
+
+
+@pytest.mark.long
+def test_whatever_is_damaged_is_read_or_refused():
+    told: Counter[str] = Counter()
+    assert run(13, 200, told) == []
+    assert {f"{kind}, {what}" for kind in ("text", "override") for what in ("read", "refused")} <= set(told)
+    assert all(told[f"{kind}, refused"] for kind in READERS)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=13)
+    words = parser.parse_args()
+    counts: Counter[str] = Counter()
+    found = run(words.seed, words.cases, counts)
+    print(*found, *(f"{what}: {n}" for what, n in sorted(counts.items())), f"{len(found)} findings", sep="\n")
+    sys.exit(bool(found))

@@ -1,0 +1,118 @@
+"""Chat templates that loop, fill memory or fail: a sentence with the file, in every command, and soon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+
+import pytest
+
+from octavo import models
+from octavo.cli.main import main
+from octavo.models import chat
+
+LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+PLAIN = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+LATER = "{% if messages|length > 30 %}" + LOOP + "{% endif %}" + PLAIN
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path, monkeypatch):
+    """A folder to be given a template, of which none is known yet."""
+    monkeypatch.setattr(chat, "_tried", set())
+    shutil.copytree(checkpoint("llama"), tmp_path / "m")
+
+    def write(template: str):
+        (tmp_path / "m" / "chat_template.jinja").write_text(template)
+        return tmp_path / "m"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (LOOP, "does not end: 1 s of processor time"),
+        ("{{ (7 + messages|length) ** (10 ** 9) }}", "does not end"),  # in C: no Python runs that could be stopped
+        ("{{ 'a' * 10**11 }}", "needs more than 64 MiB of memory for a few words"),
+        ("{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "64 MiB"),
+        ("{{ '%99999999999d' % 1 }}", "64 MiB"),
+        ("{% for i in range(50000) %}{{ 'a' * 50 }}{% endfor %}", "writes 2,500,000 characters for a few words"),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(0) }}", "refuses every conversation that was tried (Recursion"),
+        ("{% for %}", "(TemplateSyntaxError: Expected an expression"),
+        ("{{ raise_exception('n\x1bo') }}", r"(TemplateError: n\x1bo)"),
+        ("{{ messages[0].x.y }}", "(UndefinedError: 'dict object' has no attribute 'x')"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "(RecursionError"),
+        ("x" * (1 << 20), "characters, and no template has"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_template_that_cannot_be_used(folder, monkeypatch, template, message):
+    monkeypatch.setattr(chat, "SECONDS", 1)
+    monkeypatch.setattr(chat, "MEMORY", 64 << 20)
+    with pytest.raises(models.ModelError) as caught:
+        models.load_processor(folder(template))
+    assert message in str(caught.value) and "chat_template.jinja: the chat template " in str(caught.value)
+    with pytest.raises(ChildProcessError):  # nobody is left behind
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_template_that_refuses_some_conversations_is_one(folder):
+    strict = "{% if messages[0].role == 'system' or messages|length > 2 %}{{ raise_exception('no') }}{% endif %}"
+    models.load_processor(folder(strict + PLAIN))
+
+
+def test_a_template_is_tried_once(folder, monkeypatch):
+    where = folder(PLAIN)
+    models.load_processor(where)
+    monkeypatch.setattr(os, "fork", None)
+    models.load_processor(where)
+    monkeypatch.setattr(chat, "_tried", set())
+    with pytest.raises(TypeError):
+        models.load_processor(where)
+
+
+def test_a_template_that_loops_later_meets_a_deadline_and_other_timers_go_on(folder, monkeypatch):
+    processor = models.load_processor(folder(LATER))
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        messages = [{"role": "user", "content": "a"}]
+        assert processor.apply_chat_template(messages, tokenize=False) == "a</s>"
+        with pytest.raises(models.ModelError, match="does not end: 0.5 s were not enough for this conversation"):
+            processor.apply_chat_template(messages * 40, tokenize=False)
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+        assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    aside = threading.Thread(target=processor.apply_chat_template, args=(messages,), kwargs={"tokenize": False})
+    aside.start()
+    aside.join()
+
+
+def test_a_prompt_that_the_template_refuses(folder):
+    refusing = "{% if messages[0].content == '?' %}{{ raise_exception('no ?') }}{% endif %}"
+    where = folder(refusing + PLAIN)
+    with pytest.raises(models.ModelError, match="the chat template refuses the roles user .TemplateError: no ?"):
+        models.generate(models.load(where), models.load_processor(where), [{"role": "user", "content": "?"}])
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "eval"])
+def test_commands_that_render_say_so(folder, tmp_path, capsys, command):
+    where = folder("{{ 'a' * 10**11 }}")
+    (tmp_path / "a.json").write_text('[{"messages": [{"role": "user", "content": "a"}]}]')
+    (tmp_path / "x.yaml").write_text(
+        f"model: {{path: {where}}}\ndata: {{train: [{{path: a.json}}], eval: [{{path: a.json}}]}}\n"
+        f"train: {{steps: 1}}\nrun: {{dir: {tmp_path}/run}}\n"
+    )
+    arguments = {
+        "train": [tmp_path / "x.yaml"],
+        "generate": [where, "--prompt", "a"],
+        "eval": [where, "--config", tmp_path / "x.yaml"],
+    }[command]
+    assert main([command, *map(str, arguments)]) == 1
+    assert "chat_template.jinja: the chat template needs more than 1024 MiB" in capsys.readouterr().err
