@@ -1,0 +1,200 @@
+"""Files that somebody else wrote, read safely: a regular file, up to a bound, as bytes, text or JSON; or one sentence.
+
+A path may lead to a pipe (which never answers), a device (which never ends), a socket or a folder; a file may be empty,
+huge, no text, or JSON that breaks whoever walks through it: brackets without end, numbers of thousands of digits, half
+characters. Each is refused here, in the error of the caller's choice, with the file's name and what to do. All readers
+of configurations, rows, model folders, adapters, checkpoints and run directories open their files by this one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+#: bytes of a file that is read whole; the largest tokenizers and indices that are published have about 40 MB
+LIMIT = 256 << 20
+#: brackets within brackets; what walks through JSON afterwards (copies, writes) may recurse some ten times deeper
+DEPTH = 64
+#: digits of a whole number: with more, not even a float holds it
+DIGITS = 300
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes half a character; whole pairs are written so too
+
+
+class Unreadable(ValueError):
+    """A file that cannot be read as what it should be; the message names it and the fix."""
+
+
+def printable(text: object) -> str:
+    r"""Text with everything escaped that a terminal would obey or cannot show: "a\x1b[2Jb" -> r"a\x1b[2Jb"."""
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """What stands at a path instead of a regular file ("a named pipe", "a folder", ...), or None; links are followed.
+
+    Raises OSError where nothing is there.
+    """
+    mode = os.stat(path).st_mode
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
+
+
+def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable) -> BinaryIO:
+    """A regular file, opened for reading bytes, unbuffered.
+
+    Opening never waits: without O_NONBLOCK the mere opening of a pipe that nobody writes to does not return. What was
+    opened is what is asked, so nothing can be exchanged in between.
+
+    Raises `error` for what is missing, no regular file, not permitted, or no path at all.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError as cause:
+        raise error(f"{printable(path)} is missing.") from cause
+    except OSError as cause:
+        if cause.errno == errno.ENXIO:  # how a socket answers, and some devices
+            raise error(f"{printable(path)} is a socket or a device, not a file. Put the file in its place.") from cause
+        raise error(f"{printable(path)} cannot be read: {cause.strerror}.") from cause
+    except ValueError as cause:  # a NUL or half a character
+        raise error(f"{printable(path)} is no path: it holds a character that no file's name has.") from cause
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            what = _KINDS.get(stat.S_IFMT(mode), "something")
+            raise error(f"{printable(path)} is {what}, not a file. Put the file in its place.")
+        return open(handle, "rb", buffering=0)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable, limit: int = LIMIT) -> bytes:
+    """A whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer one."""
+    with open_file(path, error) as file:
+        size = os.fstat(file.fileno()).st_size
+        pieces, left = [], limit + 1
+        try:
+            while size <= limit and left and (piece := file.read(min(left, 1 << 24))):
+                pieces.append(piece)
+                left -= len(piece)
+        except OSError as cause:
+            raise error(f"{printable(path)} cannot be read: {cause.strerror}.") from cause
+    if size > limit or not left:
+        raise error(f"{printable(path)} has {max(size, limit + 1)} bytes or more, and {limit} are the most here.")
+    return b"".join(pieces)
+
+
+def read_text(
+    path: str | os.PathLike[str],
+    error: type[Exception] = Unreadable,
+    limit: int = LIMIT,
+    encoding: str = "utf-8",
+) -> str:
+    """The text of a file (`encoding`: utf-8, or utf-8-sig to drop a mark at its beginning). Raises `error`."""
+    return decode(read_bytes(path, error, limit), path, error, encoding)
+
+
+def decode(raw: bytes, where: object, error: type[Exception] = Unreadable, encoding: str = "utf-8") -> str:
+    """Bytes as UTF-8; `where` names them in the sentence of `error`."""
+    try:
+        return raw.decode(encoding)
+    except UnicodeDecodeError as cause:
+        line = raw.count(b"\n", 0, cause.start) + 1
+        raise error(
+            f"{printable(where)} is not UTF-8 text: byte {cause.start} (line {line}) is 0x{raw[cause.start]:02x}. "
+            "Save it as UTF-8, or download it again."
+        ) from cause
+
+
+def read_json(
+    path: str | os.PathLike[str],
+    error: type[Exception] = Unreadable,
+    limit: int = LIMIT,
+    wanted: type | None = dict,
+) -> Any:
+    """The JSON of a file, an object unless `wanted` says otherwise (None: anything). Raises `error`."""
+    return parse_json(read_text(path, error, limit), path, error, wanted)
+
+
+def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wanted: type | None = dict) -> Any:
+    """JSON that whoever takes it may walk, copy, convert and write again.
+
+    Raises `error`, with `where` and, for a mistake of form, line and column, for text that is no JSON; for brackets
+    nested deeper than DEPTH, whole numbers of more than DIGITS digits and half characters (a surrogate alone, which
+    no file and no tokenizer takes); and for JSON that is not `wanted` (dict, list).
+    """
+    shown = printable(where)
+    try:
+        found = json.loads(text, parse_int=_integer)
+    except json.JSONDecodeError as cause:
+        at = f"line {cause.lineno}, column {cause.colno}"
+        raise error(
+            f"{shown} is not JSON: {cause.msg} ({at}). Download or write it again." if text.strip() else
+            f"{shown} is empty, where JSON belongs. Download or write it again."
+        ) from cause  # fmt: skip
+    except RecursionError as cause:
+        raise error(f"{shown} nests brackets deeper than {DEPTH}; no file of this kind does.") from cause
+    except _TooLong as cause:
+        raise error(f"{shown} holds a number of {cause} digits; a float holds {DIGITS}.") from cause
+    if (text.count("[") + text.count("{") > DEPTH or _HALF.search(text)) and (why := _unwalkable(found)):
+        raise error(f"{shown} {why}.")
+    if wanted is not None and not isinstance(found, wanted):
+        word = {dict: "an object", list: "a list"}.get(wanted, wanted.__name__)
+        raise error(f"{shown} holds a {type(found).__name__} where {word} belongs. Download or write it again.")
+    return found
+
+
+class _TooLong(Exception):
+    """A number's digits, counted."""
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise _TooLong(len(digits.lstrip("-")))
+    return int(digits)
+
+
+def _unwalkable(found: Any) -> str | None:
+    """Why JSON would break who walks through it, level by level (never by recursion); None if it would not."""
+    level, depth = [found], 0
+    while level:
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += value
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+            elif isinstance(value, str) and not value.isascii():
+                try:
+                    value.encode()
+                except UnicodeEncodeError as half:
+                    return f"holds half a character (\\u{ord(value[half.start]):04x} alone), which is no text"
+        depth += any(isinstance(value, dict | list) for value in level)
+        if depth > DEPTH:
+            return f"nests brackets deeper than {DEPTH}; no file of this kind does"
+        level = below
+    return None
+
+
+def outside(path: Path, folder: Path) -> Path | None:
+    """Where a path in a folder leads, if a link takes it out of the folder; None where it stays inside.
+
+    A snapshot of the Hugging Face hub's cache is all links into the blobs of the same repository
+    (`REPO/snapshots/REVISION/config.json -> REPO/blobs/HASH`), which are as good as inside.
+    """
+    target, home = path.resolve(), folder.resolve()
+    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    return None if any(target.is_relative_to(one) for one in homes) else target

@@ -1,0 +1,99 @@
+"""Files that somebody else wrote: read rightly, or refused in one sentence with the file's name, at once."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from octavo import reading
+from octavo.reading import DEPTH, Unreadable
+from tests.fuzz import mutate
+
+
+class OwnError(ValueError):
+    pass
+
+
+PLACES = {
+    "pipe": "a named pipe", "device": "a device", "folder": "a folder", "socket": "a socket", "empty": "is empty",
+    "broken link": "is missing", "loop": "symbolic links", "outside": "is not JSON", "missing": "is missing",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", mutate.PLACES)
+def test_whatever_stands_in_a_files_place_is_named(tmp_path: Path, what: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    mutate.replace_file(random.Random(0), file, what)
+    with pytest.raises(OwnError, match=PLACES[what]) as raised:
+        reading.read_json(file, OwnError)
+    assert str(file) in str(raised.value)
+
+
+TEXTS = {
+    "{": "line 1, column 2",
+    "": "is empty",
+    "[]": "holds a list where an object belongs",
+    '{"a": ' + "[" * DEPTH + "]" * DEPTH + "}": f"deeper than {DEPTH}",
+    '{"a": ' + "[" * 100_000: f"deeper than {DEPTH}",
+    '{"a": ' + "1" * 301 + "}": "301 digits",
+    '{"a": -' + "1" * 5000 + "}": "5000 digits",
+    r'{"a": ["\ud800"]}': r"half a character \(\\ud800",
+    r'{"\uDFFFx": 1}': r"half a character \(\\udfff",
+    "{} x": "line 1, column 4",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_json_that_breaks_who_walks_it_is_refused(text: str) -> None:
+    with pytest.raises(Unreadable, match=TEXTS[text]):
+        reading.parse_json(text, "x.json")
+
+
+def test_json_of_every_kind_that_files_hold_is_read() -> None:
+    good = {
+        "max": 10**30,
+        "limit": [0.0, float("inf")],
+        "pair": "\U0001f600 é",
+        "deep": json.loads("[" * 60 + "]" * 60),
+    }
+    assert reading.parse_json(json.dumps(good), "x.json") == good
+    assert reading.parse_json(json.dumps([good], ensure_ascii=False), "x.json", wanted=list) == [good]
+
+
+def test_bytes_are_bounded_and_text_is_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "big"
+    file.write_bytes(b"12345678\n\xffx")
+    assert reading.read_bytes(file, limit=11) == b"12345678\n\xffx"
+    with pytest.raises(Unreadable, match="11 bytes or more, and 10 are the most"):
+        reading.read_bytes(file, limit=10)
+    with pytest.raises(Unreadable, match=r"byte 9 \(line 2\) is 0xff"):
+        reading.read_text(file)
+    file.write_bytes(b"\xef\xbb\xbfyes")
+    assert reading.read_text(file, encoding="utf-8-sig") == "yes"
+    with open(file, "r+b") as grown:
+        grown.truncate(1 << 40)  # a hole: a terabyte that takes no room, refused unread
+    with pytest.raises(Unreadable, match=str(1 << 40)):
+        reading.read_bytes(file)
+    for path in ("a\0b", "\ud800"):
+        with pytest.raises(Unreadable, match=r"\\x00|\\ud800"):
+            reading.read_bytes(path)
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    assert reading.printable("é\x1b[2J\n\ud800\u202e") == r"é\x1b[2J\n\ud800\u202e"
+
+
+def test_links_out_of_a_folder_are_told_and_those_of_the_hubs_cache_are_inside(tmp_path: Path) -> None:
+    snapshot = tmp_path / "repo" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    blob, other = tmp_path / "repo" / "blobs" / "123", tmp_path / "secret"
+    blob.parent.mkdir()
+    blob.touch(), other.touch()
+    (snapshot / "own").touch()
+    for name, target in (("a", blob), ("b", other), ("c", snapshot / "own")):
+        (snapshot / name).symlink_to(target)
+    assert [reading.outside(snapshot / name, snapshot) for name in ("own", "a", "b", "c")] == [None, None, other, None]
