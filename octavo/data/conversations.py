@@ -205,7 +205,7 @@ def _image_names(raw: dict[str, Any], format: str) -> list[str]:
 def _turn_key(raw: dict[str, Any], keys: tuple[str, ...], format: str) -> str:
     present = [key for key in keys if key in raw]
     if len(present) != 1:
-        found = f"both {present[0]!r} and {present[1]!r}" if present else f"the keys {sorted(map(str, raw))[:8]}"
+        found = f"both {present[0]!r} and {present[1]!r}" if present else f"the keys {shown(sorted(map(str, raw)))}"
         raise RowProblem(f"has {found}; a {format} row has one of {', '.join(map(repr, keys))}")
     return present[0]
 

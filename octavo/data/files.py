@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import reprlib
 from array import array
 from collections.abc import Iterator
 from itertools import islice
@@ -186,7 +187,11 @@ def _elements(text: str) -> Iterator[tuple[int, int]]:
             found = json.loads(text, parse_int=len)
         except RecursionError as cause:
             raise _NoList("nested too deeply") from cause
-        keys = f"an object with the keys {', '.join(map(repr, list(found)[:5]))}" if isinstance(found, dict) else ""
+        keys = (
+            f"an object with the keys {', '.join(map(reprlib.repr, list(found)[:5]))}"
+            if isinstance(found, dict)
+            else ""
+        )
         raise _NoList(keys or f"a {type(found).__name__}")
     start = _after_space(text, at + 1)
     more = text[start : start + 1] != "]"

@@ -106,4 +106,4 @@ def _keys(rows: Rows) -> str:
         first = rows[0]
     except BadSample as broken:
         return broken.reason
-    return f"an object with the keys {sorted(map(str, first))[:8]}" if isinstance(first, dict) else shown(first)
+    return f"an object with the keys {shown(sorted(first))}" if isinstance(first, dict) else shown(first)
