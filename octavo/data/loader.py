@@ -45,6 +45,8 @@ class Processed(Dataset):
         try:
             made: Sample | DataError = self.encoder.encode(self.sources[source][row])
         except DataError as bad:
+            # Its causes hold the row and its pixels, in fields and in frames; the sentence has what they say.
+            bad.__cause__ = bad.__context__ = None
             made = bad.with_traceback(None)
         self._keep(place, made)
         return made

@@ -8,6 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from octavo.data.errors import DataError
+from octavo.reading import kind_of
+
 CONTROL = "with control tokens"  # rows whose words spell some; they are trained on as they are
 
 
@@ -38,6 +41,8 @@ class SkipReport:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and (what := kind_of(self.path)):
+            raise DataError(f"{self.path} is {what}, and rows that are left out are listed in it; remove it")
         with self.path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self._catch_up(file)

@@ -194,6 +194,21 @@ def test_a_file_whose_name_is_no_text_is_listed(folder, encoder):
     assert json.loads(listed.read_text())["file"] == str(file)
 
 
+def test_a_bad_row_keeps_nothing_of_what_was_read(folder, encoder):
+    """It stays in the cache, which counts a kilobyte for it."""
+    (folder.path / "broken.png").write_bytes(b"no")
+    rows = Processed((folder.read([folder.llava("<image>", "x", image="broken.png")]),), encoder)
+    bad = rows[0, 0]
+    assert isinstance(bad, BadSample) and (bad.__cause__, bad.__context__, bad.__traceback__) == (None, None, None)
+
+
+def test_the_list_of_rows_is_a_file(folder, source, encoder):
+    (folder.path / "skipped.jsonl").symlink_to("/dev/zero")
+    stream = loader(bad_rows(folder, source), encoder, on_bad="skip", report_path=folder.path / "skipped.jsonl")
+    with pytest.raises(DataError, match="skipped.jsonl is a device, and rows that are left out are listed in it; rem"):
+        steps(stream, 3)
+
+
 def test_long_rows_are_dropped_even_where_bad_rows_stop(folder, encoder):
     source = folder.read([folder.llava("q", "a"), folder.llava("long " * 100, "x")])
     stream = loader(source, encoder, global_batch=2)
