@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, cast
 
 #: bytes of a file that is read whole; the largest tokenizers and indices that are published have about 40 MB
 LIMIT = 256 << 20
@@ -51,8 +53,8 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
-def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable) -> BinaryIO:
-    """A regular file, opened for reading bytes, unbuffered.
+def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable, buffering: int = -1) -> BinaryIO:
+    """A regular file, opened for reading bytes.
 
     Opening never waits: without O_NONBLOCK the mere opening of a pipe that nobody writes to does not return. What was
     opened is what is asked, so nothing can be exchanged in between.
@@ -62,7 +64,8 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable)
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except FileNotFoundError as cause:
-        raise error(f"{printable(path)} is missing.") from cause
+        what = "a link that leads nowhere" if os.path.islink(path) else "missing"
+        raise error(f"{printable(path)} is {what}.") from cause
     except OSError as cause:
         if cause.errno == errno.ENXIO:  # how a socket answers, and some devices
             raise error(f"{printable(path)} is a socket or a device, not a file. Put the file in its place.") from cause
@@ -74,7 +77,7 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable)
         if not stat.S_ISREG(mode):
             what = _KINDS.get(stat.S_IFMT(mode), "something")
             raise error(f"{printable(path)} is {what}, not a file. Put the file in its place.")
-        return open(handle, "rb", buffering=0)
+        return cast(BinaryIO, open(handle, "rb", buffering=buffering))
     except BaseException:
         os.close(handle)
         raise
@@ -82,7 +85,7 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable)
 
 def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable, limit: int = LIMIT) -> bytes:
     """A whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer one."""
-    with open_file(path, error) as file:
+    with open_file(path, error, buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         pieces, left = [], limit + 1
         try:
@@ -156,6 +159,23 @@ def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wa
     return found
 
 
+def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable) -> Iterator[tuple[int, Any]]:
+    """(number from 1, object) of each line that is not blank in a file of JSON lines that a program appends to.
+
+    Half a line at its end is what a kill leaves, and is left out. Raises `error`, with the line, for any other line
+    that is no object.
+    """
+    lines = read_text(path, error, 4 * LIMIT).split("\n")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, parse_json(line, f"{path}:{number}", error)
+            except error:
+                if number == len(lines):
+                    return
+                raise
+
+
 class _TooLong(Exception):
     """A number's digits, counted."""
 
@@ -187,6 +207,46 @@ def _unwalkable(found: Any) -> str | None:
             return f"nests brackets deeper than {DEPTH}; no file of this kind does"
         level = below
     return None
+
+
+class Is(NamedTuple):
+    """What a single value must be: a test, and the words for it."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+
+TEXT = Is(lambda value: isinstance(value, str), "text")
+FLAG = Is(lambda value: isinstance(value, bool), "true or false")
+COUNT = Is(lambda value: type(value) is int and 0 <= value < 1 << 62, "a whole number from 0")
+NUMBER = Is(lambda value: type(value) in (int, float), "a number")
+FINITE = Is(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
+
+
+def check_form(value: Any, form: Any, where: object, error: type[Exception] = Unreadable, at: str = "") -> None:
+    """That JSON's values have a form, so that whoever takes them need not ask. Raises `error` with the place.
+
+    A form is an `Is`; a list of one form, which every entry has; a dict of key -> form, where "key!" must be there and
+    ... stands for all other keys (without it they may hold anything). None, where a key may be absent, fits all.
+    """
+    if isinstance(form, Is):
+        good, words, inner = form.fits(value), form.words, []
+    elif isinstance(form, list):
+        good, words = isinstance(value, list), "a list"
+        inner = [(str(i), one, form[0]) for i, one in enumerate(value)] if good else []
+    else:
+        good, words = isinstance(value, dict), "an object"
+        wanted = {key.rstrip("!") if isinstance(key, str) else key: one for key, one in form.items()}
+        inner = [(key, one, wanted.get(key, wanted.get(...))) for key, one in value.items()] if good else []
+        for key in [key[:-1] for key in form if key is not ... and key.endswith("!")] if good else []:
+            if value.get(key) is None:
+                raise error(f"{printable(where)} lacks {at + key!r}; it was changed, or Octavo did not write it.")
+    if not good:
+        shown = printable(json.dumps(value)[:80])
+        raise error(f"{printable(where)}: {at.rstrip('.') or 'it'} is {shown}, where {words} belongs.")
+    for key, one, wanted_one in inner:
+        if wanted_one is not None and one is not None:
+            check_form(one, wanted_one, where, error, f"{at}{printable(key)}.")
 
 
 def outside(path: Path, folder: Path) -> Path | None:

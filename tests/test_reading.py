@@ -19,7 +19,7 @@ class OwnError(ValueError):
 
 PLACES = {
     "pipe": "a named pipe", "device": "a device", "folder": "a folder", "socket": "a socket", "empty": "is empty",
-    "broken link": "is missing", "loop": "symbolic links", "outside": "is not JSON", "missing": "is missing",
+    "broken link": "leads nowhere", "loop": "symbolic links", "outside": "is not JSON", "missing": "is missing",
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ row, whatever it is, is wrong with that row alone; only a list whose form is bro
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -136,7 +135,7 @@ def _value(text: str, path: Path, row: int, where: str) -> Any:
 def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
     """(line number from 1, byte offset, offset of its end, the first ROW_BYTES of it) of each line."""
     number, start = 1, 0
-    with io.BufferedReader(open_file(path, DataError)) as file:  # type: ignore[type-var]
+    with open_file(path, DataError) as file:
         while head := file.readline(ROW_BYTES):
             end, piece = start + len(head), head
             while len(piece) == ROW_BYTES and not piece.endswith(b"\n"):
