@@ -11,6 +11,7 @@ All become a `Conversation`. Nothing here opens an image or knows a tokenizer.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,10 @@ class Conversation:
     id: str | None = None
 
 
+_REPR = reprlib.Repr()  # what is shown of a value costs the same, however large the value
+_REPR.maxstring = _REPR.maxother = 80
+
+
 class RowProblem(ValueError):
     """Why a row is no conversation. `parse` turns it into a `BadSample` with file and row."""
 
@@ -82,7 +87,8 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
             identity = str(raw["id"])
         turns, names = _parse_messages(raw) if format == "messages" else _parse_from_value(raw, format)
         _check_turns(turns)
-        found = tuple(locate(images, name) for name in names)
+        places = {name: locate(images, name) for name in dict.fromkeys(names)}
+        found = tuple(places[name] for name in names)
     except (RowProblem, ImageProblem) as cause:
         raise BadSample(file, row, str(cause), identity) from cause
     return Conversation(tuple(turns), found, str(file), row, identity)
@@ -97,7 +103,7 @@ def _parse_from_value(raw: Any, format: str) -> tuple[list[Turn], list[str]]:
     turns, seen = [], 0
     for number, turn in enumerate(_list(raw[key], key), 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or "from" not in turn:
-            raise RowProblem(f"turn {number} is {_shown(turn)}; expected {{'from': ..., 'value': text}}")
+            raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'from': ..., 'value': text}}")
         if "<video>" in turn["value"]:
             raise RowProblem(VIDEO)
         seen += turn["value"].count(PLACEHOLDER)
@@ -118,7 +124,7 @@ def _parse_messages(raw: Any) -> tuple[list[Turn], list[str]]:
     turns, seen = [], 0
     for number, turn in enumerate(_list(raw[key], key), 1):
         if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
-            raise RowProblem(f"turn {number} is {_shown(turn)}; expected {{'role': ..., 'content': ...}}")
+            raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'role': ..., 'content': ...}}")
         role, content = _role(turn["role"], "messages", number), turn["content"]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
@@ -162,11 +168,11 @@ def _part(part: Any, number: int) -> tuple[str | None, str | None]:
         inner = part.get("image_url")
         given = [inner.get("url") if isinstance(inner, dict) else inner]
     else:
-        raise RowProblem(f"turn {number} has the part {_shown(part)}; expected type text or image")
+        raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text or image")
     if not given:
         return None, None
     if len(given) > 1 or not isinstance(given[0], str):
-        raise RowProblem(f"turn {number} has the image part {_shown(part)}; expected one path in image, path or url")
+        raise RowProblem(f"turn {number} has the image part {shown(part)}; expected one path in image, path or url")
     return None, given[0]
 
 
@@ -191,7 +197,7 @@ def _image_names(raw: dict[str, Any], format: str) -> list[str]:
     for key, value in given.items():
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise RowProblem(f"{key!r} is {_shown(value)}; expected a file name or a list of file names")
+            raise RowProblem(f"{key!r} is {shown(value)}; expected a file name or a list of file names")
         return list(names)
     return []
 
@@ -199,7 +205,7 @@ def _image_names(raw: dict[str, Any], format: str) -> list[str]:
 def _turn_key(raw: dict[str, Any], keys: tuple[str, ...], format: str) -> str:
     present = [key for key in keys if key in raw]
     if len(present) != 1:
-        found = f"both {present[0]!r} and {present[1]!r}" if present else f"the keys {sorted(map(str, raw))[:8]}"
+        found = f"both {present[0]!r} and {present[1]!r}" if present else f"the keys {shown(sorted(map(str, raw)))}"
         raise RowProblem(f"has {found}; a {format} row has one of {', '.join(map(repr, keys))}")
     return present[0]
 
@@ -207,7 +213,7 @@ def _turn_key(raw: dict[str, Any], keys: tuple[str, ...], format: str) -> str:
 def _role(name: Any, format: str, number: int) -> str:
     known = ROLES[format]
     if not isinstance(name, str) or name not in known:
-        raise RowProblem(f"turn {number} has the unknown role {_shown(name)}; {format} knows {', '.join(known)}")
+        raise RowProblem(f"turn {number} has the unknown role {shown(name)}; {format} knows {', '.join(known)}")
     return known[name]
 
 
@@ -240,16 +246,17 @@ def _refuse_video(raw: dict[str, Any]) -> None:
 
 def _object(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict):
-        raise RowProblem(f"is {_shown(raw)}; expected an object with the conversation")
+        raise RowProblem(f"is {shown(raw)}; expected an object with the conversation")
     return raw
 
 
 def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise RowProblem(f"{name} is {_shown(value)}; expected a list")
+        raise RowProblem(f"{name} is {shown(value)}; expected a list")
     return value
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def shown(value: Any) -> str:
+    """The beginning of a value, for an error."""
+    text = _REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -24,6 +24,7 @@ from PIL import Image
 
 from octavo import atomic
 from octavo.data.errors import DataError
+from octavo.reading import Unreadable, read_json
 
 PLACES = ("First?", "Second?", "Third?", "Fourth?")
 SIDE = 8
@@ -90,8 +91,8 @@ def _accept(directory: Path, settings: dict[str, int]) -> None:
     """The directory holds exactly what was asked for, or is refused."""
     fix = "choose another directory, or remove this one"
     try:
-        there = json.loads((directory / "settings.json").read_text())
-    except (OSError, ValueError) as cause:
+        there = read_json(directory / "settings.json")
+    except Unreadable as cause:
         raise DataError(f"{directory} exists and is not a digits set; {fix}") from cause
     if there != settings:
         differ = [key for key in settings if there.get(key) != settings[key]]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from octavo.data.conversations import Conversation
+from octavo.data.bound import beginning
+from octavo.data.conversations import Conversation, Text
 from octavo.data.errors import BadSample, DataError, LongSample
-from octavo.data.images import ImageProblem, load
-from octavo.data.template import TemplateProblem, answer_spans, messages
+from octavo.data.images import ImageProblem, load, size
+from octavo.data.template import TemplateProblem, answer_spans, messages, rendered
 
 IGNORE = -100
+NOTHING_LEFT = "nothing to learn is left after the cut"
 KNOWN_OUTPUTS = {
     "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "offset_mapping",
     "pixel_values", "image_grid_thw", "num_patches",
@@ -28,7 +30,7 @@ class Sample:
     the model shifts) · `mm_token_type_ids` [T] int64 or None · `pixel_values` float32, [patches, features] or
     [tiles, channels, height, width], or None · `image_grid_thw` [images, 3] int64 or None · `images`: how many ·
     `answers`: (start, end) in tokens of each assistant turn, end-of-turn token included · `length`: the tokens
-    before a cut.
+    before a cut · `control`: the control tokens that its text spells out.
     """
 
     input_ids: np.ndarray
@@ -39,6 +41,7 @@ class Sample:
     images: int = 0
     answers: tuple[tuple[int, int], ...] = ()
     length: int = 0
+    control: tuple[str, ...] = ()
     file: str = ""
     row: int = -1
     id: str | None = None
@@ -61,9 +64,9 @@ class Encoder:
     A processor without `.image_processor` is text-only. Loss falls on assistant turns with their end-of-turn
     token; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
     left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image; an image that does not
-    fit goes with its pixels) or refused (`"error"`, raises `DataError`). `system` is put before conversations
-    without a system turn. Images over `max_image_megapixels` are refused before they are decoded; the limits of the
-    size that the model sees belong to the processor.
+    fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
+    (`bound.py`). `system` is put before conversations without a system turn. Images over `max_image_megapixels` are
+    refused before they are decoded; the limits of the size that the model sees belong to the processor.
     """
 
     def __init__(
@@ -89,10 +92,15 @@ class Encoder:
             raise DataError(f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask needs; "
                             "add a tokenizer.json to the model folder")  # fmt: skip
         self.image_ids = _image_ids(processor) if self.multimodal else frozenset()
+        vocabulary = self.tokenizer.get_vocab()
+        self.longest = max(map(len, vocabulary))
         # Qwen's templates write this mark themselves, before the placeholder; not every version's processor names it.
-        self.opening_id = self.tokenizer.get_vocab().get("<|vision_start|>") if self.multimodal else None
-        specials = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        self.ends = tuple(sorted(specials | set(self.tokenizer.all_special_tokens)))
+        self.opening_id = vocabulary.get("<|vision_start|>") if self.multimodal else None
+        added = self.tokenizer.added_tokens_decoder.values()
+        control = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
+        self.ends = tuple(sorted(control | {str(token) for token in added}))
+        self.control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
+        self.marks = self._marks() if self.multimodal else frozenset()
 
     @property
     def pad_id(self) -> int:
@@ -114,10 +122,14 @@ class Encoder:
     def _encode(self, conversation: Conversation) -> Sample:
         if conversation.images and not self.multimodal:
             raise _Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
-        self._check_literals(conversation)
+        conversation = self._bounded(conversation)
+        control = self._control(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
-        text, spans = answer_spans(turns, self._render, self.ends)
-        outputs = self._process(text, [load(path, self.max_image_megapixels) for path in conversation.images])
+        text = rendered(turns, self._render)
+        outputs = None if conversation.images else self._process(text, [])
+        spans = answer_spans(text, turns, self._render, self.ends, self._reach(conversation, text, outputs))
+        if outputs is None:
+            outputs = self._process(text, [load(path, self.max_image_megapixels) for path in conversation.images])
         ids = _array(outputs["input_ids"][0], np.int64)
         starts, stops = _array(outputs["offset_mapping"][0], np.int64).reshape(-1, 2).T
         image_mask = np.isin(ids, list(self.image_ids))
@@ -130,7 +142,7 @@ class Encoder:
             labels[start:end] = ids[start:end]
         labels[image_mask] = IGNORE
         labels[:1] = IGNORE  # nothing predicts the first token
-        if not (labels != IGNORE).any():
+        if not (labels != IGNORE).any() and len(ids) <= self.seq_length:
             raise _Mismatch("its answers hold no token to learn from")
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
@@ -142,6 +154,7 @@ class Encoder:
             images=len(conversation.images),
             answers=tuple(answers),
             length=len(ids),
+            control=control,
             file=conversation.source,
             row=conversation.row,
             id=conversation.id,
@@ -156,14 +169,14 @@ class Encoder:
         """The processor's own call on a rendered text. A template that writes the BOS itself gets no second one."""
         bos = self.tokenizer.bos_token
         if not self.multimodal:
-            return dict(self.tokenizer([text], add_special_tokens=False, return_offsets_mapping=True))
+            return self._tokens(text)
         options: dict[str, Any] = {"return_offsets_mapping": True}
         if bos is not None and text.startswith(bos):
             options["add_special_tokens"] = False
         try:
             outputs = dict(self.processor(text=[text], images=images or None, **options))
-        except ValueError as cause:
-            raise _Mismatch(f"the processor refuses it: {cause}") from cause
+        except Exception as cause:  # a stranger's program, as the template is; whatever it meets is this row's
+            raise _refused(cause) from cause
         if unknown := sorted(set(outputs) - KNOWN_OUTPUTS):
             raise DataError(f"{type(self.processor).__name__} returns {', '.join(unknown)}, which Octavo does not pass "
                             "on to the model; this family is not available in this version")  # fmt: skip
@@ -172,22 +185,77 @@ class Encoder:
     def _image_token(self) -> str | None:
         return self.processor.image_token if self.multimodal else None
 
-    def _check_literals(self, conversation: Conversation) -> None:
-        """Words that spell an image token would become one."""
-        for token in (self._image_token(), getattr(self.processor, "video_token", None)):
-            if token and any(token in turn.text for turn in conversation.turns):
-                raise _Mismatch(f"its text spells the model's own placeholder {token!r}; remove it")
+    def _marks(self) -> frozenset[str]:
+        """Words that models take for the place of an image: where they stand there must be one."""
+        ids = [*self.image_ids, *([] if self.opening_id is None else [self.opening_id])]
+        named = (getattr(self.processor, name, None) for name in ("image_token", "video_token"))
+        return frozenset(self.tokenizer.convert_ids_to_tokens(ids)) | frozenset(filter(None, named))
+
+    def _tokens(self, text: str) -> dict[str, Any]:
+        return dict(self.tokenizer([text], add_special_tokens=False, return_offsets_mapping=True))
+
+    def _control(self, conversation: Conversation) -> tuple[str, ...]:
+        """The control tokens that words of the conversation spell, and so become. Refuses an image's own."""
+        texts = [part.text for turn in conversation.turns for part in turn.parts if isinstance(part, Text)]
+        for mark in sorted(self.marks):
+            if any(mark in text for text in texts):
+                raise _Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
+        return tuple(dict.fromkeys(found for text in texts for found in self.control.findall(text)))
+
+    def _bounded(self, conversation: Conversation) -> Conversation:
+        """Refuse what cannot fit, or with on_long="cut" leave out what lies far behind the cut."""
+        kept = beginning(conversation, self.seq_length, self.longest, self._image_tokens)
+        if kept is conversation:
+            return conversation
+        characters = sum(len(turn.text) for turn in conversation.turns)
+        holds = f"{len(conversation.turns)} turns, {characters} characters, {len(conversation.images)} images"
+        where = f"is over {self.seq_length} tokens long ({holds}), seq_length is {self.seq_length}"
+        if self.on_long != "cut":
+            self._refuse_long(conversation, where)
+        if not self.train_on_prompt and all(turn.role != "assistant" for turn in kept.turns):
+            raise LongSample(conversation.source, conversation.row, f"{where}; {NOTHING_LEFT}", conversation.id)
+        return kept
+
+    def _image_tokens(self, path: Any) -> int:
+        """How many tokens an image takes, by its header."""
+        width, height = size(path, self.max_image_megapixels)
+        try:
+            return self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
+        except Exception as cause:
+            raise _refused(cause) from cause
+
+    def _reach(self, conversation: Conversation, text: str, outputs: dict[str, Any] | None) -> int | None:
+        """How many characters of a rendered text lie within seq_length, where that is not all of it.
+
+        Images are counted as one token each, before they are opened. Raises as `_refuse_long` does.
+        """
+        if outputs is None and len(text) <= self.seq_length:
+            return None  # a short text; the images will tell
+        offsets = (outputs or self._tokens(text))["offset_mapping"][0]
+        if len(offsets) <= self.seq_length:
+            return None
+        if self.on_long != "cut":
+            images = " without its images" if outputs is None else ""
+            self._refuse_long(conversation, self._is_long(len(offsets), images))
+        return max(end for _, end in offsets[: self.seq_length])
+
+    def _is_long(self, tokens: int, but: str = "") -> str:
+        return f"is {tokens} tokens long{but}, seq_length is {self.seq_length}"
+
+    def _refuse_long(self, row: Conversation | Sample, where: str) -> NoReturn:
+        file = row.file if isinstance(row, Sample) else row.source
+        if self.on_long == "error":
+            raise DataError(f"{file}, row {row.row}: {where}; raise train.seq_length, lower data.max_pixels, "
+                            "or set data.on_long to drop or cut")  # fmt: skip
+        raise LongSample(file, row.row, where, row.id)
 
     def _shorten(self, sample: Sample) -> Sample:
-        where = f"is {len(sample.input_ids)} tokens long, seq_length is {self.seq_length}"
-        if self.on_long == "error":
-            raise DataError(f"{sample.file}, row {sample.row}: {where}; raise train.seq_length, lower data.max_pixels, "
-                            "or set data.on_long to drop or cut")  # fmt: skip
-        if self.on_long == "drop":
-            raise LongSample(sample.file, sample.row, where, sample.id)
+        where = self._is_long(len(sample.input_ids))
+        if self.on_long != "cut":
+            self._refuse_long(sample, where)
         short = self._cut(sample)
         if not (short.labels != IGNORE).any():
-            raise LongSample(sample.file, sample.row, f"{where}; nothing to learn is left after the cut", sample.id)
+            raise LongSample(sample.file, sample.row, f"{where}; {NOTHING_LEFT}", sample.id)
         return short
 
     def _cut(self, sample: Sample) -> Sample:
@@ -243,6 +311,10 @@ class _Run:
 
 class _Mismatch(ValueError):
     """Processor and conversation do not go together; becomes a `BadSample`."""
+
+
+def _refused(cause: Exception) -> _Mismatch:
+    return _Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
 
 
 class _Expansion:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from octavo.reading import printable
+
+MOST = 1000  # characters of a reason, and a tenth of it of an id: rows may hold megabytes
+
 
 class DataError(ValueError):
     """A data set that cannot be used as it was asked for. The message names the file, the finding and the fix."""
@@ -20,9 +24,10 @@ class BadSample(DataError):
     action = "skipped"
 
     def __init__(self, file: str | Path, row: int, reason: str, id: str | None = None) -> None:
-        self.file, self.row, self.reason, self.id = str(file), row, reason, id
-        named = f" (id {id})" if id is not None else ""
-        super().__init__(f"{self.file}, row {row}{named}: {reason}")
+        self.file, self.row, self.reason = str(file), row, printable(_cut(reason, MOST))
+        self.id = None if id is None else printable(_cut(id, MOST // 10))
+        named = f" (id {self.id})" if id is not None else ""
+        super().__init__(f"{printable(file)}, row {row}{named}: {self.reason}")
 
     # Exceptions pickle by their args; ours are the four fields, not the finished sentence.
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
@@ -31,6 +36,10 @@ class BadSample(DataError):
     def record(self) -> dict[str, Any]:
         """The line written to `skipped.jsonl`."""
         return {"file": self.file, "row": self.row, "id": self.id, "action": self.action, "reason": self.reason}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class LongSample(BadSample):

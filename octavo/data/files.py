@@ -1,27 +1,35 @@
 """Rows of a JSON or JSONL file, by number.
 
-A JSON file is one list and is read once, whole. A JSONL file holds one JSON value a line; only the byte offsets
-of its lines are kept, so a file of any size costs 16 bytes a row and each row is read when it is asked for.
+Of a JSON file, which is one list, the text is kept; of a JSONL file, which holds one JSON value a line, nothing. Both
+keep where their rows begin (16 bytes a row), and a row becomes values when it is asked for. So what is wrong with a
+row, whatever it is, is wrong with that row alone; only a list whose form is broken is refused whole.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
+import re
+import reprlib
 from array import array
 from collections.abc import Iterator
 from itertools import islice
+from json.decoder import scanstring
 from pathlib import Path
 from typing import Any, Protocol
 
 from octavo.data.errors import BadSample, DataError
+from octavo.reading import Unreadable, decode, open_file, parse_json, read_bytes
 
-CHUNK = 1 << 22
+ROW_BYTES = 64 << 20  # of a line of JSONL; a million tokens written as \uXXXX have a tenth of it
+_NO_LIMIT = 1 << 62
+_SPACE = re.compile(r"[ \t\r\n]*")
+_MARK = re.compile(r'["\[\]{},]')
+_SCAN = json.JSONDecoder(parse_int=len).raw_decode  # finds where values end; a number of any length passes
 
 
 class Rows(Protocol):
-    """A sequence of decoded JSON values."""
+    """A sequence of decoded JSON values; one that cannot be read raises `BadSample`."""
 
     path: Path
 
@@ -31,17 +39,20 @@ class Rows(Protocol):
 
 
 class JsonRows:
-    """The rows of a JSON list, in memory."""
+    """The rows of a JSON list, whose text stays in memory."""
 
-    def __init__(self, path: Path, values: list[Any]) -> None:
-        self.path = path
-        self._values = values
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self._text = path, text
+        self._starts, self._ends = array("q"), array("q")
+        for start, end in _elements(text):
+            self._starts.append(start)
+            self._ends.append(end)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._starts)
 
     def __getitem__(self, row: int) -> Any:
-        return self._values[row]
+        return _value(self._text[self._starts[row] : self._ends[row]], self.path, row, "its text")
 
 
 class JsonlRows:
@@ -51,11 +62,10 @@ class JsonlRows:
         self.path = path
         self._handle: int | None = None
         self._starts, self._lines = array("q"), array("q")
-        for number, start, line in _numbered_lines(path):
+        for number, start, self._size, line in _numbered_lines(path):
             if line.strip():
                 self._starts.append(start)
                 self._lines.append(number)
-            self._size = start + len(line)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -66,17 +76,25 @@ class JsonlRows:
 
     def __getitem__(self, row: int) -> Any:
         if self._handle is None:
-            self._handle = os.open(self.path, os.O_RDONLY)
-        start = self._starts[row]
-        end = self._starts[row + 1] if row + 1 < len(self._starts) else self._size
-        # pread carries its own position, so forked workers can share the descriptor.
-        text = os.pread(self._handle, end - start, start).decode("utf-8-sig")
-        try:
-            return json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as cause:
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        start, line = self._starts[row], f"line {self.line(row)}"
+        size = (self._starts[row + 1] if row + 1 < len(self._starts) else self._size) - start
+        if size > ROW_BYTES:
             raise BadSample(
-                self.path, row, f"line {self.line(row)} is not JSON ({cause}); mend or remove it"
-            ) from cause
+                self.path, row, f"{line} has {size} bytes, and {ROW_BYTES} are the most; split or remove it"
+            )
+        # pread carries its own position, so forked workers can share the descriptor.
+        raw = os.pread(self._handle, size, start)
+        if len(raw) != size:
+            raise DataError(f"{self.path} is shorter than when it was opened ({line} is gone); leave it as it is")
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as cause:
+            raise BadSample(
+                self.path, row, f"{line} is not UTF-8 (its byte {cause.start}); save it as UTF-8, for example with "
+                "`iconv -f ENCODING -t UTF-8`"
+            ) from cause  # fmt: skip
+        return _value(text, self.path, row, line)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handle": None}
@@ -90,15 +108,15 @@ class JsonlRows:
 def open_rows(path: str | Path) -> Rows:
     """Open a JSON or JSONL file; which of the two it is follows from its first characters, not from its name.
 
-    Raises `DataError` where the file is missing, empty, not UTF-8, not JSON, or holds no list of rows.
+    Raises `DataError` where the file is missing, no regular file, empty, or holds no list of rows; of a JSON list also
+    where it is not UTF-8 or its form is broken.
     """
     path = Path(path)
-    if path.is_dir():
-        raise DataError(f"{path} is a folder; data.path must name a JSON or JSONL file inside it")
     try:
-        size = path.stat().st_size
-    except OSError as cause:
-        raise DataError(f"{path}: cannot be read ({cause.strerror}); check data.path in the configuration") from cause
+        with open_file(path, DataError) as file:
+            size = os.fstat(file.fileno()).st_size
+    except DataError as cause:
+        raise DataError(f"{cause} Check data.path in the configuration: it must name a JSON or JSONL file") from cause
     if size == 0:
         raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object a line")
     rows = JsonlRows(path) if _is_jsonl(path) else _read_json(path)
@@ -107,62 +125,105 @@ def open_rows(path: str | Path) -> Rows:
     return rows
 
 
-def _numbered_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """(line number from 1, byte offset, bytes) of each line; proves on the way that the file is UTF-8."""
-    start = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as cause:
-                raise _not_utf8(path, start + cause.start, number) from cause
-            yield number, start, line
-            start += len(line)
+def _value(text: str, path: Path, row: int, where: str) -> Any:
+    try:
+        return parse_json(text, where, Unreadable, None)
+    except Unreadable as cause:
+        raise BadSample(path, row, f"{cause} Mend or remove the row.") from cause
 
 
-def _not_utf8(path: Path, offset: int, line: int) -> DataError:
-    return DataError(
-        f"{path} is not UTF-8 (byte {offset}, line {line}); save it as UTF-8, for example with "
-        f"`iconv -f ENCODING -t UTF-8`"
-    )
+def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
+    """(line number from 1, byte offset, offset of its end, the first ROW_BYTES of it) of each line."""
+    number, start = 1, 0
+    with open_file(path, DataError) as file:
+        while head := file.readline(ROW_BYTES):
+            end, piece = start + len(head), head
+            while len(piece) == ROW_BYTES and not piece.endswith(b"\n"):
+                piece = file.readline(ROW_BYTES)
+                end += len(piece)
+            yield number, start, end, head
+            number, start = number + 1, end
 
 
 def _is_jsonl(path: Path) -> bool:
     """By its name; else JSONL where the first of several filled lines is a whole JSON object."""
-    lines = (line.decode("utf-8-sig").strip() for _, _, line in _numbered_lines(path))
+    lines = (line.decode("utf-8-sig", "ignore").strip() for *_, line in _numbered_lines(path))
     first, *more = list(islice(filter(None, lines), 2)) or [""]
     if path.suffix.lower() in (".jsonl", ".ndjson"):
         return bool(first)
     try:
-        return bool(more) and isinstance(json.loads(first), dict)
+        return bool(more) and first.startswith("{") and _SCAN(first)[1] == len(first)
     except json.JSONDecodeError:
         return False
+    except RecursionError:  # a bad row; what follows is another line
+        return True
 
 
 def _read_json(path: Path) -> JsonRows:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    parts: list[str] = []
-    with path.open("rb") as file:
-        offset = 0
-        while chunk := file.read(CHUNK):
-            try:
-                parts.append(decoder.decode(chunk))
-            except UnicodeDecodeError as cause:
-                line = "".join(parts).count("\n") + chunk[: cause.start].count(b"\n") + 1
-                raise _not_utf8(path, offset + cause.start, line) from cause
-            offset += len(chunk)
+    text = decode(read_bytes(path, DataError, _NO_LIMIT), path, DataError, "utf-8-sig")
     try:
-        values = json.loads("".join(parts))
+        return JsonRows(path, text)
     except json.JSONDecodeError as cause:
         raise DataError(
             f"{path} is not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}; "
             f"mend it there, or if it is one JSON object a line, name it .jsonl"
         ) from cause
-    except RecursionError as cause:
-        raise DataError(f"{path} is nested too deeply to be a list of conversations") from cause
-    if isinstance(values, list):
-        return JsonRows(path, values)
-    found = f"a {type(values).__name__}"
-    if isinstance(values, dict):
-        found = f"an object with the keys {', '.join(map(repr, list(values)[:5]))}"
-    raise DataError(f"{path}: the top level is {found}; it must be a list of rows (or one object a line, as .jsonl)")
+    except _NoList as cause:
+        raise DataError(
+            f"{path}: the top level is {cause}; it must be a list of rows (or one object a line, as .jsonl)"
+        ) from cause
+
+
+class _NoList(Exception):
+    """What JSON holds in place of a list."""
+
+
+def _elements(text: str) -> Iterator[tuple[int, int]]:
+    """(start, end) of each element of a JSON list. Raises JSONDecodeError where its form is broken, and _NoList."""
+    at = _after_space(text, 0)
+    if text[at : at + 1] != "[":
+        try:
+            found = json.loads(text, parse_int=len)
+        except RecursionError as cause:
+            raise _NoList("nested too deeply") from cause
+        keys = (
+            f"an object with the keys {', '.join(map(reprlib.repr, list(found)[:5]))}"
+            if isinstance(found, dict)
+            else ""
+        )
+        raise _NoList(keys or f"a {type(found).__name__}")
+    start = _after_space(text, at + 1)
+    more = text[start : start + 1] != "]"
+    at = start
+    while more:
+        try:
+            end = _SCAN(text, start)[1]
+        except RecursionError:  # nested deeper than Python walks
+            end = _end_of(text, start)
+        yield start, end
+        at = _after_space(text, end)
+        more = text[at : at + 1] == ","
+        if more:
+            start = _after_space(text, at + 1)
+    if text[at : at + 1] != "]":
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+    if (at := _after_space(text, at + 1)) < len(text):
+        raise json.JSONDecodeError("Extra data", text, at)
+
+
+def _after_space(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _end_of(text: str, at: int) -> int:
+    """Where the element of a list that begins at `at` ends, by counting brackets. Raises JSONDecodeError where it does
+    not end."""
+    begin, depth = at, 0
+    while found := _MARK.search(text, at):
+        at, mark = found.end(), found.group()
+        if depth == 0 and mark in ",]}":
+            return found.start()
+        if mark == '"':
+            _, at = scanstring(text, at)
+        depth += (mark in "[{") - (mark in "]}")
+    raise json.JSONDecodeError("Nested too deeply, and never closed", text, begin)

@@ -19,7 +19,7 @@ from octavo.data.collate import collate
 from octavo.data.encode import Encoder, Sample
 from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
 from octavo.data.mixture import Mixture
-from octavo.data.report import SkipReport
+from octavo.data.report import CONTROL, SkipReport
 
 CACHE_BYTES = 512 << 20
 
@@ -45,6 +45,8 @@ class Processed(Dataset):
         try:
             made: Sample | DataError = self.encoder.encode(self.sources[source][row])
         except DataError as bad:
+            # Its causes hold the row and its pixels, in fields and in frames; the sentence has what they say.
+            bad.__cause__ = bad.__context__ = None
             made = bad.with_traceback(None)
         self._keep(place, made)
         return made
@@ -79,8 +81,10 @@ class Judge:
         has no good row at all."""
         if isinstance(made, Sample):
             if made.cut:
-                reason = f"{made.length} tokens cut to {len(made.input_ids)}"
-                self.report.add({"file": made.file, "row": made.row, "id": made.id, "action": "cut", "reason": reason})
+                self._note(made, "cut", f"{made.length} tokens cut to {len(made.input_ids)}")
+            if made.control:
+                spelt = ", ".join(map(repr, made.control))
+                self._note(made, CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token")
             return made
         if not isinstance(made, BadSample) or (self.on_bad == "error" and not isinstance(made, LongSample)):
             raise made
@@ -93,6 +97,9 @@ class Judge:
                 f"the last one (row {made.row}) because it {made.reason}"
             )
         return None
+
+    def _note(self, made: Sample, action: str, reason: str) -> None:
+        self.report.add({"file": made.file, "row": made.row, "id": made.id, "action": action, "reason": reason})
 
 
 class Loader:

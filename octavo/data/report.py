@@ -1,4 +1,4 @@
-"""The list of rows that were left out: `skipped.jsonl`, one line a row, each row once."""
+"""The list of rows that were left out, cut or worth a word: `skipped.jsonl`, a line for each and its reason, once."""
 
 from __future__ import annotations
 
@@ -8,37 +8,47 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from octavo.data.errors import DataError
+from octavo.reading import kind_of
+
+CONTROL = "with control tokens"  # rows whose words spell some; they are trained on as they are
+
 
 class SkipReport:
     """Writes records of rows left out or cut, and counts them.
 
     Several processes (ranks, a resumed run) may share one file: under a lock each first reads what the others wrote,
-    so no row is listed twice. `path=None` counts only. `counts` maps action (skipped, dropped, cut) to rows that
-    this process met.
+    so no row is listed twice for the same reason. `path=None` counts only. `counts` maps action (skipped, dropped, cut,
+    with control tokens) to rows that this process met, `first` to the first of them.
     """
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = None if path is None else Path(path)
         self.counts: Counter[str] = Counter()
-        self._met: set[tuple[str, int]] = set()
-        self._listed: set[tuple[str, int]] = set()
+        self.first: dict[str, dict[str, Any]] = {}
+        self._met: set[tuple[str, int, str]] = set()
+        self._listed: set[tuple[str, int, str]] = set()
         self._read = 0
 
     def add(self, record: dict[str, Any]) -> None:
         """Count a row, and list it where nobody has."""
-        key = (record["file"], record["row"])
+        key = (record["file"], record["row"], record["action"])
         if key in self._met:
             return
         self._met.add(key)
         self.counts[record["action"]] += 1
+        self.first.setdefault(record["action"], record)
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and (what := kind_of(self.path)):
+            raise DataError(f"{self.path} is {what}, and rows that are left out are listed in it; remove it")
         with self.path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self._catch_up(file)
             if key not in self._listed:
-                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                # A file's name may hold bytes that are no text; "\\udcff" is how JSON writes them.
+                file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
                 file.flush()
 
     def _catch_up(self, file: Any) -> None:
@@ -50,6 +60,6 @@ class SkipReport:
         for line in text.splitlines():
             try:
                 found = json.loads(line)
-                self._listed.add((found["file"], found["row"]))
-            except (ValueError, KeyError, TypeError):
+                self._listed.add((found["file"], found["row"], found["action"]))
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue

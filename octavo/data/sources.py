@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.data.conversations import Conversation, parse
+from octavo.data.conversations import Conversation, parse, shown
 from octavo.data.errors import BadSample, DataError
 from octavo.data.files import Rows, open_rows
 
@@ -106,4 +106,4 @@ def _keys(rows: Rows) -> str:
         first = rows[0]
     except BadSample as broken:
         return broken.reason
-    return f"an object with the keys {sorted(map(str, first))[:8]}" if isinstance(first, dict) else repr(first)[:80]
+    return f"an object with the keys {shown(sorted(first))}" if isinstance(first, dict) else shown(first)

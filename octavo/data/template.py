@@ -42,21 +42,29 @@ def _message(turn: Turn, parts: bool) -> Message:
     return {"role": turn.role, "content": content}
 
 
-def answer_spans(messages: Sequence[Message], render: Render, ends: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
-    """Render the conversation and find its answers.
+def rendered(messages: Sequence[Message], render: Render) -> str:
+    """The whole conversation; `render(messages, add_generation_prompt)` gives text. Raises `TemplateProblem`."""
+    return _rendered(render, messages, False)
 
-    `render(messages, add_generation_prompt)` gives text; `ends` are the tokenizer's special tokens. Returns the
-    whole text and, for each assistant turn, (start, end) in characters: the answer with its end-of-turn token and
-    without the line break that a template glues behind it. Raises `TemplateProblem`.
+
+def answer_spans(
+    whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str], reach: int | None = None
+) -> list[tuple[int, int]]:
+    """The answers of a conversation that was rendered as `whole`.
+
+    `ends` are the tokenizer's special tokens. Returns, for each assistant turn, (start, end) in characters: the answer
+    with its end-of-turn token and without the line break that a template glues behind it. Answers that begin behind
+    the first `reach` characters are not looked for: each costs two renderings. Raises `TemplateProblem`.
     """
-    whole = _rendered(render, messages, False)
-    spans = []
+    spans: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = _rendered(render, messages[:number], True)
         if not whole.startswith(prompt):
             raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, whole))
+        if reach is not None and len(prompt) >= reach:
+            break
         until = whole if number == len(messages) - 1 else _rendered(render, messages[: number + 1], False)
         if not until.startswith(prompt):
             raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, until))
@@ -64,7 +72,7 @@ def answer_spans(messages: Sequence[Message], render: Render, ends: Sequence[str
         if end is None:
             raise TemplateProblem(_no_prefix(number, "the conversation up to its end", until, whole))
         spans.append((len(prompt), _without_glue(whole, len(prompt), end, ends)))
-    return whole, spans
+    return spans
 
 
 def _end(whole: str, until: str, start: int, message: Message) -> int | None:

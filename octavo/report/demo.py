@@ -127,13 +127,11 @@ def ask(run: Path, file: Path, number: int) -> Interview:
 
     It is one conversation: each question comes after the model's own earlier answers, right or wrong.
     """
-    from PIL import Image
-
     from octavo import fp8, models, train
+    from octavo.data import images
 
     row = json.loads(file.read_text(encoding="utf-8"))[number]
-    with Image.open(file.parent / row["image"]) as opened:
-        image = opened.convert("RGB")
+    image = images.load(file.parent / row["image"])
     model, processor, _ = train.load_run(run)
     turns, answers, messages = row["conversations"], [], []
     with fp8.count_gemms() as counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.data.report import CONTROL
 from octavo.train import compiled
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
@@ -50,14 +51,20 @@ class NothingToLearn(Callback):
 
     def begin(self, run: Run) -> None:
         self.empty = 0  # steps in a row
+        self.told = False
 
     def end_step(self, run: Run, step: Step) -> None:
+        report = run.job.loader.report
+        if not self.told and (row := report.first.get(CONTROL)):
+            self.told = True
+            run.say(f"{row['file']}, row {row['row']}: {row['reason']}; it is trained on as it is. All such rows are "
+                    f"in {run.directory / 'skipped.jsonl'}")  # fmt: skip
         self.empty = 0 if step.result.loss_tokens else self.empty + 1
         if self.empty == 1:
             run.say(f"step {step.number} held no token with a loss")
         if self.empty < min(PATIENCE, run.cfg.train.steps):
             return
-        left_out = ", ".join(f"{count} {what}" for what, count in run.job.loader.report.counts.items()) or "none"
+        left_out = ", ".join(f"{count} {what}" for what, count in report.counts.items() if what != CONTROL) or "none"
         raise TrainError(
             f"{self.empty} steps in a row, up to step {step.number}, held no token with a loss (rows left out so "
             f"far: {left_out}; {run.directory / 'skipped.jsonl'} lists them with the reason). Raise "

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from octavo.data import BadSample, DataError, ImageRef, Text
+from octavo.data import BadSample, DataError, ImageRef, Text, parse
 
 
 def parts(source, row=0):
@@ -129,7 +129,7 @@ ASK, ANSWER = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
         ({"conversations": [ASK, ANSWER], "image": "a", "images": ["a"]}, "has both 'image' and 'images'"),
         ({"conversations": [ASK, ANSWER], "video": "a.mp4"}, "holds a video; video is not available in this version"),
         ({"conversations": [{"from": "human", "value": "<video>?"}, ANSWER]}, "holds a video"),
-        ({"conversations": [ASK, {"from": "gpt", "value": "\ud800"}]}, "turn 2 holds half a character"),
+        ({"conversations": [ASK, {"from": "gpt", "value": "\ud800"}]}, r"holds half a character \(.ud800 alone\)"),
         ({"id": 1}, "a llava row has one of 'conversations'"),
         (["x"], r"is \['x'\]; expected an object with the conversation"),
     ],
@@ -197,6 +197,20 @@ def test_text_rows_first_do_not_hide_the_format(folder):
     rows = [{"conversations": [ASK, ANSWER]}] * 3 + [{"conversations": [ASK, ANSWER], "images": ["a"]}]
     assert folder.read(rows).format == "sharegpt"
     assert folder.read(rows[:3]).format == "llava"
+
+
+def test_rows_of_another_reader_are_judged_too(folder):
+    half = {"conversations": [ASK, {"from": "gpt", "value": "\ud800"}]}
+    with pytest.raises(BadSample, match="turn 2 holds half a character"):
+        parse(half, "llava", file="f", row=0, images=folder.path)
+    named = {
+        "conversations": [{"from": "human", "value": "<image>"}, ANSWER],
+        "image": "\ud800.png",
+        "id": "\x1b" * 999,
+    }
+    with pytest.raises(BadSample, match="cannot be looked up") as bad:
+        parse(named, "llava", file="f", row=0, images=folder.path)
+    assert str(bad.value).isprintable() and len(str(bad.value)) < 600
 
 
 def test_errors_travel_between_processes(folder):

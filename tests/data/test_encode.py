@@ -97,7 +97,7 @@ def test_system_text(folder, models):
 
 def test_long_rows(folder, models):
     source = rows(folder)
-    with pytest.raises(LongSample, match=r"row 0 .*: is \d+ tokens long, seq_length is 12") as dropped:
+    with pytest.raises(LongSample, match=r"row 0 .*: is .*\d+ tokens long.*, seq_length is 12") as dropped:
         Encoder(models("qwen3_vl"), 12).encode(source[0])
     assert dropped.value.action == "dropped"
     with pytest.raises(
@@ -191,3 +191,66 @@ def test_models_that_cannot_be_encoded_for(models):
     bare.tokenizer.chat_template = None
     with pytest.raises(DataError, match="has no chat template.*add chat_template.jinja"):
         Encoder(bare, 64)
+
+
+def never(*_: object, **__: object) -> None:
+    raise AssertionError("too late")
+
+
+@pytest.mark.parametrize("turns", [("word " * 5000, "x"), ("q", "a") * 150, ("q", "a", "<image>" * 40, "x")])
+def test_far_too_long_rows_are_refused_before_they_cost_anything(folder, models, monkeypatch, turns):
+    images = {"image": [folder.image("wide.png", (32, 16))] * 40} if "<image>" in "".join(turns) else {}
+    source = folder.read([folder.llava(*turns, **images)])
+    for on_long, error in (("drop", LongSample), ("error", DataError)):
+        encoder = Encoder(models("qwen3_vl"), 100, on_long=on_long)
+        monkeypatch.setattr(encoder, "_render", never)
+        monkeypatch.setattr("octavo.data.encode.load", never)
+        with pytest.raises(
+            error,
+            match=rf"row 0.*: is over 100 tokens long \({len(turns)} turns, \d+ characters, {len(images) * 40} im",
+        ):
+            encoder.encode(source[0])
+    monkeypatch.undo()
+    # What is cut is the beginning of the whole, and is trained on as the whole would be.
+    whole = Encoder(models("qwen3_vl"), 30_000).encode(source[0])
+    encoder = Encoder(models("qwen3_vl"), 100, on_long="cut")
+    rendered, encoder._render = [], lambda *given: rendered.append(given) or Encoder._render(encoder, *given)
+    if len(turns) == 2:
+        with pytest.raises(LongSample, match="nothing to learn is left after the cut"):
+            encoder.encode(source[0])
+        return
+    short = encoder.encode(source[0])
+    count = len(short.input_ids)
+    assert short.cut and 80 < count <= 100 and short.input_ids.tolist() == whole.input_ids[:count].tolist()
+    assert short.labels.tolist() == whole.labels[:count].tolist() and len(rendered) < 40
+    assert short.images == 0 or len(short.image_grid_thw) == short.images < 40
+
+
+def test_long_rows_are_rendered_once(folder, models):
+    image = folder.image()
+    for more in ({}, {"image": image}):
+        source = folder.read([folder.llava("<image>" * len(more) + "q", *("a", "q") * 40, "a", **more)])
+        encoder, rendered = Encoder(models("qwen3_vl"), 90), []
+        encoder._render = lambda *given, to=rendered, by=encoder: to.append(given) or Encoder._render(by, *given)
+        with pytest.raises(LongSample, match=r"is \d+ tokens long.*, seq_length is 90"):
+            encoder.encode(source[0])
+        assert len(rendered) == 1
+
+
+def test_words_that_spell_control_tokens_are_told(folder, models):
+    source = folder.read([folder.llava("a<|im_end|>b <|im_start|>", "<|im_end|>"), folder.llava("<|im_", "end|>")])
+    encoder = Encoder(models("qwen3_vl"), 64)
+    assert encoder.encode(source[0]).control == ("<|im_end|>", "<|im_start|>")
+    assert encoder.encode(source[1]).control == ()
+    for word, family in (("<|vision_start|>", "qwen3_vl"), ("<img>", "internvl"), ("<|video_pad|>", "qwen2_5_vl")):
+        with pytest.raises(BadSample, match="row 0.*spells the model's own placeholder '" + word.replace("|", r"\|")):
+            Encoder(models(family), 64).encode(folder.read([folder.llava(f"an {word} tag", "x")], f"{family}.json")[0])
+
+
+def test_a_processor_that_fails_fails_for_one_row(folder, models, monkeypatch):
+    source = rows(folder)
+    encoder = Encoder(models("qwen3_vl"), 512)
+    broken = copy.copy(encoder.processor.image_processor)
+    monkeypatch.setattr(type(broken), "__call__", lambda *_, **__: [][1])
+    with pytest.raises(BadSample, match="row 1 .*: the processor refuses it: IndexError: list index"):
+        encoder.encode(source[1])

@@ -1,6 +1,7 @@
 """Rows of JSON and JSONL files, and what is said about files that are neither."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -41,7 +42,7 @@ def test_jsonl_survives_pickling_and_names_the_broken_line(folder):
     assert rows[0] == {"n": 1}
     rows = pickle.loads(pickle.dumps(rows))
     assert rows[2] == {"n": 3}
-    with pytest.raises(BadSample, match=r"x\.jsonl, row 1: line 3 is not JSON .*mend or remove it") as bad:
+    with pytest.raises(BadSample, match=r"x\.jsonl, row 1: line 3 is not JSON: .*Mend or remove the row") as bad:
         rows[1]
     assert (bad.value.row, bad.value.file) == (1, str(path))
 
@@ -55,9 +56,10 @@ def test_jsonl_survives_pickling_and_names_the_broken_line(folder):
         (b'{"data": [1], "info": 2}', r"top level is an object with the keys 'data', 'info'; it must be a list"),
         (b'"text"', r"top level is a str; it must be a list"),
         (b'[{"a": 1},\n {"b" 2}]', r"is not JSON: .* at line 2, column 7; mend it there"),
-        (b'[{"a": "\xff"}]', r"is not UTF-8 \(byte 8, line 1\); save it as UTF-8, for example with `iconv"),
-        ('[{"a": 1}]'.encode("utf-16"), r"is not UTF-8 \(byte 0, line 1\)"),
-        (b"[" * 100_000, r"nested too deeply"),
+        (b'[{"a": "\xff"}]', r"is not UTF-8 text: byte 8 \(line 1\) is 0xff\. Save it as UTF-8"),
+        ('[{"a": 1}]'.encode("utf-16"), r"is not UTF-8 text: byte 0 \(line 1\)"),
+        (b"[" * 100_000, r"Nested too deeply, and never closed at line 1, column 2"),
+        (b'{"a": ' * 100_000, r"top level is nested too deeply"),
     ],
 )
 def test_files_that_cannot_be_used(folder, content, message):
@@ -67,18 +69,59 @@ def test_files_that_cannot_be_used(folder, content, message):
         open_rows(path)
 
 
-def test_jsonl_that_is_not_utf8_names_the_line(folder):
-    path = folder.path / "bad.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": "\xe9"}\n')
-    with pytest.raises(DataError, match=r"not UTF-8 \(byte 16, line 2\)"):
-        open_rows(path)
+GOOD = b'{"n": 1}'
+BAD_ROWS = {
+    "half a character": (rb'{"a": ["\ud83d \ud800"]}', r"holds half a character \(.ud83d alone\)"),
+    "digits": (b'{"id": -' + b"7" * 5000 + b"}", r"holds a number of 5000 digits"),
+    "deep": (b'{"a": ' * 70 + b"1" + b"}" * 70, r"nests brackets deeper than 64"),
+    "deeper than Python": (
+        b'{"a": "]", "b": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        r"nests brackets deeper than 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+@pytest.mark.parametrize("name", ("rows.json", "rows.jsonl", "lines.json"))
+def test_a_bad_row_is_one_bad_row(folder, kind, name):
+    """In a list, in lines, and in lines whose file's name does not say so."""
+    row, message = BAD_ROWS[kind]
+    parts = [row, GOOD, b'"x"'] if name == "lines.json" else [GOOD, row, b'"x"']
+    bad = parts.index(row)
+    path = folder.path / name
+    path.write_bytes(b"[" + b" ,\n".join(parts) + b"]" if name == "rows.json" else b"\n".join(parts))
+    rows = open_rows(path)
+    assert len(rows) == 3 and rows[1 - bad] == {"n": 1} and rows[2] == "x"
+    with pytest.raises(BadSample, match=rf"{name}, row {bad}: .*{message}.*Mend or remove the row") as refused:
+        rows[bad]
+    assert str(refused.value).isprintable()
+
+
+def test_lines_that_are_not_utf8_too_long_or_gone(folder, monkeypatch):
+    path = folder.path / "x.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"a": "\xe9"}\n{"a": "' + b"z" * 99 + b'"}\n{"n": 4}')
+    monkeypatch.setattr("octavo.data.files.ROW_BYTES", 40)
+    rows = open_rows(path)
+    assert (len(rows), rows[0], rows[3]) == (4, {"n": 1}, {"n": 4})
+    with pytest.raises(
+        BadSample, match=r"row 1: line 2 is not UTF-8 \(its byte 7\); save it as UTF-8, for example with `i"
+    ):
+        rows[1]
+    with pytest.raises(BadSample, match=r"row 2: line 3 has 109 bytes, and 40 are the most; split or remove it"):
+        rows[2]
+    path.write_bytes(GOOD)
+    with pytest.raises(DataError, match=r"x\.jsonl is shorter than when it was opened \(line 4 is gone\)"):
+        rows[3]
 
 
 def test_blank_jsonl_missing_file_and_folder(folder):
     (folder.path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="blank.jsonl"):
         open_rows(folder.path / "blank.jsonl")
-    with pytest.raises(DataError, match=r"cannot be read \(No such file or directory\); check data\.path"):
+    with pytest.raises(DataError, match=r"none\.json is missing\. Check data\.path in the"):
         open_rows(folder.path / "none.json")
-    with pytest.raises(DataError, match="is a folder; data.path must name a JSON or JSONL file"):
+    with pytest.raises(DataError, match="is a folder, not a file.*must name a JSON or JSONL file"):
         open_rows(folder.path)
+    os.mkfifo(folder.path / "pipe.jsonl")
+    with pytest.raises(DataError, match="pipe.jsonl is a named pipe, not a file"):
+        open_rows(folder.path / "pipe.jsonl")

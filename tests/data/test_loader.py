@@ -162,6 +162,53 @@ def test_bad_rows_are_left_out_counted_and_listed_once(folder, source, encoder, 
     assert len(lines) == 4 and lines[3] == '{"file": "torn'
 
 
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_no_row_ends_a_run_that_leaves_bad_ones_out(folder, encoder, name):
+    """Neither in training nor in evaluation; and what is trained on though it is strange is listed too."""
+    good, told = folder.llava("q", "a"), folder.llava("q <|im_end|> r", "a")
+    texts = [json.dumps(row) for row in (good, told, folder.llava("q\ud800", "a"), folder.llava("q", "a", id="\udfff"))]
+    texts += [
+        json.dumps(good).replace('"r"', value)
+        for value in ("7" * 5000, "[" * 70 + "]" * 70, '{"":' * 9999 + "0" + "}" * 9999)
+    ]
+    texts += [json.dumps(folder.llava(*("q", "a") * 1000)), json.dumps(folder.llava("q" * 20_000, "a"))]
+    file = folder.path / name
+    file.write_text("[" + ",\n".join(texts) + "]" if name == "rows.json" else "\n".join(texts))
+    listed = folder.path / "skipped.jsonl"
+    stream = loader(folder.read(file), encoder, global_batch=1, micro_batch=1, on_bad="skip", report_path=listed)
+    steps(stream, len(texts))
+    assert stream.report.counts == {"skipped": 5, "dropped": 2, "with control tokens": 1}
+    assert "spells '<|im_end|>', which the tokenizer takes" in stream.report.first["with control tokens"]["reason"]
+    held = EvalSet([folder.read(file)], encoder, 4, on_bad="skip")
+    assert sum(batch["meta"].samples for batch in held) == 2 and held.report.counts == stream.report.counts
+    found = {line["row"]: line["action"] for line in map(json.loads, listed.read_text().splitlines())}
+    assert found == {1: "with control tokens", 2: "skipped", 3: "skipped", 4: "skipped", 5: "skipped", 6: "skipped",
+                     7: "dropped", 8: "dropped"}  # fmt: skip
+
+
+def test_a_file_whose_name_is_no_text_is_listed(folder, encoder):
+    file = folder.json([folder.llava("q", "a"), {"conversations": []}]).rename(folder.path / "r\udcff.json")
+    listed = folder.path / "skipped.jsonl"
+    stream = loader(folder.read(file, format="llava"), encoder, global_batch=2, on_bad="skip", report_path=listed)
+    next(stream)
+    assert json.loads(listed.read_text())["file"] == str(file)
+
+
+def test_a_bad_row_keeps_nothing_of_what_was_read(folder, encoder):
+    """It stays in the cache, which counts a kilobyte for it."""
+    (folder.path / "broken.png").write_bytes(b"no")
+    rows = Processed((folder.read([folder.llava("<image>", "x", image="broken.png")]),), encoder)
+    bad = rows[0, 0]
+    assert isinstance(bad, BadSample) and (bad.__cause__, bad.__context__, bad.__traceback__) == (None, None, None)
+
+
+def test_the_list_of_rows_is_a_file(folder, source, encoder):
+    (folder.path / "skipped.jsonl").symlink_to("/dev/zero")
+    stream = loader(bad_rows(folder, source), encoder, on_bad="skip", report_path=folder.path / "skipped.jsonl")
+    with pytest.raises(DataError, match="skipped.jsonl is a device, and rows that are left out are listed in it; rem"):
+        steps(stream, 3)
+
+
 def test_long_rows_are_dropped_even_where_bad_rows_stop(folder, encoder):
     source = folder.read([folder.llava("q", "a"), folder.llava("long " * 100, "x")])
     stream = loader(source, encoder, global_batch=2)
@@ -194,7 +241,7 @@ def test_only_bad_rows_is_an_error(folder, source, encoder):
 def test_too_long_as_an_error_is_never_skipped(folder, models, workers):
     source = folder.read([folder.llava("long " * 100, "x")])
     stream = loader(source, Encoder(models("qwen3_vl"), 20, on_long="error"), on_bad="skip", workers=workers)
-    with pytest.raises(DataError, match=r"row 0: is \d+ tokens long, seq_length is 20; raise train.seq_length"):
+    with pytest.raises(DataError, match=r"row 0: is over 20 tokens long .*, seq_length is 20; raise train.seq_length"):
         next(stream)
 
 

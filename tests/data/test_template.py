@@ -3,7 +3,7 @@
 import jinja2
 import pytest
 
-from octavo.data.template import TemplateProblem, answer_spans
+from octavo.data.template import TemplateProblem, answer_spans, rendered
 
 MESSAGES = [
     {"role": "user", "content": "Hi?"},
@@ -45,7 +45,8 @@ def renderer(template):
 
 
 def answers(template, messages=MESSAGES):
-    text, spans = answer_spans(messages, renderer(template), ["<|im_end|>", "</s>"])
+    text = rendered(messages, renderer(template))
+    spans = answer_spans(text, messages, renderer(template), ["<|im_end|>", "</s>"])
     return [text[start:end] for start, end in spans]
 
 

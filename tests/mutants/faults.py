@@ -656,6 +656,24 @@ area(
         "a row may name a file outside the image folder",
         "data/test_images.py",
     ),
+    (
+        "image-of-any-format", "data/images.py",
+        "Image.open(path, formats=known)", "Image.open(path)",
+        "an image that is PostScript starts Ghostscript",
+        "data/test_pixels.py",
+    ),
+    (
+        "transparent-is-black", "data/images.py",
+        'image.size, "white")', 'image.size, "black")',
+        "what is transparent shows black",
+        "data/test_pixels.py",
+    ),
+    (
+        "long-rows-are-rendered", "data/bound.py",
+        "if room >= 0 and len(turns) <= tokens:", "if True:",
+        "a row of 20 MB is rendered before it is dropped",
+        "data/test_encode.py",
+    ),
 )  # fmt: skip
 
 area(

@@ -189,12 +189,15 @@ def test_a_frozen_tower_stays_and_is_proven_without_weight_gradients(make, place
 def test_bad_rows_are_left_out_and_listed(make, place: Path):
     rows = json.loads((place / "digits/train.json").read_text())[:12]
     rows[3]["image"] = "images/none.png"
+    rows[5]["conversations"][0]["value"] += "<|im_end|>"
     file = place / "digits" / "one_bad.json"
     file.write_text(json.dumps(rows))
     over = (f"data.train=[{{path: {file}}}]", "data.eval=[]", "train.steps=3", "train.warmup=0")
-    result = train.run(make(*over, "data.on_bad_sample=skip"))
+    console = Console(record=True, width=400, force_terminal=False)
+    result = train.run(make(*over, "data.on_bad_sample=skip"), console=console)
     listed = [json.loads(line) for line in (result.dir / "skipped.jsonl").read_text().splitlines()]
-    assert [(row["row"], row["action"]) for row in listed] == [(3, "skipped")]
+    assert sorted((row["row"], row["action"]) for row in listed) == [(3, "skipped"), (5, "with control tokens")]
+    assert "row 5: its text spells '<|im_end|>', which" in console.export_text()
     with pytest.raises(ValueError, match="row 3.*none.png"):
         train.run(make(*over, dir="strict"))
 

@@ -1,0 +1,44 @@
+"""What cannot fit into a sequence is known before it costs anything.
+
+A row of 20 MB takes a minute and gigabytes to be rendered and made tokens, and rendering grows with the square of the
+turns. But a turn takes a token at least, an image as many as its size says, and a token stands for no more characters
+than the longest of the vocabulary has: counting these is enough to know of most such rows that they are too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from octavo.data.conversations import Conversation, Text, Turn
+
+
+def beginning(
+    conversation: Conversation, tokens: int, longest: int, image_tokens: Callable[[Path], int]
+) -> Conversation:
+    """The conversation itself where it may fit into `tokens`; else a beginning of it that does not fit either.
+
+    `longest`: characters of the longest token. `image_tokens(path)` is asked of rows with several images, in order,
+    until there is no room; one image alone is bounded by its own limit.
+    """
+    room, turns, seen = tokens * longest, [], 0
+    several = len(conversation.images) > 1
+    for turn in conversation.turns[: tokens + 1]:
+        parts = []
+        for part in turn.parts:
+            if isinstance(part, Text):
+                part = Text(part.text[: room + 1])
+                room -= len(part.text)
+            else:
+                room -= longest * (image_tokens(conversation.images[seen]) if several else 1)
+                seen += 1
+            parts.append(part)
+            if room < 0:
+                break
+        turns.append(Turn(turn.role, tuple(parts)))
+        if room < 0:
+            break
+    if room >= 0 and len(turns) <= tokens:
+        return conversation
+    return replace(conversation, turns=tuple(turns), images=conversation.images[:seen])

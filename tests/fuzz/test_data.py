@@ -1,0 +1,289 @@
+"""Damaged rows and images: each is read rightly, or refused with a sentence that names it; nothing else happens.
+
+`python -m tests.fuzz.test_data --cases 10000 --seed 1`
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import resource
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from octavo.data import DataError, Encoder, Sample, Source, parse, read
+from octavo.data.images import ImageProblem, load
+from octavo.data.loader import Judge
+from tests.fuzz import mutate
+
+SECONDS, MEGABYTES, LETTERS = 5.0, 400, 3000  # of CPU and of memory for one case, of a message
+SEQ_LENGTH = 128
+_programs: list[str] = []
+_watching: list[Any] = []
+
+
+def _watch(event: str, args: tuple[Any, ...]) -> None:
+    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"):
+        _programs.append(f"{event} {args!r}"[:200])
+
+
+class Hang(BaseException):
+    """No `except Exception` takes it for an answer."""
+
+
+def _stop(*_: object) -> None:
+    raise Hang
+
+
+def run(seed: int, cases: int, only: int | None = None) -> list[str]:
+    """Findings: a sentence for each case in which something else happened. The same for the same seed and `cases`."""
+    found: list[str] = []
+    if _watch not in _watching:
+        sys.addaudithook(_watch)  # for good: there is no way to take it off
+        _watching.append(_watch)
+    with tempfile.TemporaryDirectory() as name, _alarm():
+        folder = Path(name)
+        images = _images()
+        for number, content in enumerate(images):
+            (folder / f"{number}.png").write_bytes(content)
+        encoders = _encoders(folder)
+        for case in range(cases) if only is None else [only]:
+            rng = random.Random(f"{seed} {case}")
+            kind: Callable[..., list[str]] = _rows if rng.random() < 0.5 else _image
+            before, began, _programs[:] = _peak(), time.process_time(), []
+            signal.setitimer(signal.ITIMER_REAL, 12 * SECONDS)
+            try:
+                wrong = kind(rng, folder, images, encoders)
+            except Hang:
+                wrong = ["hangs"]
+            except Exception as error:  # that is what is looked for
+                wrong = [f"{type(error).__name__}: {error}"[:300]]
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            if (took := time.process_time() - began) > SECONDS:
+                wrong.append(f"took {took:.1f} s of CPU")
+            if (grew := (_peak() - before) / 1024) > MEGABYTES:
+                wrong.append(f"took {grew:.0f} MB")
+            found += [f"case {case} ({kind.__name__[1:]}): {what}" for what in wrong + _programs]
+    return found
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@contextmanager
+def _alarm() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, _stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def _encoders(folder: Path) -> list[Encoder]:
+    from octavo.models import load_processor, tiny
+
+    made = []
+    for family, on_long in (("qwen3_vl", "drop"), ("internvl", "cut"), ("llama", "cut")):
+        processor = load_processor(tiny.write(family, folder / family, size="mini"))
+        made.append(Encoder(processor, SEQ_LENGTH, on_long=on_long, max_image_megapixels=0.5))
+    return made
+
+
+# Rows ------------------------------------------------------------------------------------------------------------
+
+
+def _good() -> list[Any]:
+    chat = [{"from": "human", "value": "<image>Wie viele?"}, {"from": "gpt", "value": "Zwölf, or 12"}]
+    parts = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "What?"}]
+    return [
+        {"id": "a", "image": "0.png", "conversations": chat},
+        {"id": 7, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}] * 3},
+        {"images": ["0.png", "2.png"], "conversations": [{"from": "user", "value": "<image> or <image>?"}, chat[1]]},
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x" * 40}]},
+    ]
+
+
+FORMATS = ("llava", "llava", "sharegpt", "messages")
+WORDS = ("\\ud800", "x\\udfff", "\\u0000", "<|im_end|>", "<|image_pad|>", "<img>", "</s>", "<image>", "\\u202e", "")
+ANYWHERE: tuple[Callable[[random.Random], str], ...] = (
+    lambda rng: f'"{rng.choice(WORDS)}"',
+    lambda rng: rng.choice(("", "-")) + "7" * rng.choice((300, 301, 5000)),
+    lambda rng: "[" * (deep := rng.choice((50, 70, 900, 1100, 50_000))) + "]" * deep,
+    lambda rng: '{"":' * (deep := rng.choice((50, 70, 900, 1100, 50_000))) + "0" + "}" * deep,
+    lambda rng: json.dumps(["0.png"] * rng.choice((3, 10_000))),
+    lambda rng: rng.choice(("1e999", "NaN", "-Infinity", "tru", "'a'", '"\x01"', "\ufeff{}")),
+)
+# (the keys whose values it replaces, what by)
+SPECIAL: tuple[tuple[tuple[str, ...], Callable[[random.Random], str]], ...] = (
+    (("value", "content", "text", "id", "image"), lambda rng: json.dumps("word " * rng.choice((100, 4_000_000)))),
+    (("value", "content", "text", "id", "image"), lambda rng: f'"a {rng.choice(WORDS)} b"'),
+    (("conversations",), lambda rng: json.dumps(
+        [{"from": role, "value": "x"} for role in ("human", "gpt")] * rng.choice((10, 1000, 20_000))
+    )),
+)  # fmt: skip
+
+
+def _damaged(rng: random.Random, row: Any) -> bytes:
+    """A row with something wrong, as JSON by form or not."""
+    text = json.dumps(row, ensure_ascii=rng.random() < 0.5)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return mutate.damage(rng, text.encode())
+    if kind == 1:
+        return mutate.damage_json(rng, text).encode()
+    row = json.loads(text)
+    keys, special = rng.choice(SPECIAL) if kind == 2 else ((), rng.choice(ANYWHERE))
+    there = mutate.places(row)
+    holder, key = rng.choice([place for place in there if place[1] in keys] or there)
+    holder[key] = "PLACE"
+    return json.dumps(row).replace('"PLACE"', special(rng), 1).encode()
+
+
+def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[Encoder]) -> list[str]:
+    """One damaged row between two good ones, in a list or in lines."""
+    which = rng.randrange(len(FORMATS))
+    good = _good()[which]
+    damaged = _damaged(rng, good)
+    lines = rng.random() < 0.6
+    parts = [json.dumps(good).encode(), damaged, json.dumps(good).encode()]
+    file = folder / rng.choice(("r.jsonl", "r.json") if lines else ("r.json",))
+    file.write_bytes(b"\n".join(parts) if lines else b"[" + b",\n".join(parts) + b"]")
+    dataset = {"images": None, "weight": 1.0, "max_samples": None, "path": str(file)}
+    try:
+        source = read(SimpleNamespace(**dataset, format=rng.choice(("auto", FORMATS[which]))))
+    except DataError as refused:
+        # A list has one form; lines have one each, and their name says so.
+        allowed = not lines or file.suffix == ".json" or "ambiguous" in str(refused)
+        return _said(refused, file) + ([] if allowed else [f"one line refuses the file: {refused}"])
+    return _judged(source, rng.choice(encoders), folder, len(parts) == len(source), good)
+
+
+def _judged(source: Source, encoder: Encoder, folder: Path, alone: bool, good: Any) -> list[str]:
+    judge, wrong = Judge((source,), "skip", folder / "skipped.jsonl"), []
+    made: list[Any] = []
+    for row in range(len(source)):
+        try:
+            sample: Any = encoder.encode(source[row])
+            if not (0 < len(sample.input_ids) <= SEQ_LENGTH and (sample.labels != -100).any()):
+                wrong.append(f"row {row} became {len(sample.input_ids)} tokens")
+        except DataError as refused:
+            sample = refused
+            wrong += _said(refused, Path(source.name), row)
+        made.append(sample)
+        try:
+            judge.admit((0, row), sample)
+        except DataError as refused:
+            wrong += [] if "every one of its" in str(refused) else [f"ends the run: {refused}"]
+    for row in (0, 2) if alone else ():
+        wrong += (
+            [] if _same(made[row], good, source, encoder) else [f"row {row} is another beside a bad one: {made[row]}"]
+        )
+    (folder / "skipped.jsonl").unlink(missing_ok=True)
+    return wrong
+
+
+def _same(made: Any, good: Any, source: Source, encoder: Encoder) -> bool:
+    try:
+        expected = encoder.encode(parse(good, source.format, file=source.name, row=0, images=source.images))
+    except DataError as refused:
+        return isinstance(made, DataError) and type(made) is type(refused)
+    return isinstance(made, Sample) and made.input_ids.tolist() == expected.input_ids.tolist()
+
+
+def _said(error: Exception, file: Path, row: int | None = None) -> list[str]:
+    text, wrong = str(error), []
+    if str(file) not in text or (row is not None and f"row {row}" not in text):
+        wrong.append(f"does not name {file.name}, row {row}: {text[:200]}")
+    if len(text) > LETTERS or not text.isprintable():
+        wrong.append(f"a message of {len(text)} letters, or not printable: {text[:100]!r}")
+    return wrong
+
+
+# Images ----------------------------------------------------------------------------------------------------------
+
+
+def _images() -> list[bytes]:
+    """A small one of every format and of most modes; the first three are good PNGs."""
+    noise = np.random.default_rng(0).integers(0, 256, (24, 20, 4), dtype=np.uint8)
+    colour, alpha, grey = Image.fromarray(noise[..., :3]), Image.fromarray(noise), Image.fromarray(noise[..., 0])
+    deep = Image.fromarray(noise[..., :2].copy().view(np.uint16)[..., 0])
+    light = Image.fromarray(noise[..., 0].astype(np.float32) / 255)
+    palette = colour.quantize(16)
+    palette.info["transparency"] = bytes(range(16))
+    exif = colour.getexif()
+    exif[0x0112] = 6
+    wanted: list[tuple[Image.Image, str, dict[str, Any]]] = [
+        (colour, "PNG", {}), (grey, "PNG", {}), (alpha, "PNG", {}), (deep, "PNG", {}), (palette, "PNG", {}),
+        (colour, "JPEG", {"exif": exif}), (colour, "JPEG", {"progressive": True}), (colour.convert("CMYK"), "JPEG", {}),
+        (colour, "GIF", {"save_all": True, "append_images": [grey]}), (alpha, "WEBP", {"lossless": True}),
+        (colour, "WEBP", {}), (colour, "BMP", {}), (palette, "BMP", {}), (colour, "PPM", {}), (light, "PPM", {}),
+        (deep, "TIFF", {}), (light, "TIFF", {}), (alpha, "TIFF", {"compression": "tiff_lzw"}), (grey, "JPEG2000", {}),
+        (colour, "TIFF", {"compression": "jpeg"}), (colour.convert("1"), "TIFF", {"compression": "group4"}),
+        (alpha, "AVIF", {}), (palette, "TIFF", {}),
+    ]  # fmt: skip
+    made = []
+    for image, kind, options in wanted:
+        try:
+            image.save(buffer := io.BytesIO(), kind, **options)
+        except (KeyError, OSError):  # a Pillow built without it
+            continue
+        made.append(buffer.getvalue())
+    return [*made, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"]
+
+
+def _image(rng: random.Random, folder: Path, images: list[bytes], encoders: list[Encoder]) -> list[str]:
+    """A damaged image, in its header or anywhere; now and then with a number in it made huge."""
+    raw = rng.choice(images)
+    if rng.random() < 0.5:
+        head = rng.choice((16, 32, 64, 200))
+        raw = mutate.damage(rng, raw[:head]) + raw[head:]
+    else:
+        raw = mutate.damage(rng, raw)
+    if rng.random() < 0.3 and len(raw) > 4:
+        at = rng.randrange(min(len(raw) - 3, 300))
+        huge = rng.choice((0, 1, 255, 65535, 0x7FFFFFFF, 0xFFFFFFFF))
+        raw = raw[:at] + struct.pack(rng.choice("<>") + "I", huge) + raw[at + 4 :]
+    file = folder / "damaged.png"
+    file.write_bytes(raw)
+    try:
+        image = load(file, 0.5)
+    except ImageProblem as refused:
+        return _said(refused, file)
+    if image.mode != "RGB" or image.width * image.height > 500_000:
+        return [f"became {image}"]
+    return []
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_damaged_data() -> None:
+    assert run(13, 200) == []
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, help="this case alone")
+    given = parser.parse_args()
+    findings = run(given.seed, given.cases, given.only)
+    print("\n".join(findings) or "nothing found")
+    print(f"{given.cases} cases, {len(findings)} findings, {time.process_time():.0f} s of CPU, {_peak() / 1024:.0f} MB")
