@@ -44,6 +44,7 @@ from octavo.fp8.policy.topology import Row, topology
 from octavo.fp8.proof.prediction import Prediction, predict
 from octavo.fp8.proof.proof import Proof, ProofError
 from octavo.fp8.weights.cache import code_bytes, invalidate
+from octavo.fp8.weights.finite import not_finite
 from octavo.fp8.weights.frozen import (
     FROZEN,
     codes_of_frozen,
@@ -121,6 +122,7 @@ __all__ = [
     "load_plan",
     "load_scaling_state",
     "measure",
+    "not_finite",
     "offload_activations",
     "plan",
     "predict",
