@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, ProcessorMixin
 
 from octavo.models.errors import ModelError
 from octavo.models.processors import TextProcessor
@@ -28,8 +29,8 @@ def generate(
     images    one PIL image for each image part, in reading order
 
     The model's mode and its generation settings are left as they were. Raises ModelError when images and image parts
-    differ in number, when there is nothing to answer or no chat template to write it by, and when max_new_tokens is
-    below one.
+    differ in number, when there is nothing to answer or no chat template to write it by, when max_new_tokens is below
+    one, and where a score is NaN: the most likely token would be any.
     """
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     asked = sum(part.get("type") == "image" for content in contents for part in content)
@@ -65,7 +66,17 @@ def generate(
     model.eval()
     try:
         with torch.no_grad():
-            ids = model.generate(**batch, generation_config=settings)
+            ids = model.generate(**batch, generation_config=settings, logits_processor=LogitsProcessorList([_numbers]))
     finally:
         model.train(training)
     return processor.tokenizer.decode(ids[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def _numbers(ids: Tensor, scores: Tensor) -> Tensor:
+    """The scores of the next token, if all are numbers; a model may exclude tokens by -inf."""
+    if bool((scores.isnan() | (scores == torch.inf)).any()):
+        raise ModelError(
+            f"the model gives NaN or infinity as the score of token {ids.shape[1]}: it computes no numbers, and would "
+            "answer with any token. Ask an earlier checkpoint (--step), or in high precision (--recipe off)."
+        )
+    return scores
