@@ -96,10 +96,13 @@ def save(model: nn.Module, directory: str | Path, base: str | Path, state: Mappi
     (:mod:`octavo.atomic`). On several ranks get ``state`` by :func:`adapter_state` on all of them, and call this on
     one.
 
-    Raises AdapterError where the directory holds something that is no adapter, or cannot be written.
+    Raises AdapterError where the directory holds something that is no adapter, or cannot be written, and for values
+    that are not finite.
     """
     final = Path(directory)
     values = dict(state) if state is not None else adapter_state(model)
+    if bad := fp8.not_finite(values.items()):
+        raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): nothing is written of such adapters.")
     text = json.dumps(_document(model, str(base)), indent=2, sort_keys=True) + "\n"
     if final.exists() and (not final.is_dir() or [f for f in os.listdir(final) if f not in _BESIDE]):
         odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(sorted(os.listdir(final))[:3])
@@ -207,7 +210,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
     for name, value in state.items():
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise AdapterError(f"{file}: {name} is {value.dtype}; adapters are fp32, bf16 or fp16.")
-        if not bool(torch.isfinite(value).all()):
+        if fp8.not_finite([(name, value)]):
             raise AdapterError(f"{file}: {name} holds NaN or infinity; the adapter is broken.")
     return state
 

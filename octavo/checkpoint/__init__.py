@@ -4,7 +4,7 @@ from octavo.checkpoint import rng
 from octavo.checkpoint.dcp_safe import SafeReader
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import prune, steps, sweep
-from octavo.checkpoint.state import Restored, latest, load, save
+from octavo.checkpoint.state import Restored, latest, load, not_finite, save
 from octavo.checkpoint.verify import verify
 from octavo.checkpoint.verify.findings import Verified
 
@@ -15,6 +15,7 @@ __all__ = [
     "Verified",
     "latest",
     "load",
+    "not_finite",
     "prune",
     "rng",
     "save",

@@ -7,6 +7,9 @@ The optimizer's state goes by parameter *name*, so two ranks' shards load into o
 How a kill at any moment is survived: everything is written into `.step_N.tmp`, every file and directory is
 fsynced, and only then renamed to `step_N`. A directory of that name is whole, or was damaged later; the checksums
 tell.
+
+NaN and infinity are neither written nor loaded: nothing can go on from them. state.json says "finite" since they are
+looked for; a checkpoint of 0.4.0, which does not, has its values read where the newest is asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +33,7 @@ from octavo import fp8
 from octavo.atomic import no_room
 from octavo.checkpoint import files
 from octavo.checkpoint import optimizer as states
-from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly
+from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly, read_item
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import EachOnce, Rows
 
@@ -72,10 +75,10 @@ def save(
     extra: Mapping[str, torch.Tensor],
     counters: Mapping[str, Any],
     world: Ranks,
-    keep: int,
+    keep: int | None,
     trained_only: bool = False,
 ) -> Path:
-    """Write `directory`/step_N and return it; then delete all but the `keep` newest. A collective.
+    """Write `directory`/step_N and return it; then delete all but the `keep` newest (None: delete none). A collective.
 
     trained_only: of the model, save the parameters that ask for a gradient alone (adapters), for a caller that loads
     the others again from elsewhere. Frozen FP8 weights are never saved: they are codes that came from elsewhere.
@@ -83,11 +86,11 @@ def save(
     extra: tensors of the caller's. A name that several ranks give must carry equal values (one copy is written);
     what is each rank's own carries the rank in its name. counters: JSON values, taken from rank 0.
 
-    Raises CheckpointError on every rank if it could not be written (disk full, no permission, ...). The checkpoints
-    that were there are then untouched.
+    Raises CheckpointError on every rank if it could not be written (disk full, no permission, ...) or holds a value
+    that is not finite. The checkpoints that were there are then untouched.
     """
     directory = Path(directory)
-    if keep < 1:
+    if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep} was asked; a run that saves keeps at least 1 checkpoint (run.keep)")
     tmp = files.aside(directory, step, "tmp")
     state = _tensors(model, optimizer, trained_only)
@@ -95,6 +98,11 @@ def save(
     _all_tensors(state)
     try:
         with _shared("write", tmp, world):
+            if bad := fp8.not_finite(_here(state)):
+                raise CheckpointError(
+                    f"after step {step} {_named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): nothing "
+                    "can go on from that, and no checkpoint is written of it. Those already there are untouched"
+                )
             if world.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 files.sweep(directory)
@@ -115,11 +123,13 @@ def save(
                     "counters": dict(counters),
                     "groups": states.groups(model, optimizer),
                     "files": listed,
+                    "finite": True,
                     **({"holds": TRAINED} if trained_only else {}),
                 }
                 files.write_state(tmp, document)
                 files.publish(directory, step)
-                files.prune(directory, step, keep)
+                if keep is not None:
+                    files.prune(directory, step, keep)
     except CheckpointError:
         if world.rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)  # best effort: a full disk is freed; what stays is swept later
@@ -128,10 +138,11 @@ def save(
 
 
 def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str], None] | None = None) -> Path | None:
-    """The newest whole checkpoint, every file read and compared to its checksum; None where there is none at all.
+    """The newest good checkpoint, every file read and compared to its checksum; None where there is none at all.
 
-    A damaged one is passed over, and `say` is called (on rank 0). A collective: rank 0 looks, all get its answer.
-    Raises CheckpointError if there are checkpoints but none is whole: starting over in silence would be wrong.
+    One that is damaged, or holds NaN or infinity, is passed over, and `say` is called (on rank 0). A collective: rank 0
+    looks, all get its answer. Raises CheckpointError if there are checkpoints but none is good: starting over in
+    silence would be wrong.
     """
     directory = Path(directory)
     found = world.gather_objects(_look(directory, say) if world.rank == 0 else {})[0]
@@ -139,7 +150,7 @@ def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str],
         return files.place(directory, found["step"])
     if found["problems"]:
         raise CheckpointError(
-            f"no checkpoint in {directory} is whole: {'; '.join(found['problems'])}. Restore one from a copy, or "
+            f"no checkpoint in {directory} can be used: {'; '.join(found['problems'])}. Restore one from a copy, or "
             "start anew in another run.dir"
         )
     return None
@@ -155,8 +166,9 @@ def _look(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
     for step in reversed(there):
         path = files.place(directory, step)
         try:
-            listed = files.read_state(path)["files"]
-            bad = next((p for name, entry in listed.items() if (p := files.problem(path, name, entry))), None)
+            document = files.read_state(path)
+            problems_of = (files.problem(path, name, entry) for name, entry in document["files"].items())
+            bad = next((found for found in problems_of if found), None) or not_finite(path, document)
         except CheckpointError as error:
             bad = str(error)
         if bad is None:
@@ -165,6 +177,20 @@ def _look(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
         if say is not None:
             say(f"checkpoint step_{step} is passed over: {bad}")
     return {"step": None, "problems": problems}
+
+
+def not_finite(path: Path, document: Mapping[str, Any]) -> str | None:
+    """What of a checkpoint holds NaN or infinity, in a sentence; None: nothing does. Values are read, a tensor at a
+    time, unless its state.json says that they are finite."""
+    if document.get("finite"):
+        return None
+    places = SafeReader(path).read_metadata().storage_data
+    ours = sorted(places, key=lambda index: (not index.fqn.startswith("model."), index.fqn))  # weights first
+    for index in (index for index in ours if not index.fqn.startswith("extra.")):
+        tensor = read_item(path / places[index].relative_path, places[index], index.fqn)
+        if fp8.not_finite([(index.fqn, tensor)]):
+            return f"{_named(index.fqn)} holds NaN or infinity"
+    return None
 
 
 def load(
@@ -177,7 +203,8 @@ def load(
     alone. Scheduler, data position and generators are the caller's, from the counters and extra tensors returned. Every
     file is compared to its checksum first.
 
-    Raises CheckpointError, naming the file or the tensor, and on every rank.
+    Raises CheckpointError, naming the file or the tensor, and on every rank; also for NaN and infinity, which the model
+    then holds.
     """
     path = Path(path)
     document: dict[str, Any] = {}
@@ -207,6 +234,12 @@ def load(
     with _dcp("read", path):
         dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
     fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
+    with _shared("read", path, world):
+        if bad := fp8.not_finite(_here(state)):
+            raise CheckpointError(
+                f"{path}: {_named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): the run was dead when "
+                "it was saved. Use an earlier checkpoint (run.resume=auto and commands without --step pass over such)"
+            )
     if optimizer is not None:
         states.fill(model, optimizer, loaded, document)
     return Restored(
@@ -235,6 +268,21 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_
     if optimizer is not None:
         result.update(states.tensors(model, optimizer))
     return result
+
+
+def _here(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What of each tensor of model and optimizer lies on this rank; extra tensors may hold what the caller likes."""
+    ours = ((name, value) for name, value in state.items() if not name.startswith("extra."))
+    return ((name, value.here if isinstance(value, Rows) else value) for name, value in ours)
+
+
+def _named(entry: str) -> str:
+    """An entry for people."""
+    kind, _, name = entry.partition(".")
+    if kind == "model":
+        return name
+    parameter, _, key = name.rpartition(".")
+    return f"the optimizer's {key} of {parameter}" if kind == "optimizer" else entry
 
 
 def _all_tensors(state: Mapping[str, Any]) -> None:

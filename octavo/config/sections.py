@@ -453,7 +453,9 @@ class RunSection(Section):
         "checkpoint such as runs/first/checkpoints/step_200.",
     )
     save_every: int = Field(default=0, ge=0, le=10**9, description="Steps between checkpoints; 0 = only at the end.")
-    keep: int = Field(default=2, ge=1, le=10**9, description="Checkpoints kept.")
+    keep: int = Field(
+        default=2, ge=1, le=10**9, description="Checkpoints kept; one more until a step from the newest was applied."
+    )
     eval_every: int = Field(default=0, ge=0, le=10**9, description="Steps between evaluations; 0 = only at the end.")
     log_every: int = Field(default=1, ge=1, le=10**9, description="Steps between lines of metrics.jsonl.")
     health_every: int = Field(default=25, ge=0, le=10**9, description="Steps between FP8 health figures; 0 = none.")

@@ -45,6 +45,7 @@ from octavo.fp8.proof.prediction import Prediction, predict
 from octavo.fp8.proof.proof import Proof, ProofError
 from octavo.fp8.proof.reference import reference_note
 from octavo.fp8.weights.cache import code_bytes, invalidate
+from octavo.fp8.weights.finite import not_finite
 from octavo.fp8.weights.frozen import (
     FROZEN,
     codes_of_frozen,
@@ -122,6 +123,7 @@ __all__ = [
     "load_plan",
     "load_scaling_state",
     "measure",
+    "not_finite",
     "offload_activations",
     "plan",
     "predict",

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, ProcessorMixin
 
 from octavo.models import chat
 from octavo.models.errors import ModelError
@@ -39,8 +40,8 @@ def generate(
 
     Greedy: :func:`ignored_settings` says what of the model's generation settings has no effect. They are left as they
     were, and so is the model's mode. Raises ModelError when images and image parts
-    differ in number, when there is nothing to answer or no chat template to write it by, and when max_new_tokens is
-    below one.
+    differ in number, when there is nothing to answer or no chat template to write it by, when max_new_tokens is
+    below one, and where a score is NaN: the most likely token would be any.
     """
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     asked = sum(part.get("type") == "image" for content in contents for part in content)
@@ -78,7 +79,7 @@ def generate(
     model.generation_config = settings  # else transformers fills in what `settings` leaves open
     try:
         with torch.no_grad():
-            ids = model.generate(**batch, generation_config=settings)
+            ids = model.generate(**batch, generation_config=settings, logits_processor=LogitsProcessorList([_numbers]))
     finally:
         model.generation_config = own
         model.train(training)
@@ -100,3 +101,13 @@ def ignored_settings(model: PreTrainedModel) -> str | None:
         return None
     shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in odd.items())
     return f"answers are greedy, so the model's generation settings {shown} are ignored"
+
+
+def _numbers(ids: Tensor, scores: Tensor) -> Tensor:
+    """The scores of the next token, if all are numbers; a model may exclude tokens by -inf."""
+    if bool((scores.isnan() | (scores == torch.inf)).any()):
+        raise ModelError(
+            f"the model gives NaN or infinity as the score of token {ids.shape[1]}: it computes no numbers, and would "
+            "answer with any token. Ask an earlier checkpoint (--step), or in high precision (--recipe off)."
+        )
+    return scores

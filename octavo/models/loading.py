@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -95,7 +96,22 @@ def _load_stock(
             **extra,
         )
     refuse_incomplete(folder, info)
+    if bad := fp8.not_finite(model.named_parameters()):
+        raise ModelError(_not_finite(folder, bad))
     return model
+
+
+def _not_finite(folder: Path, bad: list[str]) -> str:
+    """What to say of parameters that hold NaN or infinity: the tensor on disk, if it is there already."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if fp8.not_finite([(name, tensors.get_tensor(name))]):
+                    return (
+                        f"{file}: {name} holds NaN or infinity ({len(bad)} weights of the model do). Download or write "
+                        "it again; `octavo verify` lists all such."
+                    )
+    return f"{folder}: {bad[0]} has values beyond the dtype it is loaded in, which would become infinite. Load in fp32."
 
 
 def load_split(

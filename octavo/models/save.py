@@ -41,7 +41,8 @@ def save_hf(
 
     Written aside (`.NAME.part`, where a killed export's leftovers are removed first), fsynced, then renamed: the
     directory is whole or absent. An earlier export is replaced; any other non-empty directory is refused. Raises
-    ModelError when names or shapes are not those of the source's model, a tensor is a shard, or the disk is full.
+    ModelError when names or shapes are not those of the source's model, a tensor is a shard or not finite, or the disk
+    is full.
     """
     source, target = Path(source_path), Path(directory)
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
@@ -49,6 +50,11 @@ def save_hf(
     stock = empty(source)
     weights = _checked(state_dict if state_dict is not None else model.state_dict(), stock)
     weights = _cast(weights, dtype)
+    if bad := fp8.not_finite(weights.items()):
+        raise ModelError(
+            f"{bad[0]} holds NaN or infinity ({len(bad)} of {len(weights)} tensors do), and a model that does answers "
+            "with NaN: nothing is written. Save an earlier checkpoint."
+        )
     with atomic.folder(target, ModelError) as made:
         _write(stock, weights, source, made)
     return target

@@ -213,7 +213,7 @@ class Stream:
                 decoded = self._decoded(single, self.dtype_of(origin.name))
                 values[entry.name] = torch.cat([rows for _, rows in decoded(0)])
             else:
-                values[entry.name] = self.shards.read(entry)
+                values[entry.name] = _finite(self.shards.read(entry), entry)
         for name, value in run_rule(origin, self.model, values).items():
             if value.shape != self._shape(name):
                 raise ModelError(
@@ -290,8 +290,7 @@ def cast_into(
 
 
 def _finite(values: Tensor, stored: Stored) -> Tensor:
-    """The values, if they are some. Looked at in pieces, so that nothing of the tensor's size comes beside it."""
-    flat = values.view(-1)
-    if values.is_floating_point() and not all(bool(torch.isfinite(part).all()) for part in flat.split(_CHUNK)):
+    """The values, if they are some."""
+    if fp8.not_finite([(stored.name, values)]):
         raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")
     return values

@@ -142,7 +142,7 @@ def read(directory: str | Path) -> RunRecord:
         proof=_json(directory / "proof.json"),
         environment=_json(directory / "environment.json"),
         config=_text(directory / "config.yaml"),
-        finished=result.get("status") == "finished",
+        finished=result.get("status") == "finished" and not trained[-1].get("skipped"),
     )
 
 

@@ -343,6 +343,6 @@ def save(job: Job) -> Path:
             **({} if job.attention is None else {"attention": job.attention}),
         },
         world=job.world,
-        keep=job.cfg.run.keep,
+        keep=None,  # see `saving.Saving`
         trained_only=job.cfg.lora is not None,
     )

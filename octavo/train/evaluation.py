@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,13 +13,17 @@ from torch import Tensor, nn
 from octavo.parallel import World
 from octavo.train import losses
 from octavo.train.callback import Callback, Run, Step
+from octavo.train.errors import TrainError
 from octavo.train.forward import Forward
+from octavo.train.nonfinite import refuse_weights
 
 
 def evaluate(
     model: nn.Module, evalset: Iterable[dict[str, Any]], forward: Forward | None = None, world: World | None = None
 ) -> dict[str, Any]:
     """{"loss", "exact_match", "questions", "tokens"} over a held-out set. A collective.
+
+    Raises TrainError where the loss is not finite.
 
     loss         mean cross-entropy over all loss tokens, fp32 (nats)
     exact_match  share of the questions answered exactly, 0 to 1. Every assistant turn is a question; it counts when
@@ -34,6 +39,11 @@ def evaluate(
         for batch in evalset:
             sums += _judge(forward(batch), batch)
     loss, tokens, right, questions = world.sum(sums).tolist()
+    if not math.isfinite(loss):
+        raise TrainError(
+            f"the loss over {int(tokens)} held-out tokens is {loss}: the model computes no numbers. Evaluate "
+            " an earlier checkpoint (--step), or in high precision (--recipe off)"
+        )
     return {
         "loss": loss / max(tokens, 1),
         "exact_match": right / max(questions, 1),
@@ -72,6 +82,7 @@ class Evaluation(Callback):
 
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
         assert run.job.evalset is not None
+        refuse_weights(run.model, run.world, f"after step {run.step}")
         run.eval = evaluate(run.model, run.job.evalset, run.job.stepper.forward, run.world)
         run.notify("evaluated", run.eval)
         return run.eval

@@ -113,6 +113,13 @@ def _train(run: Run) -> RunResult:
             run.log.close()
     # Stopped at the last step: finished, unless its evaluation is still due (made when the run goes on).
     stopped = run.stopping and (run.step < steps or (evaluation.due(run, steps) and "eval" not in run.row))
+    if not stopped and (in_a_row := run.job.progress.in_a_row):
+        raise TrainError(
+            f"the last {in_a_row} of {steps} steps were skipped, because loss or gradient were not finite: what they "
+            f"left may be dead, so the run has not finished. Its weights are in {rundir.CHECKPOINTS}/step_{run.step}, "
+            "as the last step that was applied left them (octavo eval, octavo export). Look at the data of these "
+            "steps, lower train.lr, or keep the layer that overflows out of FP8"
+        )
     result = _result(run, stopped)
     run.notify("end", result)
     return result

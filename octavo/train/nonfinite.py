@@ -1,4 +1,5 @@
-"""Which layer made the first value that is not finite: asked when a run cannot go on, so it may cost two more steps."""
+"""Weights that are not finite, which end a run; and which layer made the first value that is not finite, asked when a
+run cannot go on, so that it may cost two more steps. All ranks come to one answer."""
 
 from __future__ import annotations
 
@@ -10,19 +11,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from octavo import fp8
 from octavo.fp8.weights import plain
+from octavo.parallel import World
+from octavo.train.errors import TrainError
 
 
-def first_source(model: nn.Module, run: Callable[[], Any]) -> str:
-    """One sentence naming where NaN or Inf first appears when `run` (forwards and backwards) is repeated.
+def refuse_weights(model: nn.Module, world: World, when: str) -> None:
+    """Raise TrainError where a weight is not finite, on every rank the same. One pass over the weights and one wait for
+    the device; a collective."""
+    bad = fp8.not_finite(model.named_parameters())
+    if all_bad := [name for names in world.gather_objects(bad) for name in names]:
+        first = next(name for name, _ in model.named_parameters() if name in all_bad)
+        raise TrainError(
+            f"{when} the weight {first} itself is not finite (weights that are not: {len(set(all_bad))}), and nothing "
+            "can be learnt from that. No checkpoint and no model is written of it; those that are there stay. Lower "
+            "train.lr, set train.clip, or look at the data of the steps before"
+        )
 
-    Looked at in this order: the weights; each module's output in the order of the forward; the loss's way back, each
-    module's gradient in the order of the backward. Inputs that are already bad are not a module's own fault, so the
-    innermost module with good inputs and a bad output is named.
+
+def first_source(model: nn.Module, run: Callable[[], Any], world: World | None = None) -> str:
+    """One sentence naming where NaN or Inf first appears when `run` (forwards and backwards) is repeated. A collective.
+
+    The weights are finite. Looked at in this order: each module's output in the order of the forward; the loss's way
+    back, each module's gradient in the order of the backward. Inputs that are already bad are not a module's own fault,
+    so the innermost module with good inputs and a bad output is named. What one rank alone finds, all say.
     """
-    for name, parameter in model.named_parameters():
-        if not _good(parameter.detach()):
-            return f"the weight {name} itself is not finite"
+    answers = (world or World()).gather_objects(_first_here(model, run))
+    return str(min(answers)[1])
+
+
+def _first_here(model: nn.Module, run: Callable[[], Any]) -> tuple[int, str]:
+    """(how little it says, the sentence) of this rank."""
     found: list[str] = []
     names = {module: name for name, module in model.named_modules()}
 
@@ -49,11 +69,11 @@ def first_source(model: nn.Module, run: Callable[[], Any]) -> str:
     finally:
         _remove([*forward_hooks, *backward_hooks])
     if found:
-        return f"{found[0]} produced the first value that is not finite"
+        return 0, f"{found[0]} produced the first value that is not finite"
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not _good(p.grad)]
     if bad:
-        return f"the gradient of {bad[-1]} is not finite, though every activation is"
-    return "no layer produced one when the step was repeated: the loss itself overflows"
+        return 1, f"the gradient of {bad[-1]} is not finite, though every activation is"
+    return 2, "no layer produced one when the step was repeated: the loss itself overflows"
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

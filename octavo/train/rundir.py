@@ -100,7 +100,7 @@ def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) 
     Nothing that the directory holds is changed before `settle`.
 
     never   the directory must be new or empty
-    auto    continue from its newest whole checkpoint; without one, or without a run, begin
+    auto    continue from its newest good checkpoint; without one, or without a run, begin
     PATH    continue from that checkpoint: its own run, or another directory that is new or empty
 
     A run that failed before its first step left nothing to lose: its directory counts as empty.
@@ -110,6 +110,8 @@ def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) 
     """
     directory = Path(cfg.run.dir)
     known = world.from_main(lambda: _locked(cfg, directory, lock))
+    if dead := known.get("dead"):
+        say(f"{directory} says that it has finished, and {dead}: it has not, and goes on from what is good in it")
     if known["result"] is not None:
         return Start(directory, result=known["result"])
     if cfg.run.resume not in ("never", "auto"):
@@ -150,7 +152,21 @@ def _locked(cfg: Config, directory: Path, lock: RunLock) -> dict[str, Any]:
     if not (directory / LOCK).exists():
         _look(cfg, directory)  # one that is refused gets no lock file
     lock.take(directory)
-    return _look(cfg, directory)
+    found = _look(cfg, directory)
+    dead = None if found["result"] is None else _dead(directory, found["result"])
+    return found if dead is None else {"run": True, "result": None, "dead": dead}
+
+
+def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
+    """Why a run that says it has finished has not, as version 0.4.0 could leave it; None: it has."""
+    if (result.get("final") or {}).get("skipped"):
+        return "its last step was skipped (loss or gradient were not finite)"
+    there = checkpoint.steps(directory / CHECKPOINTS)
+    if not there or there[-1] != result["steps"]:
+        return None
+    newest = directory / CHECKPOINTS / f"step_{there[-1]}"
+    bad = checkpoint.not_finite(newest, read_state(newest))
+    return None if bad is None else f"in {newest} {bad}"
 
 
 def _look(cfg: Config, directory: Path) -> dict[str, Any]:

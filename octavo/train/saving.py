@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from octavo import checkpoint as checkpoints
 from octavo import fp8, models, parallel
 from octavo.train import base, rundir
 from octavo.train.build import Job
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
+from octavo.train.result import RunResult
 
 
 class Saving(Callback):
-    """A checkpoint every `run.save_every` steps, after the last one, and before a signal's end."""
+    """A checkpoint every `run.save_every` steps, after the last one, and before a signal's end.
+
+    Weights are good when a step from them was applied: until then none of the checkpoints before goes (`run.keep`), and
+    one that is due after a step that was skipped waits for the next that is not.
+    """
+
+    def begin(self, run: Run) -> None:
+        self.due, self.newest = False, run.step  # of the checkpoints: a stopped session may have left one too many
 
     def end_step(self, run: Run, step: Step) -> None:
-        every = run.cfg.run.save_every
-        if run.stopping or step.number == run.cfg.train.steps or (every and step.number % every == 0):
+        every, last = run.cfg.run.save_every, run.stopping or step.number == run.cfg.train.steps
+        self.due |= bool(every) and step.number % every == 0
+        if step.result.applied and self.newest < step.number:
+            self._prune(run)
+        if last or (self.due and step.result.applied):
             run.save()
+            self.due = False
+
+    def saved(self, run: Run, checkpoint: Path) -> None:
+        self.newest = run.step
+
+    def end(self, run: Run, result: RunResult) -> None:
+        if result.status == "finished":
+            self._prune(run)
+
+    def _prune(self, run: Run) -> None:
+        """Delete what `run.keep` says, once for each checkpoint."""
+        if self.newest:
+            folder, newest, keep = run.directory / rundir.CHECKPOINTS, self.newest, run.cfg.run.keep
+            self.newest = 0
+            run.world.from_main(lambda: checkpoints.prune(folder, newest, keep))
 
 
 def deliver(job: Job) -> Mapping[str, Any] | None:

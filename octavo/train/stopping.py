@@ -6,7 +6,7 @@ from octavo.data.report import CONTROL
 from octavo.train import compiled
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
-from octavo.train.nonfinite import first_source
+from octavo.train.nonfinite import first_source, refuse_weights
 from octavo.train.result import RunResult
 
 PATIENCE = 10  # such steps in a row before the run gives up
@@ -24,7 +24,9 @@ class Stopping(Callback):
 
 
 class NotFinite(Callback):
-    """Says that a step was not applied. After `PATIENCE` in a row (or all there are) it finds the layer and stops."""
+    """Says that a step was not applied, and stops the run where a weight is not finite: no later step could be applied.
+    After `PATIENCE` in a row (or all there are) it finds the layer and stops. A run whose last step was not applied has
+    not finished either: whether its weights still compute, no step has shown."""
 
     def after_step(self, run: Run, step: Step) -> None:
         if not step.result.applied:
@@ -35,10 +37,13 @@ class NotFinite(Callback):
 
     def end_step(self, run: Run, step: Step) -> None:
         in_a_row, stepper = run.job.progress.in_a_row, run.job.stepper
+        if in_a_row:
+            refuse_weights(run.model, run.world, f"after step {step.number}")
         if in_a_row < min(PATIENCE, run.cfg.train.steps):
             return
         with compiled.step(run.cfg.train.compile, eager=True):  # its hooks look inside blocks
-            where = first_source(run.model, lambda: [stepper.backward(batch, 1.0) for batch in step.batches])
+            repeat = lambda: [stepper.backward(batch, 1.0) for batch in step.batches]  # noqa: E731
+            where = first_source(run.model, repeat, run.world)
         raise TrainError(
             f"{in_a_row} steps in a row, up to step {step.number}, had a loss or a gradient that is not finite: "
             f"{where}. Lower train.lr, look at the data of these steps, or keep that layer out of FP8 with a rule "

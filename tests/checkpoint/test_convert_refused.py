@@ -43,6 +43,17 @@ def test_ends_that_cannot_be(folder, tmp_path):
     assert not (tmp_path / "d").exists() and not list(tmp_path.glob("*.converting"))
 
 
+def test_a_trained_checkpoint_with_a_nan_becomes_no_folder(folder, tmp_path):
+    """A folder's own bytes come back whatever they say; what was trained is a model, or it is not."""
+    trained = {f"model.{name}": value.clone() for name, value in tensors().items()}
+    name = next(name for name, value in trained.items() if value.dtype is torch.bfloat16)
+    trained[name].view(-1)[-1] = float("nan")
+    dcp.save({"model": trained}, checkpoint_id=tmp_path / "trained", no_dist=True)
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
+        convert.dcp_to_hf(tmp_path / "trained", tmp_path / "back", like=folder)
+    assert not (tmp_path / "back").exists()
+
+
 def test_pickles_are_refused(folder, tmp_path):
     for file in folder.glob("model*"):
         file.unlink()

@@ -163,7 +163,7 @@ def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage
     assert len(messages) == 1 and messages[0].startswith("checkpoint step_4 is passed over: ")
     damage_all = ck_files.place(tmp_path, 3) / "state.json"
     damage_all.unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*step_4.*step_3"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*step_4.*step_3"):
         latest(tmp_path, One())
 
 

@@ -799,6 +799,43 @@ area(
         "train/test_resume.py -k 'sigterm or named'",
     ),
     (
+        "dead-weights-go-on", "train/stopping.py",
+        'refuse_weights(run.model, run.world, f"after step {step.number}")', "None",
+        "a run whose weights are not finite skips ten steps before it ends, and names a layer's forward",
+        "train/test_dead.py -k whatever",
+    ),
+    (
+        "dead-weights-are-saved", "checkpoint/state.py",
+        'if bad := fp8.not_finite(_here(state)): raise CheckpointError( f"after',
+        'if bad := []: raise CheckpointError( f"after',
+        "a checkpoint is written of NaN",
+        "train/test_dead.py -k 'whatever or optimizer'",
+    ),
+    (
+        "dead-checkpoints-are-loaded", "checkpoint/state.py",
+        "or not_finite(path, document)", "",
+        "a checkpoint of 0.4.0 that holds NaN is the newest good one",
+        "train/test_dead.py -k poisoned",
+    ),
+    (
+        "skipped-to-the-end-is-finished", "train/loop.py",
+        "if not stopped and (in_a_row := run.job.progress.in_a_row):", "if in_a_row := 0:",
+        "a run whose last steps were skipped has finished",
+        "train/test_dead.py -k last_steps",
+    ),
+    (
+        "keep-trusts-the-newest", "train/saving.py",
+        "if step.result.applied and self.newest < step.number:", "if self.newest:",
+        "the checkpoint before one that is dead is deleted before a step has shown it",
+        "train/test_dead.py -k keep_never",
+    ),
+    (
+        "negative-infinity-is-finite", "fp8/weights/finite.py",
+        "low.isfinite() & high.isfinite()", "high.isfinite()",
+        "an infinity below zero passes for a number",
+        "fp8/weights/test_finite.py",
+    ),
+    (
         "checksum-not-compared", "checkpoint/files.py",
         "return None if found == wanted else", "return None if found['size'] == wanted['size'] else",
         "a flipped bit in a checkpoint is not noticed",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from octavo import fp8
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.folder import Folder, Place, bytes_of, mapped
@@ -94,6 +95,11 @@ def foreign(directory: Path, like: str | Path | None, say: Say) -> Back:
     @contextmanager
     def opens(entry: Entry) -> Iterator[torch.Tensor]:
         with reader.tensor(keys[entry.name]) as tensor:
+            if fp8.not_finite([(entry.name, tensor)]):
+                raise CheckpointError(
+                    f"{directory}: {keys[entry.name]} holds NaN or infinity, and a model that does answers with NaN: "
+                    "nothing is written of it. Convert an earlier checkpoint"
+                )
             yield tensor.reshape(entry.shape)
 
     return Back(tuple(shards), opens, nowhere, folder)
