@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import atomic
+from octavo import atomic, reading
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
 from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
@@ -57,12 +57,10 @@ class Cache:
         atomic.write_text(self.path, text + "\n", shared=True)
 
     def _read(self) -> list[Measurements]:
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        if not self.path.exists():
             return []
         try:
-            found: Any = json.loads(text)
+            found: Any = reading.read_json(self.path)
             if found["octavo_measurements"] != _FORMAT:
                 raise ValueError(f"it has format {found['octavo_measurements']}, this version writes {_FORMAT}")
             return [Measurements.from_json(m) for m in found["machines"]]

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from octavo import reading
 from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, recipe
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.globs import matches, template
@@ -28,10 +29,10 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     """(what the file holds, its text). Raises PlanError for a file that cannot be read or is no plan."""
     fix = "Name a file that octavo plan --save wrote."
     try:
-        text = path.read_text(encoding="utf-8")
+        text = reading.read_text(path)
         found = json.loads(text)
-    except OSError as error:
-        raise PlanError(f"The plan {path} cannot be read: {error.strerror}. {fix}") from error
+    except reading.Unreadable as error:
+        raise PlanError(f"The plan {path} cannot be read: {error} {fix}") from error
     except json.JSONDecodeError as error:
         raise PlanError(
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}. JSON wants a comma between two entries, "

@@ -194,7 +194,7 @@ def test_what_is_no_plan_is_reported(tmp_path, text, message):
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(fp8.PlanError, match=message):
         fp8.load_plan(tmp_path / "p.json", Net())
-    with pytest.raises(fp8.PlanError, match="cannot be read: No such file"):
+    with pytest.raises(fp8.PlanError, match="cannot be read: .* is missing"):
         fp8.load_plan(tmp_path / "none.json", Net())
 
 
