@@ -100,7 +100,7 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
             2,
             "--measure makes a plan, and the configuration takes",
         ),
-        (["plan", "run.yaml", "fp8.plan=p.json"], 1, "p.json cannot be read: No such file"),
+        (["plan", "run.yaml", "fp8.plan=p.json"], 1, "p.json is missing"),
         (["plan", "run.yaml", "--save", ""], 2, "--save '' is empty; name a file, e.g. --save plan.json"),
         (["plan", "run.yaml", "--save", "digits"], 2, "--save 'digits' is a folder"),
         (["plan", "run.yaml", "--save", "run.yaml/plan.json"], 2, "run.yaml is a file; name a file"),
