@@ -70,6 +70,7 @@ FAULTS = {
     "a layer too many": Fault(edited("config.json", num_hidden_layers=10**9), "config", "config.json"),
     "config of no end": Fault(replaced("config.json", "device"), "config", "config.json"),
     "tokenizer cut": Fault(text("tokenizer.json", '{"version": "1.0"'), "companion", "tokenizer.json"),
+    "half a tokenizer": Fault(lambda folder: (folder / "tokenizer.json").unlink(), "companion", "tokenizer.json"),
     "tokenizer of nothing": Fault(text("tokenizer.json", "{}"), "companion", "tokenizer.json"),
     "tokenizer no text": Fault(text("tokenizer_config.json", b"\xff\xfe{}"), "companion", "tokenizer_config.json"),
     "field of the tokenizer": Fault(edited("tokenizer_config.json", eos_token=[3]), "companion", "tokenizer.json"),
