@@ -67,7 +67,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     check_companions(folder)
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
-    with stock(f"{folder}: the tokenizer cannot be loaded"):
+    with stock(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     found = tokenizer.chat_template  # a dict where there are several
     for template in found.values() if isinstance(found, dict) else [] if found is None else [found]:
