@@ -68,6 +68,7 @@ FAULTS = {
     "empty config": Fault(text("config.json", "{}"), "config", "config.json"),
     "foreign config": Fault(text("config.json", '{"_class_name": "UNet", "layers": 2}'), "config", "config.json"),
     "a layer too many": Fault(edited("config.json", num_hidden_layers=10**9), "config", "config.json"),
+    "quantization of a word": Fault(edited("config.json", quantization_config="x"), "quantization", "config.json"),
     "config of no end": Fault(replaced("config.json", "device"), "config", "config.json"),
     "tokenizer cut": Fault(text("tokenizer.json", '{"version": "1.0"'), "companion", "tokenizer.json"),
     "half a tokenizer": Fault(lambda folder: (folder / "tokenizer.json").unlink(), "companion", "tokenizer.json"),
