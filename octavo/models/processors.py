@@ -68,7 +68,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     check_companions(folder)
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
-    with stock(f"{folder}: the tokenizer cannot be loaded"):
+    with stock(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from octavo import fp8
 from octavo.models.errors import ModelError
-from octavo.models.folder import QUANTIZED_KEYS, read_json
+from octavo.models.folder import QUANTIZED_KEYS, read_json, stock
 
 METHODS = ("fp8", "compressed-tensors")
 #: shards that servers put into one matrix, by the last part of their names on disk, in the matrix' order
@@ -176,10 +176,11 @@ def parse(block: Any, where: str = "quantization_config") -> Quantization:
     if not isinstance(block, Mapping):
         raise ModelError(f"{where}: quantization_config is {type(block).__name__}, not an object. Write it again.")
     method = block.get("quant_method", "compressed-tensors" if "config_groups" in block else None)
-    if method == "fp8":
-        return _parse_fp8(block, where)
-    if method == "compressed-tensors":
-        return _parse_compressed(block, where)
+    with stock(f"{where}: quantization_config has a field of another type"):
+        if method == "fp8":
+            return _parse_fp8(block, where)
+        if method == "compressed-tensors":
+            return _parse_compressed(block, where)
     raise ModelError(
         f"{where} holds quantised weights (quant_method {method!r}); of quantized checkpoints Octavo reads "
         f"{' and '.join(METHODS)} in FP8. {_FIX}"

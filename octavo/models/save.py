@@ -12,6 +12,7 @@ folder says nothing of FP8, also where its source does: codes are for `octavo ex
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +23,9 @@ from transformers import PreTrainedModel
 
 from octavo import atomic, fp8
 from octavo.models.errors import ModelError
-from octavo.models.folder import copy_companions, quiet, write_config
+from octavo.models.folder import INDEX, check_companions, companions, copy_companions, quiet, write_config
 from octavo.models.skeleton import empty
+from octavo.reading import printable
 
 
 def save_hf(
@@ -40,13 +42,18 @@ def save_hf(
     state_dict   the full weights, when the model itself holds only shards (gathered by the caller); plain tensors
 
     Written aside (`.NAME.part`, where a killed export's leftovers are removed first), fsynced, then renamed: the
-    directory is whole or absent. An earlier export is replaced; any other non-empty directory is refused. Raises
-    ModelError when names or shapes are not those of the source's model, a tensor is a shard or not finite, or the disk
-    is full.
+    directory is whole or absent. An earlier one is replaced where it holds nothing else; any other non-empty directory
+    is refused. Raises ModelError when names or shapes are not those of the source's model, a tensor is a shard or not
+    finite, a file to copy cannot be read or is a link out of the source, or the disk is full.
     """
     source, target = Path(source_path), Path(directory)
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
         raise ModelError(f"{target} exists and is no model folder; name another directory, or delete it.")
+    if foreign := _foreign(target):
+        raise ModelError(
+            f"{target} would be replaced, and {printable(foreign[0])} in it is no part of a model; move it away."
+        )
+    check_companions(source, copied=True)
     stock = empty(source)
     weights = _checked(state_dict if state_dict is not None else model.state_dict(), stock)
     weights = _cast(weights, dtype)
@@ -58,6 +65,13 @@ def save_hf(
     with atomic.folder(target, ModelError) as made:
         _write(stock, weights, source, made)
     return target
+
+
+def _foreign(target: Path) -> list[str]:
+    """What is in a model folder that no saved model has, and would be gone with it."""
+    names = os.listdir(target) if target.exists() else ()
+    own = {"config.json", INDEX, *(file.name for file in companions(target))}
+    return sorted(name for name in names if name not in own and not name.endswith(".safetensors"))
 
 
 def _write(stock: PreTrainedModel, weights: dict[str, Tensor], source: Path, made: Path) -> None:

@@ -77,7 +77,8 @@ def auto_class(config: PreTrainedConfig) -> type:
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None) -> PreTrainedModel:
     """The model on the meta device, as from_pretrained has it before weights are read."""
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with stock(f"no {config.model_type!r} model can be built from its config"), torch.device("meta"):
+    where = f" of {config.name_or_path}" if config.name_or_path else ""
+    with stock(f"no {config.model_type!r} model can be built from the config{where}"), torch.device("meta"):
         return auto_class(config).from_config(config, dtype=dtype, **extra)
 
 

@@ -23,6 +23,7 @@ from octavo.checkpoint.files import read_state
 from octavo.config import Config
 from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document, separated
+from octavo.models.folder import check_companions
 from octavo.models.quantization import read_quantization
 from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
@@ -69,6 +70,8 @@ def build(
     if world.is_main:
         rundir.write_json(directory / "environment.json", {**environment.describe(), "ranks": world.size})
     processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
+    if cfg.run.hf and cfg.lora is None:
+        check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
     asked = data_settings(cfg)
     share: dict[str, Any] = {"rank": world.rank, "world": world.size, "report_path": directory / "skipped.jsonl"}
     loader = data.train_loader(asked, processor, start_row=start.rows, **share)

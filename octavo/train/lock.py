@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import IO
 
+from octavo import reading
 from octavo.train.errors import TrainError
 
 try:
@@ -41,6 +42,8 @@ class RunLock:
             return
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            if (directory / LOCK).exists():
+                reading.open_file(directory / LOCK, TrainError).close()
             file = (directory / LOCK).open("a+", encoding="utf-8")
         except FileNotFoundError as error:
             raise TrainError(

@@ -136,6 +136,7 @@ def settle(start: Start, world: World) -> None:
     def remove() -> None:
         (start.directory / RESULT).unlink(missing_ok=True)
         found = read_json(start.directory / GAIN)
+        reading.check_form(found or {}, {"step": reading.COUNT}, start.directory / GAIN, TrainError)
         if found is not None and found.get("step", 0) > start.step:  # taken in steps that are run again
             (start.directory / GAIN).unlink()
         folder = start.directory / CHECKPOINTS
@@ -212,6 +213,8 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
 def _has_begun(directory: Path) -> bool:
     """Whether a run in it has anything to show: a step, a checkpoint, an end."""
     metrics = directory / METRICS
+    if metrics.exists():
+        reading.open_file(metrics, TrainError).close()  # a pipe would wait for a reader once it is written to
     steps = metrics.exists() and metrics.stat().st_size > 0
     return steps or (directory / RESULT).exists() or any((directory / CHECKPOINTS).glob("*"))
 

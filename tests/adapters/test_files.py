@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from octavo import adapters, models
 from octavo.adapters import AdapterError
 from tests.adapters.conftest import lora, quantized
+from tests.fuzz import mutate
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,11 @@ def test_a_save_that_fails_leaves_the_former_adapter(folder, copy: Path, monkeyp
         ({"init_lora_weights": "olora"}, "olora"),
         ({"r": 0}, "no valid LoRA configuration"),
         ({"r": "four"}, "no valid LoRA configuration|where a whole number"),
+        ({"r": 10**30}, "r is 1000.*, where a whole number"),
+        ({"target_modules": {"a": 1}}, "target_modules is .*, where text or a list of names"),
+        ({"target_modules": "(q_proj"}, "no valid LoRA configuration: .*unterminated"),
+        ({"rank_pattern": {"q_proj": "x"}}, r"rank_pattern\.q_proj is \"x\", where a whole number"),
+        ({"layers_to_transform": ["a"]}, "layers_to_transform is"),
         ({"lora_dropout": 2}, "no valid LoRA configuration"),
         ({"r": 8}, r"lora_A.weight is \[4, .*takes \[8"),
         ({"target_modules": ["q_proj"]}, "unknown to the model.*linear_fc1"),
@@ -144,6 +150,10 @@ def test_what_cannot_be_honoured_is_refused(fields: dict, says: str, copy: Path,
     assert not adapters.attached(model)
 
 
+def placed(file: Path, what: str) -> None:
+    mutate.replace_file(None, file, what)  # type: ignore[arg-type]
+
+
 def test_fields_that_say_nothing_are_passed_by(copy: Path, folder) -> None:
     edit(copy, init_lora_weights="gaussian", of_tomorrow=None, another=False, revision="main", loftq_config={})
     assert adapters.load(model_of(folder), copy)
@@ -156,6 +166,9 @@ def test_fields_that_say_nothing_are_passed_by(copy: Path, folder) -> None:
         (lambda d: (d / "adapter_config.json").write_text("{"), "is not JSON"),
         (lambda d: (d / "adapter_config.json").write_text("[1]"), "holds a list"),
         (lambda d: (d / "adapter_config.json").write_bytes(b"\xff\xfe"), "is not UTF-8 text"),
+        (lambda d: placed(d / "adapter_config.json", "pipe"), r"adapter_config\.json is a named pipe"),
+        (lambda d: placed(d / "adapter_model.safetensors", "pipe"), r"safetensors is a named pipe"),
+        (lambda d: placed(d / "adapter_model.safetensors", "device"), r"safetensors is a device"),
         (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter is not whole"),
         (lambda d: (d / "adapter_model.safetensors").write_bytes(b"\x00" * 20), "cannot be read.*cut short"),
         (lambda d: (d / "adapter_model.safetensors").rename(d / "adapter_model.bin"), "adapter_model.bin, a pickle"),

@@ -117,3 +117,13 @@ def test_one_flipped_bit_in_a_shard_is_found_by_its_sum(source: Path, tmp_path: 
     assert verify(out, quick=True).ok
     (out / "model.safetensors").unlink()
     assert {"no-weights", "sum"} <= {f.kind for f in verify(out).failures}
+
+
+def test_a_saved_model_replaces_a_saved_model_and_nothing_else(source: Path, tmp_path: Path) -> None:
+    model = models.load(source)
+    saved = models.save_hf(model, source, tmp_path / "hf")
+    models.save_hf(model, source, saved)
+    (saved / "README.md").write_text("mine")
+    with pytest.raises(ModelError, match=r"README\.md in it is no part of a model"):
+        models.save_hf(model, source, saved)
+    assert (saved / "README.md").read_text() == "mine"

@@ -17,6 +17,7 @@ from octavo.atomic import no_room
 from octavo.checkpoint import CheckpointError, latest, steps, sweep
 from octavo.checkpoint import files as ck_files
 from tests.checkpoint.models import Model, One, fresh, load, optimizer_for, same, save, snapshot, train, trained
+from tests.fuzz import mutate
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path):
@@ -131,6 +132,10 @@ def _edit(path):
     path.write_text(path.read_text().replace('"rows": 5', '"rows": 6'))
 
 
+def _placed(path, what):
+    mutate.replace_file(None, path, what)
+
+
 DAMAGE = [
     ("__0_0.distcp", _cut, r"__0_0\.distcp has \d+ bytes instead of \d+"),
     ("__0_0.distcp", _flip, r"__0_0\.distcp is corrupt"),
@@ -139,6 +144,11 @@ DAMAGE = [
     (".metadata", _flip, r"\.metadata is corrupt"),
     (".metadata", os.remove, r"\.metadata is missing"),
     ("state.json", _cut, r"state\.json is damaged"),
+    ("state.json", lambda p: _placed(p, "pipe"), r"state\.json is a named pipe"),
+    ("state.json", lambda p: _placed(p, "device"), r"state\.json is a device"),
+    ("state.json", lambda p: _placed(p, "loop"), r"state\.json cannot be read: Too many levels"),
+    (".metadata", lambda p: _placed(p, "folder"), r"\.metadata (has \d+ bytes|is a folder)"),
+    ("__0_0.distcp", lambda p: _placed(p, "pipe"), r"__0_0\.distcp has 0 bytes"),
     ("state.json", _edit, r"state\.json was changed after it was written"),
     ("state.json", os.remove, r"state\.json is missing: .* not a checkpoint that Octavo finished"),
     ("state.json", lambda p: p.write_text("[]"), r"state\.json is damaged"),
@@ -191,12 +201,13 @@ def test_a_state_of_wrong_types_is_named(tmp_path, change, words):
         latest(tmp_path, One())
 
 
-def test_a_setting_that_is_no_number_is_named(tmp_path):
+@pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("betas", 0.5), ("betas", [0.5, None])])
+def test_a_setting_that_is_no_number_is_named(tmp_path, key, value):
     path = save(tmp_path, 3, *trained())
     state = ck_files.read_state(path)
-    state["groups"][0]["settings"]["lr"] = "fast"
+    state["groups"][0]["settings"][key] = value
     ck_files.write_state(path, state)
-    with pytest.raises(CheckpointError, match=r"state\.json says that the optimizer's 'lr' is 'fast', which is no"):
+    with pytest.raises(CheckpointError, match=rf"state\.json says that the optimizer's '{key}' is .*, which is no"):
         load(path, *fresh())
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SECONDS = 20  # of one case; a slow machine takes one
+ROUND = 500  # cases of a seed on the command line
 GROWTH = 1 << 21  # KiB that the process may grow by in one case
 
 
@@ -79,13 +80,17 @@ def outcome(action: Callable[[], object], place: Path, case: str, found: list[Fi
 
 
 def command(run: Callable[[int, int], list[Finding]]) -> None:
-    """`python -m tests.fuzz.test_X --cases N --seed N`."""
+    """`python -m tests.fuzz.test_X --cases N --seed N`: rounds of ROUND cases, each with the next seed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    found = run(asked.seed, asked.cases)
-    for finding in found:
-        print(f"{finding.case}: {finding.what}")
-    print(f"{asked.cases} cases, {len(found)} findings")
-    sys.exit(bool(found))
+    done, total = 0, 0
+    while done < asked.cases:
+        seed, cases = asked.seed + done // ROUND, min(ROUND, asked.cases - done)
+        found = run(seed, cases)
+        done, total = done + cases, total + len(found)
+        for finding in found:
+            print(f"{finding.case}: {finding.what}")
+        print(f"{done} cases, {total} findings", flush=True)
+    sys.exit(bool(total))

@@ -11,6 +11,7 @@ import pytest
 from synthetic_runs import GOOD_PROOF, LAYERS, health, losses, plan, write_run
 
 from octavo.report import ReportError, read
+from tests.fuzz import mutate
 
 
 @pytest.fixture
@@ -55,6 +56,25 @@ def test_half_a_last_line_is_what_a_kill_leaves(run_dir: Path) -> None:
     assert len(read(run_dir).steps) == 20
 
 
+def field(file: str, key: str, value: object):
+    """Damage: one field of a JSON file, or of the first line of metrics.jsonl."""
+
+    def damage(directory: Path) -> None:
+        first, *rest = (
+            (directory / file).read_text().split("\n")
+            if file.endswith("l")
+            else [(directory / file).read_text() if (directory / file).exists() else "{}"]
+        )
+        (directory / file).write_text("\n".join([json.dumps(json.loads(first) | {key: value}), *rest]))
+
+    return damage
+
+
+def place(file: Path, what: str) -> None:
+    file.touch()
+    mutate.replace_file(None, file, what)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -64,6 +84,21 @@ def test_half_a_last_line_is_what_a_kill_leaves(run_dir: Path) -> None:
         (lambda d: (d / "metrics.jsonl").write_text('nonsense\n{"step": 1}\n'), r"metrics\.jsonl:1 is not JSON"),
         (lambda d: (d / "metrics.jsonl").write_text('[1]\n{"step": 1}\n'), "1 holds a list where an object belongs"),
         (lambda d: (d / "plan.json").write_text("{"), r"plan\.json is not JSON: .*line 1"),
+        (field("metrics.jsonl", "step", "one"), r"metrics\.jsonl:1: step is \"one\", where a whole number"),
+        (field("metrics.jsonl", "step", 10**30), r"metrics\.jsonl:1: step is 1000.*, where a whole number"),
+        (field("metrics.jsonl", "loss", []), r"metrics\.jsonl:1: loss is \[\], where a number"),
+        (
+            field("metrics.jsonl", "memory", {"weights": math.inf}),
+            r"memory\.weights is Infinity, where a finite number",
+        ),
+        (field("metrics.jsonl", "health", {"a": {"x": 3}}), r"health\.a\.x is 3, where an object"),
+        (field("plan.json", "rows", [{"kind": "linear"}]), r"plan\.json lacks 'rows\.0\.name'"),
+        (field("proof.json", "share", "all"), r"proof\.json: share is \"all\", where a finite number"),
+        (field("result.json", "eval", 3), r"result\.json: eval is 3, where an object"),
+        (lambda d: place(d / "metrics.jsonl", "pipe"), r"metrics\.jsonl is a named pipe"),
+        (lambda d: place(d / "plan.json", "device"), r"plan\.json is a device"),
+        (lambda d: place(d / "config.yaml", "socket"), r"config\.yaml is a socket"),
+        (lambda d: (d / "environment.json").write_text("[" * 10**5), r"environment\.json nests brackets deeper"),
         (lambda d: (d / "proof.json").write_text("[]"), r"proof\.json holds a list where an object belongs"),
     ],
 )

@@ -117,7 +117,9 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
             looked.q = parse(block, "config.json")
         except ModelError as error:
             unread = True
-            bare = block.get("quant_method") == "fp8" and not block.get("weight_block_size")
+            bare = (
+                isinstance(block, Mapping) and block.get("quant_method") == "fp8" and not block.get("weight_block_size")
+            )
             found.fail("fp8-tensor" if bare else "quantization", "config.json", text=str(error))
     if stock is None and raw:
         with found.failing("config.json"):

@@ -56,13 +56,14 @@ def check_companions(folder: Path, vision: bool, stock: Stock | None, found: Fin
     """Tokenizer, chat template and, for models of images, the processor: what a server needs beside weights."""
     before = len(found.items)
     read_all(folder, found)
+    damaged = len(found.items) > before
     tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     if not tokenizer:
         found.warn("companions/tokenizer", folder=folder, files=", ".join(_TOKENIZERS[:2]))
     images = any((folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json"))
     if vision and not images:
         found.warn("companions/processor", folder=folder)
-    if not tokenizer or len(found.items) > before:
+    if damaged or not (tokenizer or (folder / "tokenizer_config.json").is_file()):
         if not _names_template(folder):
             found.warn("companions/template", folder=folder)
         return
