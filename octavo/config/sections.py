@@ -456,6 +456,13 @@ class RunSection(Section):
         default=True,
         description="Write hf/ (safetensors that from_pretrained loads) at the end; adapter/ (PEFT's) with LoRA.",
     )
+    timeout: float = Field(
+        default=600.0,
+        ge=1,
+        le=604800,
+        description="Seconds that anything may keep the others waiting: a rank that does not come to where the others "
+        "are, a data worker that does not bring its row, an end after a signal. What does is named, and the run ends.",
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of torch; absent = torch's own choice.")
 
 

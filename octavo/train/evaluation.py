@@ -71,6 +71,7 @@ class Evaluation(Callback):
 
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
         assert run.job.evalset is not None
+        run.world.at(f"step {run.step}, evaluating")
         run.eval = evaluate(run.model, run.job.evalset, run.job.stepper.forward, run.world)
         run.notify("evaluated", run.eval)
         return run.eval
