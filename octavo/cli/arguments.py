@@ -23,7 +23,7 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDES_HELP)
     # flags known from elsewhere; each is another name of an override
-    group = parser.add_argument_group("FP8 (the same as fp8.recipe=, fp8.format=, fp8.param=true)")
+    group = parser.add_argument_group("FP8 of the whole model (as fp8.recipe=, fp8.format=, fp8.param=true)")
     names = _names(RecipeName)
     group.add_argument("--fp8-recipe", metavar="NAME", type=one_word, choices=names, help=", ".join(names))
     group.add_argument("--fp8-format", metavar="NAME", choices=_names(Format), help=", ".join(_names(Format)))
@@ -46,7 +46,8 @@ def config(args: argparse.Namespace) -> Config:
     """The checked configuration of a command with :func:`add_config`. Raises ConfigError or UsageError."""
     if "=" in args.file and not Path(args.file).exists():
         raise UsageError(f"the first argument is the configuration file, found {args.file!r}; put FILE.yaml before it")
-    return load_config(args.file, overrides(args))
+    flags = args.fp8_recipe or args.fp8_format or args.fp8_param_gather  # each means the whole model
+    return load_config(args.file, overrides(args), whole=bool(flags))
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

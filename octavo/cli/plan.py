@@ -4,7 +4,7 @@ octavo plan run.yaml
 octavo plan run.yaml fp8.recipe=rowwise --all
 octavo plan run.yaml --why                                     backends, and what each one that was passed over lacks
 octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   FP8 only where it is measured to win; see docs/plan.md
-octavo plan --shape qwen3_vl_8b fp8.image_projector.recipe=rowwise
+octavo plan --shape qwen3_vl_8b --fp8-recipe rowwise fp8.image_projector.recipe=off
 octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
 octavo plan run.yaml --ranks 8 --card 80GB                     memory by kind, whether it fits, what each switch buys
 octavo plan --shape qwen3_vl_8b --fit 80GB                     the fastest setting that fits; see docs/memory.md

@@ -8,22 +8,23 @@ from pathlib import Path
 
 from octavo.config.check import to_config
 from octavo.config.merge import Tree, apply_override, read_file, read_string
-from octavo.config.schema import Config
+from octavo.config.schema import Config, of_whole_model
 from octavo.config.sections import RecipeName, one_word
 
 _FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, whole: bool = False) -> Config:
     """Reads ``path`` (with what it extends), applies the overrides in order and validates the whole.
 
     ``path`` None means overrides alone. Relative paths in a file are seen from that file, those in an override from
-    the current folder; ``run.dir`` and ``run.resume`` stay as written. Raises :class:`ConfigError` with every problem.
+    the current folder; ``run.dir`` and ``run.resume`` stay as written. ``whole`` asks for FP8 in every component, also
+    where the file names some and no ``fp8.recipe``. Raises :class:`ConfigError` with every problem.
     """
     tree = Tree(str(path) if path is not None else "the command line")
     if path is not None:
         read_file(tree, Path(path))
-    return _finish(tree, overrides)
+    return _finish(tree, overrides, whole)
 
 
 def load_config_text(
@@ -49,10 +50,13 @@ def plain(config: Config) -> dict:
     return found
 
 
-def _finish(tree: Tree, overrides: Sequence[str]) -> Config:
+def _finish(tree: Tree, overrides: Sequence[str], whole: bool = False) -> Config:
     for text in overrides:
         apply_override(tree, text)
     _let_a_plan_win(tree)
+    fp8 = tree.value.get("fp8")
+    if whole and isinstance(fp8, dict) and fp8.get("plan") is None:
+        fp8.setdefault("recipe", of_whole_model(tree.value))
     return to_config(tree)
 
 

@@ -184,7 +184,7 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
     on = [name for name in COMPONENTS if ruled or rules_lora.recipe_of(fp8, name) != "off"]
     for name, part in parts.items():
         if part.param and name not in on:
-            found = "has no effect where the recipe is off" + ("" if part.recipe else ", as it is here unless set")
+            found = "has no effect where the recipe is off"
             needs = (f"fp8.{name}.recipe", "fp8.recipe", "fp8.rules")
             yield finding(f"fp8.{name}.param", found, "remove it, or set a recipe", *needs)
     head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"

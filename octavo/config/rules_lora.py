@@ -19,9 +19,9 @@ def rules(config: Sections) -> Iterator[Finding]:
 
 
 def recipe_of(fp8: Fp8Section, name: str) -> str:
-    """The recipe of a component; the projector's is off unless it is set."""
+    """The recipe of a component: its own, else that of the whole model."""
     part: Component | None = getattr(fp8, name)
-    return (part and part.recipe) or ("off" if name == "image_projector" else fp8.recipe)
+    return (part and part.recipe) or fp8.recipe
 
 
 def _loaded(config: Sections) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationInfo, model_validator
 
 from octavo.config.rules import check
-from octavo.config.sections import COMPONENTS, FrozenName, Sections, for_foundation, one_word
+from octavo.config.sections import COMPONENTS, USUAL, FrozenName, Sections, for_foundation, one_word
 
 
 class Config(Sections):
@@ -29,32 +29,43 @@ class Config(Sections):
 
 
 def with_recipes(data: Any) -> Any:
-    """The raw configuration with the recipe that `model.load_in_fp8` implies, where nobody names one.
+    """The raw configuration with the recipes that follow from what is named in it.
 
-    The kind of the language model's codes gives `fp8.recipe`, that of any other component its own. Where a plan file
-    decides, or somebody named `recipe: off` for all, nothing is added. What is malformed is left to validation.
+    A component that `model.load_in_fp8` names takes the recipe that multiplies by such codes, unless it has its own.
+    Where `fp8.recipe` is absent, components that are named (other than to be `off`) run in FP8 and no others do; where
+    none is, the whole model does, as the codes of the language model say or else `blockwise`. Where a plan file
+    decides, or somebody wrote `recipe: off`, nothing is added. What is malformed is left to validation.
     """
-    model = _raw(data.get("model")) if isinstance(data, dict) else None
-    if not isinstance(model, dict):
+    fp8 = _raw(data.get("fp8", {})) if isinstance(data, dict) else None
+    if not isinstance(fp8, dict) or fp8.get("plan") is not None or fp8.get("recipe") == "off":
         return data
-    kinds = _raw(for_foundation(model.get("load_in_fp8")))
-    fp8 = _raw(data.get("fp8", {}))
-    if not isinstance(kinds, dict) or not isinstance(fp8, dict) or fp8.get("plan") is not None:
-        return data
+    given = {name: _raw(fp8.get(name)) for name in COMPONENTS}
+    parts: dict[str, dict] = {name: part or {} for name, part in given.items() if isinstance(part, dict | None)}
+    named = [name for name in parts if given[name] is not None and parts[name].get("recipe") != "off"]
+    wanted = {name: recipe for name, recipe in _implied(data).items() if name in parts}
     added = dict(fp8)
-    for name, asked in kinds.items():
-        recipe, own = one_word(asked), _raw(fp8.get(name))
-        if not isinstance(recipe, str) or recipe not in get_args(FrozenName):
-            continue
-        if name not in COMPONENTS or not isinstance(own, dict | None):
-            continue
-        if (own or {}).get("recipe") is not None or fp8.get("recipe") == "off":
-            continue
-        if name == "foundation":
-            added.setdefault("recipe", recipe)
-        else:
-            added[name] = {**(own or {}), "recipe": recipe}
+    if "recipe" not in fp8 and named:
+        added["recipe"] = "off"
+        wanted = {**dict.fromkeys(named, USUAL), **wanted}
+    elif "foundation" in wanted and parts["foundation"].get("recipe") is None:
+        added.setdefault("recipe", wanted.pop("foundation"))
+    for name, recipe in wanted.items():
+        if parts[name].get("recipe") is None:
+            added[name] = {**parts[name], "recipe": recipe}
     return {**data, "fp8": added} if added != fp8 else data
+
+
+def of_whole_model(data: dict[str, Any]) -> Any:
+    """The recipe of the whole model where FP8 is asked for without naming one."""
+    return _implied(data).get("foundation", USUAL)
+
+
+def _implied(data: dict[str, Any]) -> dict[str, str]:
+    """Component -> the recipe that multiplies by the codes it is loaded as."""
+    model = _raw(data.get("model"))
+    kinds = _raw(for_foundation(model.get("load_in_fp8"))) if isinstance(model, dict) else None
+    words = {name: one_word(kind) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
+    return {name: word for name, word in words.items() if isinstance(word, str) and word in get_args(FrozenName)}
 
 
 def _raw(value: Any) -> Any:

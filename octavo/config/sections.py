@@ -35,6 +35,9 @@ Frozen = Annotated[FrozenName, BeforeValidator(one_word, json_schema_input_type=
 #: the recipes this version can run, `off` (plain high precision) first
 RECIPES: tuple[str, ...] = ("off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
 
+#: the recipe of what runs in FP8 without saying in which
+USUAL: RecipeName = "blockwise"
+
 #: what `model.freeze` and the `fp8` section know by name
 COMPONENTS: tuple[str, ...] = ("image_encoder", "image_projector", "foundation")
 
@@ -162,9 +165,11 @@ class Fp8Section(Section):
     """What runs in FP8 and how: model, then component, then rules."""
 
     recipe: Recipe = Field(
-        default="blockwise",
-        description="How operands are scaled: off (high precision), tensorwise, rowwise, blockwise, mxfp8, delayed; or "
-        "auto: measured at the start of the run, FP8 only where it wins (without a GPU: by a table, see docs/plan.md).",
+        default=USUAL,
+        description="How operands are scaled, in every component that does not say otherwise, the projector included: "
+        "off (high precision), tensorwise, rowwise, blockwise, mxfp8, delayed; or auto: measured at the start of the "
+        "run, FP8 only where it wins (without a GPU: by a table, see docs/plan.md). Where it is absent and components "
+        "are named (other than to be off), those alone run in FP8, blockwise unless they say otherwise.",
     )
     format: Format | None = Field(
         default=None,
@@ -197,9 +202,7 @@ class Fp8Section(Section):
     dgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dx = dy w.")
     wgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dw = dyT x.")
     image_encoder: Component | None = Field(default=None, description="Settings of the vision tower alone.")
-    image_projector: Component | None = Field(
-        default=None, description="Settings of the projector (merger) alone. Its recipe is off unless set here."
-    )
+    image_projector: Component | None = Field(default=None, description="Settings of the projector (merger) alone.")
     foundation: Component | None = Field(default=None, description="Settings of the language model alone.")
     lm_head: Head | None = Field(
         default=None,
@@ -470,6 +473,13 @@ class RunSection(Section):
     hf: bool = Field(
         default=True,
         description="Write hf/ (safetensors that from_pretrained loads) at the end; adapter/ (PEFT's) with LoRA.",
+    )
+    timeout: float = Field(
+        default=600.0,
+        ge=1,
+        le=604800,
+        description="Seconds that anything may keep the others waiting: a rank that does not come to where the others "
+        "are, a data worker that does not bring its row, an end after a signal. What does is named, and the run ends.",
     )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of torch; absent = torch's own choice."

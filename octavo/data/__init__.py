@@ -53,7 +53,7 @@ def train_loader(
     mixture = Mixture([read(d) for d in cfg.data.train], [d.weight for d in cfg.data.train], cfg.run.seed)
     return Loader(
         mixture, encoder(cfg, processor), cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
-        cfg.data.workers, cfg.data.on_bad_sample, report_path,
+        cfg.data.workers, cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
     )  # fmt: skip
 
 

@@ -49,4 +49,4 @@ class LongSample(BadSample):
 
 
 class WorkerDied(RuntimeError):
-    """A process that prepares rows died (`data.workers`). The message names it, what ended it and the fix."""
+    """A process that prepares rows (`data.workers`) died or hangs. The message names it, what is known and the fix."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -22,6 +24,8 @@ from octavo.data.mixture import Mixture
 from octavo.data.report import CONTROL, SkipReport
 
 CACHE_BYTES = 512 << 20
+POLL = 5.0  # seconds between looks at workers, as torch takes where it is given no timeout
+WAITS = 0.75  # of the timeout a row may take: its worker is named before other ranks say that this one does not come
 
 
 class Processed(Dataset):
@@ -112,7 +116,8 @@ class Loader:
     have prepared: store it, and give it back as `start_row`.
 
     `workers=0` reads inline and keeps processed samples in memory; more read ahead in processes of their own. The
-    batches are the same. `report_path` is the file that lists the rows left out; `report.counts` counts them.
+    batches are the same; a worker that has not brought a row within `timeout` seconds is named. `report_path` is the
+    file that lists the rows left out; `report.counts` counts them.
     """
 
     def __init__(
@@ -128,6 +133,7 @@ class Loader:
         on_bad: str = "error",
         report_path: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
+        timeout: float = math.inf,
     ) -> None:
         if micro_batch < 1 or global_batch < 1 or global_batch % world:
             raise DataError(
@@ -138,7 +144,7 @@ class Loader:
             raise DataError(f"rank {rank} of {world} process(es); ranks count from 0")
         self.mixture, self.encoder = mixture, encoder
         self.micro_batch, self.global_batch, self.rank, self.world = micro_batch, global_batch, rank, world
-        self.workers, self.rows = workers, start_row
+        self.workers, self.rows, self.timeout = workers, start_row, timeout
         self._judge = Judge(mixture.sources, on_bad, report_path)
         self._processed = Processed(mixture.sources, encoder, cache_bytes if workers == 0 else 0)
         self._steps: Iterator[list[dict[str, Any]]] | None = None
@@ -167,7 +173,7 @@ class Loader:
         mine = self.global_batch // self.world
         places = _Places(self.mixture, self.rows, self.rank * mine, mine, self.global_batch)
         if self.workers:
-            made = _by_workers(self._processed, places, self.workers)
+            made = _by_workers(self._processed, places, self.workers, self.timeout)
         else:
             made = ((place, self._processed[place]) for place in places)
         try:
@@ -206,9 +212,10 @@ class _WithPlace(Dataset):
 
 
 def _by_workers(
-    processed: Processed, places: _Places, workers: int
+    processed: Processed, places: _Places, workers: int, timeout: float = math.inf
 ) -> Generator[tuple[tuple[int, int], Sample | DataError], None, None]:
-    """Rows in order, made by worker processes. A worker that dies ends the run with its name and the fix."""
+    """Rows in order, made by worker processes. A worker that dies, or has not brought the next row within `timeout`
+    seconds, ends the run with its name and the fix."""
     outer = signal.getsignal(signal.SIGCHLD)
     stream = iter(
         DataLoader(
@@ -217,6 +224,7 @@ def _by_workers(
             sampler=places,
             num_workers=workers,
             prefetch_factor=8,
+            timeout=min(POLL, timeout / 4),
             worker_init_fn=_begin_worker,
             # Its own generator: the loader must not draw from the run's, or the number of workers would change it.
             generator=torch.Generator(),
@@ -228,11 +236,17 @@ def _by_workers(
         signal.signal(signal.SIGCHLD, outer)
     processes = list(getattr(stream, "_workers", ()))
     try:
-        while True:
-            try:
-                item = next(stream)
-            except RuntimeError as cause:
-                raise _explain(cause, processes) from cause
+        for number in itertools.count():
+            patience = time.monotonic() + WAITS * timeout
+            while True:
+                try:
+                    item = next(stream)
+                    break
+                except RuntimeError as cause:
+                    if "timed out" not in str(cause):
+                        raise _explain(cause, processes) from cause
+                    if time.monotonic() > patience:
+                        raise _hangs(processed, places, number, processes, timeout) from cause
             yield item
     finally:
         shut = getattr(stream, "_shutdown_workers", None)
@@ -242,6 +256,11 @@ def _by_workers(
 
 def _begin_worker(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # A signal to the trainer's whole group (a terminal that closes, Ctrl-C) asks the trainer to save, which may need
+    # rows; and none that reaches a worker may ring the trainer's bell, which a fork shares.
+    signal.set_wakeup_fd(-1)
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
     trainer = multiprocessing.parent_process()
     # Not os.getppid() where the trainer itself is the parent: it may have died before this line.
     indirect = trainer is None or multiprocessing.get_start_method() == "forkserver"
@@ -269,6 +288,18 @@ def _explain(cause: RuntimeError, processes: list[Any]) -> RuntimeError:
     return WorkerDied(
         f"data {named} died. A kill (signal 9) is mostly the machine running out of memory: lower data.workers or "
         f"data.max_pixels. To see the fault itself, set data.workers=0, which reads in the training process"
+    )
+
+
+def _hangs(processed: Processed, places: _Places, number: int, processes: list[Any], timeout: float) -> WorkerDied:
+    """The error of the `number`-th row, which does not come: workers take rows in turns. That one is ended."""
+    worker = number % len(processes)
+    source, row = next(itertools.islice(iter(places), number, None))
+    processes[worker].kill()
+    return WorkerDied(
+        f"data worker {worker} (pid {processes[worker].pid}) hangs: it did not bring row {row} of "
+        f"{processed.sources[source].name} in {WAITS * timeout:g} s (run.timeout: {timeout:g} s). Look at that row "
+        "and its images (on a file system that answers?), or raise run.timeout"
     )
 
 

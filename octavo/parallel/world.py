@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-TIMEOUT = timedelta(minutes=10)  # longer than any honest wait (a checkpoint, an evaluation), shorter than a night
+from octavo.parallel.pulse import Pulse, missing_words
+
+TIMEOUT = 600.0  # seconds: longer than any honest wait (a checkpoint, an evaluation), shorter than a night
+WAITS = 0.9  # of the timeout a collective waits; in the rest of it the rank that did not come is found and named
 
 
 class WorldError(RuntimeError):
@@ -30,18 +33,39 @@ class WorldError(RuntimeError):
 @dataclass(frozen=True)
 class World:
     """One process among `size`. `device` is where this rank computes; `mesh` is the 1-D data-parallel mesh ("dp",),
-    None for a single process. Every method below is a collective: all ranks call it, in the same order."""
+    None for a single process; `timeout` how many seconds it may take until a rank that does not come is named. Every
+    method below is a collective: all ranks call it, in the same order."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     device: torch.device = torch.device("cpu")
     mesh: DeviceMesh | None = None
+    timeout: float = TIMEOUT
+    pulse: Pulse | None = None
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that prints and writes files."""
         return self.rank == 0
+
+    def at(self, place: str) -> None:
+        """Say where this rank is now ("step 7, reading its rows"): how others name it should it hang there. Sends
+        nothing; all ranks say the same, in the same order."""
+        if self.pulse is not None:
+            self.pulse.at(place)
+
+    def lost(self, error: RuntimeError) -> WorldError | None:
+        """The error of a collective that waited in vain, with the rank that did not come; None for any other error."""
+        if self.pulse is None or isinstance(error, WorldError):
+            return None
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            return None
+        return WorldError(
+            f"rank {self.rank} of {self.size} waited in vain at {self.pulse.place} (run.timeout: {self.timeout:g} s): "
+            f"{missing_words(self.pulse)}. A message of that rank, further up or in its log, has the cause; a wait "
+            f"that was honest needs a larger run.timeout. ({str(error).splitlines()[0]})"
+        )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elementwise sum over ranks, as a new tensor on the tensor's own device; the input is left alone."""
@@ -101,6 +125,8 @@ class World:
 
     def close(self) -> None:
         """Leave the process group. Harmless without one, and when called twice."""
+        if self.pulse is not None:
+            self.pulse.stop()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             # Gloo's worker threads outlive the group while a mesh refers to it (every DTensor does). One that drops
@@ -115,19 +141,19 @@ class World:
         try:
             dist.all_reduce(result, op=op)
         except RuntimeError as error:
-            raise WorldError(
-                f"rank {self.rank} of {self.size} waited for the others in vain: one of them has died or hangs. "
-                f"Its own message, further up or in its log, has the cause. ({str(error).splitlines()[0]})"
-            ) from error
+            if (lost := self.lost(error)) is None:
+                raise
+            raise lost from error
         return result
 
 
-def setup(threads: int | None = None) -> World:
+def setup(threads: int | None = None, timeout: float = TIMEOUT) -> World:
     """Join the run that torchrun started, or be its only process. Call once, before the model is built.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). Without WORLD_SIZE, or with
     1, there is no process group. CUDA takes NCCL (gloo beside it, for what lives on the CPU), else gloo.
     `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
+    `timeout`: seconds until a rank that does not come is named, here and in every collective.
 
     Raises WorldError where the environment contradicts itself, a rank has no GPU of its own, or peers do not appear.
     """
@@ -141,7 +167,10 @@ def setup(threads: int | None = None) -> World:
         return World(device=device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=TIMEOUT)
+        wait = timedelta(seconds=WAITS * timeout)
+        store = next(dist.rendezvous("env://", rank, size, timeout=wait))[0]
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, rank=rank, world_size=size, store=group, timeout=wait)
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {rank} of {size} could not meet the others at {os.environ.get('MASTER_ADDR')}:"
@@ -149,7 +178,7 @@ def setup(threads: int | None = None) -> World:
             "torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
-    return World(rank, size, local_rank, device, mesh)
+    return World(rank, size, local_rank, device, mesh, timeout, Pulse(store, rank, size, min(1.0, timeout / 40)))
 
 
 def _read(env: Mapping[str, str]) -> tuple[int, int, int]:

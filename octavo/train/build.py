@@ -22,7 +22,7 @@ from octavo import checkpoint, data, environment, fp8, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
 from octavo.fp8.optim import former_coat
-from octavo.fp8.planning import document, separated
+from octavo.fp8.planning import document
 from octavo.models.folder import check_companions
 from octavo.models.quantization import read_quantization
 from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, tokens
@@ -80,14 +80,14 @@ def build(
     def count(family: models.Family, model: nn.Module) -> Tokens:
         return tokens.count(asked, processor, family, model.config)
 
-    saved = _saved_plan(cfg, world, start)
+    saved = _saved_plan(world, start)
     made = cfg if start.checkpoint is None else base.begun(cfg)
     plan, family, notes, prediction = planning.plan_run(made, world, count, saved, say)
     kept = None if start.checkpoint is None else read_state(start.checkpoint)["counters"].get("attention")
     kernel = attention.decide(cfg, world, kept)
     notes = notes if kernel is None else (*notes, str(kernel))
     if world.is_main:
-        notes = (*notes, *_keep_plan(directory, saved, family.name, plan, notes, prediction))
+        _keep_plan(directory, saved, family.name, plan, notes, prediction)
     say(_message(plan, notes, prediction))
     if saved is not None and planning.leaves_open(cfg):
         say(
@@ -135,15 +135,13 @@ def _refuse(why: str | None) -> None:
         raise TrainError(f"train.cuda_graphs: true cannot be: {why}. Or set train.cuda_graphs: false")
 
 
-def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path | None:
+def _saved_plan(world: parallel.World, start: rundir.Start) -> Path | None:
     """The plan of the run that is continued (None: a new run): its plan.json or, where a checkpoint was copied without
     it, the plan that the checkpoint holds, which then becomes the plan.json of this run. A collective."""
     if start.checkpoint is None:
         return None
     checkpointed = start.checkpoint.resolve()
     beside = checkpointed.parent.parent / rundir.PLAN
-    if not planning.leaves_open(cfg):
-        return beside
 
     def find() -> str:
         if beside.exists():
@@ -151,8 +149,8 @@ def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path
         kept = read_state(checkpointed)["counters"].get("plan")
         if kept is None:
             raise TrainError(
-                f"{start.checkpoint} belongs to a run with fp8.plan or recipe: auto, whose plan is in neither its "
-                f"checkpoint nor {beside}. Copy the run's plan.json there, beside the folder of its checkpoints"
+                f"the plan that {start.checkpoint} was trained by is in neither that checkpoint nor {beside}. Copy the "
+                "run's plan.json there, beside the folder of its checkpoints"
             )
         rundir.write_json(start.directory / rundir.PLAN, kept)
         return str(start.directory.resolve() / rundir.PLAN)
@@ -163,17 +161,14 @@ def _saved_plan(cfg: Config, world: parallel.World, start: rundir.Start) -> Path
 def _keep_plan(
     directory: Path, saved: Path | None, family: str, plan: fp8.Plan, notes: tuple[str, ...],
     prediction: fp8.Prediction | None,
-) -> tuple[str, ...]:  # fmt: skip
-    """Write the run's plan.json, unless the run continues by the one that is there. Returns what else to say: layers
-    that version 0.4.0 ran as one GEMM do so no more, which its plan.json would still have."""
+) -> None:  # fmt: skip
+    """Write the run's plan.json, unless the run continues by the one that is there, with all that `write_plan` puts
+    into it and not only what a checkpoint keeps. One of version 0.4.0 with layers that ran as one GEMM is written anew:
+    they do so no more, as the notes say."""
     file = directory / rundir.PLAN
-    more: tuple[str, ...] = ()
-    if saved == file.resolve() and rundir.is_whole_plan(file):
-        more = tuple(n for n in separated(file.name, rundir.read_json(file) or {}, plan) if n not in notes)
-        if not more:
-            return ()
-    rundir.write_plan(directory, family, plan, (*notes, *more), prediction)
-    return more
+    there = (rundir.read_json(file) or {}) if saved == file.resolve() else {}
+    if "rows" not in there or any(line["fuse"] == "on" for line in there.get("sisters") or ()):
+        rundir.write_plan(directory, family, plan, notes, prediction)
 
 
 def _message(plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None) -> str:
@@ -341,7 +336,7 @@ def save(job: Job) -> Path:
         counters={
             **job.progress.counters(job.cfg, job.files),
             "threads": torch.get_num_threads(),
-            **({"plan": document(job.plan)} if planning.leaves_open(job.cfg) else {}),
+            "plan": document(job.plan),
             **({} if job.base is None else {"base": job.base.whole}),
             **({} if job.attention is None else {"attention": job.attention}),
         },

@@ -166,6 +166,7 @@ class Run:
         if self.log is not None:
             self.log.sync()
         self._saved = self.step
+        self.world.at(f"step {self.step}, saving")
         self.notify("saved", build.save(self.job))
 
     def reopen_log(self) -> None:

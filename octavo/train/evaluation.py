@@ -82,6 +82,7 @@ class Evaluation(Callback):
 
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
         assert run.job.evalset is not None
+        run.world.at(f"step {run.step}, evaluating")
         refuse_weights(run.model, run.world, f"after step {run.step}")
         run.eval = evaluate(run.model, run.job.evalset, run.job.stepper.forward, run.world)
         run.notify("evaluated", run.eval)

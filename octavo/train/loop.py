@@ -46,7 +46,7 @@ def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterabl
     if any(not isinstance(user, Callback) for user in users):
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
     cfg = base.settled(cfg)
-    world = parallel.setup(cfg.run.threads)
+    world = parallel.setup(cfg.run.threads, cfg.run.timeout)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
     _refuse_early(cfg)
     with RunLock() as lock:
@@ -55,8 +55,13 @@ def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterabl
             display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
             result = RunResult(**{**start.result, "dir": start.directory})
         else:
-            with StopRequest() as request:
-                result = _train(_begin(cfg, world, start, display, request, users))
+            with StopRequest(cfg.run.timeout) as request:
+                try:
+                    result = _train(_begin(cfg, world, start, display, request, users))
+                except RuntimeError as error:  # of a collective in the midst of a forward or backward
+                    if (lost := world.lost(error)) is None:
+                        raise
+                    raise lost from error
     world.close()
     return result
 
@@ -129,7 +134,9 @@ def _step(run: Run, number: int) -> Step:
     """Train one step; its row holds what every step has."""
     job, progress, settings = run.job, run.job.progress, run.cfg.train
     began = time.perf_counter()
+    run.world.at(f"step {number}, reading its rows")
     batches = tuple(next(job.loader))
+    run.world.at(f"step {number}, forward and backward")
     observe = _observe(run, number, batches)
     lr = lr_at(number, schedule=settings.schedule, lr=settings.lr, steps=settings.steps, warmup=settings.warmup,
                min_lr=settings.min_lr)  # fmt: skip

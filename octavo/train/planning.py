@@ -64,13 +64,14 @@ def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
 def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
     """(plan, family, notes) of a configuration, on the meta device: no weights are read, nothing is measured.
 
-    `saved` is the plan of a run to take instead where the configuration leaves it open (`leaves_open`). `notes` say
-    what stays in high precision besides linear layers, and what else a reader should know. Raises PlanError,
-    ModelError.
+    `saved` is the plan of a run to take instead: what a configuration means may change from one version to the next,
+    and what a run trains does not. `notes` say what stays in high precision besides linear layers, and what else a
+    reader should know. Raises PlanError, ModelError.
     """
     model, family = model_of(cfg)
-    if saved is not None and leaves_open(cfg):
-        plan = fp8.load_plan(saved, model, family.components, other_machine=True)
+    if saved is not None:
+        backend = "auto" if cfg.fp8.plan is not None else cfg.fp8.backend
+        plan = fp8.load_plan(saved, model, family.components, other_machine=True, backend=backend)
         return plan, family, _notes(plan, model, family, ranks, cfg)
     return plan_model(cfg, model, family, ranks)
 

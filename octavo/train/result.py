@@ -43,7 +43,7 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0; 128 + the signal's number for a run that a signal stopped (143 SIGTERM, 130 SIGINT)."""
+        """0; 128 + the signal's number for a run that a signal stopped (143 SIGTERM, 130 SIGINT, 129 SIGHUP)."""
         return 128 + self.signal if self.signal else 0
 
     def losses(self) -> dict[int, float]:

@@ -323,12 +323,6 @@ def write_plan(
     write_json(directory / PLAN, found)
 
 
-def is_whole_plan(file: Path) -> bool:
-    """Whether plan.json is there with all that `write_plan` puts into it, and not only what a checkpoint keeps."""
-    found = read_json(file)
-    return found is not None and "rows" in found
-
-
 def write_json(file: Path, value: Any) -> None:
     """Indented JSON, written aside and renamed."""
     write_text(file, json.dumps(value, indent=2, default=str) + "\n")

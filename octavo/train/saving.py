@@ -52,6 +52,7 @@ class Saving(Callback):
 def deliver(job: Job) -> Mapping[str, Any] | None:
     """Hold the frozen base against what it was, then write hf/ or adapter/ (`run.hf`); what the result says of the
     base. A collective."""
+    job.world.at("the end, writing what the run leaves behind")
     held = None if job.base is None else _hold_the_base(job, job.base)
     if job.cfg.run.hf:
         _write_adapter(job) if job.cfg.lora is not None else _write_hf(job)

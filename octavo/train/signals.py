@@ -1,28 +1,50 @@
-"""SIGTERM and SIGINT as a request that the loop looks at between steps."""
+"""SIGTERM, SIGINT and SIGHUP as a request that the loop looks at between steps, and a limit to how long that takes."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import sys
 import threading
+import traceback
 from types import FrameType
 from typing import Any
 
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+
 
 class StopRequest:
-    """A context in which the first SIGTERM or SIGINT is remembered (`signal`) and a second SIGINT interrupts at once.
-    Outside the main thread signals cannot be caught; then it remembers nothing."""
+    """A context in which the first of `SIGNALS` is remembered (`signal`) and a second SIGINT interrupts at once. A
+    process that has not left the context `timeout` seconds after the first one hangs: it says where and ends. A SIGHUP
+    that is ignored (nohup) stays so. Outside the main thread signals cannot be caught; then it remembers nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
         self.signal: int | None = None
         self.asked = False  # to stop, by a callback
         self._before: dict[int, Any] = {}
+        self._left = threading.Event()
+        self._terminals: list[int] = []
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
+            caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._remember) for number in caught}
+            self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+            # A handler in Python waits for the main thread to come back to Python; what hangs in a library does not.
+            # The interpreter itself writes the signal's number to this bell.
+            self._bell, self._rope = socket.socketpair()
+            self._rope.setblocking(False)
+            self._bell_before = signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._limit, args=(threading.get_ident(),), name="stop", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left.set()
+        if self._before:
+            signal.set_wakeup_fd(self._bell_before)
+            self._rope.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -30,3 +52,27 @@ class StopRequest:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
+        for fd in [fd for fd in self._terminals if not os.isatty(fd)]:  # closed: what is said from here on goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+
+    def _limit(self, main: int) -> None:
+        """In a thread: wait for a signal, then for the end of the context."""
+        number = 0
+        with self._bell:
+            while number not in self._before:
+                heard = self._bell.recv(1)
+                if not heard:
+                    return
+                number = heard[0]
+        if self._left.wait(self.timeout):
+            return
+        frame = sys._current_frames().get(main)
+        where = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
+        name, rank = signal.Signals(number).name, os.environ.get("RANK", "0")
+        try:
+            print(
+                f"rank {rank} hangs: {name} came {self.timeout:g} s ago (run.timeout), and this process has not ended. "
+                f"It ends now, and the last checkpoint stands. It was in\n{where}", file=sys.stderr, flush=True,
+            )  # fmt: skip
+        finally:
+            os._exit(128 + number)

@@ -141,8 +141,19 @@ def test_plan_of_a_file(here, capsys):
 def test_plan_of_a_file_as_json(here, capsys):
     assert main(["plan", "run.yaml", "--fp8-recipe", "tensorwise", "--fp8-format", "e4m3", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["family"] == "qwen3_vl" and 0 < plan["share"] < 1  # the projector stays
+    assert plan["family"] == "qwen3_vl" and plan["share"] == 1  # the projector too
     assert {row["recipe"]["format"] for row in plan["rows"] if row["recipe"]} == {"e4m3"}
+
+
+def test_a_flag_of_fp8_means_the_whole_model(here, capsys):
+    def components(*words: str) -> set[str]:
+        assert main(["plan", "run.yaml", "fp8={foundation: {wgrad: bf16}}", *words, "--json"]) == 0
+        return {row["component"] for row in json.loads(capsys.readouterr().out)["rows"] if row["recipe"]}
+
+    assert components() == {"foundation"}
+    whole = {"foundation", "image_encoder", "image_projector"}
+    assert components("--fp8-format", "e4m3") == components("--fp8-param-gather") == whole
+    assert components("--fp8-recipe", "rowwise") == whole
 
 
 def test_train_says_what_fp8_gained(here, capsys):

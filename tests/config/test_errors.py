@@ -171,8 +171,8 @@ def test_aliases_that_loop_or_explode():
         ("fp8={recipe: off, weight_codes: recast}", "fp8.weight_codes: has no effect where nothing runs in FP8"),
         ("fp8={recipe: off, weight_codes: both}", "fp8.weight_codes: has no effect where nothing runs in FP8"),
         (
-            "fp8={image_projector: {param: true}}",
-            "fp8.image_projector.param: has no effect where the recipe is off, as it is here unless set; remove it, or",
+            "fp8={recipe: off, image_projector: {param: true}}",
+            "fp8.image_projector.param: has no effect where the recipe is off; remove it, or",
         ),
         ("fp8.foundation=fp8", "fp8.foundation: expected a mapping, found 'fp8'; write {recipe: blockwise}"),
         ("train.recompute=ful", "expected a word or a mapping, found 'ful'; did you mean full? use none, selective or"),
@@ -192,7 +192,7 @@ def test_a_wrong_override_names_itself(override, message):
         "{recipe: off, param: true, rules: [{match: '**.layers.0.**', recipe: rowwise}]}",
         "{recipe: off, param: true, image_projector: {recipe: blockwise}}",
         "{image_projector: {param: true, recipe: blockwise}}",
-        "{weight_codes: recast, foundation: {param: true}}",
+        "{recipe: blockwise, weight_codes: recast, foundation: {param: true}}",
         "{weight_codes: recast, param: true, foundation: {param: false}}",
     ],
 )

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from octavo.config import Config, ConfigError, load_config, load_config_text, override, to_yaml
 from octavo.config.document import scalar
+from octavo.config.rules_lora import recipe_of
+from octavo.config.sections import COMPONENTS
 
 BASE = """
 model: {path: ./m}
@@ -28,6 +30,28 @@ def test_defaults():
     assert cfg.optimizer.betas == (0.9, 0.95)
     assert cfg.run.dir == "runs/octavo"
     assert cfg.fp8.image_projector is None
+
+
+@pytest.mark.parametrize(
+    "asked, expected",
+    [
+        ("{recipe: rowwise}", ("rowwise", "rowwise", "rowwise", "rowwise")),
+        ("{recipe: rowwise, foundation: {wgrad: bf16}}", ("rowwise", "rowwise", "rowwise", "rowwise")),
+        ("{recipe: rowwise, image_encoder: {recipe: off}}", ("rowwise", "off", "rowwise", "rowwise")),
+        ("{foundation: {recipe: rowwise}}", ("off", "off", "off", "rowwise")),
+        ("{foundation: {}, image_projector: {recipe: mxfp8}}", ("off", "off", "mxfp8", "blockwise")),
+        ("{image_encoder: {recipe: off}}", ("blockwise", "off", "blockwise", "blockwise")),
+        ("{image_encoder: null, lm_head: {recipe: rowwise}}", ("blockwise", "blockwise", "blockwise", "blockwise")),
+        ("{rules: [{match: '**.o_proj', recipe: off}]}", ("blockwise", "blockwise", "blockwise", "blockwise")),
+    ],
+)
+def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_alone(asked, expected):
+    """(the whole model, encoder, projector, foundation); written out it says the same."""
+    cfg = text(f"fp8: {asked}\n")
+    parts = [recipe_of(cfg.fp8, name) for name in COMPONENTS]
+    assert (cfg.fp8.recipe, *parts) == expected
+    assert load_config_text(to_yaml(cfg)) == cfg
+    assert override(cfg, ["fp8.recipe=delayed"]).fp8.recipe == "delayed"
 
 
 def test_the_example_of_the_design():

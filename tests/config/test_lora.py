@@ -43,6 +43,8 @@ def message_of(model: str, more: str = "lora: {}\n", overrides=()) -> str:
         ("{foundation: row, image_encoder: block}", "", ("rowwise", "blockwise")),
         ("{foundation: row, image_encoder: block}", "fp8: {recipe: off}", ("off", None)),
         ("{image_encoder: tensor}", "fp8: {recipe: rowwise, image_encoder: {dgrad: bf16}}", ("rowwise", "tensorwise")),
+        ("{image_encoder: tensor}", "fp8: {image_encoder: {dgrad: bf16}}", ("off", "tensorwise")),
+        ("{image_encoder: tensor}", "", ("blockwise", "tensorwise")),
     ],
 )
 def test_the_recipe_follows_the_kind_unless_it_is_named(kinds, more, recipes):
@@ -93,7 +95,7 @@ def test_it_follows_in_python_as_well():
         ("load_in_fp8: row", "fp8: {foundation: {recipe: mxfp8}}", "x.yaml:5: fp8.foundation.recipe: mxfp8 multiplies"),
         ("load_in_fp8: row", "fp8: {recipe: auto}", "auto chooses a recipe, and codes are made for one (foundation)"),
         ("load_in_fp8: block, keep_fp8: false", "", "x.yaml:1: model.keep_fp8: false dequantizes the weights"),
-        ("load_in_fp8: block", "fp8: {weight_codes: recast, image_encoder: {recipe: off}}", "has no effect on weights"),
+        ("load_in_fp8: block", "fp8: {weight_codes: recast, foundation: {}}", "has no effect on weights"),
         ("", "fp8: {param: true}", "x.yaml:5: fp8.param: param keeps trained weights beside their codes, and the base"),
         ("", "fp8: {foundation: {param: true}}", "fp8.foundation.param: param keeps trained weights"),
         ("", "fp8: {fwd: bf16, dgrad: bf16}", "a frozen base has no wgrad, so with fwd and dgrad in bf16 nothing"),

@@ -14,7 +14,7 @@ import torch
 
 from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
 from octavo.data.errors import WorkerDied
-from octavo.data.loader import Processed
+from octavo.data.loader import Processed, _by_workers
 
 
 @pytest.fixture
@@ -98,6 +98,26 @@ def test_a_worker_that_dies_is_named(source, encoder):
         for _ in range(50):
             next(stream)
     assert signal.getsignal(signal.SIGCHLD) == handler
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder):
+    class Rows:
+        sources = (folder.read([folder.llava("q", "a")] * 9),)
+
+        def __getitem__(self, place):
+            if place[1] == 3:
+                time.sleep(60)
+            return place
+
+    stream = _by_workers(Rows(), [(0, row) for row in range(9)], 2, timeout=2.0)
+    assert [next(stream)[0][1] for _ in range(3)] == [0, 1, 2]
+    pids = sorted(child.pid for child in multiprocessing.active_children())
+    with pytest.raises(
+        WorkerDied, match=r"data worker 1 \(pid (\d+)\) hangs: it did not bring row 3 of .*/.*json"
+    ) as seen:
+        next(stream)
+    assert "in 1.5 s (run.timeout: 2 s)" in str(seen.value) and str(pids[1]) in str(seen.value)
     assert not multiprocessing.active_children()
 
 

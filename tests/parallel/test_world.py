@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import re
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,13 +118,30 @@ def test_two_ranks_sum_gather_and_fail_together():
     assert second["message"] == "WorldError: rank 0 failed, and rank 1 with it: ZeroDivisionError: division by zero"
 
 
-def _survive(rank: int, port: int, file: Path) -> None:
+def _exit(world: World) -> None:
+    os._exit(3)
+
+
+def _sleep(world: World) -> None:
+    world.at("step 7, reading its rows")
+    time.sleep(60)
+
+
+def _stop(world: World) -> None:
+    world.at("step 7, reading its rows")
+    time.sleep(0.5)  # for a beat that says so
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _survive(rank: int, fails: int, port: int, failure: Callable[[World], None], seconds: float, file: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    world = setup(threads=1)
+    world = setup(threads=1, timeout=seconds)
     world.barrier()
-    if rank == 1:
-        os._exit(3)
+    if rank == fails:
+        failure(world)
+    world.at("step 7, reading its rows")
+    world.at("step 7, forward and backward")
     try:
         world.barrier()
     except WorldError as error:
@@ -127,17 +149,36 @@ def _survive(rank: int, port: int, file: Path) -> None:
     os._exit(0)
 
 
-def test_a_dead_rank_is_noticed_not_waited_for(tmp_path):
-    """Without torchrun, which would end the survivor before it could speak."""
-    context, port = multiprocessing.get_context(ranks.START), ranks.free_port()
-    survivor, dead = (context.Process(target=_survive, args=(rank, port, tmp_path / "message")) for rank in (0, 1))
-    for process in (survivor, dead):
-        process.start()
-    dead.join(60)
-    survivor.join(30)
-    assert (dead.exitcode, survivor.exitcode) == (3, 0)
-    words = (tmp_path / "message").read_text()
-    assert "rank 0 of 2 waited for the others in vain: one of them has died or hangs" in words
+FAILURES = [  # of rank r: how, the timeout, what the other one says
+    (1, _exit, 600.0, "rank 1 has died or is stopped; it was last seen at the start"),  # noticed at once
+    (1, _sleep, 6.0, r"rank 1 has not come further than step 7, reading its rows \(parallel/test_world.py:\d+, _sleep"),
+    (1, _stop, 6.0, r"rank 1 has died or is stopped; it was last seen at step 7, reading its rows \(.*, _stop"),
+    (0, _stop, 6.0, "rank 0, at which the ranks meet, no longer answers"),
+]
+
+
+def test_a_rank_that_does_not_come_is_named_by_the_one_that_waits(tmp_path):
+    """Without torchrun, which would end the survivor before it could speak. All at a time: they wait."""
+    context, pairs = multiprocessing.get_context(ranks.START), []
+    for number, (fails, failure, seconds, _) in enumerate(FAILURES):
+        port, file = ranks.free_port(), tmp_path / str(number)
+        given = [(rank, fails, port, failure, seconds, file) for rank in (0, 1)]
+        pairs.append([context.Process(target=_survive, args=args) for args in given])
+        for process in pairs[-1]:
+            process.start()
+    try:
+        for (fails, _, seconds, words), pair, number in zip(FAILURES, pairs, itertools.count()):
+            pair[1 - fails].join(60)
+            assert pair[1 - fails].exitcode == 0
+            said = (tmp_path / str(number)).read_text()
+            start = (
+                rf"rank {1 - fails} of 2 waited in vain at step 7, forward and backward \(run.timeout: {seconds:g} s"
+            )
+            assert re.match(rf"{start}\): {words}", said), said
+    finally:
+        for process in itertools.chain(*pairs):
+            process.kill()
+            process.join()
 
 
 def test_ranks_that_do_not_appear_are_not_waited_for_in_silence(monkeypatch):

@@ -40,8 +40,7 @@ def test_the_plan_reads_no_weights(make, place: Path, tmp_path: Path):
     shutil.copytree(place / "tiny", bare, ignore=shutil.ignore_patterns("*.safetensors"))
     plan, family, notes = plan_for(make(f"model.path={bare}"))
     assert family.name == "qwen3_vl"
-    assert plan.share_of("foundation") == plan.share_of("image_encoder") == 1.0
-    assert plan.share_of("image_projector") == 0.0
+    assert {plan.share_of(c) for c in ("foundation", "image_encoder", "image_projector")} == {1.0}
     assert any("norms in high precision" in note for note in notes)
 
 
@@ -222,5 +221,27 @@ def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monke
     ours, theirs = (json.loads((r.dir / "plan.json").read_text()) for r in (second, first))
     assert ours["layers"][0].keys() == theirs["layers"][0].keys() and len(ours["rows"]) == len(theirs["rows"])
     monkeypatch.setattr("octavo.train.build.read_state", lambda path: {"counters": {}})  # as an older run wrote it
-    with pytest.raises(train.TrainError, match=r"plan is in neither its checkpoint nor .*Copy the run's plan.json"):
+    with pytest.raises(train.TrainError, match=r"is in neither that checkpoint nor .*Copy the run's plan.json"):
         train.run(override(cfg, [*over[:1], f"run.dir={tmp_path / 'third'}"]))
+
+
+def test_a_run_goes_on_by_its_plan_whatever_its_configuration_means_today(make):
+    """Version 0.4.0 left the projector in high precision under `recipe: blockwise`; its runs go on so."""
+    cfg = make("train.steps=2", "train.warmup=0", "run.save_every=1", "data.eval=[]")
+    first = train.run(cfg)
+    assert json.loads((first.dir / "proof.json").read_text())["shares"]["image_projector"] == 1.0
+    file = first.dir / "plan.json"
+    plan = json.loads(file.read_text())
+    for line in plan["layers"]:
+        if ".merger." in line["match"] or ".deepstack_merger_list." in line["match"]:
+            match = line["match"]
+            line.clear()
+            line.update(match=match, recipe="off", why="the projector stays unless asked")
+    file.write_text(json.dumps(plan))
+    (first.dir / "result.json").unlink()
+    train.run(override(cfg, [f"run.resume={first.dir}/checkpoints/step_1"]))
+    proof = json.loads((first.dir / "proof.json").read_text())
+    assert proof["shares"]["image_projector"] == 0.0 and proof["shares"]["foundation"] == 1.0
+    assert json.loads(file.read_text()) == plan
+    loaded = train.load_run(first.dir, say=lambda text: None)[0]
+    assert not any(isinstance(m, fp8.Linear) for name, m in loaded.named_modules() if "merger" in name)

@@ -1,8 +1,8 @@
 """The plan: what every layer will run in and why, on paper, in a file and applied."""
 
 from octavo.fp8.planning.exchange import needs_of
-from octavo.fp8.planning.file import document, separated
+from octavo.fp8.planning.file import document
 from octavo.fp8.planning.modules import blocks_of, saving_of
 from octavo.fp8.planning.table import HEAD, WHY, lines, totals
 
-__all__ = ["HEAD", "WHY", "blocks_of", "document", "lines", "needs_of", "saving_of", "separated", "totals"]
+__all__ = ["HEAD", "WHY", "blocks_of", "document", "lines", "needs_of", "saving_of", "totals"]

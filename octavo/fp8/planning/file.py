@@ -95,6 +95,7 @@ def load_plan(
     components: Mapping[str, tuple[str, ...]] | None = None,
     *,
     other_machine: bool = False,
+    backend: str = "auto",
 ) -> Plan:
     """The plan of a file, for ``model``.
 
@@ -102,7 +103,8 @@ def load_plan(
         path: a file of :func:`save_plan`, or the ``plan.json`` of a run.
         model: the model that it was made for, real or on the meta device.
         components: as for :func:`octavo.fp8.planning.decide`; None: those in the file.
-        other_machine: take the recipes though the GPU is another one, and let the registry choose backends anew.
+        other_machine: take the recipes though the GPU is another one, and choose backends anew.
+        backend: who runs every FP8 GEMM where backends are chosen anew; "auto": the registry's choice.
 
     Raises:
         PlanError: a file that is no plan; one for another GPU or another model, with the differences; a line that
@@ -119,14 +121,14 @@ def load_plan(
         )
     if components is None and found.get("components") is not None:
         components = {k: tuple(v) for k, v in found["components"].items()}
-    policy = _policy(found, path, text, other_machine)
+    policy = _policy(found, path, text, other_machine, backend)
     _check_model(path, found["model"], topology(model, components))
     try:
         made = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
     except PlanError as error:  # a line is named by its file and place already
         raise PlanError(str(error) if path.name in str(error) else f"{path}: {printable(error)}") from error
     rows = (replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in made.rows)
-    notes = [*made.notes, *separated(path.name, found, made)]
+    notes = [*made.notes, *_separated(path.name, found, made)]
     changed = [d for d in then.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
         notes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen anew")
@@ -135,14 +137,15 @@ def load_plan(
     return replace(made, rows=tuple(rows), notes=tuple(notes))
 
 
-def _policy(found: Mapping[str, Any], path: Path, text: str, other_machine: bool) -> Policy:
-    """What a file asks for; ``other_machine``: without its backends."""
+def _policy(found: Mapping[str, Any], path: Path, text: str, other_machine: bool, backend: str) -> Policy:
+    """What a file asks for; ``other_machine``: without its backends, on ``backend``."""
     activations, param = (dict(found.get(setting) or {}) for setting in ("activations", "param"))
     return Policy(
         recipe=OFF,
         rules=read_lines(found["layers"], path, text, backends=not other_machine),
         fuse="on" if found.get("fuse_blocks") else OFF,
         weight_codes=found.get("weight_codes") or "keep",
+        backend=backend,
         activations=activations.pop("", "bf16"),
         param=param.pop("", False),
         components={
@@ -151,7 +154,7 @@ def _policy(found: Mapping[str, Any], path: Path, text: str, other_machine: bool
     )
 
 
-def separated(name: str, found: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+def _separated(name: str, found: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     """Notes on what version 0.4.0 let run as one GEMM, by what it wrote into the plan file ``name``."""
     layers = [row.name.removesuffix(".base_layer").rpartition(".") for row in plan.rows]
     ones: list[str] = []

@@ -17,6 +17,8 @@ from octavo.fp8.policy.globs import compile_glob
 
 OFF, AUTO, HEAD = "off", "auto", "lm_head"
 FUSE = (OFF, "on", AUTO)
+USUAL = "blockwise"
+"""The recipe of what is asked to run in FP8 without saying in which."""
 CANDIDATES = ("blockwise", "mxfp8", "rowwise", "tensorwise")
 """What auto chooses among. ``delayed`` is not in it: its histories are state, and values that outgrow them saturate."""
 ACTIVATIONS = ("bf16", "fp8")
@@ -32,8 +34,8 @@ class PlanError(ValueError):
 class ComponentPolicy:
     """One component's answer. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
     ``dgrad``, ``wgrad``: fp8 or bf16; ``activations``: bf16 or fp8; ``param``: whether its weights are FP8 between
-    steps. None: as the whole model; but the image projector is off until its recipe is given, and so is ``lm_head``,
-    which takes a recipe by name and keeps its weight in high precision."""
+    steps. None: as the whole model; but ``lm_head`` is off until its recipe is given by name, and keeps its weight in
+    high precision."""
 
     recipe: str | None = None
     format: str | None = None
@@ -95,8 +97,10 @@ class Policy:
     """What to run in FP8.
 
     Args:
-        recipe: one of ``fp8.RECIPES``; "auto" (the fastest by measurement, see :func:`octavo.fp8.planning.decide`); or
-            "off" (then components and rules may still switch parts on).
+        recipe: of every component, the projector included: one of ``fp8.RECIPES``; "auto" (the fastest by measurement,
+            see :func:`octavo.fp8.planning.decide`); or "off" (then components and rules may still switch parts on).
+            None: "blockwise"; but where components are named (other than to be "off"), those alone run in FP8, and all
+            others are "off".
         format: "e4m3", "hybrid" or None for the recipe's default.
         fwd, dgrad, wgrad: "fp8" or "bf16".
         components: component name -> :class:`ComponentPolicy` (or a recipe's name, or a mapping with its fields).
@@ -118,7 +122,7 @@ class Policy:
         BackendError: for a backend that does not exist.
     """
 
-    recipe: str = "blockwise"
+    recipe: str | None = None
     format: str | None = None
     fwd: str = "fp8"
     dgrad: str = "fp8"
@@ -136,6 +140,10 @@ class Policy:
         if not isinstance(self.components, Mapping):
             raise PlanError(f"components maps a component's name to its ComponentPolicy; found {self.components!r}.")
         parts = {k: _made(ComponentPolicy, v, f"component {k!r}") for k, v in self.components.items()}
+        if self.recipe is None:
+            named = [k for k, part in parts.items() if k != HEAD and part.recipe != OFF]
+            parts |= {k: replace(parts[k], recipe=parts[k].recipe or USUAL) for k in named}
+            object.__setattr__(self, "recipe", OFF if named else USUAL)
         object.__setattr__(self, "components", parts)
         if isinstance(self.rules, str | Mapping | Rule) or not isinstance(self.rules, Iterable):
             raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")
@@ -183,7 +191,7 @@ class Policy:
                 f"{where}: recipe takes a name, found the Recipe object {level.recipe.name!r}. Write "
                 f"recipe={level.recipe.name!r}, with format, fwd, dgrad and wgrad beside it."
             )
-        if not isinstance(level.recipe, str) and (level.recipe is not None or isinstance(level, Policy)):
+        if not isinstance(level.recipe, str | None):
             raise PlanError(f"{where}: recipe takes a name, one of {_names()}; found {level.recipe!r}.")
 
     def _levels(self) -> list[tuple[str, Policy | ComponentPolicy | Rule]]:
@@ -268,11 +276,14 @@ class Decision:
 
 def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
     """The decision for a layer of ``component`` that ``rules`` match (in their order)."""
+    assert policy.recipe is not None  # settled when the policy was made
     decision = Decision(policy.recipe, policy.format, policy.fwd, policy.dgrad, policy.wgrad, "the whole model")
     given = policy.components.get(component)
-    if component in ("image_projector", HEAD) and (given is None or given.recipe is None):
-        what = HEAD if component == HEAD else "the projector"
-        decision = replace(decision, recipe=OFF, source=f"{what} stays unless asked")
+    if component == HEAD and (given is None or given.recipe is None):
+        decision = replace(decision, recipe=OFF, source=f"{HEAD} stays unless asked")
+    on = [name for name, part in policy.components.items() if part.recipe not in (None, OFF)]
+    if policy.recipe == OFF and on and component != HEAD:
+        decision = replace(decision, source=f"stays: {' and '.join(on)} alone {'is' if len(on) == 1 else 'are'} named")
     if given is not None:
         decision = decision.over(given, f"component {component}" if given.recipe is not None else decision.source)
     for rule in rules:

@@ -151,7 +151,7 @@ def test_bytes_of_a_decoder_layer():
 def test_the_plan_says_what_stays_and_a_file_keeps_it(tmp_path):
     model, described, _ = made("qwen3_vl")
     parts = {"image_encoder": {"activations": "bf16"}}
-    plan = fp8.plan(model, fp8.Policy(activations="fp8", components=parts, fuse="off"), described.components)
+    plan = fp8.plan(model, fp8.Policy("blockwise", activations="fp8", components=parts), described.components)
     assert not any("visual.blocks" in b.name for b in plan.blocks)
     stays = {b.name: b.why for b in plan.blocks if b.saves is False}
     assert stays and all("merger" in n and "holds norm" in why for n, why in stays.items())
@@ -188,7 +188,7 @@ def test_without_fp8_layers_and_with_frozen_ones():
     for p in model.model.visual.parameters():
         p.requires_grad_(False)
     parts = {"image_encoder": "off"}
-    plan = fp8.plan(model, fp8.Policy(activations="fp8", components=parts, fuse="off"), described.components)
+    plan = fp8.plan(model, fp8.Policy("blockwise", activations="fp8", components=parts), described.components)
     assert any(b.saves and "visual.blocks" in b.name for b in plan.blocks)
     fp8.apply(model, plan)
     model(**inputs).loss.backward()

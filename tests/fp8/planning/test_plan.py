@@ -36,11 +36,10 @@ def fp8_names(plan):
 
 def test_the_default_plan():
     plan = fp8.plan(Vlm())
-    assert len(fp8_names(plan)) == 14 and all(r.reason == "the whole model" for r in plan.rows if r.fp8)
+    assert len(fp8_names(plan)) == 15 and all(r.reason == "the whole model" for r in plan.rows if r.fp8)
     reasons = {r.name: r.reason for r in plan.rows if not r.fp8}
     assert reasons == {
         "visual.patch_embed": "patch embedding stays in high precision",
-        "visual.merger": "the projector stays unless asked",
         "odd": "Custom is a subclass of nn.Linear and is left as it is",
         "lm_head": "lm_head stays in high precision",
     }
@@ -55,9 +54,9 @@ def test_the_table_says_everything():
     text = fp8.plan(model).table()
     for piece in (
         "layers.{0..3}.q_proj", "32 x 32", "blockwise e4m3", "reference", "the whole model; frozen, no wgrad",
-        "FP8: 14 of 18 linear layers", "high precision: 1 (lm_head stays in high precision)",
-        "linear FLOPs in FP8: 91.0 %", "image_projector 0.0 %", "lm_head and patch embedding do not count",
-        "note: 6 of 14 FP8 layers are frozen: no wgrad, no saved input",
+        "FP8: 15 of 18 linear layers", "high precision: 1 (lm_head stays in high precision)",
+        "linear FLOPs in FP8: 93.3 %", "image_projector 100.0 %", "lm_head and patch embedding do not count",
+        "note: 7 of 15 FP8 layers are frozen: no wgrad, no saved input",
     ):  # fmt: skip
         assert piece in text, f"{piece!r} is not in\n{text}"
     assert max(len(line) for line in text.splitlines()) < 200
@@ -115,8 +114,43 @@ def test_components_and_rules_later_and_narrower_win():
 def test_a_component_alone():
     policy = fp8.Policy(recipe="off", components={"foundation": fp8.ComponentPolicy(recipe="blockwise")})
     assert {n.split(".")[0] for n in fp8_names(fp8.plan(Vlm(), policy))} == {"layers"}
-    silent = fp8.Policy(components={"image_projector": fp8.ComponentPolicy(format="e4m3")})
-    assert "visual.merger" not in fp8_names(fp8.plan(Vlm(), silent))
+
+
+@pytest.mark.parametrize(
+    "policy, expected, reason",
+    [
+        (fp8.Policy(), {"encoder": "blockwise", "projector": "blockwise", "foundation": "blockwise"}, None),
+        (fp8.Policy("rowwise"), {"encoder": "rowwise", "projector": "rowwise", "foundation": "rowwise"}, None),
+        (
+            fp8.Policy("rowwise", components={"image_encoder": {"wgrad": "bf16"}, "image_projector": "mxfp8"}),
+            {"encoder": "rowwise", "projector": "mxfp8", "foundation": "rowwise"}, None,
+        ),
+        (
+            fp8.Policy(components={"foundation": "rowwise"}), {"foundation": "rowwise"},
+            "stays: foundation alone is named",
+        ),
+        (
+            fp8.Policy(components={"image_encoder": {"wgrad": "bf16"}, "image_projector": "rowwise"}),
+            {"encoder": "blockwise", "projector": "rowwise"},
+            "stays: image_encoder and image_projector alone are named",
+        ),
+        (
+            fp8.Policy(components={"image_projector": "off"}), {"encoder": "blockwise", "foundation": "blockwise"},
+            "component image_projector: off",
+        ),
+        (
+            fp8.Policy(components={"lm_head": "rowwise"}),
+            {"encoder": "blockwise", "projector": "blockwise", "foundation": "blockwise", "head": "rowwise"}, None,
+        ),
+    ],
+)  # fmt: skip
+def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_alone(policy, expected, reason):
+    named = {"visual.blocks.0.q_proj": "encoder", "visual.merger": "projector", "layers.0.q_proj": "foundation",
+             "lm_head": "head"}  # fmt: skip
+    rows = [row for row in fp8.plan(Vlm(), policy).rows if row.name in named]
+    assert {named[row.name]: row.recipe.name for row in rows if row.fp8} == expected
+    high = {row.reason for row in rows if not row.fp8 and row.kind != "lm_head"}
+    assert high == (set() if reason is None else {reason})
 
 
 def test_off_is_a_plan_without_fp8():
@@ -170,7 +204,7 @@ def test_what_a_plan_takes():
 
 
 NONSENSE = [
-    ({"recipe": None}, "the whole model: recipe takes a name.*found None"),
+    ({"recipe": 8}, "the whole model: recipe takes a name.*found 8"),
     ({"recipe": fp8.recipe("rowwise")}, "the whole model: recipe takes a name, found the Recipe object 'rowwise'"),
     ({"components": {"foundation": None}}, "component 'foundation': found None where a ComponentPolicy"),
     ({"components": {"foundation": {"fmt": 1}}}, "component 'foundation' has unknown fields 'fmt'; the fields are"),
