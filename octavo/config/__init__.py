@@ -19,9 +19,9 @@ from octavo.config.sections import (
     ModelSection,
     OptimizerSection,
     Rule,
-    RunSection,
     TrainSection,
 )
+from octavo.config.whole import RunSection
 
 __all__ = [
     "COMPONENTS",

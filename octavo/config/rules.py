@@ -8,7 +8,8 @@ from octavo.config import rules_lora
 from octavo.config.findings import Finding, finding, glob_problem
 from octavo.config.problems import named, nearest
 from octavo.config.rules_lora import PARTS
-from octavo.config.sections import COMPONENTS, Component, Fp8Section, Head, Rule, Sections
+from octavo.config.sections import COMPONENTS, Component, Fp8Section, Head, Rule
+from octavo.config.whole import Sections
 
 FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")

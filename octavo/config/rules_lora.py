@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding, glob_problem
 from octavo.config.problems import named, nearest
-from octavo.config.sections import COMPONENTS, FITTING, Component, Fp8Section, Sections
+from octavo.config.sections import COMPONENTS, FITTING, Component, Fp8Section
+from octavo.config.whole import Sections
 
 PARTS = tuple(f"fp8.{name}" for name in COMPONENTS)
 

@@ -7,7 +7,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationInfo, model_validator
 
 from octavo.config.rules import check
-from octavo.config.sections import COMPONENTS, USUAL, FrozenName, Sections, for_foundation, one_word
+from octavo.config.sections import COMPONENTS, USUAL, FrozenName, for_foundation, one_word
+from octavo.config.whole import Sections
 
 
 class Config(Sections):

@@ -46,7 +46,7 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_FROM_LIST = BeforeValidator(_as_tuple)
+FROM_LIST = BeforeValidator(_as_tuple)
 
 
 class Section(BaseModel):
@@ -93,7 +93,7 @@ class ModelSection(Section):
         description="Folder of a Hugging Face checkpoint (config, tokenizer, processor, safetensors), "
         "relative to the file that names it.",
     )
-    freeze: Annotated[tuple[Text, ...], _FROM_LIST] = Field(
+    freeze: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=(),
         description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
         'names ("**.layers.0.**"). Each must match something.',
@@ -209,10 +209,10 @@ class Fp8Section(Section):
         description="The head's GEMMs (logits, and both gradients) in FP8; off unless its recipe is set here. Chunk by "
         "chunk with train.logits: chunked; the codes of its weight are 1 byte a parameter more.",
     )
-    rules: Annotated[tuple[Rule, ...], _FROM_LIST] = Field(
+    rules: Annotated[tuple[Rule, ...], FROM_LIST] = Field(
         default=(), description="Exceptions by module name; the last that matches wins."
     )
-    candidates: Annotated[tuple[Candidate, ...], _FROM_LIST] = Field(
+    candidates: Annotated[tuple[Candidate, ...], FROM_LIST] = Field(
         default=("blockwise", "mxfp8", "rowwise", "tensorwise"),
         min_length=1,
         description="The recipes that auto chooses among.",
@@ -248,13 +248,13 @@ class LoraSection(Section):
         default=False,
         description="Train magnitudes of the rows of the weight too (DoRA, Liu et al. 2024); not for experts.",
     )
-    targets: Annotated[tuple[Text, ...], _FROM_LIST] = Field(
+    targets: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=("foundation",),
         min_length=1,
         description="What gets adapters: foundation, image_encoder, image_projector (all their linear layers and "
         'experts), or globs over module names ("**.q_proj"). Each must match something.',
     )
-    exclude: Annotated[tuple[Text, ...], _FROM_LIST] = Field(
+    exclude: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=(), description="Components or globs over module names that get none, though a target names them."
     )
     dtype: Literal["fp32", "bf16"] = Field(
@@ -289,8 +289,8 @@ class Dataset(Section):
 class DataSection(Section):
     """What the model sees."""
 
-    train: Annotated[tuple[Dataset, ...], _FROM_LIST] = Field(min_length=1, description="Data sets to train on.")
-    eval: Annotated[tuple[Dataset, ...], _FROM_LIST] = Field(default=(), description="Held-out data sets.")
+    train: Annotated[tuple[Dataset, ...], FROM_LIST] = Field(min_length=1, description="Data sets to train on.")
+    eval: Annotated[tuple[Dataset, ...], FROM_LIST] = Field(default=(), description="Held-out data sets.")
     on_bad_sample: Literal["error", "skip"] = Field(
         default="error",
         description="A row that cannot be used (missing image, unknown role, ...): stop, or skip, count and list it.",
@@ -414,7 +414,7 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """AdamW."""
 
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], _FROM_LIST] = (
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], FROM_LIST] = (
         Field(default=(0.9, 0.95), description="Decay of the first and the second moment.")
     )
     eps: float = Field(default=1e-8, gt=0, le=1, description="Added to the root of the second moment.")
@@ -438,63 +438,3 @@ class OptimizerSection(Section):
     offload: bool = Field(
         default=False, description="Keep the optimizer's states in host memory and stream them. Needs a GPU."
     )
-
-
-class RunSection(Section):
-    """Where the run lives and what it writes."""
-
-    dir: FilePath = Field(
-        default="runs/octavo",
-        min_length=1,
-        description="Run directory, relative to where the command is started. One that exists is continued "
-        "(run.resume) or refused, never overwritten.",
-    )
-    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of data order and initialisation.")
-    resume: FilePath = Field(
-        default="never",
-        description="never, auto (the newest whole checkpoint of run.dir, or a fresh start), or the path of a "
-        "checkpoint such as runs/first/checkpoints/step_200.",
-    )
-    save_every: int = Field(default=0, ge=0, le=10**9, description="Steps between checkpoints; 0 = only at the end.")
-    keep: int = Field(
-        default=2, ge=1, le=10**9, description="Checkpoints kept; one more until a step from the newest was applied."
-    )
-    eval_every: int = Field(default=0, ge=0, le=10**9, description="Steps between evaluations; 0 = only at the end.")
-    log_every: int = Field(default=1, ge=1, le=10**9, description="Steps between lines of metrics.jsonl.")
-    health_every: int = Field(default=25, ge=0, le=10**9, description="Steps between FP8 health figures; 0 = none.")
-    gain_steps: int = Field(
-        default=0,
-        ge=0,
-        le=10**6,
-        description="Steps timed in FP8 and in high precision, side by side, once the run is warm: the gain that FP8 "
-        "really brings. They train nothing and change no loss; 0 = not measured.",
-    )
-    tensorboard: bool = Field(default=True, description="Write TensorBoard events too.")
-    hf: bool = Field(
-        default=True,
-        description="Write hf/ (safetensors that from_pretrained loads) at the end; adapter/ (PEFT's) with LoRA.",
-    )
-    timeout: float = Field(
-        default=600.0,
-        ge=1,
-        le=604800,
-        description="Seconds that anything may keep the others waiting: a rank that does not come to where the others "
-        "are, a data worker that does not bring its row, an end after a signal. What does is named, and the run ends.",
-    )
-    threads: int | None = Field(
-        default=None, ge=1, le=1024, description="CPU threads of torch; absent = torch's own choice."
-    )
-
-
-class Sections(Section):
-    """The sections of a run side by side: what rules look at. With the rules kept it is a `Config`."""
-
-    model: ModelSection = Field(description="The checkpoint to train.")
-    fp8: Fp8Section = Field(default_factory=Fp8Section, description="What runs in FP8 and how.")
-    lora: LoraSection | None = Field(
-        default=None, description="Train low-rank adapters beside a frozen base; absent: train the model's parameters."
-    )
-    data: DataSection = Field(description="What the model sees.")
-    train: TrainSection = Field(description="The step.")
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW.")
-    run: RunSection = Field(default_factory=RunSection, description="Where the run lives and what it writes.")

@@ -30,7 +30,7 @@ PLACES = ("First?", "Second?", "Third?", "Fourth?")
 SIDE = 8
 WHITE = 16  # scikit-learn's grey values are counts of 0 to 16
 INK = " .+#"  # four shades, for the rows that draw a digit in characters
-LAYOUT = 2  # rises when the same settings give other files
+LAYOUT = 3  # rises when the same settings give other files
 
 CARD = """# Octavo digits
 
@@ -122,7 +122,7 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
             for index, four in enumerate(progress.track(picks, description=f"digits, {part}")):
                 name = f"images/{part}/{index:05d}.png"
                 Image.fromarray(_grid(greys[four])).save(directory / name)
-                rows.append(_row(f"{part}-{index:05d}", name, bunch.target[four]))
+                rows.append(_row(f"{part}-{index:05d}", name, bunch.target[four], four))
             (directory / f"{part}.json").write_text(_listed(rows))
             drawn = [_drawn(f"{part}-text-{i:05d}", bunch.images[i], bunch.target[i]) for i in pool]
             (directory / f"{part}_text.json").write_text(_listed(drawn))
@@ -137,12 +137,13 @@ def _grid(four: np.ndarray) -> np.ndarray:
     return four.reshape(2, 2, SIDE, SIDE).swapaxes(1, 2).reshape(2 * SIDE, 2 * SIDE)
 
 
-def _row(identity: str, image: str, digits: np.ndarray) -> dict[str, Any]:
+def _row(identity: str, image: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, Any]:
+    """``samples``: which handwriting each answer is about; trials count answers about one as hanging together."""
     turns: list[dict[str, str]] = []
     for place, digit in zip(PLACES, digits, strict=True):
         asked = place if turns else "<image>" + place
         turns += [{"from": "human", "value": asked}, {"from": "gpt", "value": str(digit)}]
-    return {"id": identity, "image": image, "conversations": turns}
+    return {"id": identity, "image": image, "source": samples.tolist(), "conversations": turns}
 
 
 def _drawn(identity: str, grey: np.ndarray, digit: int) -> dict[str, Any]:

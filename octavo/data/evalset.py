@@ -46,6 +46,19 @@ class EvalSet:
         """Rows of all sources, over all ranks."""
         return sum(len(source) for source in self.sources)
 
+    def origin(self, file: str, row: int, answer: int | None) -> str:
+        """What an answer is about, so that answers about the same thing count as ones that hang together: the row's own
+        `source` (a name, or one for each answer), else the names of its images, else the row itself."""
+        rows = next(source for source in self.sources if source.name == file and row < len(source))
+        raw = rows.rows[row]
+        named = raw.get("source") if isinstance(raw, dict) else None
+        if isinstance(named, list) and answer is not None and answer < len(named):
+            named = named[answer]
+        if isinstance(named, str | int):
+            return str(named)
+        images = rows[row].images
+        return "|".join(map(str, images)) if images else f"{file}:{row}"
+
     def __len__(self) -> int:
         return -(-self.rows // (self.micro_batch * self.world))
 

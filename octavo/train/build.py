@@ -138,7 +138,7 @@ def _refuse(why: str | None) -> None:
 def _saved_plan(world: parallel.World, start: rundir.Start) -> Path | None:
     """The plan of the run that is continued (None: a new run): its plan.json or, where a checkpoint was copied without
     it, the plan that the checkpoint holds, which then becomes the plan.json of this run. A collective."""
-    if start.checkpoint is None:
+    if start.checkpoint is None or start.forked:
         return None
     checkpointed = start.checkpoint.resolve()
     beside = checkpointed.parent.parent / rundir.PLAN
@@ -296,13 +296,14 @@ def resume(
     if start.checkpoint is None:
         return rundir.Progress()
     world = stepper.world
-    if beside is not None and beside.whole:
+    if beside is not None and beside.whole and not start.forked:  # a fork may have its base in FP8
         before = read_state(start.checkpoint)["counters"].get("base", {})
         base.same(before, beside.whole, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
     if note := former_coat(stepper.optimizer):
         say(f"note: {start.checkpoint}: {note}")
-    fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
+    if not start.forked:  # which begins histories of its own
+        fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
     checkpoint.rng.restore(restored.extra, world.rank)
     before = (restored.ranks, restored.counters["threads"])
     now = (world.size, torch.get_num_threads())
@@ -322,13 +323,13 @@ def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(_SCALING): t for name, t in extra.items() if name.startswith(_SCALING)}
 
 
-def save(job: Job) -> Path:
-    """Write the run's state after `job.progress.step` steps. A collective."""
+def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path:
+    """Write the run's state after `job.progress.step` steps into a folder of the run. A collective."""
     extra = checkpoint.rng.collect(job.world.rank)
     if job.world.is_main:  # equal on all ranks after each step's reduction
         extra |= {_SCALING + name: tensor for name, tensor in fp8.scaling_state(job.model).items()}
     return checkpoint.save(
-        job.directory / "checkpoints",
+        job.directory / folder,
         job.progress.step,
         model=job.model,
         optimizer=job.stepper.optimizer,

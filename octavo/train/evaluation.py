@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,11 @@ from octavo.train.nonfinite import refuse_weights
 
 
 def evaluate(
-    model: nn.Module, evalset: Iterable[dict[str, Any]], forward: Forward | None = None, world: World | None = None
+    model: nn.Module,
+    evalset: Iterable[dict[str, Any]],
+    forward: Forward | None = None,
+    world: World | None = None,
+    pieces: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """{"loss", "exact_match", "questions", "tokens"} over a held-out set. A collective.
 
@@ -30,6 +35,10 @@ def evaluate(
                  each of its tokens, the end of turn included, is the most likely one given the true tokens before it.
                  That is the greedy answer, whatever generation_config.json asks for: it goes wrong at the first token
                  that differs, here as in generation.
+
+    pieces: gets what this rank judged, answer by answer: file, row and number of the answer; its summed loss (nats) and
+    loss tokens; whether it was right; and a digest of what was to be said. Loss tokens of a row outside its answers
+    are a piece more, with the number None.
     """
     world = world or World(device=next(model.parameters()).device)
     wide = next(model.parameters()).dtype == torch.float32
@@ -37,7 +46,7 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64)
     with _evaluating(model):
         for batch in evalset:
-            sums += _judge(forward(batch), batch)
+            sums += _judge(forward(batch), batch, pieces)
     loss, tokens, right, questions = world.sum(sums).tolist()
     if not math.isfinite(loss):
         raise TrainError(
@@ -52,15 +61,41 @@ def evaluate(
     }
 
 
-def _judge(logits: Tensor, batch: dict[str, Any]) -> Tensor:
+def _judge(logits: Tensor, batch: dict[str, Any], pieces: list[dict[str, Any]] | None = None) -> Tensor:
     """[loss sum, loss tokens, right answers, answers] of one batch; logits [B, T, V]."""
     target = losses.targets(batch["labels"]).to(logits.device)
-    loss = losses.cross_entropy(logits[:, :-1], target).sum(dtype=torch.float64)
+    loss = losses.cross_entropy(logits[:, :-1], target)
     hits = (logits[:, :-1].argmax(-1) == losses.targets(batch["input_ids"]).to(logits.device)).cpu()
     answers = [(row, span) for row, spans in enumerate(batch["meta"].answers) for span in spans if span[1] > span[0]]
-    right = sum(bool(hits[row, start - 1 : end - 1].all()) for row, (start, end) in answers)
+    right = [bool(hits[row, start - 1 : end - 1].all()) for row, (start, end) in answers]
+    if pieces is not None:
+        pieces += _pieces(
+            loss.double().view(target.shape).cpu(), (target != losses.IGNORE).cpu(), batch, answers, right
+        )
     known = int((target != losses.IGNORE).sum())
-    return torch.tensor([float(loss), known, right, len(answers)], dtype=torch.float64)
+    sums = [float(loss.sum(dtype=torch.float64)), known, sum(right), len(answers)]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def _pieces(
+    loss: Tensor, known: Tensor, batch: dict[str, Any], answers: list[tuple[int, tuple[int, int]]], right: list[bool]
+) -> Iterator[dict[str, Any]]:
+    """What `evaluate` tells of each answer; loss and known [B, T-1], of the token after each place."""
+    meta, rest, numbers = batch["meta"], known.clone(), [0] * len(known)
+    for (row, (start, end)), hit in zip(answers, right, strict=True):
+        inside = slice(start - 1, end - 1)
+        said = batch["input_ids"][row, start:end].numpy().tobytes()
+        yield {
+            "file": meta.files[row], "row": meta.rows[row], "answer": numbers[row],
+            "loss": float(loss[row, inside][known[row, inside]].sum()), "tokens": int(known[row, inside].sum()),
+            "right": hit, "said": hashlib.blake2s(said, digest_size=8).hexdigest(),
+        }  # fmt: skip
+        numbers[row] += 1
+        rest[row, inside] = False
+    for row in range(meta.samples):
+        if tokens := int(rest[row].sum()):
+            own = {"file": meta.files[row], "row": meta.rows[row], "answer": None}
+            yield {**own, "loss": float(loss[row][rest[row]].sum()), "tokens": tokens, "right": None, "said": None}
 
 
 class Evaluation(Callback):

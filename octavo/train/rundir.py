@@ -5,6 +5,7 @@ environment.json   machine and versions                proof.json      the GEMMs
 plan.json          before any weight is read           result.json     only when the run has finished
 gain.json          what FP8 gained, if it was measured (run.gain_steps)
 checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
+milestones/        step_N of `run.milestones`
 tensorboard/       event files                         hf/             safetensors for from_pretrained
 adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
 .lock              held while a process trains here    which was trained, and that they did not change
@@ -29,6 +30,7 @@ from octavo.train.errors import TrainError
 from octavo.train.lock import LOCK, RunLock
 
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
+MILESTONES = "milestones"
 PLAN, GAIN = "plan.json", "gain.json"
 
 
@@ -72,7 +74,8 @@ class Progress:
 @dataclass(frozen=True)
 class Start:
     """Where a run begins: its directory, the checkpoint to load (None: from the model's own weights), its rows and
-    step so far, the fingerprints of its files, and the result of a run that has finished already."""
+    step so far, the fingerprints of its files, and the result of a run that has finished already. ``forked``: the
+    checkpoint is another run's, whose plan and FP8 this one need not share."""
 
     directory: Path
     checkpoint: Path | None = None
@@ -80,6 +83,7 @@ class Start:
     step: int = 0
     files: datafiles.Prints = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
+    forked: bool = False
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -103,6 +107,8 @@ def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) 
     auto    continue from its newest good checkpoint; without one, or without a run, begin
     PATH    continue from that checkpoint: its own run, or another directory that is new or empty
 
+    Where it begins, and `run.fork` names a checkpoint, it begins from that one.
+
     A run that failed before its first step left nothing to lose: its directory counts as empty.
 
     Raises TrainError for a directory that must not be touched or is in use, settings that changed since the
@@ -120,10 +126,13 @@ def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) 
         chosen = checkpoint.latest(directory / CHECKPOINTS, world, say)
     else:
         chosen = None
-    found = world.from_main(lambda: _prepare(cfg, directory, chosen))
+    forked = chosen is None and cfg.run.fork is not None
+    if forked:
+        chosen = Path(str(cfg.run.fork))
+    found = world.from_main(lambda: _prepare(cfg, directory, chosen, forked))
     if known["run"] and chosen is None:
         say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
-    return Start(directory, chosen, **found)
+    return Start(directory, chosen, forked=forked, **found)
 
 
 def settle(start: Start, world: World) -> None:
@@ -219,13 +228,15 @@ def _has_begun(directory: Path) -> bool:
     return steps or (directory / RESULT).exists() or any((directory / CHECKPOINTS).glob("*"))
 
 
-def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> dict[str, Any]:
+def _prepare(cfg: Config, directory: Path, chosen: Path | None, forked: bool) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
     step, rows, files = 0, 0, datafiles.fingerprints(cfg)
     if chosen is not None:
+        _check_checkpoint(chosen)
         counters = read_state(chosen)["counters"]
         reading.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
-        _same_settings(_complete(counters["settings"]), cfg, chosen)
+        saved = _complete(counters["settings"])
+        _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
         datafiles.same(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
     directory.mkdir(parents=True, exist_ok=True)
@@ -235,15 +246,28 @@ def _prepare(cfg: Config, directory: Path, chosen: Path | None) -> dict[str, Any
     return {"rows": rows, "step": step, "files": files}
 
 
+def _fork_may(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in which a fork may differ from the run that it begins from, as the fork has them: all else is the
+    same training. How the optimizer stores its states may not: they are the checkpoint's."""
+    train = {key: own["train"].get(key) for key in ("recompute", "offload_activations", "compile", "logits", "gather")}
+    return {
+        "fp8": own["fp8"],
+        "run": own["run"],
+        "model": {**saved["model"], **{key: own["model"][key] for key in ("load_in_fp8", "keep_fp8")}},
+        "data": {**saved["data"], "eval": own["data"]["eval"]},
+        "train": {**saved["train"], **{key: value for key, value in train.items() if key in own["train"]}},
+    }
+
+
 def _check_checkpoint(path: Path) -> None:
     if (path / "state.json").is_file():
         return
     if not path.exists():
-        raise TrainError(f"run.resume={path} does not exist; name a checkpoint such as runs/first/checkpoints/step_200")
+        raise TrainError(f"{path} does not exist; name a checkpoint such as runs/first/checkpoints/step_200")
     inner = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = checkpoint.steps(inner)
     fix = f"name one of its checkpoints, e.g. {inner / f'step_{steps[-1]}'}" if steps else "it holds no checkpoint"
-    raise TrainError(f"run.resume={path} is not a checkpoint: {fix}")
+    raise TrainError(f"{path} is not a checkpoint: {fix}")
 
 
 def _saved_settings(directory: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo import checkpoint as checkpoints
 from octavo import fp8, models, parallel
-from octavo.train import base, rundir
+from octavo.train import base, build, rundir
 from octavo.train.build import Job
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
@@ -16,7 +16,8 @@ from octavo.train.result import RunResult
 
 
 class Saving(Callback):
-    """A checkpoint every `run.save_every` steps, after the last one, and before a signal's end.
+    """A checkpoint every `run.save_every` steps, after the last one, and before a signal's end; and those of
+    `run.milestones`, which stay.
 
     Weights are good when a step from them was applied: until then none of the checkpoints before goes (`run.keep`), and
     one that is due after a step that was skipped waits for the next that is not.
@@ -26,6 +27,8 @@ class Saving(Callback):
         self.due, self.newest = False, run.step  # of the checkpoints: a stopped session may have left one too many
 
     def end_step(self, run: Run, step: Step) -> None:
+        if step.number in run.cfg.run.milestones:
+            build.save(run.job, rundir.MILESTONES)
         every, last = run.cfg.run.save_every, run.stopping or step.number == run.cfg.train.steps
         self.due |= bool(every) and step.number % every == 0
         if step.result.applied and self.newest < step.number:

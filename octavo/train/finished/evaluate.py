@@ -61,11 +61,13 @@ def evaluate_target(
     step: int | None = None,
     say: Say = lambda text: None,
     progress: Progress = lambda done, total: None,
+    pieces: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Evaluate whatever `look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
 
     cfg       whose data.eval is asked; None: the run's own
     progress  gets batches done and batches in all
+    pieces    gets what was judged, answer by answer, as `evaluate` says, and the `source` of each (`EvalSet.origin`)
     others    as `Target.open` takes them
 
     Raises TrainError where there is no held-out data, and what opening raises.
@@ -74,7 +76,7 @@ def evaluate_target(
     step = _step(found, step, say)
     opened = found.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, say=say)
     say(f"{found.path}: {', '.join(opened.notes)}")
-    result = _judge(found, cfg, opened.model, progress)
+    result = _judge(found, cfg, opened.model, progress, pieces)
     return result if step is None else {"step": step, **result}
 
 
@@ -168,14 +170,18 @@ def _asked(found: Target, cfg: Config | None) -> Config:
     return chosen
 
 
-def _judge(found: Target, cfg: Config, model: nn.Module, progress: Progress) -> dict[str, Any]:
+def _judge(
+    found: Target, cfg: Config, model: nn.Module, progress: Progress, pieces: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
     processor = models.load_processor(found.base, cfg.data.max_pixels, cfg.data.min_pixels)
     evalset = data.eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)
     wide = autocasts(found.cfg or cfg, world.device) and next(model.parameters()).dtype == torch.float32
     with fp8.count_gemms() as counts:
-        result = evaluate(model, _with_progress(evalset, progress), Forward(model, world, wide), world)
+        result = evaluate(model, _with_progress(evalset, progress), Forward(model, world, wide), world, pieces)
+    for piece in pieces or ():
+        piece["source"] = evalset.origin(piece["file"], piece["row"], piece["answer"])
     return {**result, "fp8_gemms": counts.total(fp8=True)}
 
 

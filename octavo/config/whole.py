@@ -1,0 +1,87 @@
+"""The section of the run itself, and all sections side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from octavo.config.sections import (
+    FROM_LIST,
+    DataSection,
+    Fp8Section,
+    LoraSection,
+    ModelSection,
+    OptimizerSection,
+    Section,
+    TrainSection,
+)
+from octavo.config.texts import FilePath
+
+
+class RunSection(Section):
+    """Where the run lives and what it writes."""
+
+    dir: FilePath = Field(
+        default="runs/octavo",
+        min_length=1,
+        description="Run directory, relative to where the command is started. One that exists is continued "
+        "(run.resume) or refused, never overwritten.",
+    )
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of data order and initialisation.")
+    resume: FilePath = Field(
+        default="never",
+        description="never, auto (the newest whole checkpoint of run.dir, or a fresh start), or the path of a "
+        "checkpoint such as runs/first/checkpoints/step_200.",
+    )
+    fork: FilePath | None = Field(
+        default=None,
+        description="Begin from a checkpoint of another run, with its weights, optimizer, step and place in the data; "
+        "seed, FP8 and what backward keeps may differ. Absent: begin from the model.",
+    )
+    milestones: Annotated[tuple[Annotated[int, Field(ge=1, le=10**9)], ...], FROM_LIST] = Field(
+        default=(), description="Steps whose checkpoints are kept for good, in milestones/ beside those of run.keep."
+    )
+    save_every: int = Field(default=0, ge=0, le=10**9, description="Steps between checkpoints; 0 = only at the end.")
+    keep: int = Field(
+        default=2, ge=1, le=10**9, description="Checkpoints kept; one more until a step from the newest was applied."
+    )
+    eval_every: int = Field(default=0, ge=0, le=10**9, description="Steps between evaluations; 0 = only at the end.")
+    log_every: int = Field(default=1, ge=1, le=10**9, description="Steps between lines of metrics.jsonl.")
+    health_every: int = Field(default=25, ge=0, le=10**9, description="Steps between FP8 health figures; 0 = none.")
+    gain_steps: int = Field(
+        default=0,
+        ge=0,
+        le=10**6,
+        description="Steps timed in FP8 and in high precision, side by side, once the run is warm: the gain that FP8 "
+        "really brings. They train nothing and change no loss; 0 = not measured.",
+    )
+    tensorboard: bool = Field(default=True, description="Write TensorBoard events too.")
+    hf: bool = Field(
+        default=True,
+        description="Write hf/ (safetensors that from_pretrained loads) at the end; adapter/ (PEFT's) with LoRA.",
+    )
+    timeout: float = Field(
+        default=600.0,
+        ge=1,
+        le=604800,
+        description="Seconds that anything may keep the others waiting: a rank that does not come to where the others "
+        "are, a data worker that does not bring its row, an end after a signal. What does is named, and the run ends.",
+    )
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="CPU threads of torch; absent = torch's own choice."
+    )
+
+
+class Sections(Section):
+    """The sections of a run side by side: what rules look at. With the rules kept it is a `Config`."""
+
+    model: ModelSection = Field(description="The checkpoint to train.")
+    fp8: Fp8Section = Field(default_factory=Fp8Section, description="What runs in FP8 and how.")
+    lora: LoraSection | None = Field(
+        default=None, description="Train low-rank adapters beside a frozen base; absent: train the model's parameters."
+    )
+    data: DataSection = Field(description="What the model sees.")
+    train: TrainSection = Field(description="The step.")
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW.")
+    run: RunSection = Field(default_factory=RunSection, description="Where the run lives and what it writes.")
