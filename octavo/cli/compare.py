@@ -1,6 +1,7 @@
 """The trial: high precision, high precision with another seed, and each FP8 recipe, on the same data.
 
-Writes report.html (one file, opens offline), report.json and PNG plots. Exit code: 0 pass, 0 warn, 1 fail.
+Writes report.html (one file, opens offline), report.json and PNG plots. Exit code: 0 pass or warn, 1 fail,
+3 undecided: nothing speaks against FP8, and the report says what more would decide.
   octavo compare run.yaml
   octavo compare run.yaml --recipes blockwise,tensorwise --out trial
 """
@@ -28,6 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-savings", action="store_true", help="leave out the runs that tell what each memory saving cost"
     )
+    parser.add_argument(
+        "--forks", type=arguments.natural, default=3, metavar="N",
+        help="forks of high precision at two thirds of the run, in each precision; they decide the loss (default 3)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seeds", type=arguments.positive, default=1, metavar="N",
+        help="whole runs in each precision, in pairs of one seed (default 1, which makes no interval)",
+    )  # fmt: skip
     arguments.add_json(parser)
 
 
@@ -39,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     directory = args.out or f"{cfg.run.dir}-compare"
     how = {"fresh": args.fresh, "jobs": args.jobs, "savings": not args.no_savings}
+    how |= {"forks": args.forks, "seeds": args.seeds}
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **how)
     terminal.note(f"report: {Path(directory) / 'report' / 'report.html'}")
     return conclude(verdict, args.json)
@@ -63,13 +73,11 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
 
 
 def conclude(verdict: Any, as_json: bool) -> int:
-    """Says the verdict with its reasons; 0 for pass and warn, 1 for fail."""
+    """Says the verdict with its claims and reasons; 0 for pass and warn, 1 for fail, 3 where it is undecided."""
     if as_json:
         terminal.show_json(summary(verdict))
     else:
-        print(verdict.line)
-        for reason in verdict.reasons:
-            print(f"  {reason}")
+        print("\n".join(verdict.lines))
     return int(verdict.exit_code)
 
 

@@ -19,7 +19,7 @@ from octavo.reading import printable
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
-#: commands whose exit code 1 means the verdict fail, and nothing else
+#: commands whose exit code 1 means the verdict fail, and nothing else; 3 is undecided, of compare and demo
 VERDICTS = ("compare", "demo", "verify")
 
 #: command -> what it does, in the order a newcomer meets them; each is octavo/cli/<command>.py

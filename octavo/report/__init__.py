@@ -5,8 +5,9 @@ runs into a ``Verdict``; ``demo.run`` is the whole story on the embedded handwri
 """
 
 from octavo.report.compare import compare
-from octavo.report.judge import Run, Verdict, judge
+from octavo.report.judge import Verdict, judge
 from octavo.report.rundir import LayerHealth, ReportError, RunRecord, read
+from octavo.report.trial import Run, Trial
 from octavo.report.verdict import Check
 
-__all__ = ["Check", "LayerHealth", "ReportError", "Run", "RunRecord", "Verdict", "compare", "judge", "read"]
+__all__ = ["Check", "LayerHealth", "ReportError", "Run", "RunRecord", "Trial", "Verdict", "compare", "judge", "read"]

@@ -1,5 +1,9 @@
 """The trial: high precision, high precision with another seed, and each FP8 recipe, on the same data; then the verdict.
 
+Forks decide the loss: from high precision's checkpoint at two thirds both precisions go on with the same data, for
+several seeds. They part from one point, so the noise of a whole training is in both, at a third of the price. Held-out
+data are judged once the runs are done: what FP8 and what high precision trained, and FP8's weights in high precision.
+
 High precision has none of the memory savings that the configuration asks for; where these make the model BF16, it
 computes in BF16 as well. Under LoRA every run trains the same adapters, high precision beside the base in BF16 (one
 that is in FP8 on disk is dequantized), FP8 beside the base that the configuration loads. A configuration with savings
@@ -18,14 +22,20 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo.config import RECIPES, Config, Fp8Section, load_config, override
 from octavo.config.sections import FITTING
-from octavo.report.judge import Run, Verdict, judge
+from octavo.report.claims import ACCURACY_MARGIN, LEAST_FORK, HeldOut
+from octavo.report.judge import Verdict, judge
 from octavo.report.rundir import ReportError, RunRecord, read, read_failed
-from octavo.report.savings import ablation, without
+from octavo.report.savings import ablation, storable, without
+from octavo.report.training import forks_begin
+from octavo.report.trial import Run, Trial
+
+HIGH = "high precision"
 
 
 def compare(
@@ -36,13 +46,18 @@ def compare(
     fresh: bool = False,
     jobs: int = 1,
     savings: bool = True,
+    forks: int = 3,
+    seeds: int = 1,
+    accuracy_margin: float = ACCURACY_MARGIN,
 ) -> Verdict:
     """Run the trial and write the report.
 
     ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``savings`` trains the runs that
     tell what each memory saving cost, where the trial is of one recipe and has any on. ``console`` is a rich console
     (None: silent). ``jobs`` runs train at a time, more than one in processes of their own (a CPU's cores; a GPU serves
-    one). An FP8 run whose training fails is judged so and the others go on; a high-precision run that fails ends the
+    one). ``forks`` from high precision's checkpoint at two thirds, in each precision (0: none); ``seeds`` whole runs in
+    each precision, of which one makes no interval. ``accuracy_margin``: a share, how far apart accuracies may lie.
+    An FP8 run whose training fails is judged so and the others go on; a high-precision run that fails ends the
     trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
     nothing in FP8 was asked for, a recipe is unknown, an existing run was trained with another configuration, a run
     was stopped by a signal, or more than one process runs this.
@@ -53,22 +68,38 @@ def compare(
             f"compare was started on {ranks} processes; it runs in one. Start it without torchrun, or train each run "
             "with `torchrun ... -m octavo train`"
         )
-    if jobs < 1:
-        raise ReportError(f"jobs={jobs}: at least one run must train at a time")
+    if min(jobs, seeds) < 1 or forks < 0:
+        raise ReportError(f"jobs={jobs}, seeds={seeds}, forks={forks}: jobs and seeds are at least 1, forks at least 0")
     from octavo.train import base
 
     cfg, directory = base.settled(cfg), Path(directory)
-    runs = runs_of(cfg, recipes, directory, savings)
+    runs = runs_of(cfg, recipes, directory, savings, forks, seeds)
     if fresh:
         clear(directory)
     for run in runs:  # refuse before the first run has cost minutes
         check_reusable(run)
+    no_forks = "" if not forks else _why_no_forks(runs)
+    if no_forks:
+        runs = [run for run in runs if run.kind != "fork"]
     from octavo.report.page import write
 
-    records = []
-    if settings := sum(run.kind == "saving" for run in runs):
-        _say(console, f"{len(runs)} runs, {settings} of them to tell what each memory saving costs")
+    more = [(sum(run.kind == kind for run in runs), word) for kind, word in (("saving", "to tell what each memory "
+            "saving costs"), ("fork", "forks of high precision"))]  # fmt: skip
+    if told := [f"{count} of them {word}" for count, word in more if count]:
+        _say(console, f"{len(runs)} runs, {', '.join(told)}")
     started = time.monotonic()
+    records = _trained(runs, jobs, console)
+    held = _held_out(cfg, records, directory, console)
+    trial = Trial(held, 0 if no_forks else forks, no_forks, seeds, accuracy_margin, jobs)
+    verdict = judge(records, trial)
+    write(verdict, [(run, record) for run, record in records if run.kind != "fork"], directory / "report")
+    _say(console, f"{len(runs)} runs in {time.monotonic() - started:.0f} s")
+    return verdict
+
+
+def _trained(runs: Sequence[Run], jobs: int, console: Any) -> list[tuple[Run, RunRecord]]:
+    """The runs with what they left; those that are not finished are trained now."""
+    records = []
     unfinished = [run for run in runs if finished(run) is None]
     together = jobs > 1 and len(unfinished) > 1
     failures: dict[str, str] = {}
@@ -83,13 +114,45 @@ def compare(
         elif together and run in unfinished:
             record = read(run.cfg.run.dir)
         records.append((run, record or _one(run, f"{number}/{len(runs)} {run.label}", console)))
-    verdict = judge(records, jobs)
-    write(verdict, records, directory / "report")
-    _say(console, f"{len(runs)} runs in {time.monotonic() - started:.0f} s")
-    return verdict
+    return records
 
 
-def runs_of(cfg: Config, recipes: Sequence[str] | None, directory: Path, savings: bool = True) -> list[Run]:
+def _held_out(cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: Path, console: Any) -> HeldOut | None:
+    """What the claims need of the held-out data; None where the configuration names none."""
+    if not cfg.data.eval:
+        return None
+    from octavo.report import held_out
+
+    reference = next(run for run, _ in records if run.kind == "reference")
+    found = HeldOut(held_out.judge_model(reference.cfg, directory, console))
+    found.runs[reference.name] = held_out.judge_run(reference, directory, console)
+    for run, record in records:
+        if run.kind == "fp8" and not record.failure:
+            found.runs[run.name] = held_out.judge_run(run, directory, console)
+            found.high[run.name] = held_out.judge_run(run, directory, console, high=True)
+    return found
+
+
+def _why_no_forks(runs: Sequence[Run]) -> str:
+    """Why forks cannot be: the run is too short for them, or its checkpoint at two thirds is not there."""
+    fork, reference = (next(run for run in runs if run.kind == kind) for kind in ("fork", "reference"))
+    steps = fork.cfg.train.steps
+    if steps - fork.begins < LEAST_FORK:
+        return (
+            f"forks of {steps - fork.begins} steps have no time to part, at least {LEAST_FORK} are needed: "
+            f"train.steps of at least {3 * LEAST_FORK}"
+        )
+    if finished(reference) is not None and fork.after is not None and not fork.after.is_dir():
+        return (
+            f"{reference.cfg.run.dir} is finished and kept no checkpoint of step {fork.begins}, from which forks go "
+            "on; --fresh trains it again"
+        )
+    return ""
+
+
+def runs_of(
+    cfg: Config, recipes: Sequence[str] | None, directory: Path, savings: bool = True, forks: int = 0, seeds: int = 1
+) -> list[Run]:
     """The runs of a trial, in the order they run; raises ``ReportError`` where none of them would be FP8."""
     own = own_recipe(cfg)
     if recipes is None:
@@ -105,18 +168,44 @@ def runs_of(cfg: Config, recipes: Sequence[str] | None, directory: Path, savings
         asked = f"{', '.join(map(repr, wrong))} asked for" if wrong else "no recipe given"
         raise ReportError(f"{asked}; compare sets FP8 recipes beside high precision. Give one or more of: {known}")
     plain = high_precision(cfg)
-    seed, other = cfg.run.seed, cfg.run.seed + 1
+    seed, begins = cfg.run.seed, forks_begin(cfg.train.steps)
+    kept = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": (begins,) if forks else ()})})
+    reference = _run_of(kept, directory, "high-precision", HIGH, "reference", seed)
+    others = range(seed + 1, seed + max(seeds, 2))
     runs = [
-        _run_of(plain, directory, "high-precision", "high precision", "reference", seed),
-        _run_of(plain, directory, f"high-precision-seed-{other}", f"high precision, seed {other}", "noise", other),
+        reference,
+        *(_run_of(plain, directory, f"high-precision-seed-{s}", f"{HIGH}, seed {s}", "noise", s) for s in others),
     ]
     names = list(dict.fromkeys(recipes))
     for name in names:
         chosen = cfg if name == own else with_recipe(cfg, name)
         for number, (words, setting) in enumerate(ablation(chosen) if savings and len(names) == 1 else ()):
             runs.append(_run_of(setting, directory, f"saving-{number}", words, "saving", seed))
-        runs.append(_run_of(chosen, directory, f"fp8-{name}", f"FP8 {name}", "fp8", seed))
-    return runs
+        fp8 = _run_of(chosen, directory, f"fp8-{name}", f"FP8 {name}", "fp8", seed)
+        runs.append(fp8)
+        for s in range(seed + 1, seed + seeds):
+            run = _run_of(chosen, directory, f"{fp8.name}-seed-{s}", f"{fp8.label}, seed {s}", "seed", s)
+            runs.append(replace(run, of=fp8.name))
+        runs += [_fork(reference, fp8, storable(chosen), number, directory) for number in range(forks)]
+    # High precision's own fork of the reference's seed is the reference.
+    return runs + [_fork(reference, None, plain, number, directory) for number in range(1, forks)]
+
+
+def _fork(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: Path) -> Run:
+    """A run from the reference's checkpoint at two thirds to its end, with data in the order of another seed."""
+    begins = reference.cfg.run.milestones[0]
+    checkpoint = Path(reference.cfg.run.dir).resolve() / "milestones" / f"step_{begins}"
+    bare = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "fork": str(checkpoint), "keep": 1}
+    cfg = cfg.model_copy(
+        update={
+            "run": cfg.run.model_copy(update=bare | {"milestones": (), "save_every": 0}),
+            "data": cfg.data.model_copy(update={"eval": ()}),
+        }
+    )
+    name, label = ("high-precision", HIGH) if fp8 is None else (fp8.name, fp8.label)
+    seed = reference.cfg.run.seed + number
+    run = _run_of(cfg, directory, f"fork-{number}-{name}", f"{label}, fork {number + 1}", "fork", seed)
+    return replace(run, of="" if fp8 is None else fp8.name, number=number, begins=begins)
 
 
 def high_precision(cfg: Config) -> Config:
@@ -159,6 +248,8 @@ def clear(directory: Path) -> None:
     for folder in sorted((directory / "arms").glob("*")):
         if (folder / "config.yaml").is_file():
             shutil.rmtree(folder)
+    if (directory / "held-out" / "before.json").is_file():
+        shutil.rmtree(directory / "held-out")
     if (directory / "report" / "report.json").is_file():
         shutil.rmtree(directory / "report")
 
@@ -181,7 +272,7 @@ def check_reusable(run: Run) -> None:
 def _comparable(cfg: Config) -> dict[str, Any]:
     """What decides a run's figures: everything but where the run lies and how it is watched and saved."""
     data = cfg.model_dump(mode="json")
-    for key in ("dir", "resume", "save_every", "keep", "tensorboard"):
+    for key in ("dir", "resume", "save_every", "keep", "tensorboard", "fork", "milestones"):
         data["run"].pop(key, None)
     return data
 
@@ -221,7 +312,7 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
     try:
         result = train.run(run.cfg, console=console, label=label)
     except (train.TrainError, ProofError) as error:
-        if run.kind not in ("fp8", "saving"):
+        if not run.may_fail:
             raise
         failure = str(error)
         _say(console, f"{label} failed: {failure}")

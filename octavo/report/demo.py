@@ -21,13 +21,14 @@ from octavo.config import Config, load_config
 from octavo.report.compare import compare, runs_of
 from octavo.report.judge import Verdict
 from octavo.report.rundir import ReportError
-from octavo.report.verdict import percent
+from octavo.report.verdict import FAIL, UNDECIDED, percent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from rich.text import Text
 
 RECIPE = "blockwise"
+ACCURACY_MARGIN = 0.02  # of 355 different digits: one point cannot be told apart
 SHADES = " ░▒▓█"
 ROW = 0  # the held-out image that is asked about: the first, whatever the answer
 
@@ -66,7 +67,8 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
     clock = Clock()
     cfg = prepare(directory, steps, console)
     clock.lap("data and model")
-    verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs())
+    margin = {"accuracy_margin": ACCURACY_MARGIN}
+    verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), **margin)
     clock.lap("trial")
     failure = next(run["failure"] for run in verdict.data["arms"] if run["kind"] == "fp8")
     if failure:
@@ -88,6 +90,15 @@ def _jobs() -> int:
     if torch.cuda.is_available():
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def exit_code(verdict: Verdict) -> int:
+    """1 where the verdict is fail, 3 where the accuracy is undecided, else 0: what six minutes of training can tell of
+    the losses is said, and asked of nobody."""
+    if verdict.status == FAIL:
+        return 1
+    accuracy = next((claim.status for claim in verdict.claims if claim.name == "accuracy"), UNDECIDED)
+    return 3 if accuracy == UNDECIDED else 0
 
 
 class Clock:
@@ -217,7 +228,7 @@ def summarize(console: Any, verdict: Verdict, directory: Path, clock: Clock, sec
         shown = "not evaluated" if right is None else f"{percent(right, 1)} of held-out questions"
         console.print(f"  {run['label']:<24} loss {run['last_loss']:.4f}  {shown}", highlight=False)
     laps = ", ".join(f"{name} {spent:.0f} s" for name, spent in clock.laps.items())
-    console.print(f"\n{verdict.line}", highlight=False, markup=False)
-    for reason in verdict.reasons:
-        console.print(f"  {reason}", highlight=False, markup=False)
+    console.print()
+    for line in verdict.lines:
+        console.print(line, highlight=False, markup=False)
     console.print(f"{seconds:.0f} s ({laps}). Report: {directory / 'report' / 'report.html'}", highlight=False)

@@ -1,7 +1,6 @@
 """From finished runs to a verdict: collects each run's figures, asks every row of the trust table, says the result.
 
-A run is one run of the trial: high precision (``reference``), high precision with another seed (``noise``), or one
-FP8 recipe (``fp8``). Nothing here trains or draws.
+Nothing here trains or draws.
 """
 
 from __future__ import annotations
@@ -13,29 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from octavo.config import Config
 from octavo.report import verdict as rows
 from octavo.report.rundir import LayerHealth, ReportError, RunRecord, common
 from octavo.report.savings import base_of
-from octavo.report.verdict import FAIL, PASS, WARN, Check, percent
+from octavo.report.training import CLAIMS, Sides, claims_of, gap_of
+from octavo.report.trial import Run, Trial
+from octavo.report.verdict import FAIL, PASS, UNDECIDED, WARN, Check, percent
 
 #: what two runs must share; the rest of the record (free memory, variables) may differ
 _SAME_MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of the trial: its folder's name, how the page calls it, its kind and the configuration it trains."""
-
-    name: str
-    label: str
-    kind: str
-    cfg: Config
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """What ``compare`` says: pass, warn or fail, in one line, with the reasons (worst first) and all figures."""
+    """What ``compare`` says: pass, warn, undecided or fail, in one line; the ``claims`` on FP8 training, and of all
+    other checks the reasons (worst first); and all figures."""
 
     status: str
     line: str
@@ -44,9 +35,25 @@ class Verdict:
     data: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
+    def claims(self) -> tuple[Check, ...]:
+        """The claims on FP8 training, each with its interval, in their order."""
+        return tuple(check for check in self.checks if check.name in CLAIMS)
+
+    @property
+    def lines(self) -> list[str]:
+        """For people: the line, each claim in a line of its own, the reasons."""
+        several = len({check.run for check in self.claims}) > 1
+        told = []
+        for claim in self.claims:
+            whose = f"{claim.run}: " if several else ""
+            figure = "" if claim.low is None else f" {claim.shown}, passes with its {claim.threshold}"
+            told.append(f"{claim.status}: {whose}{claim.title}{figure}: {claim.sentence}")
+        return [self.line, *(f"  {text}" for text in (*told, *self.reasons))]
+
+    @property
     def exit_code(self) -> int:
-        """What ``octavo compare`` exits with: 1 where the verdict is fail, else 0."""
-        return int(self.status == FAIL)
+        """What ``octavo compare`` exits with: 1 where the verdict is fail, 3 where it is undecided, else 0."""
+        return {FAIL: 1, UNDECIDED: 3}.get(self.status, 0)
 
 
 def accuracy(record: RunRecord) -> float | None:
@@ -131,12 +138,6 @@ def _differing(key: str, ours: Any, theirs: Any) -> list[str]:
     return [key] if ours != theirs else []
 
 
-def gap_of(record: RunRecord, reference: RunRecord) -> float:
-    """Signed relative gap of the mean losses over the steps that both runs recorded."""
-    mine, theirs = common(record, reference)
-    return rows.loss_gap(record.losses[mine], reference.losses[theirs])
-
-
 def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
     """Seed noise of the mean loss: the largest over the high-precision runs that differ in the seed."""
     found = []
@@ -146,49 +147,49 @@ def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
     return max(found, default=math.nan)
 
 
-def judge(runs: Sequence[tuple[Run, RunRecord]], jobs: int = 1) -> Verdict:
-    """Hold every FP8 run against the trust table. ``jobs`` runs trained at a time; the page says so beside speeds.
+def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> Verdict:
+    """Hold every FP8 run against the trust table, and its training against the claims.
 
     Raises ``ReportError`` where there is no reference, no noise or no FP8 run.
     """
+    trial = trial or Trial()
     by_kind = {kind: [(a, r) for a, r in runs if a.kind == kind] for kind in ("reference", "noise", "fp8")}
     missing = [kind for kind, found in by_kind.items() if not found]
     if missing:
         raise ReportError(f"a verdict needs a reference, a noise and an FP8 run; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]
-    noise_records = [r for _, r in by_kind["noise"]]
-    noise = noise_of(ref, noise_records)
-    ref_accuracy = accuracy(ref)
-    seeds = [accuracy(r) for r in noise_records]
-    known = [abs(a - ref_accuracy) for a in seeds if a is not None and ref_accuracy is not None]
-    spread = max(known, default=0.0)
+    noise = noise_of(ref, [r for _, r in by_kind["noise"]])
+    whole = [(a, r) for a, r in runs if a.kind != "fork"]
     checks: list[Check] = []
     for run, record in by_kind["fp8"]:
         if record.failure:
             continue
-        checks.append(rows.check_loss_gap(run.label, gap_of(record, ref), noise))
-        mine = accuracy(record)
-        if mine is not None and ref_accuracy is not None:
-            checks.append(rows.check_accuracy(run.label, mine, ref_accuracy, spread))
+        checks += claims_of(Sides((run, record), (ref_run, ref), runs), trial, noise)
         checks.append(rows.check_gemms(run.label, record.proof))
         checks += _health_checks(run, record)
         checks.append(rows.check_states(run.label, run.cfg.optimizer.states, record.zeroed))
         mine_at, ref_at = common(record, ref)
         checks.append(rows.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at]))
         checks.append(_same_machine(run, record.environment, ref.environment))
-    for run, record in runs:
+    for run, record in whole:
         checks += _complete(run, record)
     status = rows.worst([c.status for c in checks])
-    ordered = sorted((c for c in checks if c.status != PASS), key=lambda c: c.status != FAIL)
+    told = (c for c in checks if c.status != PASS and c.name not in CLAIMS)
+    ordered = sorted(told, key=lambda c: c.status != FAIL)
     reasons = tuple(f"{c.run}: {c.title}: {c.sentence}" for c in ordered)
-    by_run = {run.label: rows.worst([c.status for c in checks if c.run == run.label]) for run, _ in runs}
-    line = _line(status, by_kind["fp8"], (ref_run, ref), noise, by_run)
+    by_run = {run.label: rows.worst([c.status for c in checks if c.run == run.label]) for run, _ in whole}
+    line = _line(status, by_kind["fp8"], (ref_run, ref), checks, by_run)
+    same_seed = {run.cfg.run.seed: record for run, record in by_kind["noise"]}
+
+    def beside(run: Run) -> RunRecord:
+        return same_seed[run.cfg.run.seed] if run.kind == "seed" else ref
+
     data = {
         "noise": noise,
-        "accuracy_spread": spread,
-        "jobs": jobs,
+        "jobs": trial.jobs,
         "reference_dtype": dtype_of(ref_run, ref),
-        "arms": [{"status": by_run[run.label], **_run_data(run, record, ref)} for run, record in runs],
+        "arms": [{"status": by_run[run.label], **_run_data(run, record, beside(run))} for run, record in whole],
+        "forks": [_fork_data(run, record) for run, record in runs if run.kind == "fork"],
     }
     return Verdict(status, line, reasons, tuple(checks), data)
 
@@ -213,12 +214,11 @@ def _line(
     status: str,
     fp8: Sequence[tuple[Run, RunRecord]],
     reference: tuple[Run, RunRecord],
-    noise: float,
+    checks: Sequence[Check],
     by_run: Mapping[str, str],
 ) -> str:
-    """The first line of the page: the status, then what each recipe came to beside high precision."""
+    """The first line of the page: the status, then what each recipe's claims came to beside high precision."""
     ref_run, ref = reference
-    dtype, theirs = dtype_of(ref_run, ref), accuracy(ref)
     parts = []
     for run, record in fp8:
         if record.failure:
@@ -226,15 +226,28 @@ def _line(
             continue
         beside = f", LoRA with its {base_of(run.cfg)}," if run.cfg.lora is not None else ""
         other = f" with its {base_of(ref_run.cfg)}" if ref_run.cfg.lora is not None else ""
-        text = f"{run.label}{f' ({by_run[run.label]})' if len(fp8) > 1 else ''}{beside} beside {dtype}{other}: "
-        text += f"mean loss {100 * gap_of(record, ref):+.2f} % (seed noise {percent(noise)})"
-        mine, share = accuracy(record), record.proof.get("share")
-        if mine is not None and theirs is not None:
-            text += f", {percent(mine, 1)} of held-out questions right ({dtype} {percent(theirs, 1)})"
-        if share is not None:
-            text += f", {percent(float(share), 1)} of linear FLOPs counted in FP8"
+        text = f"{run.label}{f' ({by_run[run.label]})' if len(fp8) > 1 else ''}{beside}"
+        text += f" beside {dtype_of(ref_run, ref)}{other}: "
+        told = [c for c in checks if c.run == run.label and c.name in CLAIMS]
+        text += ", ".join(f"{c.title[0].lower()}{c.title[1:]} {c.status}" for c in told)
+        if (share := record.proof.get("share")) is not None:
+            text += f"; {percent(float(share), 1)} of linear FLOPs counted in FP8"
         parts.append(text)
     return f"{status.upper()}: {'; '.join(parts)}."
+
+
+def _fork_data(run: Run, record: RunRecord) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "label": run.label,
+        "of": run.of,
+        "number": run.number,
+        "begins": run.begins,
+        "seed": run.cfg.run.seed,
+        "failure": record.failure,
+        "mean_loss": record.mean_loss,
+        "curve": {"step": record.steps.tolist(), "loss": record.losses.tolist()},
+    }
 
 
 def _run_data(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any]:

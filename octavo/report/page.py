@@ -22,9 +22,12 @@ from markupsafe import Markup
 import octavo
 from octavo import atomic
 from octavo.report import figures, savings
-from octavo.report.judge import Run, Verdict, accuracy, last_step
+from octavo.report.claims import LOSS_MARGIN
+from octavo.report.judge import Verdict, accuracy, last_step
 from octavo.report.rundir import ReportError, RunRecord
-from octavo.report.verdict import GAP_TOLERATED, percent
+from octavo.report.training import CLAIMS
+from octavo.report.trial import Run
+from octavo.report.verdict import Check, percent
 from octavo.train.metrics import finite
 
 Records = Sequence[tuple[Run, RunRecord]]
@@ -43,6 +46,7 @@ KINDS = {
 #: totals that a run records beside the kinds. The peak of the process is not shown: all runs share one process
 TOTALS = {"peak_cuda": "peak of the GPU"}
 NOT_KINDS = (*TOTALS, "peak_rss")
+STATUSES = ("fail", "undecided", "warn", "pass")
 ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad": "dy, wgrad"}
 
 
@@ -50,7 +54,7 @@ def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ..
     """Write the report of a trial into ``directory``; returns the paths, the page first."""
     directory.mkdir(parents=True, exist_ok=True)
     data = document(verdict) | {"savings": finite(savings_of(verdict, records))}
-    drawings, images = draw(records, directory)
+    drawings, images = draw(records, directory, verdict.claims)
     page, numbers = directory / "report.html", directory / "report.json"
     atomic.write_text(page, render(verdict, records, drawings, data["created"]))
     atomic.write_text(numbers, json.dumps(data, indent=1, allow_nan=False) + "\n")
@@ -79,7 +83,7 @@ def curves_of(records: Records) -> list[figures.Curve]:
     """The loss curves, each with its colour; FP8 runs count through five colours."""
     curves, fp8 = [], 0
     for run, record in records:
-        if run.kind == "saving":
+        if run.kind in ("saving", "seed"):
             continue
         color = {"reference": "base", "noise": "noise"}.get(run.kind, f"fp8-{fp8 % 5}")
         fp8 += run.kind == "fp8"
@@ -88,7 +92,7 @@ def curves_of(records: Records) -> list[figures.Curve]:
     return curves
 
 
-def draw(records: Records, directory: Path) -> tuple[dict[str, str], list[Path]]:
+def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tuple[dict[str, str], list[Path]]:
     """Draw every plot: SVG by name for the page, and the PNG files written beside it."""
     curves = curves_of(records)
     fp8 = [(run, record) for run, record in records if run.kind == "fp8"]
@@ -99,15 +103,19 @@ def draw(records: Records, directory: Path) -> tuple[dict[str, str], list[Path]]
         drawings[name] = figures.save(figure, images[-1])
 
     with matplotlib.rc_context(figures.STYLE):
+        if any(claim.low is not None for claim in claims):
+            keep("claims", figures.claims_figure(claims))
         keep("loss", figures.loss_figure(curves))
-        keep("gap", figures.gap_figure(curves, GAP_TOLERATED))
+        keep("gap", figures.gap_figure(curves, LOSS_MARGIN))
         for run, record in fp8:
             if record.health:
                 name = "health" if len(fp8) == 1 else f"health-{run.name}"
                 components = {row["name"]: row.get("component") or "" for row in record.plan.get("rows", ())}
                 keep(name, figures.health_figure(record.health, components, run.label))
         # From the bottom: high precision, each saving more, and FP8 with everything on.
-        bars = [(run.label, record.memory) for run, record in records if record.memory and run.kind != "noise"]
+        bars = [
+            (run.label, record.memory) for run, record in records if record.memory and run.kind not in ("noise", "seed")
+        ]
         if bars:
             kinds = memory_kinds(bars)
             most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
@@ -276,11 +284,11 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         css=(here / "page.css").read_text(encoding="utf-8"),
         colors=figures.PALETTE,
         tiles=[(a.label, tiles(verdict, records, a, r)) for a, r in records if a.kind == "fp8"],
-        checks=sorted(verdict.checks, key=lambda c: ("fail", "warn", "pass").index(c.status)),
+        claims=verdict.claims,
+        checks=sorted((c for c in verdict.checks if c.name not in CLAIMS), key=lambda c: STATUSES.index(c.status)),
         runs=verdict.data["arms"],
         noise=verdict.data["noise"],
         dtype=verdict.data["reference_dtype"],
-        spread=verdict.data["accuracy_spread"],
         evaluated=any(run["eval"] for run in verdict.data["arms"]),
         drawings=drawings,
         fp8=fp8,

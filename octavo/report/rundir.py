@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ class LayerHealth:
 class RunRecord:
     """A run directory as a value. ``eval`` is the last evaluation, or None where nothing was evaluated; ``finished``
     says whether the run reached its end with everything written; ``failure`` is the sentence that its training failed
-    with, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if nobody did."""
+    with, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if
+    nobody did; ``rates`` are learning rates."""
 
     directory: Path
     steps: np.ndarray
@@ -84,6 +85,7 @@ class RunRecord:
     finished: bool = False
     failure: str | None = None
     zeroed: int | None = None
+    rates: np.ndarray = field(default_factory=lambda: np.array([]))
 
     @property
     def mean_loss(self) -> float:
@@ -131,6 +133,7 @@ def read(directory: str | Path) -> RunRecord:
         steps=np.array([int(row["step"]) for row in trained]),
         losses=_column(trained, "loss"),
         tokens=_column(trained, "tokens"),
+        rates=_column(trained, "lr"),
         tokens_per_s=_column(trained, "tokens_per_s"),
         skipped=skipped,
         zeroed=sum(zeroed) if zeroed else None,

@@ -88,6 +88,15 @@ def without(cfg: Config) -> Config:
     return cfg
 
 
+def storable(cfg: Config) -> Config:
+    """The configuration with weights and optimizer states stored as in high precision, so that it can go on from a
+    checkpoint of it: what is stored in fewer bytes is off, what is computed in FP8 stays."""
+    plain = without(cfg)
+    fp8 = _fp8(cfg, {"param": False}, {"param": None}).fp8
+    update = {"fp8": fp8, "optimizer": plain.optimizer, "train": plain.train, "lora": plain.lora}
+    return cfg.model_copy(update=update)
+
+
 def ablation(cfg: Config) -> list[tuple[str, Config]]:
     """(words, configuration) of the settings before the configuration itself, which is the last: none of its savings
     on, then one more at a time. Empty where it has none."""

@@ -22,8 +22,8 @@ from typing import IO, Any
 
 from octavo.config import to_yaml
 from octavo.report import parent_watch
-from octavo.report.judge import Run
 from octavo.report.rundir import ReportError
+from octavo.report.trial import Run
 
 POLL = 0.5  # seconds between looks at the runs
 LINES = 10.0  # seconds between lines where there is no terminal
@@ -51,7 +51,7 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None) -> dict[
     and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
     ``SystemExit`` (143, 129).
     """
-    waiting = sorted(runs, key=lambda run: run.kind not in ("fp8", "saving"))  # the longest first
+    waiting = _in_order(runs)
     running: list[_Started] = []
     failures: dict[str, str] = {}
     with ExitStack() as stack:
@@ -59,8 +59,11 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None) -> dict[
         show = stack.enter_context(_Progress(runs, console))
         stack.callback(_leave, running)
         while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(_start(waiting.pop(0), stack))
+            while len(running) < jobs and (ready := next((run for run in waiting if _ready(run)), None)):
+                waiting.remove(ready)
+                running.append(_start(ready, stack))
+            if not running:
+                raise ReportError(f"{waiting[0].label} cannot begin: there is no {waiting[0].after}")
             time.sleep(POLL)
             if requests:
                 raise SystemExit(128 + requests[0])
@@ -72,6 +75,17 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None) -> dict[
                 elif started.process.returncode:
                     raise ReportError(_failure(started))
     return failures
+
+
+def _in_order(runs: Sequence[Run]) -> list[Run]:
+    """What others wait for first, then the longest: FP8, then high precision, forks at the end."""
+    awaited = any(run.after is not None for run in runs)
+    rank = {"reference": 0 if awaited else 2, "fp8": 1, "saving": 1, "seed": 1, "noise": 2, "fork": 3}
+    return sorted(runs, key=lambda run: rank[run.kind])
+
+
+def _ready(run: Run) -> bool:
+    return run.after is None or run.after.is_dir()
 
 
 def _start(run: Run, stack: ExitStack) -> _Started:
@@ -94,7 +108,7 @@ def _fp8_failure(started: _Started) -> str | None:
     """What an FP8 run's training failed with; None where it did not, or where the fault lies before its first step."""
     directory = Path(started.run.cfg.run.dir)
     began = (directory / "metrics.jsonl").exists() or (directory / "proof.json").exists()
-    if started.process.returncode != 1 or started.run.kind not in ("fp8", "saving") or not began:
+    if started.process.returncode != 1 or not started.run.may_fail or not began:
         return None
     _, found, message = started.log.read_text(encoding="utf-8", errors="replace").rpartition("octavo train: ")
     return message.strip() if found else None
@@ -155,7 +169,7 @@ class _Progress:
 
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bars = Progress(*columns, console=self.console, refresh_per_second=4)
-            self._tasks = [self._bars.add_task(run.label, total=run.cfg.train.steps) for run in self.runs]
+            self._tasks = [self._bars.add_task(run.label, total=run.cfg.train.steps - run.begins) for run in self.runs]
             self._bars.start()
         return self
 
@@ -173,7 +187,7 @@ class _Progress:
                 self._bars.update(task, completed=_steps(run))
         elif final or time.monotonic() - self._last >= LINES:
             self._last = time.monotonic()
-            done = (f"{run.label} {_steps(run)}/{run.cfg.train.steps}" for run in self.runs)
+            done = (f"{run.label} {_steps(run)}/{run.cfg.train.steps - run.begins}" for run in self.runs)
             self.console.print("step: " + " | ".join(done), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
+from synthetic_runs import CONFIG, GOOD_PROOF, health, judged, losses, plan, write_run
 
 from octavo.config import load_config_text, override, to_yaml
 
@@ -39,3 +39,10 @@ def trial(cfg: Any, tmp_path: Path) -> Any:
         return SimpleNamespace(directory=directory, runs=runs, recipes=recipes)
 
     return make
+
+
+@pytest.fixture
+def sound_answers(monkeypatch) -> None:
+    """Stands in for judging held-out data, which needs a model: every run answers alike."""
+    monkeypatch.setattr("octavo.report.held_out.judge_model", lambda *_: judged(0.1, 3.0))
+    monkeypatch.setattr("octavo.report.held_out.judge_run", lambda run, *_, **__: judged(gemms=30))

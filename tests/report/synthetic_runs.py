@@ -64,12 +64,14 @@ def write_run(
     status: str = "finished",
     memory: dict[str, int] | None = None,
     zeroed: int | None = None,
+    lr: float = 1e-3,
+    begins: int = 0,
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
-    for step, value in enumerate(loss.tolist(), 1):
+    for step, value in enumerate(loss.tolist()[begins:], begins + 1):
         row: dict[str, Any] = {
-            "step": step, "loss": value, "tokens": tokens, "tokens_per_s": speed, "grad_norm": 1.0, "lr": 1e-3,
+            "step": step, "loss": value, "tokens": tokens, "tokens_per_s": speed, "grad_norm": 1.0, "lr": lr,
             "memory": memory or {"weights": 4_800_000, "gradients": 4_800_000, "optimizer": 9_600_000,
                        "codes": 1_200_000 if tables else 0, "activations": 9_000_000, "peak_rss": 900_000_000},
         }  # fmt: skip
@@ -115,3 +117,32 @@ data: {train: [{path: train.json}], eval: [{path: test.json}]}
 train: {steps: 100, global_batch: 8, micro_batch: 8}
 run: {hf: false}
 """
+
+
+def judged(right: float = 0.98, loss: float = 0.1, gemms: int = 0, seed: int = 0, questions: int = 1600) -> Any:
+    """Held-out answers, four about each of 400 images: of so many right at random, with losses around ``loss``. Every
+    seed gives other answers to the same questions, with the same losses but for their level."""
+    from octavo.report.claims import Judged
+
+    chance = np.random.default_rng(seed).uniform(size=questions)
+    losses = np.random.default_rng(99).uniform(0.5, 1.5, questions) * loss
+    pieces = tuple(
+        {"file": "test.json", "row": n // 4, "answer": n % 4, "loss": float(losses[n]), "tokens": 2,
+         "right": bool(chance[n] < right), "said": str(n % 10), "source": f"image {n // 4}"}
+        for n in range(questions)
+    )  # fmt: skip
+    return Judged(pieces, gemms)
+
+
+def held(runs: Any, fp8: float = 0.98, drift: float = 0.0, before: float = 3.0) -> Any:
+    """What a trial judged: high precision and every FP8 run of ``runs``; ``drift`` moves FP8's loss."""
+    from octavo.report.claims import HeldOut
+
+    found = HeldOut(judged(0.1, before))
+    for run in runs:
+        if run.kind == "reference":
+            found.runs[run.name] = judged()
+        elif run.kind == "fp8":
+            found.runs[run.name] = judged(fp8, 0.1 * (1 + drift), gemms=30)
+            found.high[run.name] = judged(fp8)
+    return found

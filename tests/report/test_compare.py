@@ -15,16 +15,25 @@ from octavo.report.compare import own_recipe, runs_of
 
 
 @pytest.fixture
-def trained(monkeypatch):
+def trained(monkeypatch, sound_answers):
     """Stands in for ``octavo.train.run``: writes a finished run and remembers which run was asked for."""
     asked: list[str] = []
 
     def run(cfg, *, console=None, label=None):
         home = Path(cfg.run.dir)
         asked.append(home.name)
-        fp8 = home.name.startswith("fp8")
+        fp8 = "fp8" in home.name
+        for step in cfg.run.milestones:
+            (home / "milestones" / f"step_{step}").mkdir(parents=True)
+        begins = int(cfg.run.fork.rpartition("_")[2]) if cfg.run.fork else 0
         extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if fp8 else {}
-        write_run(home, losses(cfg.train.steps, 0.01 * cfg.run.seed, cfg.run.seed), config=to_yaml(cfg), **extra)
+        write_run(
+            home,
+            losses(cfg.train.steps, 0.01 * cfg.run.seed, cfg.run.seed),
+            config=to_yaml(cfg),
+            begins=begins,
+            **extra,
+        )
         return SimpleNamespace(dir=home, status="finished", steps=cfg.train.steps)
 
     import octavo.train
@@ -36,7 +45,7 @@ def trained(monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Plots take a second each; only one test needs them."""
-    monkeypatch.setattr("octavo.report.page.draw", lambda records, directory: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
 
 
 def test_runs(cfg, tmp_path: Path) -> None:
@@ -79,16 +88,22 @@ def test_nothing_to_compare(cfg, tmp_path: Path, overrides, recipes, message: st
 def test_trial_runs_reuses_and_continues(cfg, tmp_path: Path, trained, undrawn) -> None:
     verdict = compare(cfg, None, tmp_path)
     assert verdict.status == "pass" and verdict.exit_code == 0
-    assert trained == ["high-precision", "high-precision-seed-1", "fp8-blockwise"]
+    fp8 = ["fp8-blockwise", *(f"fork-{n}-fp8-blockwise" for n in range(3))]
+    high = ["high-precision", "high-precision-seed-1"]
+    assert trained == [*high, *fp8, "fork-1-high-precision", "fork-2-high-precision"]
+    forks = [run for run in runs_of(cfg, None, tmp_path, forks=3) if run.kind == "fork"]
+    assert [run.cfg.run.seed for run in forks] == [0, 1, 2, 1, 2] and all(run.begins == 66 for run in forks)
+    assert all(run.cfg.data.eval == () and run.after is not None for run in forks)
+    assert [run["number"] for run in verdict.data["forks"]] == [0, 1, 2, 1, 2]
     assert (tmp_path / "report" / "report.html").is_file()
     trained.clear()
 
-    compare(cfg, ["blockwise", "rowwise"], tmp_path)
+    compare(cfg, ["blockwise", "rowwise"], tmp_path, forks=0)
     assert trained == ["fp8-rowwise"], "finished runs are read, a new recipe is trained"
     trained.clear()
 
     (tmp_path / "arms" / "fp8-rowwise" / "result.json").unlink()
-    compare(cfg, ["blockwise", "rowwise"], tmp_path)
+    compare(cfg, ["blockwise", "rowwise"], tmp_path, forks=0)
     assert trained == ["fp8-rowwise"], "a run that stopped half-way is handed to train, which continues it"
 
 
@@ -101,7 +116,7 @@ def test_another_configuration_is_refused_or_made_again(cfg, tmp_path: Path, tra
         compare(changed, None, tmp_path)
     assert trained == []
     compare(changed, None, tmp_path, fresh=True)
-    assert len(trained) == 3 and (tmp_path / "mine.txt").is_file()
+    assert len(trained) == 8 and (tmp_path / "mine.txt").is_file()
 
 
 def test_watching_differently_is_the_same_trial(cfg, tmp_path: Path, trained, undrawn) -> None:
@@ -116,7 +131,7 @@ def test_a_stopped_run_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None
 
     stopped = SimpleNamespace(status="stopped", steps=7)
     monkeypatch.setattr(octavo.train, "run", lambda cfg, **_: stopped)
-    with pytest.raises(ReportError, match="1/3 high precision was stopped after step 7; the same command continues"):
+    with pytest.raises(ReportError, match="1/8 high precision was stopped after step 7; the same command continues"):
         compare(cfg, None, tmp_path)
     assert not (tmp_path / "report").exists()
 
@@ -141,14 +156,14 @@ def test_a_recipe_that_diverges_is_judged_and_the_others_go_on(cfg, tmp_path: Pa
         return usual(cfg, **options)
 
     monkeypatch.setattr(octavo.train, "run", run)
-    verdict = compare(cfg, ["tensorwise"], tmp_path)
+    verdict = compare(cfg, ["tensorwise"], tmp_path, forks=0)
     assert verdict.exit_code == 1, "a report is written though no FP8 run finished"
     assert verdict.reasons == ("FP8 tensorwise: Training failed: 10 steps in a row were not finite: layers.0",)
     assert verdict.line == f"FAIL: FP8 tensorwise (fail): training failed after step {kept}."
     assert "10 steps in a row were not finite" in (tmp_path / "report" / "report.html").read_text()
     data = json.loads((tmp_path / "report" / "report.json").read_text())
     assert data["arms"][2]["failure"].startswith("10 steps") and data["arms"][2]["steps"] == kept
-    both = compare(cfg, ["tensorwise", "blockwise"], tmp_path)
+    both = compare(cfg, ["tensorwise", "blockwise"], tmp_path, forks=0)
     assert trained[-1] == "fp8-blockwise" and both.status == "fail" and "; FP8 blockwise (pass)" in both.line
 
 
@@ -161,3 +176,34 @@ def test_high_precision_that_fails_ends_the_trial(cfg, tmp_path: Path, monkeypat
     monkeypatch.setattr(octavo.train, "run", run)
     with pytest.raises(octavo.train.TrainError, match="not finite"):
         compare(cfg, None, tmp_path)
+
+
+def test_pairs_of_seeds(cfg, tmp_path: Path) -> None:
+    runs = runs_of(cfg, ["blockwise"], tmp_path, seeds=3)
+    assert [(run.name, run.cfg.run.seed) for run in runs if run.kind != "fork"] == [
+        ("high-precision", 0), ("high-precision-seed-1", 1), ("high-precision-seed-2", 2),
+        ("fp8-blockwise", 0), ("fp8-blockwise-seed-1", 1), ("fp8-blockwise-seed-2", 2),
+    ]  # fmt: skip
+    assert {run.of for run in runs if run.kind == "seed"} == {"fp8-blockwise"}
+
+
+def test_forks_that_cannot_be_are_told_and_not_trained(cfg, tmp_path: Path, trained, undrawn) -> None:
+    short = compare(override(cfg, ["train.steps=10"]), None, tmp_path / "short")
+    assert not any(name.startswith("fork") for name in trained)
+    claim = next(claim for claim in short.claims if claim.name == "loss_forks")
+    assert claim.status == "undecided" and "forks of 4 steps have no time to part" in claim.sentence
+    compare(cfg, None, tmp_path / "old", forks=0)  # as an earlier version trained it: no checkpoint at two thirds
+    old = compare(cfg, None, tmp_path / "old")
+    claim = next(claim for claim in old.claims if claim.name == "loss_forks")
+    assert claim.status == "undecided" and "kept no checkpoint of step 66" in claim.sentence and old.exit_code == 3
+
+
+def test_forks_store_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    text = (
+        CONFIG + "fp8: {recipe: blockwise, param: true, activations: fp8}\noptimizer: {states: fp8, master: bf16+16}\n"
+    )
+    runs = runs_of(load_config_text(text), None, tmp_path, savings=False, forks=2)
+    fork = next(run.cfg for run in runs if run.name == "fork-1-fp8-blockwise")
+    high = next(run.cfg for run in runs if run.kind == "reference")
+    assert fork.optimizer == high.optimizer and fork.train == high.train and not fork.fp8.param
+    assert fork.fp8.activations == "fp8" and fork.fp8.recipe == "blockwise"

@@ -88,7 +88,7 @@ def test_each_setting_is_held_against_the_last_that_was_trained() -> None:
     assert third["speed_change"] == -0.5
 
 
-def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch) -> None:
+def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch, sound_answers) -> None:
     order = [words for words, _ in ablation(saving)]
 
     def run(cfg, *, console=None, label=None):
@@ -103,8 +103,8 @@ def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch
     import octavo.train
 
     monkeypatch.setattr(octavo.train, "run", run, raising=False)
-    monkeypatch.setattr("octavo.report.page.draw", lambda records, directory: ({"loss": "", "gap": ""}, []))
-    verdict = compare(saving, None, tmp_path)
+    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    verdict = compare(saving, None, tmp_path, forks=0)
     text = (tmp_path / "report" / "report.html").read_text()
     assert "What each saving cost" in text and "+ update in backward" in text
     assert "-17 %" in text  # from a fifth of 5000 tokens a second to a sixth

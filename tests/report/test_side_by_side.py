@@ -80,7 +80,7 @@ def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("jobs", [0, -1])
 def test_no_jobs(cfg, tmp_path: Path, jobs: int) -> None:
-    with pytest.raises(ReportError, match=f"jobs={jobs}: at least one run"):
+    with pytest.raises(ReportError, match=f"jobs={jobs}, seeds=1"):
         compare(cfg, ["blockwise"], tmp_path, jobs=jobs)
 
 

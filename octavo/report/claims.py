@@ -1,0 +1,206 @@
+"""What a trial can claim of FP8 training, and how sure it is: an estimate, a 95 % interval, and a margin fixed before.
+
+    accuracy            the same held-out questions, answered by what FP8 and what high precision trained
+    loss_same_weights   the weights that FP8 trained, judged in FP8 and in high precision on held-out data
+    loss_forks          both precisions go on from one checkpoint of high precision, with the same data; several seeds
+    loss_trajectories   whole runs in both precisions, in pairs of one seed
+
+A claim passes when its interval lies within its margin and fails when it lies outside; else it is undecided, and says
+how much more would decide it. Noise never widens a margin. A pass needs two things more: that the trial could have
+shown a harm (high precision learned, its answers beat one answer to everything), and enough of it to make an interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from octavo.report.verdict import FAIL, PASS, UNDECIDED, WARN, Check
+
+ACCURACY_MARGIN = 0.01  # one point
+LOSS_MARGIN = 0.0025
+LEAST_FORK = 30  # steps: shorter forks have no time to part, so that they agree says little
+FEW = 10  # clusters whose answers differ: with fewer, how answers of a cluster hang together cannot be estimated
+MOST = 100_000  # what "how many more" counts up to
+
+Pieces = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One model on the held-out data: its answers as ``evaluate`` gives them, each with its ``source`` (the image or
+    document that it is about), and how many FP8 GEMMs gave them."""
+
+    pieces: tuple[dict[str, Any], ...]
+    gemms: int = 0
+
+    @property
+    def loss(self) -> float:
+        """Mean loss, nats a token; NaN where nothing has a loss."""
+        tokens = sum(piece["tokens"] for piece in self.pieces)
+        return sum(piece["loss"] for piece in self.pieces) / tokens if tokens else math.nan
+
+
+@dataclass
+class HeldOut:
+    """What was judged: the model ``before`` training, each run as it was trained, and in ``high`` precision the weights
+    that FP8 runs trained; the last two by the run's name."""
+
+    before: Judged
+    runs: dict[str, Judged] = field(default_factory=dict)
+    high: dict[str, Judged] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its 95 % interval, from ``units`` independent ones (clusters, forks, pairs of seeds)."""
+
+    estimate: float
+    low: float
+    high: float
+    units: int
+
+    @property
+    def half(self) -> float:
+        return (self.high - self.low) / 2
+
+
+def paired_accuracy(ours: Pieces, theirs: Pieces) -> Interval | None:
+    """Share of questions right, ours minus theirs, over the same questions; None with fewer than two sources.
+
+    Bonett and Price's interval of paired proportions (2012): Wald's after one question more of each kind on which the
+    two differ, so that no difference seen is not taken for certainty. Questions of one source (an image, a document)
+    hang together: they count as n / deff, where deff is the variance by clusters over that of independent questions;
+    where fewer than ten sources have answers that differ, each source counts once.
+    """
+    d = np.array([int(a["right"]) - int(b["right"]) for a, b in _both(ours, theirs) if a["right"] is not None])
+    names = [a["source"] for a, _ in _both(ours, theirs) if a["right"] is not None]
+    groups = _numbers(names)
+    count = int(groups.max(initial=-1)) + 1
+    if count < 2:
+        return None
+    n, mean = len(d), float(d.mean())
+    if np.unique(groups[d != 0]).size >= FEW:
+        sums = np.bincount(groups, weights=d - mean, minlength=count)
+        clustered = count / (count - 1) * float((sums**2).sum())
+        deff = max(1.0, clustered / float(((d - mean) ** 2).sum()))
+    else:
+        deff = n / count
+    size = n / deff
+    more, fewer = (((d == sign).sum() / deff + 1) / (size + 2) for sign in (1, -1))
+    half = _t(count - 1) * math.sqrt((more + fewer - (more - fewer) ** 2) / (size + 2))
+    return Interval(mean, more - fewer - half, more - fewer + half, count)
+
+
+def relative_loss(ours: Pieces, theirs: Pieces) -> Interval | None:
+    """Mean loss of the same tokens, ours over theirs, minus 1; None with fewer than two sources or no loss.
+
+    The interval of a ratio of sums over clusters: residuals r = sum ours - ratio * sum theirs of each source give the
+    variance G / (G - 1) * sum r^2 / (sum theirs)^2 (Cochran, Sampling Techniques, 6.4), with Student's t of G - 1.
+    """
+    pairs = _both(ours, theirs)
+    groups = _numbers([a["source"] for a, _ in pairs])
+    count = int(groups.max(initial=-1)) + 1
+    mine, their = (np.bincount(groups, weights=[p[i]["loss"] for p in pairs], minlength=count) for i in (0, 1))
+    total = float(their.sum())
+    if count < 2 or not total > 0 or not np.isfinite(mine).all():
+        return None
+    ratio = float(mine.sum()) / total
+    residuals = mine - ratio * their
+    half = _t(count - 1) * math.sqrt(count / (count - 1) * float((residuals**2).sum())) / total
+    return Interval(ratio - 1, ratio - 1 - half, ratio - 1 + half, count)
+
+
+def mean_gap(gaps: Sequence[float]) -> Interval | None:
+    """The mean of independent gaps with Student's interval; None with fewer than two, or one that is not finite."""
+    if len(gaps) < 2 or not np.isfinite(gaps).all():
+        return None
+    half = _t(len(gaps) - 1) * float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
+    mean = float(np.mean(gaps))
+    return Interval(mean, mean - half, mean + half, len(gaps))
+
+
+def one_answer(pieces: Pieces) -> float:
+    """The share of questions that the most common answer, given to every question, would get right."""
+    said = Counter(piece["said"] for piece in pieces if piece["right"] is not None)
+    return max(said.values(), default=0) / max(sum(said.values()), 1)
+
+
+def beats_one_answer(pieces: Pieces) -> bool:
+    """Whether these answers are better than one answer to everything, beyond chance (one-sided, 97.5 %)."""
+    right = [bool(piece["right"]) for piece in pieces if piece["right"] is not None]
+    n, floor = len(right), one_answer(pieces)
+    return n > 0 and sum(right) / n > floor + 1.96 * math.sqrt(max(floor * (1 - floor), 1 / n) / n)
+
+
+def decide(
+    name: str, title: str, run: str, found: Interval | None, margin: float, *,
+    unit: str, scale: Callable[[float], str], worse: int, why_not: str = "", seen: str = "",
+) -> Check:  # fmt: skip
+    """The status of a claim.
+
+    Args:
+        found: its estimate and interval; None where it has none, and ``why_not`` says why.
+        margin: how far from zero the interval may reach.
+        unit: what more of would make the interval narrower, in the plural.
+        scale: writes a figure with its sign and unit.
+        worse: the sign of a harm: +1 of losses, -1 of accuracies. Outside on the other side only warns.
+        why_not: why the trial cannot pass this claim, whatever the interval; a harm that is seen still fails.
+        seen: what stands behind the interval, in words.
+    """
+    threshold = f"95 % interval within {scale(margin).lstrip('+')}"
+    if found is None:
+        return Check(name, title, run, None, "no interval", threshold, UNDECIDED, why_not, margin=margin)
+    shown = f"{scale(found.estimate)} ({scale(found.low)} to {scale(found.high)})"
+    outside = found.low > margin or found.high < -margin
+    if outside and worse * found.estimate > 0:
+        status, say = FAIL, "FP8 changed this training for the worse"
+    elif why_not:
+        status, say = UNDECIDED, why_not
+    elif outside:
+        status, say = WARN, "better than high precision beyond the margin, so something else differs"
+    elif -margin <= found.low and found.high <= margin:
+        status, say = PASS, ""
+    else:
+        status, say = UNDECIDED, _more(found, margin, unit)
+    say = "; ".join(text for text in (seen, say) if text)
+    bounds = {"low": found.low, "high": found.high, "margin": margin}
+    return Check(name, title, run, found.estimate, shown, threshold, status, say, **bounds)
+
+
+def _more(found: Interval, margin: float, unit: str) -> str:
+    """How many more units would decide, if the estimate stayed where it is."""
+    room = abs(margin - abs(found.estimate))
+    spread = found.half / _t(found.units - 1) * math.sqrt(found.units)
+    n = found.units
+    while n < MOST and _t(n - 1) * spread / math.sqrt(n) > room:
+        n = max(n + 1, int(n * 1.02))
+    if n >= MOST:
+        return f"the estimate lies at the margin; more than {MOST:,} {unit} would be needed"
+    return f"about {n - found.units} more {unit} would decide"
+
+
+def _both(ours: Pieces, theirs: Pieces) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The pieces that both were asked, in our order. Raises ValueError where one was asked what the other was not."""
+    place = {(p["file"], p["row"], p["answer"]): p for p in theirs}
+    asked = [(p["file"], p["row"], p["answer"]) for p in ours]
+    if len(place) != len(theirs) or set(asked) != place.keys() or len(asked) != len(place):
+        raise ValueError(f"{len(ours)} and {len(theirs)} held-out answers are not of the same questions")
+    return [(p, place[key]) for p, key in zip(ours, asked, strict=True)]
+
+
+def _numbers(names: Sequence[str]) -> np.ndarray:
+    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.array([order[name] for name in names], dtype=np.int64)
+
+
+def _t(freedom: int) -> float:
+    """Student's t that 95 % lie within, on both sides."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, freedom))

@@ -1,0 +1,184 @@
+"""The claims of a trial, taken from its runs: which figures each rests on, and why it may not be decided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from octavo.report import claims
+from octavo.report.claims import LOSS_MARGIN, Judged, decide
+from octavo.report.rundir import RunRecord, common
+from octavo.report.trial import Run, Trial
+from octavo.report.verdict import FAIL, UNTRIED, Check, loss_gap, percent
+
+ACCURACY, WEIGHTS, FORKS, SEEDS = CLAIMS = ("accuracy", "loss_same_weights", "loss_forks", "loss_trajectories")
+TITLES = {
+    ACCURACY: "Held-out accuracy",
+    WEIGHTS: "Loss at the same weights",
+    FORKS: "Loss of forks",
+    SEEDS: "Loss of trajectories",
+}
+NO_DATA = "there is no held-out data; name some in data.eval"
+
+
+class Sides(NamedTuple):
+    """One FP8 run, the high-precision run beside it, and all runs of the trial."""
+
+    fp8: tuple[Run, RunRecord]
+    reference: tuple[Run, RunRecord]
+    runs: Sequence[tuple[Run, RunRecord]]
+
+    @property
+    def name(self) -> str:
+        return self.fp8[0].name
+
+
+def claims_of(sides: Sides, trial: Trial, noise: float) -> list[Check]:
+    """The four claims for one FP8 run; ``noise`` is how far apart the seed alone moves mean losses."""
+    idle = _learned_nothing(sides.reference[1], trial)
+    return [
+        _accuracy(sides, trial, idle),
+        _same_weights(sides, trial),
+        _forks(sides, trial, idle),
+        _trajectories(sides, trial, idle, noise),
+    ]
+
+
+def gap_of(record: RunRecord, reference: RunRecord, after: int = 0) -> float:
+    """Signed relative gap of the mean losses over the steps beyond ``after`` that both runs recorded."""
+    mine, theirs = common(record, reference)
+    later = record.steps[mine] > after
+    return loss_gap(record.losses[mine][later], reference.losses[theirs][later])
+
+
+def forks_begin(steps: int) -> int:
+    """The step after which forks begin: two thirds of the run."""
+    return 2 * steps // 3
+
+
+def _learned_nothing(record: RunRecord, trial: Trial) -> str:
+    """Why training in high precision shows nothing that FP8 could have lost; empty where it learned."""
+    applied = ~np.isin(record.steps, record.skipped)
+    if record.rates.size and not np.nan_to_num(record.rates[applied]).any():
+        return "no step of high precision changed a weight: the learning rate was 0, or every step was skipped"
+    if trial.held is not None:
+        before, after = trial.held.before, _reference(trial)
+        found = claims.relative_loss(after.pieces, before.pieces)
+        if found is not None and found.high < 0:
+            return ""
+        return (
+            f"high precision learned nothing that held-out data show (loss {before.loss:.4g} before, {after.loss:.4g} "
+            "after), so agreeing with it says nothing; train more steps"
+        )
+    losses = record.losses[np.isfinite(record.losses)]
+    tenth = max(2, len(losses) // 10)
+    first, last = losses[:tenth], losses[-tenth:]
+    if len(losses) >= 2 * tenth:
+        error = math.sqrt(first.var(ddof=1) / tenth + last.var(ddof=1) / tenth)
+        if first.mean() - last.mean() > 2 * error:
+            return ""
+    return "high precision learned nothing that its losses show, so agreeing with it says nothing; train more steps"
+
+
+def _reference(trial: Trial) -> Judged:
+    assert trial.held is not None
+    return next(iter(trial.held.runs.values()))  # high precision is judged first
+
+
+def _accuracy(sides: Sides, trial: Trial, idle: str) -> Check:
+    run = sides.fp8[0]
+    found, why, seen = None, NO_DATA, ""
+    if trial.held is not None:
+        ours, theirs = trial.held.runs[run.name].pieces, _reference(trial).pieces
+        found = claims.paired_accuracy(ours, theirs)
+        asked = [piece for piece in theirs if piece["right"] is not None]
+        mine, right = (sum(bool(p["right"]) for p in pieces) for pieces in (ours, asked))
+        seen = f"{mine} of {len(asked)} right, high precision {right}"
+        why = idle
+        if found is None:
+            why = f"{len(asked)} held-out questions about fewer than two images or documents have no interval"
+        elif not claims.beats_one_answer(theirs):
+            floor = percent(claims.one_answer(theirs), 1)
+            why = (
+                f"high precision answers {right} of {len(asked)} questions, no better than one answer to all of them "
+                f"({floor}): there was nothing to lose. Train more steps, or ask more questions"
+            )
+        elif not why:
+            seen += f", about {found.units} sources"
+    return decide(
+        ACCURACY, TITLES[ACCURACY], run.label, found, trial.accuracy_margin,
+        unit="sources of questions", scale=_points, worse=-1, why_not=why, seen=seen,
+    )  # fmt: skip
+
+
+def _same_weights(sides: Sides, trial: Trial) -> Check:
+    run = sides.fp8[0]
+    found, why, seen = None, NO_DATA, ""
+    if trial.held is not None:
+        low, high = trial.held.runs[run.name], trial.held.high[run.name]
+        if not low.gemms:
+            say = "the evaluation of what FP8 trained ran no FP8 GEMM: nothing was judged in FP8"
+            return Check(WEIGHTS, TITLES[WEIGHTS], run.label, 0.0, "no FP8", "judged in FP8", FAIL, say)
+        found = claims.relative_loss(low.pieces, high.pieces)
+        why = "" if found is not None else "held-out data of fewer than two images or documents have no interval"
+        seen = f"held-out loss {low.loss:.5g} in FP8, {high.loss:.5g} in high precision"
+    return decide(
+        WEIGHTS, TITLES[WEIGHTS], run.label, found, LOSS_MARGIN,
+        unit="images or documents", scale=_percent, worse=1, why_not=why, seen=seen,
+    )  # fmt: skip
+
+
+def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
+    run, name, title = sides.fp8[0], FORKS, TITLES[FORKS]
+    if not trial.forks and not trial.no_forks:
+        say = "not asked for: --forks 3 tries it at two thirds of the price of the trial"
+        return Check(name, title, run.label, None, "not tried", f"within {_percent(LOSS_MARGIN)[1:]}", UNTRIED, say)
+    forks = [(a, r) for a, r in sides.runs if a.kind == "fork" and a.of == run.name]
+    failed = next((f"{a.label}: {r.failure}" for a, r in forks if r.failure), None)
+    if failed is not None:
+        return Check(name, title, run.label, None, "failed", "every fork ends", FAIL, failed)
+    high = {a.number: r for a, r in sides.runs if a.kind == "fork" and not a.of}
+    gaps = []
+    for fork, record in forks:
+        # Its first half is time to part in; with the reference's own seed high precision has gone on already.
+        middle = (fork.begins + fork.cfg.train.steps) // 2
+        gaps.append(gap_of(record, high.get(fork.number, sides.reference[1]), after=middle))
+    found = claims.mean_gap(gaps)
+    why = trial.no_forks or (idle if found is not None else f"{len(gaps)} fork(s) have no interval; ask for 3 or more")
+    return decide(
+        name, title, run.label, found, LOSS_MARGIN,
+        unit="forks", scale=_percent, worse=1, why_not=why, seen=f"{len(gaps)} forks",
+    )  # fmt: skip
+
+
+def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
+    run, title = sides.fp8[0], TITLES[SEEDS]
+    pairs = [gap_of(sides.fp8[1], sides.reference[1])]
+    high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
+    others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
+    pairs += [math.nan if r.failure else gap_of(r, high[a.cfg.run.seed]) for a, r in others]
+    apart = f"the seed alone moves mean losses by up to {percent(noise)}"
+    if trial.seeds == 1:
+        say = f"one pair of seeds, {_percent(pairs[0])}, has no interval, and {apart}: --seeds 5 tries it"
+        threshold = f"within {_percent(LOSS_MARGIN)[1:]}"
+        return Check(SEEDS, title, run.label, pairs[0], _percent(pairs[0]), threshold, UNTRIED, say)
+    if failed := [a.label for a, r in others if r.failure]:
+        say = f"training failed: {', '.join(failed)}"
+        return Check(SEEDS, title, run.label, None, "failed", "every run ends", FAIL, say)
+    found = claims.mean_gap(pairs)
+    why = idle if found is not None else "a run has no finite losses"
+    return decide(
+        SEEDS, title, run.label, found, LOSS_MARGIN,
+        unit="pairs of seeds", scale=_percent, worse=1, why_not=why, seen=f"{len(pairs)} pairs of seeds; {apart}",
+    )  # fmt: skip
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:+.2f} points"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.3f} %"

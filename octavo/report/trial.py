@@ -1,0 +1,53 @@
+"""What a trial is made of: its runs, and what was asked of it.
+
+A run is high precision (``reference``), high precision with another seed (``noise``), one FP8 recipe (``fp8``), the
+same with another seed (``seed``) or with fewer savings (``saving``), or a ``fork`` of the reference in one precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import Config
+from octavo.report.claims import ACCURACY_MARGIN, HeldOut
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the trial: its folder's name, how the page calls it, its kind and the configuration it trains.
+
+    ``of`` is the FP8 run that a fork in FP8 or another seed belongs to (empty: high precision), ``begins`` the step
+    after which a fork begins, and ``number`` which fork it is: both precisions of one have one number and one data.
+    """
+
+    name: str
+    label: str
+    kind: str
+    cfg: Config
+    of: str = ""
+    number: int = 0
+    begins: int = 0
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether the trial goes on without it, and says so: what fails in high precision ends it."""
+        return self.kind in ("fp8", "saving", "seed") or (self.kind == "fork" and bool(self.of))
+
+    @property
+    def after(self) -> Path | None:
+        """The checkpoint that must be there before this run can begin."""
+        return None if self.cfg.run.fork is None else Path(self.cfg.run.fork)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was asked of a trial, and what of it could not be: ``forks`` and ``seeds`` are numbers, ``no_forks`` says
+    why there are none; ``held`` is what was judged on held-out data (None: there is none)."""
+
+    held: HeldOut | None = None
+    forks: int = 0
+    no_forks: str = ""
+    seeds: int = 1
+    accuracy_margin: float = ACCURACY_MARGIN
+    jobs: int = 1
