@@ -5,9 +5,11 @@
     loss_forks          both precisions go on from one checkpoint of high precision, with the same data; several seeds
     loss_trajectories   whole runs in both precisions, in pairs of one seed
 
-A claim passes when its interval lies within its margin and fails when it lies outside; else it is undecided, and says
-how much more would decide it. Noise never widens a margin. A pass needs two things more: that the trial could have
-shown a harm (high precision learned, its answers beat one answer to everything), and enough of it to make an interval.
+The margin is how much worse FP8 may be. A claim passes when its interval holds no greater harm, fails when it holds
+nothing less, and is undecided else: then it says how much more would decide. Noise never widens a margin. FP8 that is
+better than high precision by more than the margin warns: something else must differ. A pass needs two things more: that
+the trial could have shown a harm (high precision learned, its answers beat one answer to everything), and enough of it
+to make an interval.
 """
 
 from __future__ import annotations
@@ -146,14 +148,14 @@ def decide(
 
     Args:
         found: its estimate and interval; None where it has none, and ``why_not`` says why.
-        margin: how far from zero the interval may reach.
+        margin: how far the interval may reach on the worse side of zero.
         unit: what more of would make the interval narrower, in the plural.
         scale: writes a figure with its sign and unit.
         worse: the sign of a harm: +1 of losses, -1 of accuracies. Outside on the other side only warns.
         why_not: why the trial cannot pass this claim, whatever the interval; a harm that is seen still fails.
         seen: what stands behind the interval, in words.
     """
-    threshold = f"95 % interval within {scale(margin).lstrip('+')}"
+    threshold = f"95 % interval {'below' if worse > 0 else 'above'} {scale(worse * margin)}"
     if found is None:
         return Check(name, title, run, None, "no interval", threshold, UNDECIDED, why_not, margin=margin)
     shown = f"{scale(found.estimate)} ({scale(found.low)} to {scale(found.high)})"
@@ -164,24 +166,23 @@ def decide(
         status, say = UNDECIDED, why_not
     elif outside:
         status, say = WARN, "better than high precision beyond the margin, so something else differs"
-    elif -margin <= found.low and found.high <= margin:
+    elif (found.high if worse > 0 else -found.low) <= margin:
         status, say = PASS, ""
     else:
-        status, say = UNDECIDED, _more(found, margin, unit)
+        status, say = UNDECIDED, _more(found, abs(margin - worse * found.estimate), unit)
     say = "; ".join(text for text in (seen, say) if text)
     bounds = {"low": found.low, "high": found.high, "margin": margin}
     return Check(name, title, run, found.estimate, shown, threshold, status, say, **bounds)
 
 
-def _more(found: Interval, margin: float, unit: str) -> str:
-    """How many more units would decide, if the estimate stayed where it is."""
-    room = abs(margin - abs(found.estimate))
+def _more(found: Interval, room: float, unit: str) -> str:
+    """How many more units would decide, if the estimate stayed where it is: so far from the margin."""
     spread = found.half / _t(found.units - 1) * math.sqrt(found.units)
     n = found.units
     while n < MOST and _t(n - 1) * spread / math.sqrt(n) > room:
         n = max(n + 1, int(n * 1.02))
     if n >= MOST:
-        return f"the estimate lies at the margin; more than {MOST:,} {unit} would be needed"
+        return f"so near the margin that more than {MOST:,} {unit} would be needed"
     return f"about {n - found.units} more {unit} would decide"
 
 

@@ -190,17 +190,20 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
 
 
 def claims_figure(claims: Sequence[Check]) -> Figure:
-    """Each claim's estimate and 95 % interval in units of its margin: within the band it passes, outside it fails."""
+    """How much worse FP8 is by each claim, with its 95 % interval, in units of its margin: one that ends left of 1
+    passes, one that begins right of it fails."""
     told = [claim for claim in claims if claim.low is not None and claim.margin]
     several = len({claim.run for claim in told}) > 1
     figure = Figure(figsize=(9, 1.3 + 0.5 * len(told)), layout="constrained")
     axes = figure.subplots()
-    axes.axvspan(-1, 1, color=PALETTE["good"], alpha=0.15, lw=0)
-    axes.axvline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
     reach = 3.0  # margins that are drawn; what reaches further ends in an arrow, and the table has the figures
+    axes.axvspan(-reach - 1, 1, color=PALETTE["good"], alpha=0.15, lw=0)
+    axes.axvline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
     for row, claim in enumerate(told):
         assert claim.low is not None and claim.high is not None and claim.margin and claim.figure is not None
-        low, middle, high = (value / claim.margin for value in (claim.low, claim.figure, claim.high))
+        worse = -1 if claim.name == "accuracy" else 1
+        low, high = sorted((worse * claim.low / claim.margin, worse * claim.high / claim.margin))
+        middle = worse * claim.figure / claim.margin
         color = PALETTE[{"pass": "good", "fail": "bad"}.get(claim.status, "warn")]
         axes.plot([max(low, -reach), min(high, reach)], [row, row], color=color, lw=2.2, solid_capstyle="butt")
         for end, beyond, marker in ((-reach, low < -reach, "<"), (reach, high > reach, ">")):
@@ -210,10 +213,10 @@ def claims_figure(claims: Sequence[Check]) -> Figure:
             axes.plot(middle, row, "o", color=color, ms=6)
     names = [f"{claim.title}{f', {claim.run}' if several else ''}" for claim in told]
     axes.set_yticks(range(len(told)), names)
-    axes.set(xlim=(-reach - 0.15, reach + 0.15), ylim=(len(told) - 0.4, -0.6), xlabel="margins")
+    axes.set(xlim=(-reach - 0.15, reach + 0.15), ylim=(len(told) - 0.4, -0.6), xlabel="better  |  margins  |  worse")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
-    axes.set_title("FP8 minus high precision, 95 % intervals in units of each margin")
+    axes.set_title("How much worse FP8 is, 95 % intervals in units of each margin")
     return figure
 
 

@@ -46,7 +46,7 @@ class Verdict:
         told = []
         for claim in self.claims:
             whose = f"{claim.run}: " if several else ""
-            figure = "" if claim.low is None else f" {claim.shown}, passes with its {claim.threshold}"
+            figure = "" if claim.low is None else f" {claim.shown}, passes with a {claim.threshold}"
             told.append(f"{claim.status}: {whose}{claim.title}{figure}: {claim.sentence}")
         return [self.line, *(f"  {text}" for text in (*told, *self.reasons))]
 

@@ -187,8 +187,11 @@ class _Progress:
                 self._bars.update(task, completed=_steps(run))
         elif final or time.monotonic() - self._last >= LINES:
             self._last = time.monotonic()
-            done = (f"{run.label} {_steps(run)}/{run.cfg.train.steps - run.begins}" for run in self.runs)
-            self.console.print("step: " + " | ".join(done), highlight=False, markup=False, soft_wrap=True)
+            steps = [(run, _steps(run), run.cfg.train.steps - run.begins) for run in self.runs]
+            done = sum(now >= total for _, now, total in steps)
+            going = [f"{run.label} {now}/{total}" for run, now, total in steps if 0 < now < total]
+            text = " | ".join([f"{done} of {len(steps)} runs done", *going])
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _steps(run: Run) -> int:

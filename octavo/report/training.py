@@ -135,7 +135,9 @@ def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
     run, name, title = sides.fp8[0], FORKS, TITLES[FORKS]
     if not trial.forks and not trial.no_forks:
         say = "not asked for: --forks 3 tries it at two thirds of the price of the trial"
-        return Check(name, title, run.label, None, "not tried", f"within {_percent(LOSS_MARGIN)[1:]}", UNTRIED, say)
+        return Check(
+            name, title, run.label, None, "not tried", f"95 % interval below {_percent(LOSS_MARGIN)}", UNTRIED, say
+        )
     forks = [(a, r) for a, r in sides.runs if a.kind == "fork" and a.of == run.name]
     failed = next((f"{a.label}: {r.failure}" for a, r in forks if r.failure), None)
     if failed is not None:
@@ -163,7 +165,7 @@ def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
     apart = f"the seed alone moves mean losses by up to {percent(noise)}"
     if trial.seeds == 1:
         say = f"one pair of seeds, {_percent(pairs[0])}, has no interval, and {apart}: --seeds 5 tries it"
-        threshold = f"within {_percent(LOSS_MARGIN)[1:]}"
+        threshold = f"95 % interval below {_percent(LOSS_MARGIN)}"
         return Check(SEEDS, title, run.label, pairs[0], _percent(pairs[0]), threshold, UNTRIED, say)
     if failed := [a.label for a, r in others if r.failure]:
         say = f"training failed: {', '.join(failed)}"

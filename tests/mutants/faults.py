@@ -1096,10 +1096,10 @@ area(
 area(
     "report",
     (
-        "verdict-threshold", "report/verdict.py",
-        "elif size <= NOISE_FACTOR * noise:", "elif size <= 2 * NOISE_FACTOR * noise:",
-        "a loss four times the noise away does not fail",
-        "report/test_verdict.py",
+        "verdict-threshold", "report/claims.py",
+        "(found.high if worse > 0 else -found.low) <= margin", "found.estimate <= margin",
+        "a claim passes by its estimate, however wide its interval",
+        "report/test_claims.py",
     ),
     (
         "verdict-noise", "report/verdict.py",
@@ -1119,9 +1119,9 @@ area(
     ),
     (
         "verdict-exit-code", "report/judge.py",
-        "int(self.status == FAIL)", "int(self.status not in (FAIL, PASS))",
-        "a failed comparison exits with 0",
-        "report/test_verdict.py", "report/test_compare.py", "cli/test_commands.py",
+        "{FAIL: 1, UNDECIDED: 3}", "{FAIL: 1, UNDECIDED: 0}",
+        "a comparison that decides nothing exits with 0",
+        "report/test_claims.py", "report/test_compare.py",
     ),
     (
         'compare-reuses-other-runs', 'report/compare.py',

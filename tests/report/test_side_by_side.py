@@ -72,10 +72,7 @@ def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None
     out = io.StringIO()
     with side_by_side._Progress(runs, Console(file=out, width=200)):
         pass
-    steps = cfg.train.steps
-    assert (
-        f"step: high precision 2/{steps} | high precision, seed 1 0/{steps} | FP8 blockwise 0/{steps}" in out.getvalue()
-    )
+    assert f"0 of 3 runs done | high precision 2/{cfg.train.steps}\n" in out.getvalue()
 
 
 @pytest.mark.parametrize("jobs", [0, -1])
