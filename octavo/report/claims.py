@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.report.rundir import ReportError
 from octavo.report.verdict import FAIL, PASS, UNDECIDED, WARN, Check
 
 ACCURACY_MARGIN = 0.01  # one point
@@ -87,16 +88,16 @@ def paired_accuracy(ours: Pieces, theirs: Pieces) -> Interval | None:
     if count < 2:
         return None
     n, mean = len(d), float(d.mean())
-    if np.unique(groups[d != 0]).size >= FEW:
+    spread = float(((d - mean) ** 2).sum())
+    if spread and np.unique(groups[d != 0]).size >= FEW:
         sums = np.bincount(groups, weights=d - mean, minlength=count)
-        clustered = count / (count - 1) * float((sums**2).sum())
-        deff = max(1.0, clustered / float(((d - mean) ** 2).sum()))
+        deff = max(1.0, count / (count - 1) * float((sums**2).sum()) / spread)
     else:
         deff = n / count
     size = n / deff
     more, fewer = (((d == sign).sum() / deff + 1) / (size + 2) for sign in (1, -1))
     half = _t(count - 1) * math.sqrt((more + fewer - (more - fewer) ** 2) / (size + 2))
-    return Interval(mean, more - fewer - half, more - fewer + half, count)
+    return Interval(mean, max(more - fewer - half, -1.0), min(more - fewer + half, 1.0), count)
 
 
 def relative_loss(ours: Pieces, theirs: Pieces) -> Interval | None:
@@ -187,12 +188,15 @@ def _more(found: Interval, room: float, unit: str) -> str:
 
 
 def _both(ours: Pieces, theirs: Pieces) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The pieces that both were asked, in our order. Raises ValueError where one was asked what the other was not."""
-    place = {(p["file"], p["row"], p["answer"]): p for p in theirs}
-    asked = [(p["file"], p["row"], p["answer"]) for p in ours]
-    if len(place) != len(theirs) or set(asked) != place.keys() or len(asked) != len(place):
-        raise ValueError(f"{len(ours)} and {len(theirs)} held-out answers are not of the same questions")
-    return [(p, place[key]) for p, key in zip(ours, asked, strict=True)]
+    """The pieces that both were asked, in their order. Raises ReportError where one was asked what the other was not,
+    or something else was the right answer."""
+    asked, other = ([(p["file"], p["row"], p["answer"], p["said"]) for p in pieces] for pieces in (ours, theirs))
+    if asked != other:
+        raise ReportError(
+            f"{len(ours)} and {len(theirs)} held-out answers are not of the same questions: the data changed during "
+            "the trial. --fresh trains and judges all runs again"
+        )
+    return list(zip(ours, theirs, strict=True))
 
 
 def _numbers(names: Sequence[str]) -> np.ndarray:

@@ -18,6 +18,7 @@ configuration is refused (or, with ``fresh``, made again).
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import time
@@ -26,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octavo import atomic, reading
 from octavo.config import RECIPES, Config, Fp8Section, load_config, override
 from octavo.config.sections import FITTING
 from octavo.report.claims import ACCURACY_MARGIN, LEAST_FORK, HeldOut
@@ -78,6 +80,7 @@ def compare(
         clear(directory)
     for run in runs:  # refuse before the first run has cost minutes
         check_reusable(run)
+    _same_files(cfg, directory)
     no_forks = "" if not forks else _why_no_forks(runs)
     if no_forks:
         runs = [run for run in runs if run.kind != "fork"]
@@ -135,6 +138,8 @@ def _held_out(cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: 
 
 def _why_no_forks(runs: Sequence[Run]) -> str:
     """Why forks cannot be: the run is too short for them, or its checkpoint at two thirds is not there."""
+    from octavo import checkpoint
+
     fork, reference = (next(run for run in runs if run.kind == kind) for kind in ("fork", "reference"))
     steps = fork.cfg.train.steps
     if steps - fork.begins < LEAST_FORK:
@@ -142,10 +147,11 @@ def _why_no_forks(runs: Sequence[Run]) -> str:
             f"forks of {steps - fork.begins} steps have no time to part, at least {LEAST_FORK} are needed: "
             f"train.steps of at least {3 * LEAST_FORK}"
         )
-    if finished(reference) is not None and fork.after is not None and not fork.after.is_dir():
+    past = max(checkpoint.steps(Path(reference.cfg.run.dir) / "checkpoints"), default=0) >= fork.begins
+    if (past or finished(reference) is not None) and fork.after is not None and not fork.after.is_dir():
         return (
-            f"{reference.cfg.run.dir} is finished and kept no checkpoint of step {fork.begins}, from which forks go "
-            "on; --fresh trains it again"
+            f"{reference.cfg.run.dir} is past step {fork.begins} and kept no checkpoint of it, from which forks go on; "
+            "--fresh trains it again"
         )
     return ""
 
@@ -187,18 +193,19 @@ def runs_of(
             run = _run_of(chosen, directory, f"{fp8.name}-seed-{s}", f"{fp8.label}, seed {s}", "seed", s)
             runs.append(replace(run, of=fp8.name))
         runs += [_fork(reference, fp8, storable(chosen), number, directory) for number in range(forks)]
-    # High precision's own fork of the reference's seed is the reference.
-    return runs + [_fork(reference, None, plain, number, directory) for number in range(1, forks)]
+    # High precision's own fork of the reference's seed is the reference, where it records every step.
+    first = 1 if cfg.run.log_every == 1 else 0
+    return runs + [_fork(reference, None, plain, number, directory) for number in range(first, forks)]
 
 
 def _fork(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: Path) -> Run:
     """A run from the reference's checkpoint at two thirds to its end, with data in the order of another seed."""
     begins = reference.cfg.run.milestones[0]
     checkpoint = Path(reference.cfg.run.dir).resolve() / "milestones" / f"step_{begins}"
-    bare = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "fork": str(checkpoint), "keep": 1}
+    bare = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "fork": str(checkpoint)}
     cfg = cfg.model_copy(
         update={
-            "run": cfg.run.model_copy(update=bare | {"milestones": (), "save_every": 0}),
+            "run": cfg.run.model_copy(update=bare | {"milestones": (), "save_every": 0, "keep": 1, "log_every": 1}),
             "data": cfg.data.model_copy(update={"eval": ()}),
         }
     )
@@ -250,6 +257,7 @@ def clear(directory: Path) -> None:
             shutil.rmtree(folder)
     if (directory / "held-out" / "before.json").is_file():
         shutil.rmtree(directory / "held-out")
+    (directory / "files.json").unlink(missing_ok=True)
     if (directory / "report" / "report.json").is_file():
         shutil.rmtree(directory / "report")
 
@@ -266,6 +274,30 @@ def check_reusable(run: Run) -> None:
         raise ReportError(
             f"{directory} was trained with another configuration: {shown}. "
             "Give another directory, or --fresh to train the runs again"
+        )
+
+
+def _same_files(cfg: Config, directory: Path) -> None:
+    """Note what the data and the model folder hold when a trial begins, and raise ``ReportError`` where they hold
+    something else when it goes on: its runs would be of different data."""
+    from octavo.train import datafiles
+
+    now, file = datafiles.fingerprints(cfg), directory / "files.json"
+    if not file.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(file, json.dumps(now, indent=1) + "\n")
+        return
+    before = reading.read_json(file, ReportError)
+    changed = [
+        name
+        for kind in now
+        for name in {**before.get(kind, {}), **now[kind]}
+        if before.get(kind, {}).get(name) != now[kind].get(name)
+    ]
+    if changed:
+        raise ReportError(
+            f"{', '.join(changed[:5])} changed since the trial in {directory} began: its runs would be of different "
+            "data. Put the former files back, give another directory, or --fresh to train the runs again"
         )
 
 

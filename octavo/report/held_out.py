@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo import atomic
 from octavo.config import Config
-from octavo.reading import read_json
+from octavo.reading import read_json, read_text
 from octavo.report.claims import Judged
 from octavo.report.rundir import ReportError
 from octavo.report.trial import Run
@@ -28,17 +28,21 @@ def judge_model(cfg: Config, directory: Path, console: Any) -> Judged:
     """The model that ``cfg`` begins with, in high precision."""
     from octavo.train import datafiles
 
-    of = {"model": cfg.model.path, "files": datafiles.fingerprints(cfg)}
+    weights = sorted(Path(cfg.model.path).glob("*.safetensors"))
+    sizes = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
+    of = {"model": cfg.model.path, "weights": sizes, "files": datafiles.fingerprints(cfg)}
     return _kept(directory / FOLDER / "before.json", of, Path(cfg.model.path), cfg, "off", "before training", console)
 
 
 def judge_run(run: Run, directory: Path, console: Any, high: bool = False) -> Judged:
     """The weights that a finished run trained, as it computed or in high precision."""
+    from octavo.train import datafiles
+
     home = Path(run.cfg.run.dir)
     state = home / "result.json"
     if not state.is_file():
         raise ReportError(f"{home} has no result.json: the run is not finished; the same command continues the trial")
-    of = {"run": run.name, "result": state.read_text(encoding="utf-8")}
+    of = {"run": run.name, "result": read_text(state, ReportError), "files": datafiles.fingerprints(run.cfg)}
     file = directory / FOLDER / f"{run.name}{'-high' if high else ''}.json"
     words = f"{run.label}{', the same weights in high precision' if high else ''}"
     return _kept(file, of, home, run.cfg, "off" if high else None, words, console)

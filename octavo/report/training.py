@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.report import claims
-from octavo.report.claims import LOSS_MARGIN, Judged, decide
+from octavo.report.claims import LOSS_MARGIN, Interval, Judged, decide
 from octavo.report.rundir import RunRecord, common
 from octavo.report.trial import Run, Trial
-from octavo.report.verdict import FAIL, UNTRIED, Check, loss_gap, percent
+from octavo.report.verdict import FAIL, SKIPPED_WARN, UNTRIED, WARN, Check, check_gemms, loss_gap, percent
 
 ACCURACY, WEIGHTS, FORKS, SEEDS = CLAIMS = ("accuracy", "loss_same_weights", "loss_forks", "loss_trajectories")
 TITLES = {
@@ -67,7 +67,7 @@ def _learned_nothing(record: RunRecord, trial: Trial) -> str:
     if trial.held is not None:
         before, after = trial.held.before, _reference(trial)
         found = claims.relative_loss(after.pieces, before.pieces)
-        if found is not None and found.high < 0:
+        if found is not None and found.high < -LOSS_MARGIN:  # else a model that was never trained would do as well
             return ""
         return (
             f"high precision learned nothing that held-out data show (loss {before.loss:.4g} before, {after.loss:.4g} "
@@ -106,12 +106,22 @@ def _accuracy(sides: Sides, trial: Trial, idle: str) -> Check:
                 f"high precision answers {right} of {len(asked)} questions, no better than one answer to all of them "
                 f"({floor}): there was nothing to lose. Train more steps, or ask more questions"
             )
+        elif not why and _as_good(claims.paired_accuracy(trial.held.before.pieces, theirs), trial):
+            why = (
+                "the model before training answers as well as high precision does after it, within the margin, so "
+                "nothing was learned that FP8 could have lost; train more steps"
+            )
         elif not why:
             seen += f", about {found.units} sources"
     return decide(
         ACCURACY, TITLES[ACCURACY], run.label, found, trial.accuracy_margin,
         unit="sources of questions", scale=_points, worse=-1, why_not=why, seen=seen,
     )  # fmt: skip
+
+
+def _as_good(found: Interval | None, trial: Trial) -> bool:
+    """Whether no harm beyond the margin is seen."""
+    return found is not None and found.low >= -trial.accuracy_margin
 
 
 def _same_weights(sides: Sides, trial: Trial) -> Check:
@@ -139,21 +149,45 @@ def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
             name, title, run.label, None, "not tried", f"95 % interval below {_percent(LOSS_MARGIN)}", UNTRIED, say
         )
     forks = [(a, r) for a, r in sides.runs if a.kind == "fork" and a.of == run.name]
-    failed = next((f"{a.label}: {r.failure}" for a, r in forks if r.failure), None)
-    if failed is not None:
-        return Check(name, title, run.label, None, "failed", "every fork ends", FAIL, failed)
-    high = {a.number: r for a, r in sides.runs if a.kind == "fork" and not a.of}
+    high = {a.number: (a, r) for a, r in sides.runs if a.kind == "fork" and not a.of}
+    if wrong := _unsound(sides, [*forks, *high.values()]):
+        return Check(name, title, run.label, None, "failed", "every fork is sound", FAIL, wrong)
     gaps = []
     for fork, record in forks:
         # Its first half is time to part in; with the reference's own seed high precision has gone on already.
         middle = (fork.begins + fork.cfg.train.steps) // 2
-        gaps.append(gap_of(record, high.get(fork.number, sides.reference[1]), after=middle))
+        gaps.append(gap_of(record, high.get(fork.number, sides.reference)[1], after=middle))
     found = claims.mean_gap(gaps)
-    why = trial.no_forks or (idle if found is not None else f"{len(gaps)} fork(s) have no interval; ask for 3 or more")
+    few = f"{len(gaps)} fork(s) have no interval; ask for 3 or more"
+    why = trial.no_forks or (idle if found is not None else few if len(gaps) < 2 else "a fork has no finite losses")
     return decide(
         name, title, run.label, found, LOSS_MARGIN,
         unit="forks", scale=_percent, worse=1, why_not=why, seen=f"{len(gaps)} forks",
     )  # fmt: skip
+
+
+def _unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
+    """Why forks or runs of other seeds cannot stand beside the FP8 run: one failed, skipped steps, did not run FP8
+    where its plan says, or was planned otherwise (as a trial that an earlier version began). Empty where all can."""
+    plan = _planned(sides.fp8[1])
+    for run, record in others:
+        if record.failure:
+            return f"{run.label}: {record.failure}"
+        steps = max(1, run.cfg.train.steps - run.begins)
+        if len(record.skipped) > SKIPPED_WARN * steps:
+            return f"{run.label} skipped {len(record.skipped)} of {steps} steps, whose loss or gradient was not finite"
+        if run.of and (check := check_gemms(run.label, record.proof)).status == FAIL:
+            return f"{run.label}: {check.sentence}"
+        if run.of and (odd := {name for name, _ in plan ^ _planned(record)}):
+            return (
+                f"{run.label} was planned otherwise than {sides.fp8[0].label} ({len(odd)} layers, first {min(odd)}); "
+                "--fresh trains all runs again"
+            )
+    return ""
+
+
+def _planned(record: RunRecord) -> set[tuple[str, str]]:
+    return {(row["name"], str((row.get("recipe") or {}).get("name"))) for row in record.plan.get("rows", ())}
 
 
 def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
@@ -166,10 +200,12 @@ def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
     if trial.seeds == 1:
         say = f"one pair of seeds, {_percent(pairs[0])}, has no interval, and {apart}: --seeds 5 tries it"
         threshold = f"95 % interval below {_percent(LOSS_MARGIN)}"
-        return Check(SEEDS, title, run.label, pairs[0], _percent(pairs[0]), threshold, UNTRIED, say)
-    if failed := [a.label for a, r in others if r.failure]:
-        say = f"training failed: {', '.join(failed)}"
-        return Check(SEEDS, title, run.label, None, "failed", "every run ends", FAIL, say)
+        far = pairs[0] > max(2 * noise, LOSS_MARGIN)
+        status = WARN if far else UNTRIED
+        say += "; that is further than seeds explain" if far else ""
+        return Check(SEEDS, title, run.label, pairs[0], _percent(pairs[0]), threshold, status, say)
+    if wrong := _unsound(sides, others):
+        return Check(SEEDS, title, run.label, None, "failed", "every run is sound", FAIL, wrong)
     found = claims.mean_gap(pairs)
     why = idle if found is not None else "a run has no finite losses"
     return decide(

@@ -25,6 +25,7 @@ UNDERFLOW_WARN, UNDERFLOW_FAIL = 0.01, 0.05  # operands of fwd and dgrad
 UNDERFLOW_WARN_WGRAD = 0.20  # operands of wgrad
 SQNR_WARN = {"e4m3": 25.0, "e5m2": 20.0}
 COSINE_MEDIAN, COSINE_MIN = 0.99, 0.95
+COSINE_FAIL = 0.5  # half of the layers below it: their gradients are not those of this training
 SKIPPED_WARN = 0.01  # of the steps
 
 
@@ -150,12 +151,12 @@ def check_sqnr(run: str, fmt: str, by_operand: Mapping[str, float]) -> Check:
 def check_cosine(run: str, by_layer: Mapping[str, float]) -> Check:
     """Cosine between each layer's FP8 weight gradient and the high-precision one: median and minimum over layers."""
     name, title = "dw_cosine", "Cosine of weight gradients"
-    threshold = f"median at least {COSINE_MEDIAN}, none below {COSINE_MIN}"
+    threshold = f"median at least {COSINE_MEDIAN}, none below {COSINE_MIN}; fails with a median below {COSINE_FAIL}"
     if not by_layer:
         return _unmeasured(name, title, run, threshold)
     layer, low = _worst_layer(by_layer, largest=False)
     middle = float(np.median(list(by_layer.values())))
-    status = WARN if low < COSINE_MIN or middle < COSINE_MEDIAN else PASS
+    status = FAIL if middle < COSINE_FAIL else WARN if low < COSINE_MIN or middle < COSINE_MEDIAN else PASS
     say = f"median {middle:.4f} over {len(by_layer)} layers; the lowest, {low:.4f}, is {layer}"
     return Check(name, title, run, low, f"{low:.4f}", threshold, status, say)
 

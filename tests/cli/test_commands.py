@@ -272,14 +272,16 @@ def test_defaults_are_those_of_the_rooms():
     }
 
 
-VERDICTS = {"pass": 0, "warn": 0, "fail": 1}
+VERDICTS = {"pass": 0, "warn": 0, "fail": 1, "undecided": 3}
 
 
 def verdict(status):
     check = SimpleNamespace(to_json=lambda: {"name": "loss_gap", "status": status})
+    line = f"{status}: so it is"
     return SimpleNamespace(
-        status=status, line=f"{status}: so it is", reasons=("because",), checks=(check,), exit_code=VERDICTS[status]
-    )
+        status=status, line=line, lines=[line, "  because"], reasons=("because",), checks=(check,), claims=(),
+        exit_code=VERDICTS[status],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("status", VERDICTS)

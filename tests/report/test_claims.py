@@ -11,7 +11,7 @@ import pytest
 from synthetic_runs import GOOD_PROOF, health, held, judged, losses, plan, write_run
 
 from octavo.config import override, to_yaml
-from octavo.report import Trial, claims, judge
+from octavo.report import ReportError, Trial, claims, judge
 from octavo.report.claims import Interval, Judged, decide
 from octavo.report.compare import finished, runs_of
 from octavo.report.verdict import FAIL, PASS, UNDECIDED, UNTRIED, WARN
@@ -47,6 +47,10 @@ def test_no_difference_seen_is_no_certainty(questions: int, within: bool) -> Non
     assert found is not None and found.estimate == 0
     assert (found.half < claims.ACCURACY_MARGIN) == within
     ten = pieces(np.ones(4000), np.arange(4000) % 10)  # of ten images, however many questions
+    for sign, ours, theirs in ((-1, np.zeros(400), np.ones(400)), (1, np.ones(400), np.zeros(400))):
+        apart = claims.paired_accuracy(pieces(ours, np.arange(400)), pieces(theirs, np.arange(400)))
+        assert apart is not None and apart.estimate == sign and -1 <= apart.low < apart.high <= 1
+        assert min(sign * apart.low, sign * apart.high) > 0.9
     few = claims.paired_accuracy(ten, ten)
     assert few is not None and few.half > 0.1
     assert claims.paired_accuracy(pieces(np.ones(9), np.zeros(9)), pieces(np.ones(9), np.zeros(9))) is None
@@ -74,7 +78,7 @@ def test_gaps_of_forks() -> None:
 
 
 def test_other_questions_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="not of the same questions"):
+    with pytest.raises(ReportError, match="not of the same questions"):
         claims.paired_accuracy(pieces(np.ones(4), np.arange(4)), pieces(np.ones(5), np.arange(5)))
 
 
@@ -185,13 +189,36 @@ def test_none_of_ten_against_none_of_ten(verdict_of) -> None:
     assert not claims.beats_one_answer(same) and claims.beats_one_answer(constant.pieces)
 
 
-def test_a_fork_that_fails_fails_the_claim(cfg, tmp_path: Path) -> None:
+def test_a_fork_that_is_not_sound_fails_the_claim(cfg, tmp_path: Path) -> None:
     runs = runs_of(override(cfg, ["train.steps=120"]), ["blockwise"], tmp_path / "trial", forks=2)
     for run in runs:
         extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if "fp8" in run.name else {}
         write_run(Path(run.cfg.run.dir), losses(120), config=to_yaml(run.cfg), begins=run.begins, **extra)
     records = [(run, finished(run)) for run in runs]
+
+    def claim_of(records: Any) -> Any:
+        verdict = judge(records, Trial(held(runs), forks=2))
+        return next(claim for claim in verdict.claims if claim.name == "loss_forks")
+
+    assert claim_of(records).status != FAIL
+    skipping = [(a, replace(r, skipped=(90, 91)) if a.number else r) for a, r in records]
+    assert "skipped 2 of 40 steps" in claim_of(skipping).sentence
+    other = [(a, replace(r, plan={"rows": r.plan["rows"][1:]}) if a.of and a.number else r) for a, r in records]
+    assert "was planned otherwise than FP8 blockwise (1 layers, first model.visual" in claim_of(other).sentence
+    high = [(a, replace(r, proof={}) if a.of and a.number else r) for a, r in records]
+    assert claim_of(high).status == FAIL and "nothing shows that FP8 ran" in claim_of(high).sentence
     broken = [(a, replace(r, failure="step 90: weights") if a.of and a.number else r) for a, r in records]
-    verdict = judge(broken, Trial(held(runs), forks=2))
-    claim = next(claim for claim in verdict.claims if claim.name == "loss_forks")
+    claim = claim_of(broken)
     assert claim.status == FAIL and "fork 2: step 90: weights" in claim.sentence
+
+
+def test_a_model_that_could_it_before_shows_nothing(cfg, tmp_path: Path) -> None:
+    runs = runs_of(cfg, ["blockwise"], tmp_path / "trial")
+    found = held(runs)
+    found.before = judged(0.98, 3.0)
+    for run in runs:
+        extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if "fp8" in run.name else {}
+        write_run(Path(run.cfg.run.dir), losses(100), config=to_yaml(run.cfg), **extra)
+    verdict = judge([(run, finished(run)) for run in runs], Trial(found))
+    assert verdict.claims[0].status == UNDECIDED
+    assert "the model before training answers as well" in verdict.claims[0].sentence

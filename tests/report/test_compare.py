@@ -195,7 +195,11 @@ def test_forks_that_cannot_be_are_told_and_not_trained(cfg, tmp_path: Path, trai
     compare(cfg, None, tmp_path / "old", forks=0)  # as an earlier version trained it: no checkpoint at two thirds
     old = compare(cfg, None, tmp_path / "old")
     claim = next(claim for claim in old.claims if claim.name == "loss_forks")
-    assert claim.status == "undecided" and "kept no checkpoint of step 66" in claim.sentence and old.exit_code == 3
+    assert (
+        claim.status == "undecided"
+        and "is past step 66 and kept no checkpoint of it" in claim.sentence
+        and old.exit_code == 3
+    )
 
 
 def test_forks_store_what_the_checkpoint_holds(tmp_path: Path) -> None:
@@ -207,3 +211,14 @@ def test_forks_store_what_the_checkpoint_holds(tmp_path: Path) -> None:
     high = next(run.cfg for run in runs if run.kind == "reference")
     assert fork.optimizer == high.optimizer and fork.train == high.train and not fork.fp8.param
     assert fork.fp8.activations == "fp8" and fork.fp8.recipe == "blockwise"
+
+
+def test_data_that_changed_between_two_calls_are_refused(cfg, tmp_path: Path, trained, undrawn) -> None:
+    data = tmp_path / "train.json"
+    data.write_text("[]")
+    changing = override(cfg, [f"data.train=[{{path: {data}}}]"])
+    compare(changing, None, tmp_path / "trial", forks=0)
+    data.write_text("[1]")
+    with pytest.raises(ReportError, match=r"train\.json changed since the trial in .* began"):
+        compare(changing, ["rowwise"], tmp_path / "trial", forks=0)
+    compare(changing, None, tmp_path / "trial", forks=0, fresh=True)

@@ -77,7 +77,13 @@ def test_sqnr(fmt: str, level: float, status: str) -> None:
 
 @pytest.mark.parametrize(
     ("values", "status"),
-    [((0.999, 0.998, 0.96), PASS), ((0.999, 0.999, 0.94), WARN), ((0.98, 0.98, 0.999), WARN), ((0.99,), PASS)],
+    [
+        ((0.999, 0.998, 0.96), PASS),
+        ((0.999, 0.999, 0.94), WARN),
+        ((0.98, 0.98, 0.999), WARN),
+        ((0.99,), PASS),
+        ((0.9, 0.0, 0.0), FAIL),
+    ],
 )
 def test_cosine(values: tuple[float, ...], status: str) -> None:
     check = rows.check_cosine("FP8", {f"layer{i}": v for i, v in enumerate(values)})
