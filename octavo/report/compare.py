@@ -80,6 +80,7 @@ def compare(
         clear(directory)
     for run in runs:  # refuse before the first run has cost minutes
         check_reusable(run)
+        _plannable(run)
     _same_files(cfg, directory)
     no_forks = "" if not forks else _why_no_forks(runs)
     if no_forks:
@@ -275,6 +276,17 @@ def check_reusable(run: Run) -> None:
             f"{directory} was trained with another configuration: {shown}. "
             "Give another directory, or --fresh to train the runs again"
         )
+
+
+def _plannable(run: Run) -> None:
+    """Raise ``PlanError`` where the model has nothing that the FP8 run could compute in FP8. A folder without a model
+    is for the first run to tell, and what is measured first is planned when that is done."""
+    if run.kind != "fp8" or not (Path(run.cfg.model.path) / "config.json").is_file() or finished(run) is not None:
+        return
+    from octavo.train import planning
+
+    if not planning.policy_from(run.cfg).asks_auto:
+        planning.plan_for(run.cfg)
 
 
 def _same_files(cfg: Config, directory: Path) -> None:

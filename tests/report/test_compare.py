@@ -222,3 +222,14 @@ def test_data_that_changed_between_two_calls_are_refused(cfg, tmp_path: Path, tr
     with pytest.raises(ReportError, match=r"train\.json changed since the trial in .* began"):
         compare(changing, ["rowwise"], tmp_path / "trial", forks=0)
     compare(changing, None, tmp_path / "trial", forks=0, fresh=True)
+
+
+def test_nothing_to_run_in_fp8_is_told_before_anything_trains(cfg, tmp_path: Path, trained) -> None:
+    from octavo import fp8
+    from octavo.models import tiny
+
+    tiny.write("qwen3", tmp_path / "model")
+    nothing = override(cfg, [f"model.path={tmp_path / 'model'}", 'fp8.rules=[{match: "**", recipe: off}]'])
+    with pytest.raises(fp8.PlanError, match="nothing of this model would run in it"):
+        compare(nothing, None, tmp_path / "trial")
+    assert trained == [] and not (tmp_path / "trial").exists()
