@@ -7,6 +7,7 @@ processor, template, generation settings) is read here first, so that it meets n
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from octavo import reading
@@ -39,10 +41,21 @@ COMPANIONS = (
 )
 #: words of the keys of config.json and of an image processor's settings -> the most that is believed; the first counts
 _MOST = {
-    "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 10_000, "heads": 1 << 16, "patch_size": 1 << 8,
-    "merge_size": 1 << 5, "shortest_edge": 1 << 24, "min_pixels": 1 << 24, "_patches": 1 << 10, "height": 1 << 13,
-    "width": 1 << 13, "size": 1 << 24, "dim": 1 << 24,
+    "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 10_000, "head": 1 << 16, "labels": 1 << 16,
+    "classes": 1 << 16, "patch_size": 1 << 8, "merge_size": 1 << 5, "shortest_edge": 1 << 22, "min_pixels": 1 << 22,
+    "_patches": 1 << 10, "height": 1 << 13, "width": 1 << 13, "seq_length": 1 << 16, "size": 1 << 24, "dim": 1 << 24,
 }  # fmt: skip
+_MOST_OF_ANY = 1 << 31  # of whole numbers under other keys
+_MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers, as transformers writes it
+_WHOLE = reading.Is(lambda value: type(value) is int, "a whole number")
+_POSITIVE = reading.Is(lambda value: type(value) is int and 0 < value <= _MOST_OF_ANY, "a whole number from 1")
+#: what transformers' own check of generation_config.json leaves for the first answer to find
+_GENERATION = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "max_new_tokens", "max_length"), _POSITIVE),
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), reading.FINITE),
+    "top_k": _WHOLE,
+}
+_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "begin_suppress_tokens")
 
 
 @contextmanager
@@ -84,14 +97,21 @@ def read_json(file: Path) -> dict:
 
 def check_sizes(file: Path) -> None:
     """No number of modules that a machine would never finish making, though it takes no memory; no size of an image
-    that would not fit into any. And each part of a model says what it is in a word. Raises ModelError."""
+    that would not fit into any; none that is not finite. And each part of a model says what it is in a word. Raises
+    ModelError."""
     level: list[tuple[str, Any]] = [("", read_json(file))]
     while level:
         key, node = level.pop()
         if isinstance(node, dict):
             level += node.items()
+        elif isinstance(node, list):
+            level += [(key, one) for one in node]
         elif isinstance(node, int | float) and not isinstance(node, bool):
+            if not math.isfinite(node) and (math.isnan(node) or key != _MAY_BE_INFINITE):
+                raise ModelError(f"{file} gives {key}={node}, which is no finite number. Mend the field.")
             most = next((most for word, most in _MOST.items() if word in key), None)
+            if most is None and isinstance(node, int) and "theta" not in key:
+                most = _MOST_OF_ANY
             if most is not None and not abs(node) <= most:
                 raise ModelError(f"{file} gives {key}={node}, and {most} is the most here. Mend the field.")
         if key == "model_type" and not isinstance(node, str):
@@ -99,13 +119,25 @@ def check_sizes(file: Path) -> None:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raises ModelError for a generation_config.json that is no JSON object, or whose stop tokens are no numbers."""
+    """Raises ModelError for a generation_config.json that transformers refuses, at once or when it answers: a field of
+    another type, tokens that are no numbers or beyond the vocabulary."""
     file = folder / "generation_config.json"
     if not os.path.lexists(file):
         return
-    stop = read_json(file).get("eos_token_id")
-    if stop is not None and not all(type(one) is int for one in (stop if isinstance(stop, list) else [stop])):
-        raise ModelError(f"{file}: eos_token_id is {stop!r}; it is the number of a token, or a list of numbers.")
+    settings, config = read_json(file), folder / "config.json"
+    raw = read_json(config) if os.path.lexists(config) else {}
+    text = raw.get("text_config")
+    rows = (text if isinstance(text, dict) else raw).get("vocab_size")
+    for key in _TOKENS:
+        named = settings.get(key)
+        for one in named if isinstance(named, list) else [] if named is None else [named]:
+            if type(one) is not int:
+                raise ModelError(f"{file}: {key} is {named!r:.80}; it is the number of a token, or a list of numbers.")
+            if type(rows) is int and one >= rows:
+                raise ModelError(f"{file}: {key} names token {one}, and the vocabulary of config.json ends at {rows}.")
+    reading.check_form(settings, _GENERATION, file, ModelError)
+    with stock(f"{file} cannot be used"):
+        GenerationConfig.from_dict(settings).validate()
 
 
 def _what(folder: Path) -> str:

@@ -8,8 +8,11 @@ that only measures models needs no Pillow.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import ProcessorMixin
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
@@ -19,6 +22,15 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from octavo.models.chat import WithDeadline
 from octavo.models.errors import ModelError
+from octavo.models.folder import read_json, stock
+
+_MOST = 1 << 16  # tokens of a small image
+#: what the vision encoder of Qwen calls a size -> what its image processor does
+_SAME = {
+    "patch_size": "patch_size",
+    "spatial_merge_size": "merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
 
 
 class _WithoutVideo(WithDeadline):
@@ -55,6 +67,49 @@ PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "qwen2_5_vl": (Qwen25VLImageTextProcessor, Qwen2VLImageProcessorPil),
     "internvl": (InternVLImageTextProcessor, GotOcr2ImageProcessorPil),
 }
+
+
+def check_made(folder: Path, raw: Mapping[str, Any], image_processor: Any, made: Mapping[str, Any]) -> None:
+    """What became of a small image: no more tokens than the model has places. Raises ModelError."""
+    file = folder / "preprocessor_config.json"
+    if "image_grid_thw" in made:
+        tokens = int(torch.as_tensor(made["image_grid_thw"][0]).prod()) // image_processor.merge_size**2
+        text = raw.get("text_config")
+        places = text.get("max_position_embeddings", _MOST) if isinstance(text, dict) else _MOST
+        if tokens > min(places, _MOST):
+            raise ModelError(
+                f"{file} makes {tokens} tokens of an image of 64 x 64 pixels, and {min(places, _MOST)} are the most "
+                "here. Mend its sizes (min_pixels, size)."
+            )
+
+
+def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any) -> None:
+    """That images are cut as the vision encoder of config.json takes them, and stand where it looks for them; of what
+    both sides state. Raises ModelError, naming both files."""
+    image, file, vision = processor.image_processor, "preprocessor_config.json", raw.get("vision_config") or {}
+    stated: list[tuple[str, Any, str, Any]] = [
+        ("image_token_id", raw.get("image_token_id"), "tokenizer_config.json", processor.image_token_id)
+    ]
+    if isinstance(image, Qwen2VLImageProcessorPil):
+        video = folder / "video_preprocessor_config.json"
+        more = read_json(video) if video.exists() else {}
+        for theirs, ours in _SAME.items():
+            stated += [
+                (theirs, vision.get(theirs), file, getattr(image, ours)),
+                (theirs, vision.get(theirs), video.name, more.get(ours)),
+            ]
+    elif all(key in vision for key in ("patch_size", "image_size")) and "downsample_ratio" in raw:
+        with stock(f"{folder}/config.json: the tokens of a tile cannot be counted"):
+            tall, wide = vision["patch_size"] if isinstance(vision["patch_size"], list) else [vision["patch_size"]] * 2
+            ratio = raw["downsample_ratio"]
+            made = int(image.size["height"] // tall * ratio) * int(image.size["width"] // wide * ratio)
+        stated.append(("image_seq_length by its sizes", made, "processor_config.json", processor.image_seq_length))
+    for key, theirs, name, ours in stated:
+        if None not in (theirs, ours) and theirs != ours:
+            raise ModelError(
+                f"{folder}: config.json gives {key} {theirs!r:.80}, and {name} {ours!r:.80}: the model could not take "
+                "its images. Copy both files from one model."
+            )
 
 
 def limit(image_processor: Any, given: dict[str, int]) -> None:

@@ -68,8 +68,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     check_companions(folder)
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
+    if (folder / "config.json").exists():  # transformers asks it for the tokenizer's class
+        check_sizes(folder / "config.json")
     with stock(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if type(tokenizer.model_max_length) not in (int, float) or not tokenizer.model_max_length > 0:
+        raise ModelError(
+            f"{folder}/tokenizer_config.json gives model_max_length={tokenizer.model_max_length!r:.80}: it is a number "
+            "of tokens."
+        )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(f"{folder}: the tokenizer has no pad and no eos token. Name one in tokenizer_config.json.")
@@ -114,25 +121,36 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     processor_class, image_class = image_processors.PROCESSORS[raw["model_type"]]
     if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
-    for name in ("preprocessor_config.json", "processor_config.json"):
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if (folder / name).exists():
             check_sizes(folder / name)
     with stock(f"{folder}: the image processor cannot be loaded"):
         image_processor = image_class.from_pretrained(folder, local_files_only=True)
+        deviations = image_processor.image_std
+        if 0 in (deviations if isinstance(deviations, list | tuple) else [deviations]):
+            raise ModelError(
+                f"{folder}/preprocessor_config.json gives image_std={deviations}: pixels are divided by it."
+            )
     image_processors.limit(image_processor, given)
     with stock(f"{folder}: the image processor cannot take an image"):
-        image_processor(images=[Image.new("RGB", (64, 64))])
+        made = image_processor(images=[Image.new("RGB", (64, 64))])
+    image_processors.check_made(folder, raw, image_processor, made)
     template = _chat_template(folder, tokenizer)
     with stock(f"{folder}: the processor cannot be loaded"):
         internvl = processor_class is image_processors.InternVLImageTextProcessor
         more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
-        return processor_class(image_processor, tokenizer, chat_template=template, **more)
+        processor = processor_class(image_processor, tokenizer, chat_template=template, **more)
+    image_processors.check_agreement(folder, raw, processor)
+    return processor
 
 
 def _image_seq_length(folder: Path, raw: dict) -> int:
     file = folder / "processor_config.json"
     entry = read_json(file) if file.exists() else {}
-    return int(entry.get("image_seq_length", raw.get("image_seq_length", 256)))
+    stated = entry.get("image_seq_length", raw.get("image_seq_length", 256))
+    if type(stated) is not int or stated < 1:
+        raise ModelError(f"{file} (or config.json) gives image_seq_length={stated!r:.80}: it is a number from 1.")
+    return stated
 
 
 def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -166,7 +166,7 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in QUANTIZED_KEYS:
-            if place.get(key):
+            if place.get(key) is not None:
                 return place[key]
     return None
 

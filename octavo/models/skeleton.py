@@ -49,6 +49,7 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             "checkpoint in its transformers form (InternVL: the -HF folders)."
         )
     check_sizes(folder / "config.json")
+    _check_dtypes(folder / "config.json")
     with stock(f"{folder}/config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
@@ -56,6 +57,19 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             if hasattr(part, key):
                 delattr(part, key)
     return config
+
+
+def _check_dtypes(file: Path) -> None:
+    """That a configuration's dtypes are of floating point: transformers takes any other for the weights, too."""
+    raw = read_json(file)
+    for part in (raw, *(one for key, one in raw.items() if isinstance(one, dict) and key not in QUANTIZED_KEYS)):
+        for key in ("dtype", "torch_dtype"):
+            named = part.get(key)
+            found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else None
+            if named in (None, "auto") or isinstance(named, dict):  # one for each part
+                continue
+            if not isinstance(found, torch.dtype) or not found.is_floating_point:
+                raise ModelError(f"{file} gives {key}={named!r:.80}, and weights are bfloat16, float16 or float32.")
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:

@@ -177,6 +177,9 @@ def write(form: str, folder: Path, tokenizer: Path, model: str = "qwen3", shards
     for file in tokenizer.iterdir():
         if file.name.startswith(("tokenizer", "chat_template", "preprocessor", "video_pre", "processor")):
             shutil.copy(file, folder / file.name)
+    if model == "qwen3_vl":  # what belongs to the images is the tiny model's
+        theirs = json.loads((tokenizer / "config.json").read_text())
+        edit_json(folder / "config.json", lambda raw: raw.update(image_token_id=theirs["image_token_id"]))
     return folder
 
 

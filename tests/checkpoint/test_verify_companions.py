@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from octavo import models
 from octavo.checkpoint import verify
@@ -58,17 +60,58 @@ def metadata(folder: Path) -> None:
     (folder / SHARD).write_bytes(raw.replace(b'"format":"pt"', b'"format": 17'))
 
 
+def stray(stem: str) -> Callable[[Path], object]:
+    def plant(folder: Path) -> None:  # beside a single file: with an index its names decide
+        tensors = {}
+        for shard in sorted(folder.glob("model-*.safetensors")):
+            tensors |= load_file(shard)
+            shard.unlink()
+        (folder / "model.safetensors.index.json").unlink()
+        for name in ("model", stem):
+            save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
+
+    return plant
+
+
 def more_tokens(folder: Path) -> None:
     planted.edit_json(folder / "tokenizer.json", lambda raw: raw["model"]["vocab"].update(new=99_999))
 
 
 _JINJA = "chat_template.jinja"
 _LOOP = "{% for i in range(9999) %}{% for j in range(99999) %}{% set x = i %}{% endfor %}{% endfor %}"
+_GENERATION, _IMAGES = "generation_config.json", "preprocessor_config.json"
+_SETTINGS = (
+    ("max_new_tokens", "x"),
+    ("cache_implementation", "nope"),
+    ("suppress_tokens", 5.5),
+    ("watermarking_config", 3),
+    ("num_beams", 0),
+    ("temperature", float("nan")),
+    ("eos_token_id", 100_000),
+    ("pad_token_id", "x"),
+)
+_PROCESSORS: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("qwen3_vl", _IMAGES, {"patch_size": 8}),
+    ("qwen3_vl", _IMAGES, {"merge_size": 1}),
+    ("qwen3_vl", _IMAGES, {"temporal_patch_size": 1}),
+    ("qwen3_vl", _IMAGES, {"image_std": [0.5, 0, 0.5]}),
+    ("qwen3_vl", _IMAGES, {"image_mean": [0.5, float("nan"), 0.5]}),
+    ("qwen3_vl", _IMAGES, {"size": {"shortest_edge": 1 << 20, "longest_edge": 1 << 21}}),
+    ("qwen3_vl", _IMAGES, {"min_pixels": 1 << 24}),
+    ("qwen3_vl", "video_preprocessor_config.json", {"patch_size": 8}),
+    ("qwen3_vl", "config.json", {"image_token_id": 3}),
+)
 FAULTS = {
     "empty config": Fault(text("config.json", "{}"), "config", "config.json"),
     "foreign config": Fault(text("config.json", '{"_class_name": "UNet", "layers": 2}'), "config", "config.json"),
     "a layer too many": Fault(edited("config.json", num_hidden_layers=10**9), "config", "config.json"),
     "quantization of a word": Fault(edited("config.json", quantization_config="x"), "quantization", "config.json"),
+    "labels without end": Fault(edited("config.json", num_labels=30_000_000), "config", "config.json"),
+    "a number too large": Fault(edited("config.json", bos_token_id=1 << 40), "config", "config.json"),
+    "no number": Fault(edited("config.json", rms_norm_eps=float("nan")), "config", "config.json"),
+    "dtype of whole numbers": Fault(edited("config.json", dtype="int8"), "config", "config.json"),
+    "dtype no word": Fault(edited("config.json", dtype=5), "config", "config.json"),
+    "quantization of nothing": Fault(edited("config.json", quantization_config={}), "quantization", "config.json"),
     "config of no end": Fault(replaced("config.json", "device"), "config", "config.json"),
     "tokenizer cut": Fault(text("tokenizer.json", '{"version": "1.0"'), "companion", "tokenizer.json"),
     "half a tokenizer": Fault(lambda folder: (folder / "tokenizer.json").unlink(), "companion", "tokenizer.json"),
@@ -87,6 +130,17 @@ FAULTS = {
         text("preprocessor_config.json", "["), "companion", "preprocessor_config.json", model="qwen3_vl"
     ),
     "generation settings": Fault(text("generation_config.json", "[1"), "config", "generation_config.json"),
+    **{
+        f"generation: {key}={value}": Fault(text(_GENERATION, json.dumps({key: value})), "config", _GENERATION)
+        for key, value in _SETTINGS
+    },
+    **{
+        f"{family} {file.partition('.')[0]}: {change}": Fault(
+            edited(file, **change), "companion", "tokenizer.json", model=family
+        )
+        for family, file, change in _PROCESSORS
+    },
+    "length no number": Fault(edited("tokenizer_config.json", model_max_length="x"), "companion", "tokenizer.json"),
     "pipe": Fault(replaced("generation_config.json", "pipe"), "config", "generation_config.json"),
     "pipe as tokenizer": Fault(replaced("tokenizer.json", "pipe"), "companion", "tokenizer.json"),
     "pipe as shard": Fault(replaced(SHARD, "pipe"), "header", SHARD),
@@ -95,6 +149,8 @@ FAULTS = {
     "link out": Fault(linked, "link", "tokenizer.json", fails=False, loads=True),
     "link to nothing": Fault(replaced("added_tokens.json", "broken link"), "link", "added_tokens.json", loads=True),
     "name": Fault(text("a\x1b[2Jb.txt", "x"), "name", "a\x1b[2Jb.txt", loads=True),
+    "stray weights": Fault(stray("consolidated"), "extra-shard", "consolidated.safetensors", loads=True),
+    "stray adapter": Fault(stray("adapter_model"), "extra-shard", "adapter_model.safetensors", loads=True),
     "metadata": Fault(metadata, "header", SHARD),
     "adapter beside": Fault(text("adapter_config.json", "{}"), "adapter-beside", "adapter_config.json"),
     "tokens above": Fault(more_tokens, "token-ids", "tokenizer.json", fails=False, loads=True),

@@ -132,6 +132,24 @@ def rewrite(file: Path, **changes) -> None:
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("processor_config.json", {"image_seq_length": 10**9}),
+        ("processor_config.json", {"image_seq_length": 0}),
+        ("processor_config.json", {"image_seq_length": -1}),
+        ("processor_config.json", {"image_seq_length": 5}),
+        ("preprocessor_config.json", {"size": {"height": 32, "width": 32}}),
+        ("config.json", {"image_token_id": 3}),
+    ],
+)
+def test_tiles_that_the_model_does_not_take(checkpoint, tmp_path, file, changes):
+    folder = Path(shutil.copytree(checkpoint("internvl"), tmp_path / "model"))
+    rewrite(folder / file, **changes)
+    with pytest.raises(models.ModelError, match=f"{folder}.*{next(iter(changes)).replace('size', 'sizes')}"):
+        models.load_processor(folder)
+
+
 def test_the_layout_of_published_qwen_folders(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("qwen2_5_vl"), tmp_path / "model"))
     (folder / "processor_config.json").unlink()

@@ -124,7 +124,7 @@ def read_folder(folder: Path, found: Findings, stem: str = "model") -> Headers:
             continue
         if placed:
             found.warn("extra-shard/unnamed", path.name, index=index)
-        elif path.name.startswith(stem):
+        elif path.name.startswith(stem) or stem == "model":
             found.fail("extra-shard/beside", path.name, single=single)
     return headers
 

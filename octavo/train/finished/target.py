@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from octavo import checkpoint, fp8, models, parallel
+from octavo import checkpoint, fp8, models, parallel, reading
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.config.sections import FITTING
@@ -42,6 +42,7 @@ Kind = Literal["run", "folder", "adapter"]
 MODEL, ADAPTER, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 #: the recipe whose casts make codes of a kind (`fp8.FROZEN`), so that its GEMMs multiply by them as they are
 RECIPE_OF = {kind: recipes[0] for kind, recipes in FITTING.items()}
+_STANDS = {rundir.CONFIG: "a file", rundir.CHECKPOINTS: "a folder", MODEL: "a file", ADAPTER: "a file"}
 #: what `load_in_fp8` takes besides the kinds: values in high precision, also of a folder that holds codes
 HIGH = "off"
 
@@ -216,6 +217,9 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
     folder = Path(path)
     if not folder.is_dir():
         raise TrainError(_no_folder(folder))
+    for name, wanted in _STANDS.items():
+        if (what := _instead(folder / name)) not in (None, wanted):
+            raise TrainError(f"{folder / name} is {what}, where {wanted} belongs. Put the right one in its place")
     has_adapter = (folder / ADAPTER).is_file()
     if (folder / rundir.CONFIG).is_file():
         found = _run(folder, base)
@@ -233,6 +237,14 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
     else:
         raise TrainError(_unknown(folder))
     return replace(found, quantization=read_quantization(found.base))
+
+
+def _instead(path: Path) -> str | None:
+    """What stands at a path; None for nothing."""
+    try:
+        return reading.kind_of(path) or "a file"
+    except OSError:
+        return "a link that leads nowhere" if path.is_symlink() else None
 
 
 def configuration(directory: Path) -> Config:
