@@ -70,11 +70,11 @@ def show(verified: Any, everything: bool) -> None:
     failed, warned = len(verified.failures), len(verified.warnings)
     if verified.unread:
         shown = ", ".join(map(printable, verified.unread[:_SHOWN])) + (" ..." if len(verified.unread) > _SHOWN else "")
-        print(f"Not read, since no loader reads it: {shown}.")
+        print(f"Not read: {shown}.")
     if failed:
         print(f"{failed} thing{'s are' if failed > 1 else ' is'} wrong, {_count(warned)}.")
     elif verified.scanned:
-        print(f"Nothing is wrong, {_count(warned)}.")
+        print(f"Nothing is wrong{' in what was read' if verified.unread else ''}, {_count(warned)}.")
     else:
         print(f"Headers, settings and tokenizer are right, {_count(warned)}; values were not read (--quick).")
 

@@ -59,6 +59,13 @@ def test_what_is_copied_is_checked_before_anything_is_written(source: Path, tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_a_template_that_fails_is_not_copied(source: Path, tmp_path: Path) -> None:
+    (source / "chat_template.jinja").write_text("{{ messages[0].no_such.thing }}")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja: the chat template"):
+        bf16(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_earlier_export_is_replaced_and_nothing_else_is_deleted(source: Path, tmp_path: Path) -> None:
     out = bf16(source, tmp_path / "out")
     for name, text in (("README.md", "mine"), ("tokenizer_config.json", "{}"), ("notes/todo", "mine")):

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import atomic, fp8
+from octavo import atomic, fp8, models
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
@@ -39,6 +39,7 @@ from octavo.checkpoint.export.values import Trained, Value, decoded, part, regri
 from octavo.checkpoint.sums import MARKER, read_note, sha256
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
+from octavo.models.chat import check_template
 from octavo.models.folder import INDEX, check_companions, companions, copy_companions, write_config
 from octavo.models.quantization import to_config
 from octavo.reading import printable
@@ -185,6 +186,8 @@ def export(
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
     check_companions(source, copied=True)  # before an hour's work
+    if (source / "tokenizer.json").is_file() and any(source.glob("chat_template*")):
+        check_template(models.load_tokenizer(source), source)
     plan = layouts.layout(source, format, include)
     with atomic.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
         _enough_room(target, shards.total)

@@ -1,8 +1,8 @@
 """What stands in a folder beside weights and config.json: every file that a loader reads is read, and used once.
 
 Tokenizer, processor and chat template are loaded as Octavo itself loads them (`models.load_processor`), and the
-template writes a question. What else is there is no loader's business; its names are told, so that nobody takes
-"nothing is wrong" for a word about them.
+template writes a question. The names of what else is there are told, so that nobody takes "nothing is wrong" for a word
+about them; servers read some of it (templates in additional_chat_templates/, hf_quant_config.json of ModelOpt).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _QUESTION = "What is in the picture?"
 
 def check_files(folder: Path, found: Findings) -> tuple[str, ...]:
     """Every entry of the folder that nothing was found wrong with yet: regular files and folders, inside it, with names
-    that can be shown. Returns the names of those that no loader reads."""
+    that can be shown. Returns the names of those that were not read: not weights, settings or what stands beside."""
     beside = {file.name for file in companions(folder)}
     failed = {finding.file for finding in found}
     unread = []

@@ -122,7 +122,7 @@ class Verified:
     findings  worst first
     verdicts  one a loader
     compared  one a tensor where a reference was given, worst first
-    unread    names of what stands in the folder and no loader reads
+    unread    names of what stands in the folder and was not read
     """
 
     directory: Path
