@@ -81,9 +81,9 @@ def paired_accuracy(ours: Pieces, theirs: Pieces) -> Interval | None:
     hang together: they count as n / deff, where deff is the variance by clusters over that of independent questions;
     where fewer than ten sources have answers that differ, each source counts once.
     """
-    d = np.array([int(a["right"]) - int(b["right"]) for a, b in _both(ours, theirs) if a["right"] is not None])
-    names = [a["source"] for a, _ in _both(ours, theirs) if a["right"] is not None]
-    groups = _numbers(names)
+    pairs = [(a, b) for a, b in _both(ours, theirs) if a["right"] is not None]
+    d = np.array([int(a["right"]) - int(b["right"]) for a, b in pairs])
+    groups = _numbers([a["source"] for a, _ in pairs])
     count = int(groups.max(initial=-1)) + 1
     if count < 2:
         return None

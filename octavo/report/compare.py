@@ -58,7 +58,7 @@ def compare(
     tell what each memory saving cost, where the trial is of one recipe and has any on. ``console`` is a rich console
     (None: silent). ``jobs`` runs train at a time, more than one in processes of their own (a CPU's cores; a GPU serves
     one). ``forks`` from high precision's checkpoint at two thirds, in each precision (0: none); ``seeds`` whole runs in
-    each precision, of which one makes no interval. ``accuracy_margin``: a share, how far apart accuracies may lie.
+    each precision, of which one makes no interval. ``accuracy_margin``: a share, how much lower FP8's may be.
     An FP8 run whose training fails is judged so and the others go on; a high-precision run that fails ends the
     trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
     nothing in FP8 was asked for, a recipe is unknown, an existing run was trained with another configuration, a run
@@ -292,25 +292,17 @@ def _plannable(run: Run) -> None:
 def _same_files(cfg: Config, directory: Path) -> None:
     """Note what the data and the model folder hold when a trial begins, and raise ``ReportError`` where they hold
     something else when it goes on: its runs would be of different data."""
-    from octavo.train import datafiles
+    from octavo.train import TrainError, datafiles
 
     now, file = datafiles.fingerprints(cfg), directory / "files.json"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
         atomic.write_text(file, json.dumps(now, indent=1) + "\n")
         return
-    before = reading.read_json(file, ReportError)
-    changed = [
-        name
-        for kind in now
-        for name in {**before.get(kind, {}), **now[kind]}
-        if before.get(kind, {}).get(name) != now[kind].get(name)
-    ]
-    if changed:
-        raise ReportError(
-            f"{', '.join(changed[:5])} changed since the trial in {directory} began: its runs would be of different "
-            "data. Put the former files back, give another directory, or --fresh to train the runs again"
-        )
+    try:
+        datafiles.same(reading.read_json(file, ReportError), now, directory, cfg.model.path)
+    except TrainError as error:
+        raise ReportError(f"{error}. --fresh trains the runs of this trial again") from error
 
 
 def _comparable(cfg: Config) -> dict[str, Any]:

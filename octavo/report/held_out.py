@@ -4,7 +4,7 @@
     held-out/NAME.json           a run of the trial, as it was trained
     held-out/NAME-high.json      the same weights in high precision
 
-Each is read again as long as it is of the same checkpoint and the same data.
+Each is read again as long as it is of the same weights; that the data are the same is the trial's to see to.
 """
 
 from __future__ import annotations
@@ -26,23 +26,19 @@ FOLDER = "held-out"
 
 def judge_model(cfg: Config, directory: Path, console: Any) -> Judged:
     """The model that ``cfg`` begins with, in high precision."""
-    from octavo.train import datafiles
-
     weights = sorted(Path(cfg.model.path).glob("*.safetensors"))
     sizes = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
-    of = {"model": cfg.model.path, "weights": sizes, "files": datafiles.fingerprints(cfg)}
+    of = {"model": cfg.model.path, "weights": sizes}
     return _kept(directory / FOLDER / "before.json", of, Path(cfg.model.path), cfg, "off", "before training", console)
 
 
 def judge_run(run: Run, directory: Path, console: Any, high: bool = False) -> Judged:
     """The weights that a finished run trained, as it computed or in high precision."""
-    from octavo.train import datafiles
-
     home = Path(run.cfg.run.dir)
     state = home / "result.json"
     if not state.is_file():
         raise ReportError(f"{home} has no result.json: the run is not finished; the same command continues the trial")
-    of = {"run": run.name, "result": read_text(state, ReportError), "files": datafiles.fingerprints(run.cfg)}
+    of = {"run": run.name, "result": read_text(state, ReportError)}
     file = directory / FOLDER / f"{run.name}{'-high' if high else ''}.json"
     words = f"{run.label}{', the same weights in high precision' if high else ''}"
     return _kept(file, of, home, run.cfg, "off" if high else None, words, console)

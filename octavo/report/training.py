@@ -31,10 +31,6 @@ class Sides(NamedTuple):
     reference: tuple[Run, RunRecord]
     runs: Sequence[tuple[Run, RunRecord]]
 
-    @property
-    def name(self) -> str:
-        return self.fp8[0].name
-
 
 def claims_of(sides: Sides, trial: Trial, noise: float) -> list[Check]:
     """The four claims for one FP8 run; ``noise`` is how far apart the seed alone moves mean losses."""
@@ -144,7 +140,7 @@ def _same_weights(sides: Sides, trial: Trial) -> Check:
 def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
     run, name, title = sides.fp8[0], FORKS, TITLES[FORKS]
     if not trial.forks and not trial.no_forks:
-        say = "not asked for: --forks 3 tries it at two thirds of the price of the trial"
+        say = "not asked for: --forks 3 tries it"
         return Check(
             name, title, run.label, None, "not tried", f"95 % interval below {_percent(LOSS_MARGIN)}", UNTRIED, say
         )

@@ -219,7 +219,7 @@ def test_data_that_changed_between_two_calls_are_refused(cfg, tmp_path: Path, tr
     changing = override(cfg, [f"data.train=[{{path: {data}}}]"])
     compare(changing, None, tmp_path / "trial", forks=0)
     data.write_text("[1]")
-    with pytest.raises(ReportError, match=r"train\.json changed since the trial in .* began"):
+    with pytest.raises(ReportError, match=r"other data: .*train\.json had 2 bytes, has 3 now.*--fresh trains"):
         compare(changing, ["rowwise"], tmp_path / "trial", forks=0)
     compare(changing, None, tmp_path / "trial", forks=0, fresh=True)
 
