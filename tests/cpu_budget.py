@@ -5,7 +5,8 @@ pytest-xdist counts its own and sends the total when it ends. ``OCTAVO_TEST_CPU=
 as JSON, which is what the table in ``docs/lab.md`` is made of (``python tests/cpu_budget.py FILE``).
 
 A test over 5 s is to be marked long and is named. Far beyond that it fails a run that leaves long tests out, such as
-``make test``; a busy machine alone does not take a test there.
+``make test``. Neither a busy machine takes a test there nor a child process of an earlier one: the system counts a
+child's seconds when it is waited for, which can be tests later.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pytest
 CPU = "cpu_seconds"  # the user property that carries the seconds of one phase of a test
 SLOWEST = 10
 LONG = 5.0  # CPU seconds beyond which a test is to be marked long
-TOLERATED = 1.5  # times that: what a test not marked long may cost before the run fails
+TOLERATED = 4  # times that: what a test not marked long may cost before the run fails
 
 
 def cpu_seconds() -> float:
