@@ -19,8 +19,10 @@ PACKAGE = ROOT / "octavo"
 # Packages by level, the highest first. A package imports from lower levels only: never upward, never sideways.
 LEVELS = [
     {"cli"},
-    {"rl", "report", "doctor", "bench"},
+    {"report", "doctor", "bench"},
+    {"rl"},
     {"train"},
+    {"generation"},
     {"parallel", "checkpoint", "adapters"},
     {"models", "data"},
     {"fp8"},
