@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class StepResult:
     `counts`, `health` and `memory` are this rank's own, where they were asked for; `experts` is the load of all ranks.
     `loss` is the cross-entropy (label smoothing and z-loss in it where they are asked for), `aux_loss` the
     load-balancing loss before its factor (None: not computed); `zeroed` counts second moments that the step rounded to
-    zero."""
+    zero. `figures`: what else a phase tells of its step, by name; it goes into the row."""
 
     loss: float
     grad_norm: float
@@ -58,12 +58,14 @@ class StepResult:
     aux_loss: float | None = None
     experts: Mapping[str, Any] | None = None
     zeroed: int | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Stepper:
     """Everything a step touches. `run` is the step. `balance` multiplies the routers' loss (0: there is none); `head`
-    gives losses in place of logits, where the model allows that."""
+    gives losses in place of logits, where the model allows that. `figures` names what a loss has in its parts beside
+    cross-entropy and load balancing: sums over a step, that a phase gives (:mod:`octavo.train.phase`)."""
 
     cfg: Config
     model: nn.Module
@@ -75,6 +77,7 @@ class Stepper:
     load: ExpertLoad | None = None
     head: fp8.ChunkedHead | None = None
     graphs: Graphs | None = None
+    figures: tuple[str, ...] = ()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -94,7 +97,7 @@ class Stepper:
             fp8.count_gemms() if observe.gemms else nullcontext() as counts,
             fp8.health() if observe.health else nullcontext() as health,
         ):
-            totals = self._totals(batches)
+            totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
             with counting_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
                 for batch in batches:  # forward and backward(): gradients add up, or update each weight at once
@@ -111,11 +114,11 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:
             fp8.reduce_scaling_state(self.model)
-        loss, aux = done.parts.tolist()
+        loss, aux, *more = done.parts.tolist()
         return StepResult(
             loss, float(done.norm), int(totals[1]), int(totals[2]), done.applied, counts, health, kinds,
             aux if self.balance else None, load.end(self.world) if load else None,
-            int(sum(zeroed)) if zeroed else None,
+            int(sum(zeroed)) if zeroed else None, dict(zip(self.figures, more, strict=True)),
         )  # fmt: skip
 
     def loss(self, batch: dict[str, Any], denominator: float, share: float = 1.0, memory: Memory | None = None) -> Loss:
@@ -163,7 +166,24 @@ class Stepper:
         self.update.free()
         self.loss(batch, denominator, share).total.backward()
 
-    def _totals(self, batches: Batches) -> Tensor:
+    def log_probs(
+        self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """log softmax(x / temperature) of `target` [B, P] (host memory; -100: none, 0 there) at the positions `keep`
+        [P], and the entropy of that distribution in nats, both fp32 [B, P] on the device."""
+        if self.head is not None:
+            with self.head.log_probs(target, temperature, entropy=True) as given:
+                found = given.take(self.forward(batch, keep))
+            assert given.entropy is not None
+            return found, given.entropy
+        logs = (self.forward(batch, keep).float() / temperature).log_softmax(-1)
+        place = target.to(logs.device)
+        known = place != losses.IGNORE
+        at = logs.gather(-1, place.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        entropy = -torch.special.xlogy(logs.exp(), logs.exp()).sum(-1)
+        return torch.where(known, at, 0.0), torch.where(known, entropy, 0.0)
+
+    def totals(self, batches: Batches) -> Tensor:
         """[denominator, tokens, loss tokens], each summed over ranks: one collective before the first backward."""
         labels = [batch["labels"] for batch in batches]
         metas = [batch["meta"] for batch in batches]

@@ -108,10 +108,18 @@ def token_log_probs(
     With ``entropy=True`` a pair: the log-probabilities, and the entropy of softmax(x / temperature) in nats, fp32
     [...]. Both are differentiable. Arguments, cost and errors otherwise as :func:`linear_cross_entropy`.
     """
+    return head_log_probs(hidden, weight, target, bias, None, temperature, entropy, ignore_index, chunk)
+
+
+def head_log_probs(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, site: Site | None,
+    temperature: float, entropy: bool, ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`token_log_probs` of a head whose GEMMs run at ``site`` (None: in high precision)."""
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    found = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk)
+    found = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk, site)
     logs = tokens.spread(found.at_target - found.lse)
     return logs if found.entropy is None else (logs, tokens.spread(found.entropy))
 
