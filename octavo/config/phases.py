@@ -76,10 +76,10 @@ class RlSection(Section):
         le=2**16,
         description="Optimizer updates of each epoch: the prompts are cut into so many parts.",
     )
-    advantage: Literal["group", "group_mean", "leave_one_out", "batch"] | None = Field(
+    advantage: Literal["group", "group_unscaled", "leave_one_out", "batch"] | None = Field(
         default=None,
-        description="A reward less the mean of its group, over the group's standard deviation (group) or not "
-        "(group_mean); less the mean of the others of its group; or with the batch's standard deviation.",
+        description="A reward less the mean of its group, over the group's standard deviation (group), not divided "
+        "(group_unscaled) or over the batch's (batch); or less the mean of the others of its group (leave_one_out).",
     )
     clip_low: float | None = Field(
         default=None, ge=0, le=1e6, description="The ratio of policies is clipped at 1 - this."
@@ -87,21 +87,23 @@ class RlSection(Section):
     clip_high: float | None = Field(
         default=None, ge=0, le=1e6, description="The ratio of policies is clipped at 1 + this."
     )
-    kl: float = Field(default=0.0, ge=0, le=1e6, description="Factor of the KL penalty against the reference; 0: none.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="How KL is estimated from a sample (Schulman 2020): k1, k2 or k3."
+    kl: float | None = Field(
+        default=None, ge=0, le=1e6, description="Factor of the KL penalty against the reference; 0: none."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None, description="How KL is estimated from a sample (Schulman 2020): k1, k2 or k3."
     )
     kl_in: Literal["loss", "reward"] | None = Field(default=None, description="Where the KL penalty stands.")
     entropy: float = Field(default=0.0, ge=-1e3, le=1e3, description="Factor of the entropy bonus.")
-    mask_truncated: bool | None = Field(
-        default=None, description="Whether completions that max_new_tokens cut off are learnt from."
+    mask_truncated: bool = Field(
+        default=False, description="Learn nothing from completions that max_new_tokens cut off."
     )
     overlong: int | None = Field(
         default=None,
-        ge=1,
+        ge=0,
         le=2**20,
         description="Soft punishment of long completions (DAPO): over the last so many of max_new_tokens, the reward "
-        "falls linearly by 1.",
+        "falls linearly by 1; 0: none.",
     )
     dynamic_sampling: bool | None = Field(
         default=None,
@@ -109,14 +111,17 @@ class RlSection(Section):
     )
     correction: Literal["off", "truncate", "mask"] = Field(
         default="truncate",
-        description="What becomes of the weight trainer / rollout of a sample: cut to correction_max, or nothing is "
-        "learnt beyond it.",
+        description="What becomes of the weight of a sample, trainer over rollout: cut to correction_high, or nothing "
+        "is learnt outside correction_low and correction_high.",
     )
     correction_level: Literal["token", "sequence", "geometric"] = Field(
-        default="token", description="Whether weights are of tokens, of sequences, or their mean by token."
+        default="token", description="Whether weights are of tokens, of completions, or of completions by their mean."
     )
-    correction_max: float = Field(
-        default=2.0, ge=1, le=1e6, description="The largest weight (its inverse the least, for mask)."
+    correction_low: float | None = Field(
+        default=None, ge=0, le=1, description="The least weight. Absent: as is usual, see docs/rl.md."
+    )
+    correction_high: float | None = Field(
+        default=None, ge=1, le=1e6, description="The largest weight. Absent: as is usual (2 for truncate by token)."
     )
     max_gap: float | None = Field(
         default=None,
@@ -131,35 +136,52 @@ class RlSection(Section):
     slots: int | None = Field(
         default=None, ge=1, le=2**16, description="Sequences that are generated at a time, a process. Absent: all."
     )
-    reference: Literal["auto", "base", "codes"] = Field(
+    reference: Literal["auto", "base", "copy"] = Field(
         default="auto",
-        description="Whose KL is held small: base, the model without its adapters (lora); codes, its first weights as "
-        "frozen FP8 codes, a byte a parameter; auto, the one that fits.",
+        description="Who the policy is held to: base, the model without its adapters (lora); copy, its first weights, "
+        "those of FP8 layers as frozen codes, a byte a parameter; auto, base where there are adapters, else copy.",
     )
-    stale: int = Field(default=0, ge=0, le=1, description="Steps by which the weights of a rollout may be older.")
     show: int = Field(
         default=4, ge=0, le=2**16, description="Completions of a step that are kept in completions.jsonl."
     )
 
 
 class PreferenceSection(Section):
-    """What is learnt from pairs of answers, of which one was chosen."""
+    """What is learnt from pairs of answers, of which one was chosen, or from answers that are good or bad (kto)."""
 
-    loss: Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"] = Field(
+    loss: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "orpo", "simpo", "kto"] = Field(
         default="sigmoid",
-        description="DPO (sigmoid), its relatives (ipo, hinge, robust), or a loss without a reference (orpo, simpo).",
+        description="DPO (sigmoid; sigmoid_norm with means over tokens), its relatives (ipo, hinge, robust), losses "
+        "without a reference (orpo, simpo), or kto, whose rows are answers with a label.",
     )
-    beta: float = Field(default=0.1, gt=0, le=1e6, description="How sharply the policy is held to its reference.")
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="Share of pairs whose order is taken to be wrong (sigmoid, robust)."
+    beta: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="How sharply the policy is held to its reference. Absent: 0.1, of simpo 2.",
     )
-    length_normalised: bool = Field(
-        default=False, description="Log-probabilities are means over tokens, not sums (ipo and simpo always are)."
+    label_smoothing: float | None = Field(
+        default=None,
+        ge=0,
+        lt=0.5,
+        description="Share of pairs whose order is taken to be wrong. Absent: 0, of robust 0.1.",
     )
-    sft: float = Field(
-        default=0.0, ge=0, le=1e6, description="Factor of the chosen answers' cross-entropy beside the loss."
+    sft: float | None = Field(
+        default=None, ge=0, le=1e6, description="Factor of the chosen answers' cross-entropy beside the loss."
     )
-    margin: float = Field(default=0.0, ge=0, le=1e6, description="The margin gamma of simpo, before beta.")
-    reference: Literal["auto", "base", "codes"] = Field(
+    gamma: float | None = Field(default=None, ge=0, le=1e6, description="Of simpo: the margin of rewards; absent: 1.")
+    desirable_weight: float | None = Field(default=None, ge=0, le=1e6, description="Of kto: factor of good answers.")
+    undesirable_weight: float | None = Field(default=None, ge=0, le=1e6, description="Of kto: factor of bad answers.")
+    reference: Literal["auto", "base", "copy"] = Field(
         default="auto", description="As rl.reference. orpo and simpo have none."
     )
+
+
+#: preference loss -> the options that it has; tests hold them against `octavo.rl`'s own
+OPTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("sigmoid", "sigmoid_norm", "robust"), ("beta", "sft", "label_smoothing")),
+    **dict.fromkeys(("ipo", "hinge"), ("beta", "sft")),
+    "orpo": ("beta",),
+    "simpo": ("beta", "gamma", "label_smoothing", "sft"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.phases import BEYOND_SFT, OPTIONS
 from octavo.config.sections import OptimizerSection, Section, TrainSection
 from octavo.config.texts import is_reward_path
 from octavo.config.whole import RunSection, Sections
@@ -58,9 +58,8 @@ def _given(section: Section, key: str, kind: type[Section]) -> bool:
 def _rl(config: Sections) -> Iterator[Finding]:
     rl = config.rl
     assert rl is not None
-    if rl.group == 1 and rl.advantage != "batch":
-        found = "one completion a prompt has no others to be better than"
-        yield finding("rl.group", found, "use 2 or more, or `advantage: batch`", "rl.advantage")
+    if rl.group == 1:
+        yield finding("rl.group", "one completion a prompt has no others to be better than", "use 2 or more")
     if rl.prompts % rl.mini_batches:
         found = f"{rl.prompts} prompts cannot be cut into {rl.mini_batches} equal mini_batches"
         yield finding("rl.mini_batches", found, "use a divisor of rl.prompts", "rl.prompts")
@@ -84,24 +83,20 @@ def _rl(config: Sections) -> Iterator[Finding]:
             fix = f"use {', '.join(BUILT_IN)}, FILE.py:FUNCTION, or the path of a folder such as ./reward_model"
             yield finding(where, f"there is no reward `{entry.reward}`", fix)
     if rl.reference == "base" and config.lora is None:
-        fix = "use `reference: codes`, or train adapters (lora)"
+        fix = "use `reference: copy`, or train adapters (lora)"
         yield finding("rl.reference", "base is the model without its adapters, and there are none", fix, "lora")
 
 
 def _preference(config: Sections) -> Iterator[Finding]:
     preference = config.preference
     assert preference is not None
-    without = preference.loss in ("orpo", "simpo")
-    if preference.label_smoothing and preference.loss not in ("sigmoid", "robust"):
-        found = f"has no effect on {preference.loss}"
-        yield finding("preference.label_smoothing", found, "remove it, or use sigmoid or robust", "preference.loss")
-    if preference.loss == "robust" and not preference.label_smoothing:
-        found = "robust needs the share of pairs whose order is wrong"
-        yield finding("preference.label_smoothing", found, "give it, e.g. 0.1", "preference.loss")
-    if preference.margin and preference.loss != "simpo":
-        yield finding("preference.margin", f"has no effect on {preference.loss}", "remove it", "preference.loss")
-    if without and preference.reference != "auto":
+    options = OPTIONS[preference.loss]
+    for name in sorted({name for names in OPTIONS.values() for name in names} - set(options)):
+        if getattr(preference, name) is not None:
+            found = f"has no effect on {preference.loss}, whose options are {', '.join(options)}"
+            yield finding(f"preference.{name}", found, "remove it", "preference.loss")
+    if preference.loss in ("orpo", "simpo") and preference.reference != "auto":
         yield finding("preference.reference", f"{preference.loss} has none", "remove it", "preference.loss")
     if preference.reference == "base" and config.lora is None:
-        fix = "use `reference: codes`, or train adapters (lora)"
+        fix = "use `reference: copy`, or train adapters (lora)"
         yield finding("preference.reference", "base is the model without its adapters, and there are none", fix, "lora")

@@ -146,6 +146,7 @@ def _step(run: Run, number: int) -> Step:
     observe = _observe(run, number, batches)
     lr = lr_at(number, schedule=settings.schedule, lr=settings.lr, steps=settings.steps, warmup=settings.warmup,
                min_lr=settings.min_lr)  # fmt: skip
+    job.stepper.number = number
     result = job.stepper.run(batches, lr, observe)
     seconds = time.perf_counter() - began
     progress.after(number, job.loader.rows, result.tokens, seconds, result.applied)

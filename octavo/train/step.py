@@ -64,8 +64,7 @@ class StepResult:
 @dataclass
 class Stepper:
     """Everything a step touches. `run` is the step. `balance` multiplies the routers' loss (0: there is none); `head`
-    gives losses in place of logits, where the model allows that. `figures` names what a loss has in its parts beside
-    cross-entropy and load balancing: sums over a step, that a phase gives (:mod:`octavo.train.phase`)."""
+    gives losses in place of logits, where the model allows that. `number` is that of the step under way."""
 
     cfg: Config
     model: nn.Module
@@ -77,7 +76,7 @@ class Stepper:
     load: ExpertLoad | None = None
     head: fp8.ChunkedHead | None = None
     graphs: Graphs | None = None
-    figures: tuple[str, ...] = ()
+    number: int = 0
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -114,11 +113,11 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:
             fp8.reduce_scaling_state(self.model)
-        loss, aux, *more = done.parts.tolist()
+        loss, aux = done.parts.tolist()
         return StepResult(
             loss, float(done.norm), int(totals[1]), int(totals[2]), done.applied, counts, health, kinds,
             aux if self.balance else None, load.end(self.world) if load else None,
-            int(sum(zeroed)) if zeroed else None, dict(zip(self.figures, more, strict=True)),
+            int(sum(zeroed)) if zeroed else None,
         )  # fmt: skip
 
     def loss(self, batch: dict[str, Any], denominator: float, share: float = 1.0, memory: Memory | None = None) -> Loss:
@@ -165,23 +164,6 @@ class Stepper:
         """Forward and backward of one micro-batch outside a step: gradients stay in `.grad`."""
         self.update.free()
         self.loss(batch, denominator, share).total.backward()
-
-    def log_probs(
-        self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """log softmax(x / temperature) of `target` [B, P] (host memory; -100: none, 0 there) at the positions `keep`
-        [P], and the entropy of that distribution in nats, both fp32 [B, P] on the device."""
-        if self.head is not None:
-            with self.head.log_probs(target, temperature, entropy=True) as given:
-                found = given.take(self.forward(batch, keep))
-            assert given.entropy is not None
-            return found, given.entropy
-        logs = (self.forward(batch, keep).float() / temperature).log_softmax(-1)
-        place = target.to(logs.device)
-        known = place != losses.IGNORE
-        at = logs.gather(-1, place.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        entropy = -torch.special.xlogy(logs.exp(), logs.exp()).sum(-1)
-        return torch.where(known, at, 0.0), torch.where(known, entropy, 0.0)
 
     def totals(self, batches: Batches) -> Tensor:
         """[denominator, tokens, loss tokens], each summed over ranks: one collective before the first backward."""

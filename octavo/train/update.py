@@ -24,7 +24,7 @@ from octavo.train.optim import trained
 
 class Loss(NamedTuple):
     """Of one micro-batch: what is differentiated, and the parts of the step's figures in it [cross-entropy, load
-    balancing, a phase's own (`Stepper.figures`)], detached."""
+    balancing], detached."""
 
     total: Tensor
     parts: Tensor
