@@ -1,0 +1,1 @@
+"""Reinforcement learning and preferences on the training modules themselves."""
