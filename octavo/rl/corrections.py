@@ -10,6 +10,7 @@ trainer's policy when each token, or each completion of n tokens, is weighed by
 
 A weight above its limit is truncated to it (truncated importance sampling), or the token or completion is masked: its
 weight is 0 where it lies outside low .. high (IcePop by tokens, rejection by completions).
+An objective of whole completions takes the mean of its tokens' weights.
 ``octavo/rl/objectives.py`` multiplies terms by weights.
 """
 
@@ -111,5 +112,5 @@ def weights(
         f"{name}/min": lowest(used[counted]),
         f"{name}/mean": torch.where(counted, used, 0.0).sum() / total,
         f"{name}/max": highest(used[counted]),
-        "sampling/limited": (outside & counted).sum() / total,
+        "sampling/limited": outside.sum() / total,
     }

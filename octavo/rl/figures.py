@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -50,7 +50,7 @@ def highest(values: Tensor) -> Tensor:
 def add_up(parts: Iterable[Mapping[str, Tensor]]) -> Figures:
     """Figures of several parts as those of one; a name may be missing in some."""
     total: Figures = {}
-    put = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+    put: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
     for part in parts:
         for name, value in part.items():
             total[name] = put[kind(name)](total[name], value) if name in total else value
