@@ -79,7 +79,7 @@ def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -
     distance, total = d.abs(), max(tokens, 1.0)
     return {
         "logp_gap_mean": distance.sum() / total,
-        "logp_gap_max": highest(distance[mask.bool()]),
+        "logp_gap_max": highest(distance, mask.bool()),
         "logp_gap_k1": -d.sum() / total,
         "logp_gap_k3": (torch.expm1(d) - d).sum() / total,
     }
@@ -109,8 +109,8 @@ def weights(
     total = max(tokens if how.level == "token" else sequences, 1.0)
     name = "sampling/importance_sampling_ratio"
     return used, {
-        f"{name}/min": lowest(used[counted]),
+        f"{name}/min": lowest(used, counted),
         f"{name}/mean": torch.where(counted, used, 0.0).sum() / total,
-        f"{name}/max": highest(used[counted]),
+        f"{name}/max": highest(used, counted),
         "sampling/limited": outside.sum() / total,
     }

@@ -38,13 +38,13 @@ def kind(name: str) -> str:
     return found[1] if found else "sum"
 
 
-def lowest(values: Tensor) -> Tensor:
-    """The smallest of any number of values; +inf of none."""
-    return values.amin() if values.numel() else torch.tensor(math.inf, device=values.device)
+def lowest(values: Tensor, where: Tensor) -> Tensor:
+    """The smallest of the values that count; +inf of none. Nothing waits for a GPU."""
+    return torch.where(where, values, math.inf).amin() if len(values) else values.new_tensor(math.inf)
 
 
-def highest(values: Tensor) -> Tensor:
-    return values.amax() if values.numel() else torch.tensor(-math.inf, device=values.device)
+def highest(values: Tensor, where: Tensor) -> Tensor:
+    return -lowest(-values, where)
 
 
 def add_up(parts: Iterable[Mapping[str, Tensor]]) -> Figures:

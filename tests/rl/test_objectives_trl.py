@@ -137,7 +137,7 @@ USUAL = {
 
 @pytest.mark.parametrize("name", [*USUAL, "rloo"])
 def test_usual_settings_from_rewards_to_gradients(name: str) -> None:
-    algorithm, given, each = ALGORITHMS[name], batch(8, 6, 13, spread=0.5), rewards(2, 4, 5)
+    algorithm, given, each = ALGORITHMS[name], batch(8, 6, 13, spread=1.5 if name == "cispo" else 0.5), rewards(2, 4, 5)
     old, ref, mask = (x[:, : int(given.mask.sum(1).max())] for x in (given.old_logps, given.ref_logps, given.mask))
     theirs, ours, lengths = *(leaf(given.logps[:, : mask.shape[1]]) for _ in "ab"), mask.sum(1).tolist()
     if name == "rloo":
