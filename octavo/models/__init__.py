@@ -6,8 +6,9 @@ from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.freeze import freeze, freeze_all
-from octavo.models.generate import generate, ignored_settings
+from octavo.models.generate import generate, ignored_settings, question
 from octavo.models.loading import load, load_split, parameter_count
+from octavo.models.paged import CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
 from octavo.models.quantization import Quantization, read_quantization, to_config
 from octavo.models.random import random_model
@@ -19,6 +20,7 @@ from octavo.models.values import stream
 
 __all__ = [
     "COMPONENTS",
+    "CacheShape",
     "SHAPES",
     "WITHOUT_HEAD",
     "Family",
@@ -27,6 +29,9 @@ __all__ = [
     "TextProcessor",
     "attach_dummy_image",
     "attend",
+    "attention_by",
+    "axes",
+    "cache_shape",
     "describe",
     "dummy_image_inputs",
     "empty",
@@ -41,6 +46,8 @@ __all__ = [
     "load_split",
     "load_tokenizer",
     "parameter_count",
+    "positions",
+    "question",
     "random_model",
     "read_config",
     "read_quantization",
@@ -52,5 +59,6 @@ __all__ = [
     "to_config",
     "use_attention",
     "use_kernel",
+    "why_not_paged",
     "without_masks",
 ]

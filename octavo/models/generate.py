@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, ProcessorMixin
+from transformers import BatchFeature, GenerationConfig, LogitsProcessorList, PreTrainedModel, ProcessorMixin
 
 from octavo.models import chat
 from octavo.models.errors import ModelError
@@ -35,37 +35,15 @@ def generate(
 ) -> str:
     """The model's greedy answer to `messages`, decoded without special tokens.
 
-    messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
-    images    one PIL image for each image part, in reading order
+    messages, images  as :func:`question` takes them
 
     Greedy: :func:`ignored_settings` says what of the model's generation settings has no effect. They are left as they
-    were, and so is the model's mode. Raises ModelError when images and image parts
-    differ in number, when there is nothing to answer or no chat template to write it by, when max_new_tokens is
-    below one, and where a score is NaN: the most likely token would be any.
+    were, and so is the model's mode. Raises ModelError as :func:`question` does, when max_new_tokens is below one, and
+    where a score is NaN: the most likely token would be any.
     """
-    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    asked = sum(part.get("type") == "image" for content in contents for part in content)
-    if asked != len(images):
-        raise ModelError(f"the messages hold {asked} image parts but {len(images)} images were given; they must agree.")
-    if not messages or max_new_tokens < 1:
-        raise ModelError(
-            f"{len(messages)} messages and max_new_tokens={max_new_tokens}: an answer needs at least one of each."
-        )
-    if not processor.chat_template:
-        raise ModelError(
-            "the model's folder has no chat template (chat_template.jinja), so a question cannot be written for it. "
-            "Add the template of its chat version; a base model has none."
-        )
-    text = chat.render(processor, messages, add_generation_prompt=True)
-    # The template has written the special tokens; a tokenizer that adds its own would write <s> twice.
-    try:
-        batch = processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)
-    except ValueError as cause:
-        raise ModelError(
-            f"the processor refuses the prompt or its images: {cause}. Give each image with --image, not by its "
-            "placeholder in the text, and no image thinner than a patch."
-        ) from cause
-    batch = batch.to(model.device)
+    if max_new_tokens < 1:
+        raise ModelError(f"max_new_tokens is {max_new_tokens}: an answer needs at least one token.")
+    batch = question(processor, messages, images).to(model.device)
     own = model.generation_config
     stop = own.eos_token_id
     settings = GenerationConfig(
@@ -84,6 +62,39 @@ def generate(
         model.generation_config = own
         model.train(training)
     return processor.tokenizer.decode(ids[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def question(
+    processor: ProcessorMixin | TextProcessor, messages: Sequence[dict[str, Any]], images: Sequence[Image] = ()
+) -> BatchFeature:
+    """A conversation that waits for an answer, as the model's tensors: `input_ids` [1, P] and what images add.
+
+    messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
+    images    one PIL image for each image part, in reading order
+
+    Raises ModelError when images and image parts differ in number, when there is nothing to answer or no chat template
+    to write it by, and for what the processor refuses.
+    """
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    asked = sum(part.get("type") == "image" for content in contents for part in content)
+    if asked != len(images):
+        raise ModelError(f"the messages hold {asked} image parts but {len(images)} images were given; they must agree.")
+    if not messages:
+        raise ModelError("there are no messages: an answer needs at least one.")
+    if not processor.chat_template:
+        raise ModelError(
+            "the model's folder has no chat template (chat_template.jinja), so a question cannot be written for it. "
+            "Add the template of its chat version; a base model has none."
+        )
+    text = chat.render(processor, messages, add_generation_prompt=True)
+    # The template has written the special tokens; a tokenizer that adds its own would write <s> twice.
+    try:
+        return processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)
+    except ValueError as cause:
+        raise ModelError(
+            f"the processor refuses the prompt or its images: {cause}. Give each image with --image, not by its "
+            "placeholder in the text, and no image thinner than a patch."
+        ) from cause
 
 
 def ignored_settings(model: PreTrainedModel) -> str | None:

@@ -5,18 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import random
-import resource
-import signal
 import struct
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,33 +23,16 @@ from octavo.data import DataError, Encoder, Sample, Source, parse, read
 from octavo.data.images import ImageProblem, load
 from octavo.data.loader import Judge
 from tests.fuzz import mutate
+from tests.fuzz.bounded import Finding, bounds, command
 
-SECONDS, MEGABYTES, LETTERS = 5.0, 400, 3000  # of CPU and of memory for one case, of a message
+SECONDS, MEGABYTES, LETTERS = 5.0, 400, 3000  # of processor time and of memory for one case, of a message
 SEQ_LENGTH = 128
-_programs: list[str] = []
-_watching: list[Any] = []
 
 
-def _watch(event: str, args: tuple[Any, ...]) -> None:
-    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"):
-        _programs.append(f"{event} {args!r}"[:200])
-
-
-class Hang(BaseException):
-    """No `except Exception` takes it for an answer."""
-
-
-def _stop(*_: object) -> None:
-    raise Hang
-
-
-def run(seed: int, cases: int, only: int | None = None) -> list[str]:
-    """Findings: a sentence for each case in which something else happened. The same for the same seed and `cases`."""
-    found: list[str] = []
-    if _watch not in _watching:
-        sys.addaudithook(_watch)  # for good: there is no way to take it off
-        _watching.append(_watch)
-    with tempfile.TemporaryDirectory() as name, _alarm():
+def run(seed: int, cases: int, only: int | None = None) -> list[Finding]:
+    """Each case in which something else happened. The same for the same seed and `cases`."""
+    found: list[Finding] = []
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         images = _images()
         for number, content in enumerate(images):
@@ -64,35 +41,14 @@ def run(seed: int, cases: int, only: int | None = None) -> list[str]:
         for case in range(cases) if only is None else [only]:
             rng = random.Random(f"{seed} {case}")
             kind: Callable[..., list[str]] = _rows if rng.random() < 0.5 else _image
-            before, began, _programs[:] = _peak(), time.process_time(), []
-            signal.setitimer(signal.ITIMER_REAL, 12 * SECONDS)
-            try:
-                wrong = kind(rng, folder, images, encoders)
-            except Hang:
-                wrong = ["hangs"]
-            except Exception as error:  # that is what is looked for
-                wrong = [f"{type(error).__name__}: {error}"[:300]]
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            if (took := time.process_time() - began) > SECONDS:
-                wrong.append(f"took {took:.1f} s of CPU")
-            if (grew := (_peak() - before) / 1024) > MEGABYTES:
-                wrong.append(f"took {grew:.0f} MB")
-            found += [f"case {case} ({kind.__name__[1:]}): {what}" for what in wrong + _programs]
+            label = f"case {case} of seed {seed} ({kind.__name__[1:]})"
+            with bounds(label, found, 12 * SECONDS, MEGABYTES, cpu=SECONDS, forks=False):
+                try:
+                    wrong = kind(rng, folder, images, encoders)
+                except Exception as error:  # that is what is looked for
+                    wrong = [f"{type(error).__name__}: {error}"[:300]]
+                found += [Finding(label, what) for what in wrong]
     return found
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-@contextmanager
-def _alarm() -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, _stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def _encoders(folder: Path) -> list[Encoder]:
@@ -279,11 +235,4 @@ def test_damaged_data() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, help="this case alone")
-    given = parser.parse_args()
-    findings = run(given.seed, given.cases, given.only)
-    print("\n".join(findings) or "nothing found")
-    print(f"{given.cases} cases, {len(findings)} findings, {time.process_time():.0f} s of CPU, {_peak() / 1024:.0f} MB")
+    command(run, cases=10_000, seed=1, whole=True)

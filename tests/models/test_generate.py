@@ -53,8 +53,8 @@ def test_max_new_tokens_and_determinism(checkpoint):
     [
         (conversation(True)[:1], [], 4, "1 image parts but 0 images"),
         (conversation(False)[:1], [some_image()], 4, "0 image parts but 1 images"),
-        ([], [], 4, "0 messages and max_new_tokens=4"),
-        (conversation(False)[:1], [], 0, "1 messages and max_new_tokens=0"),
+        ([], [], 4, "there are no messages"),
+        (conversation(False)[:1], [], 0, "max_new_tokens is 0"),
     ],
 )
 def test_errors(checkpoint, messages, images, tokens, message):

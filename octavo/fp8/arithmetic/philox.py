@@ -13,6 +13,7 @@ blocks. The word's low 16 bits round a "bf16+sr" weight (:func:`octavo.fp8.arith
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +46,12 @@ def rounds(c0: Tensor, step: int, parameter: int, seed: int) -> list[Tensor]:
     """The four output words of counters (c0, step, parameter, 0): int32 tensors of c0's shape; c0 is int64, < 2^32."""
     c = [c0.clone(), *(torch.full_like(c0, x) for x in (step, parameter, 0))]
     return [word.to(torch.int32) for word in _mix(c, torch.empty_like(c0), seed)]
+
+
+def blocks(counter: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """The four output words of counters of four words: int64 tensors of the counters' shape, each 0 to 2^32 - 1."""
+    c = [word.clone() for word in counter]
+    return [word.bitwise_and_(_MASK) for word in _mix(c, torch.empty_like(c[0]), seed)]
 
 
 def _mix(c: list[Tensor], spare: Tensor, seed: int) -> list[Tensor]:

@@ -1,0 +1,8 @@
+"""Completions of prompts by the modules that train: batches over a key-value cache of pages."""
+
+from octavo.generation.engine import Context, Engine
+from octavo.generation.errors import GenerationError
+from octavo.generation.prompts import prompt_of
+from octavo.generation.request import Completion, Prompt, Sampling
+
+__all__ = ["Completion", "Context", "Engine", "GenerationError", "Prompt", "Sampling", "prompt_of"]

@@ -1,0 +1,5 @@
+"""The one exception that this package raises for users."""
+
+
+class GenerationError(ValueError):
+    """A prompt, a setting or a model that cannot generate as asked; the message names the fix."""

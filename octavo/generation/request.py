@@ -1,0 +1,96 @@
+"""What is asked of the engine and what comes back: plain values, checked where they are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.generation.errors import GenerationError
+
+WORD = 1 << 32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and when a completion ends.
+
+    max_new_tokens  the most tokens of a completion, the one that ends it included
+    temperature     divides the logits; 0 takes the most likely token
+    top_k           keep the k most likely tokens (0: all); those as likely as the k-th stay
+    top_p           then the fewest tokens whose probability reaches this
+    min_p           then those at least this fraction as likely as the likeliest
+    stop            texts that end a completion when they appear in it
+    seed, step      with a prompt's number, the sample and the position they give a token's random number
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}={value!r} ({rule})"
+            for name, value, rule, holds in (
+                ("max_new_tokens", self.max_new_tokens, "at least 1", self.max_new_tokens >= 1),
+                ("temperature", self.temperature, "0 or more", 0 <= self.temperature < math.inf),
+                ("top_p", self.top_p, "above 0, at most 1", 0 < self.top_p <= 1),
+                ("top_k", self.top_k, "0 or more", self.top_k >= 0),
+                ("min_p", self.min_p, "0 to 1", 0 <= self.min_p <= 1),
+                ("stop", self.stop, "texts of at least a character", not isinstance(self.stop, str) and all(self.stop)),
+                ("seed", self.seed, "0 to 2^64 - 1", 0 <= self.seed < WORD**2),
+                ("step", self.step, "0 to 2^32 - 2", 0 <= self.step < WORD - 1),
+            )
+            if not holds
+        ]
+        if wrong:
+            raise GenerationError(f"sampling cannot be by {', '.join(wrong)}. Give values in these ranges.")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a question of P tokens, with its images as `octavo.data.Sample` names them.
+
+    `input_ids` [P] int64 · `number`: its identity for randomness, e.g. the row's position in the data stream ·
+    `pixel_values` float32 or None · `image_grid_thw` [images, 3] int64 or None · `mm_token_type_ids` [P] int64 or None
+    """
+
+    input_ids: np.ndarray
+    number: int = 0
+    pixel_values: np.ndarray | None = None
+    image_grid_thw: np.ndarray | None = None
+    mm_token_type_ids: np.ndarray | None = None
+    images: int = 0
+
+    def __post_init__(self) -> None:
+        if self.input_ids.ndim != 1 or not len(self.input_ids):
+            raise GenerationError(f"a prompt's tokens have the shape {self.input_ids.shape}; [P] with P >= 1 is meant.")
+        if not 0 <= self.number < WORD:
+            raise GenerationError(f"a prompt's number is {self.number}; it must be 0 to 2^32 - 1.")
+        if bool(self.images) != (self.pixel_values is not None):
+            had = "pixels" if self.pixel_values is not None else "no pixels"
+            raise GenerationError(f"a prompt says it holds {self.images} images, and has {had}.")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer of T tokens.
+
+    `prompt`: index in the list that was given · `sample`: 0 to group - 1 · `tokens` [T] int64, the stop token included
+    · `logps` [T] fp32: log-probability of each token over the full vocabulary at the sampling temperature (greedy: at
+    1), before top-k, top-p and min-p · `entropy` [T] fp32, nats, of that distribution · `reason`: "stop" (a token that
+    ends answers), "stop_string" or "length"
+    """
+
+    prompt: int
+    sample: int
+    tokens: np.ndarray
+    logps: np.ndarray
+    entropy: np.ndarray
+    reason: str

@@ -1,0 +1,75 @@
+"""From logits to a token, its log-probability and the entropy: one function, and the random numbers that it takes.
+
+A token's random number is a word of Philox at the counter
+
+    (prompt number, sample, position, step + 1)        key: seed
+
+so that it is the same whatever else is in the batch, in any slot, on any rank and after a resume. The token is the
+first whose cumulative probability, summed in fp64 in the vocabulary's order, exceeds that number: one number a token
+rather than one for each word of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic import random_blocks
+from octavo.generation.request import Sampling
+
+_ELEMENTS = 1 << 25
+"""Logits that are looked at at once: 128 MiB in fp32, and about six times that for all that is made of them."""
+
+
+def uniforms(
+    sampling: Sampling, numbers: Sequence[int], samples: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """The random numbers of all positions of sequences: float64 [sequences, max_new_tokens], in [0, 1)."""
+    count = (len(numbers), sampling.max_new_tokens)
+    prompt, sample = (torch.tensor(x, dtype=torch.int64)[:, None].expand(count).to(device) for x in (numbers, samples))
+    position = torch.arange(count[1], device=device)[None].expand(count)
+    step = torch.full(count, sampling.step + 1, dtype=torch.int64, device=device)
+    first, second, *_ = random_blocks((prompt, sample, position, step), sampling.seed)
+    return (first * 65536 + (second >> 16)).double() / 2.0**48
+
+
+def choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The next tokens of B sequences: (tokens int64 [B], log-probabilities fp32 [B], entropies fp32 [B]).
+
+    logits [B, V] · u [B] float64, a random number each (greedy choice looks at none). A log-probability is NaN where
+    the logits are no numbers.
+    """
+    rows = max(1, _ELEMENTS // logits.shape[1])
+    parts = [_choose(x, sampling, r) for x, r in zip(logits.split(rows), u.split(rows), strict=True)]
+    tokens, logps, entropies = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logps), torch.cat(entropies)
+
+
+def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits.float()
+    greedy = sampling.temperature == 0
+    logps = torch.log_softmax(logits if greedy else logits / sampling.temperature, dim=-1)
+    p = logps.exp()
+    if greedy:
+        tokens = logits.argmax(-1)
+    else:
+        cumulative = kept(p, sampling).double().cumsum(-1)
+        aim = u[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+    return tokens, logps.gather(1, tokens[:, None])[:, 0], torch.special.entr(p).sum(-1)
+
+
+def kept(p: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [B, V] with those set to zero that top-k, then top-p, then min-p leave out; not normalised."""
+    if 0 < sampling.top_k < p.shape[1]:
+        p = p.where(p >= p.topk(sampling.top_k).values[:, -1:], 0)
+    if sampling.top_p < 1:
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        sums = ordered.double().cumsum(-1)
+        beyond = sums - ordered >= sampling.top_p * sums[:, -1:]
+        p = p.masked_fill(torch.zeros_like(beyond).scatter_(1, order, beyond), 0)
+    if sampling.min_p > 0:
+        p = p.where(p >= sampling.min_p * p.amax(-1, keepdim=True), 0)
+    return p

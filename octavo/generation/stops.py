@@ -1,0 +1,39 @@
+"""What ends a completion: a token, or a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_SPARE = 8
+"""Tokens looked at beyond the bytes of the longest text: special tokens hold none."""
+
+
+@dataclass(frozen=True)
+class Stops:
+    """`ids`: tokens that end a completion · `texts`: those that end it when they appear · `tokenizer`: decodes."""
+
+    ids: np.ndarray
+    texts: tuple[str, ...]
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, texts: tuple[str, ...]) -> Stops:
+        """The tokens of the model's generation settings, or the tokenizer's end."""
+        own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        named = tokenizer.eos_token_id if own is None else own
+        ids = [] if named is None else named if isinstance(named, list) else [named]
+        return cls(np.array(ids, dtype=np.int64), tuple(texts), tokenizer)
+
+    def by_token(self, tokens: np.ndarray) -> np.ndarray:
+        """bool [B]: which tokens [B] end their completion."""
+        return np.isin(tokens, self.ids)
+
+    def by_text(self, tokens: Sequence[int]) -> bool:
+        """Whether the end of a completion holds one of the texts. A token is a byte at least, so few need a look."""
+        longest = max(len(text.encode()) for text in self.texts)
+        tail = self.tokenizer.decode(tokens[-longest - _SPARE :], skip_special_tokens=False)
+        return any(text in tail for text in self.texts)
