@@ -43,7 +43,8 @@ class Two:
 
 def figures(values: list[float], count: int) -> dict[str, Tensor]:
     given = torch.tensor(values, dtype=torch.float64)
-    return {"mean": given.sum() / count, "of/min": lowest(given), "of_max": highest(given)}
+    known = torch.cat([given, torch.tensor([-9.0, 9.0])]), torch.tensor([True] * len(values) + [False, False])
+    return {"mean": given.sum() / count, "of/min": lowest(*known), "of_max": highest(*known)}
 
 
 def test_the_last_word_of_a_name_says_how_parts_are_put_together() -> None:
@@ -72,4 +73,5 @@ def test_parts_and_ranks_give_what_the_whole_gives() -> None:
 
 def test_of_nothing_there_is_zero() -> None:
     empty = figures([], 1)
+    assert lowest(torch.zeros(0), torch.zeros(0)) == math.inf == -highest(torch.zeros(0), torch.zeros(0))
     assert empty["of/min"] == math.inf and whole(empty, Alone()) == {"mean": 0.0, "of/min": 0.0, "of_max": 0.0}

@@ -158,6 +158,20 @@ def test_the_normalisation_is_the_one_stated(algorithm: Algorithm) -> None:
     close(share, expected[algorithm.normalisation] * b.mask)
 
 
+def test_what_is_counted() -> None:
+    """A completion without tokens is one of the G that a paper divides by; a micro-batch without is none."""
+    some = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    assert Counts.of([some, torch.zeros(1, 3)], max_new_tokens=4) == Counts(2.0, 3.0, 12.0, 1.0)
+    assert Counts.of([], max_new_tokens=4) == Counts(0.0, 0.0, 0.0, 0.0)
+
+
+def test_a_completion_without_tokens_is_not_the_one_that_is_clipped_least() -> None:
+    old, mask = torch.zeros(2, 2) - 1, torch.tensor([[1, 1], [0, 0]])
+    b = Batch(old - 1, old, mask, torch.tensor([-1.0, -1.0]))
+    figures = judged(ALGORITHMS["grpo"], b)[1]
+    assert figures["clip_ratio/low_min"] == 1 and figures["clip_ratio/low_mean"] == 1
+
+
 # --- What sets them apart ---------------------------------------------------------------------------------------------
 
 
@@ -218,9 +232,9 @@ def test_weights_scale_the_policy_and_leave_the_kl_and_the_entropy() -> None:
 
 def test_extreme_differences_stay_finite() -> None:
     for algorithm in ALGORITHMS.values():
-        logps = leaf(torch.tensor([[-1e4, -1.0], [-1.0, -0.5]]))
-        old = torch.tensor([[-1.0, -1e4], [-3e3, -0.5]])
-        b = Batch(logps, old, torch.ones(2, 2), torch.tensor([0.0, -1.0]), old)
+        logps = leaf(torch.tensor([[-1e4, -1.0], [-1.0, -0.5]]).repeat(1, 8))
+        old = torch.tensor([[-1.0, -1e4], [-3e3, -0.5]]).repeat(1, 8)
+        b = Batch(logps, old, torch.ones(2, 16), torch.tensor([0.0, -1.0]), old)
         loss, figures = judged(algorithm, b, beta=0.1)
         loss.backward()
         assert loss.isfinite() and logps.grad.isfinite().all() and all(v.isfinite() for v in figures.values())

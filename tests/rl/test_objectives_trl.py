@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.rl import advantages, corrections, penalties
 from octavo.rl.algorithms import ALGORITHMS
-from octavo.rl.objectives import Clip, Counts, policy_loss
+from octavo.rl.objectives import Batch, Clip, Counts, policy_loss
 from tests.rl import oracle
 from tests.rl.batches import batch, close, leaf
 
@@ -122,6 +122,42 @@ def test_leave_one_out_with_the_kl_in_the_reward(beta: float) -> None:
     output, _ = oracle.scored(oracle.RLOOTrainer, given, lengths, old, ref=ref, beta=beta)
     each = penalties.kl(b.old_logps, b.ref_logps, b.mask, "k1").sum(1).view(3, 4)
     close(advantages.leave_one_out(given - beta * each).flatten(), output["advantages"])
+
+
+# What TRL's documentation says of each paper's settings, in TRL's words.
+USUAL = {
+    "grpo": {"loss_type": "grpo", "scale": "group", "low": 0.2, "high": 0.2},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale": "none", "low": 0.2, "high": 0.2},
+    "dapo": {"loss_type": "dapo", "scale": "group", "low": 0.2, "high": 0.28},
+    "bnpo": {"loss_type": "bnpo", "scale": "group", "low": 0.2, "high": 0.2},
+    "gspo": {"loss_type": "grpo", "scale": "group", "low": 3e-4, "high": 4e-4, "level": "sequence"},
+    "cispo": {"loss_type": "cispo", "scale": "group", "high": 5.0},
+}
+
+
+@pytest.mark.parametrize("name", [*USUAL, "rloo"])
+def test_usual_settings_from_rewards_to_gradients(name: str) -> None:
+    algorithm, given, each = ALGORITHMS[name], batch(8, 6, 13, spread=1.5 if name == "cispo" else 0.5), rewards(2, 4, 5)
+    old, ref, mask = (x[:, : int(given.mask.sum(1).max())] for x in (given.old_logps, given.ref_logps, given.mask))
+    theirs, ours, lengths = *(leaf(given.logps[:, : mask.shape[1]]) for _ in "ab"), mask.sum(1).tolist()
+    if name == "rloo":
+        output, _ = oracle.scored(oracle.RLOOTrainer, each, lengths, old, ref=ref, beta=0.05)
+        loss, _ = oracle.rloo_loss(theirs, old, mask, output["advantages"], 0.2, 0.2)
+    else:
+        settings = dict(USUAL[name])
+        output, _ = oracle.scored(oracle.GRPOTrainer, each, lengths, scale=settings.pop("scale"))
+        loss, _ = oracle.grpo_loss(
+            settings.pop("loss_type"), theirs, old, mask, output["advantages"], longest=6, **settings
+        )
+    loss.backward()
+    if algorithm.kl_in == "reward":
+        each = each - algorithm.beta * penalties.kl(old, ref, mask, algorithm.kl).sum(1).view(2, 4)
+    found = advantages.ADVANTAGES[algorithm.advantage](each).flatten()
+    mine, counts = Batch(ours, old, mask, found), Counts.of([mask], 6)
+    total, _ = policy_loss(mine, algorithm.objective(mine, algorithm.clip, counts), counts)
+    total.backward()
+    close(total, loss)
+    close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

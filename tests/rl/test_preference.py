@@ -42,10 +42,11 @@ def answers(rows: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_dpo(name: str, smoothing: float, sft: float, shape: tuple[int, int, int]) -> None:
     logps, mask, ref = answers(2 * shape[0], *shape[1:])
     theirs, ours = leaf(logps), leaf(logps)
-    loss, logged = oracle.dpo_loss(theirs, mask, ref, {name: 1.0} | ({"sft": sft} if sft else {}), 0.3, smoothing)
+    beta = 2.0 if name == "hinge" else 0.3  # margins on both sides of the hinge
+    loss, logged = oracle.dpo_loss(theirs, mask, ref, {name: 1.0} | ({"sft": sft} if sft else {}), beta, smoothing)
     loss.backward()
     total, figures = dpo(
-        Pairs.of(ours, mask, ref), PairCounts.of([mask]), loss=name, beta=0.3, label_smoothing=smoothing, sft=sft
+        Pairs.of(ours, mask, ref), PairCounts.of([mask]), loss=name, beta=beta, label_smoothing=smoothing, sft=sft
     )
     total.backward()
     close(total, loss)
@@ -162,12 +163,12 @@ def test_micro_batches_add_up_and_order_does_not_matter(name: str) -> None:
         close(summed[figure], value)
 
 
-@pytest.mark.parametrize("empty", ["all", "one side of one"])
+@pytest.mark.parametrize("empty", ["all", "a chosen one", "a rejected one"])
 @pytest.mark.parametrize("name", PAIRED)
 def test_a_pair_without_tokens_is_none(name: str, empty: str) -> None:
     logps, mask, ref = answers(6, 5, 9)
     cut = mask.clone()
-    cut[slice(None) if empty == "all" else 1] = False  # the chosen answer of the second pair
+    cut[{"all": slice(None), "a chosen one": 1, "a rejected one": 4}[empty]] = False  # of the second pair
     given = leaf(torch.where(cut, logps, math.nan))
     counts = PairCounts.of([cut])
     assert counts.pairs == (0 if empty == "all" else 2)
@@ -178,7 +179,10 @@ def test_a_pair_without_tokens_is_none(name: str, empty: str) -> None:
         assert total == 0 and not given.grad.any() and not any(figures.values())
     else:
         kept = torch.tensor([0, 2])
-        close(total, loss_of(name, rows(logps, kept), rows(mask, kept), rows(ref, kept), counts)[0])
+        close(
+            total,
+            loss_of(name, rows(logps, kept), rows(mask, kept), rows(ref, kept), PairCounts.of([rows(mask, kept)]))[0],
+        )
         assert not given.grad[[1, 4]].any() and given.grad[[0, 2, 3, 5]].any()
 
 
@@ -187,7 +191,9 @@ def test_where_both_answers_and_references_are_the_same_a_pair_pulls_them_apart(
     logps, mask, _ = answers(1, 4, 3)
     twice, both = leaf(logps.repeat(2, 1)), mask.repeat(2, 1)
     ref = answer_logps(twice.detach(), both)[0]
-    loss_of(name, twice, both, ref, PairCounts.of([both]))[0].backward()
+    loss, figures = loss_of(name, twice, both, ref, PairCounts.of([both]))
+    loss.backward()
+    assert figures["rewards/accuracies"] == figures["rewards/margins"] == 0
     assert (twice.grad[0][mask[0]] < 0).all() and (twice.grad[1][mask[0]] > 0).all()
 
 
