@@ -1,6 +1,7 @@
 """Completions of prompts by the modules that train: batches over a key-value cache of pages."""
 
-from octavo.generation.engine import Context, Engine
+from octavo.generation.caller import Context
+from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError
 from octavo.generation.prompts import prompt_of
 from octavo.generation.request import Completion, Prompt, Sampling
