@@ -3,7 +3,7 @@
 from octavo.generation.caller import Context
 from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError
-from octavo.generation.prompts import prompt_of
+from octavo.generation.prompts import answers, prompt_of
 from octavo.generation.request import Completion, Prompt, Sampling
 
-__all__ = ["Completion", "Context", "Engine", "GenerationError", "Prompt", "Sampling", "prompt_of"]
+__all__ = ["Completion", "Context", "Engine", "GenerationError", "Prompt", "Sampling", "answers", "prompt_of"]
