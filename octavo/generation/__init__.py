@@ -3,7 +3,21 @@
 from octavo.generation.caller import Context
 from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError
+from octavo.generation.memory import Bytes, Shape, predict, sequences_that_fit
 from octavo.generation.prompts import answers, prompt_of
 from octavo.generation.request import Completion, Prompt, Sampling
 
-__all__ = ["Completion", "Context", "Engine", "GenerationError", "Prompt", "Sampling", "answers", "prompt_of"]
+__all__ = [
+    "Bytes",
+    "Completion",
+    "Context",
+    "Engine",
+    "GenerationError",
+    "Prompt",
+    "Sampling",
+    "Shape",
+    "answers",
+    "predict",
+    "prompt_of",
+    "sequences_that_fit",
+]

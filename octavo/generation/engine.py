@@ -14,6 +14,7 @@ import torch
 from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context
 from octavo.generation.errors import GenerationError
+from octavo.generation.memory import Shape
 from octavo.generation.pages import KINDS, Cache, pages_of
 from octavo.generation.request import Completion, Prompt, Sampling
 from octavo.generation.stops import Stops
@@ -28,8 +29,8 @@ class Engine:
     page       tokens of a page
     pages      pages of the cache (None: as many as the slots can need in the call at hand)
 
-    The cache is kept from call to call until :meth:`release`. Raises GenerationError for a model whose attention
-    cannot be handed over.
+    The cache is kept from call to call until :meth:`release`; `bytes` says what the last call held, by kind. Raises
+    GenerationError for a model whose attention cannot be handed over.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Engine:
         self.caller = Caller(model, context or Context())
         self.tokenizer, self.slots, self.kv, self.page, self.pages = tokenizer, slots, kv, page, pages
         self.cache: Cache | None = None
+        self.bytes: dict[str, int] = {}
 
     def release(self) -> None:
-        """Give the pages back."""
-        self.cache = None
+        """Give the pages back, and all else that is kept between calls."""
+        self.cache, self.bytes = None, {}
 
     @torch.no_grad()
     def generate(
@@ -66,10 +68,11 @@ class Engine:
             self._check(number, prompt, sampling, group)
         total = len(prompts) * group
         slots = min(self.slots, max(total, 1))
-        longest = max((len(prompt.input_ids) for prompt in prompts), default=1) + sampling.max_new_tokens - 1
-        cache = self._cache(self.pages or pages_needed(longest, slots, group, self.page))
+        longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
+        cache = self._cache(self.pages or Shape(slots, longest, sampling.max_new_tokens, group, self.page).pages)
         stops = Stops.of(self.caller.model, self.tokenizer, sampling.stop)
         batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops)
+        self.bytes = {"cache": cache.nbytes, "slots": batch.slots.nbytes}
         with self.caller.generating():
             while batch.work():
                 progress(len(batch.done), total)
@@ -109,8 +112,3 @@ class Engine:
                 f"{number} may need {need} ({count} tokens and {new} new ones). Give it more pages, lower "
                 "max_new_tokens, or keep the cache in FP8 (kv: fp8), which takes half the bytes or less."
             )
-
-
-def pages_needed(tokens: int, sequences: int, group: int, page: int) -> int:
-    """Pages with which so many sequences of so many tokens never wait for one another, whatever they share."""
-    return sequences * pages_of(tokens, page) + (group > 1)

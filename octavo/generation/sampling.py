@@ -65,6 +65,15 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
     return tokens, logps.gather(1, tokens[:, None])[:, 0], -(p * logps.clamp_min(_ALMOST_NEVER)).sum(-1)
 
 
+def bytes_to_choose(count: int, vocabulary: int, dtype: torch.dtype, sampling: Sampling) -> int:
+    """The most bytes that :func:`choose` makes beside logits [count, vocabulary] of `dtype`: fp32 logits,
+    log-probabilities and probabilities, and in fp64 the latter and their sums."""
+    rows = min(count, max(1, _ELEMENTS // vocabulary))
+    numbers = (0 if dtype == torch.float32 else 4) + 4 + 4
+    more = 8 if sampling.temperature == 0 else 8 + 8
+    return rows * vocabulary * (numbers + more)
+
+
 def kept(p: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [B, V] with those set to zero that top-k, then top-p, then min-p leave out; not normalised."""
     if 0 < sampling.top_k < p.shape[1]:

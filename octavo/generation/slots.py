@@ -56,6 +56,10 @@ class Slots:
         return len(self.groups)
 
     @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.tokens, self.uniforms, self.logps, self.entropies))
+
+    @property
     def active(self) -> np.ndarray:
         return np.array([slot for slot, group in enumerate(self.groups) if group is not None], dtype=np.int64)
 
