@@ -23,6 +23,10 @@ _ELEMENTS = 1 << 25
 """Logits that are looked at at once: 128 MiB in fp32, and about six times that for all that is made of them."""
 
 
+_ALMOST_NEVER = -1e4
+"""What stands for log 0 where it is multiplied by a probability of 0."""
+
+
 def uniforms(
     sampling: Sampling, numbers: Sequence[int], samples: Sequence[int], device: torch.device | str = "cpu"
 ) -> Tensor:
@@ -59,7 +63,16 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
         cumulative = kept(p.index_fill(-1, never, 0.0), sampling).double().cumsum(-1)
         aim = u[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-    return tokens, logps.gather(1, tokens[:, None])[:, 0], torch.special.entr(p).sum(-1)
+    return tokens, logps.gather(1, tokens[:, None])[:, 0], -(p * logps.clamp_min(_ALMOST_NEVER)).sum(-1)
+
+
+def bytes_to_choose(count: int, vocabulary: int, dtype: torch.dtype, sampling: Sampling) -> int:
+    """The most bytes that :func:`choose` makes beside logits [count, vocabulary] of `dtype`: fp32 logits,
+    log-probabilities and probabilities, and in fp64 the latter and their sums."""
+    rows = min(count, max(1, _ELEMENTS // vocabulary))
+    numbers = (0 if dtype == torch.float32 else 4) + 4 + 4
+    more = 8 if sampling.temperature == 0 else 8 + 8
+    return rows * vocabulary * (numbers + more)
 
 
 def kept(p: Tensor, sampling: Sampling) -> Tensor:

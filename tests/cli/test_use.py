@@ -50,7 +50,7 @@ ASK = ["--prompt", "first?", "--max-new-tokens", "2"]
 
 
 def test_an_empty_answer_is_said_to_be_one(here, capsys, monkeypatch):
-    monkeypatch.setattr("octavo.models.generate", lambda *_, **__: "")
+    monkeypatch.setattr("octavo.generation.answers", lambda *_, **__: [[""]])
     assert main(["generate", "fp8", *ASK]) == 0
     got = capsys.readouterr()
     assert got.out == "\n" and got.err.endswith("(the model answered nothing)\n")
@@ -77,7 +77,10 @@ def test_generate_and_eval_say_which_settings_of_the_folder_they_do_not_follow(h
     before = file.read_text()
     file.write_text(json.dumps({**json.loads(before), "do_sample": True, "temperature": 0.7, "num_beams": 1}))
     try:
-        greedy = "answers are greedy, so the model's generation settings do_sample=True, temperature=0.7 are ignored"
+        greedy = (
+            "the model's generation settings do_sample=True, temperature=0.7 are ignored: answers are greedy unless "
+            "sampling is asked for"
+        )
         assert answer(["generate", "model", *ASK], capsys)["notes"][-1] == greedy
         for argv in (["eval", "model", "--config", "run.yaml"], ["train", "run.yaml", "run.dir=greedy"]):
             assert main(argv) == 0
