@@ -164,7 +164,7 @@ class Encoder:
         shift = Expansion(text, self._image_token(), starts, stops, stretches(image_mask))
         answers = [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
-        if self.train_on_prompt and given is not None:
+        if self.train_on_prompt:
             labels[:] = ids
         for start, end in answers:
             labels[start:end] = ids[start:end]

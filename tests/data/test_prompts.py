@@ -70,6 +70,7 @@ def test_rows_with_a_prompt(folder):
         ({"prompt": "a", "answer": []}, r"has the answer \[\]"),
         ({"prompt": 7}, "turn 1 is 7; expected"),
         ({"prompt": []}, "the conversation is empty"),
+        ({"prompt": [], "images": ["a.png"]}, r"has 0 <image> placeholder\(s\) in its text and 1 image"),
         ({"prompt": [{"role": "assistant", "content": "a"}]}, "the conversation begins with an assistant|begins with"),
         ({"prompt": [{"role": "system", "content": "a"}]}, "a prompt that ends with a turn of the system"),
         ({"prompt": "a", "images": ["none.png"]}, "'none.png' is missing"),
@@ -103,7 +104,7 @@ def test_tokens_are_those_of_the_stock_processor(folder, models, family):
     processor, vision = models(family), family != "qwen3"
     image = folder.image(size=(64, 48))
     row = folder.llava("<image>" * vision + "What is it?", "A dot.", **({"image": image} if vision else {}))
-    encoder = PromptEncoder(processor, 200, train_on_prompt=True)
+    encoder = PromptEncoder(processor, 200)
     sample = encoder.encode(prompts(folder, [row])[0])
     content = [{"type": "image"}] * vision + [{"type": "text", "text": "What is it?"}]
     messages = [{"role": "user", "content": content if vision else "What is it?"}]
@@ -129,6 +130,8 @@ def test_a_prompt_leaves_room_for_its_answer(folder, models):
         PromptEncoder(models("qwen3"), tokens + 15, reserve=16, on_long="error").encode(row)
     with pytest.raises(DataError, match="on_long is cut, and the end of a prompt is what is asked; set it to drop"):
         PromptEncoder(models("qwen3"), 100, on_long="cut")
+    with pytest.raises(DataError, match="train_on_prompt is true, and completions alone are learned from"):
+        PromptEncoder(models("qwen3"), 100, train_on_prompt=True)
     with pytest.raises(DataError, match="seq_length is 16, 16 of it are kept .* nothing is left for a prompt"):
         PromptEncoder(models("qwen3"), 16, reserve=16)
 

@@ -214,6 +214,8 @@ def test_built_in_rewards():
                ("1/3 = .3333333", "0.33333333"), ("x2", "2"), ("7.", "7"), ("12,34", "34"), ("", "0")]  # fmt: skip
     assert values("number", numbers) == [1, 1, 1, 0, 1, 1, 0, 1, 1, 0]
     assert values("number", [("99", "100"), ("98", "100")], tolerance=0.01) == [1, 0]
+    with Rewards(["number"], ".") as rewards:  # a row may call a column as it likes
+        assert rewards.score(["1"], {"answer": ["1"], "tolerance": ["fine"]}).totals.tolist() == [1]
     letters = [("B", "B"), ("(b)", "B"), ("B) two", "(B) two"), ("The answer is **B**.", "B"), ("\\boxed{B}", "B"),
                ("A cat sits here", "A"), ("Answer: C\nNo, answer: B", "B"), ("maybe (A), rather (B)", "B"), ("", "B"),
                ("<answer>B</answer>", "Answer: B"), ("Answers vary", "V")]  # fmt: skip

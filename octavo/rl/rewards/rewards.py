@@ -123,7 +123,13 @@ class Rewards:
     def _function(self, entry: Entry) -> Callable[[list[str], dict[str, list[Any]]], list[Any]]:
         of_file = [one.function for one in self.entries if one.path == entry.path]
         worker = self._workers.setdefault(entry.path, Worker(entry.path, entry.source, of_file))
-        return lambda texts, columns: worker.call(entry.function, texts, columns, entry.arguments, self.timeout)
+
+        def ask(texts: list[str], columns: dict[str, list[Any]]) -> list[Any]:
+            if entry.kind == "builtin":  # whose other parameters are arguments, whatever a row calls its columns
+                columns = {name: column for name, column in columns.items() if name == "answer"}
+            return worker.call(entry.function, texts, columns, entry.arguments, self.timeout)
+
+        return ask
 
     def _model(self, entry: Entry, device: Any) -> Callable[[list[str], dict[str, list[Any]]], Sequence[Any]]:
         from octavo.rl.rewards.model import RewardModel
