@@ -23,7 +23,7 @@ import pytest
 from octavo import adapters, checkpoint, models
 from octavo.config.sections import LoraSection
 from octavo.report import rundir
-from tests.checkpoint import planted
+from tests.checkpoint import folders
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, command, outcome
 from tests.report.synthetic_runs import write_run
@@ -38,9 +38,9 @@ class Kind(NamedTuple):
 
 def build(place: Path) -> list[Kind]:
     """One good folder of each kind."""
-    tiny = planted.tokenizers(place / "tiny")
-    plain = planted.write("plain", place / "plain", tiny, "qwen3_tied", shards=1)
-    codes = planted.write("fp8-block", place / "fp8", tiny, "qwen3")
+    tiny = folders.tokenizers(place / "tiny")
+    plain = folders.write("plain", place / "plain", tiny, "qwen3_tied", shards=1)
+    codes = folders.write("fp8-block", place / "fp8", tiny, "qwen3")
     for folder in (plain, codes, tiny):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1], "temperature": 0.7}))
     model = models.load(plain)
