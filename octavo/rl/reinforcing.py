@@ -72,10 +72,14 @@ class Reinforcing(Phase):
         settings = stepper.settings
         forward = stepper.forward
         own = settings.section.prompts * settings.section.group // stepper.world.size
+
+        def dummy_image(needed: bool) -> None:
+            forward.images = not needed
+
         stepper.engine = generation.Engine(
             stepper.model,
             processor.tokenizer,
-            generation.Context(forward.autocast, forward.dtype, lambda has: setattr(forward, "images", has)),
+            generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
             slots=min(settings.section.slots or own, own),
             kv=settings.section.kv,
         )
