@@ -41,9 +41,7 @@ def test_a_dear_test_that_is_not_marked_long_fails_a_run_without_long_tests(
     pytester.makepyfile(TESTS)
     result = pytester.runpytest_inprocess("-p", "tests.cpu_budget", "-p", "no:cacheprovider", *words)
     assert result.ret == code
-    told = [
-        line for line in result.outlines if "CPU seconds, and a test not marked long may take 0.2: make it" in line
-    ]
+    told = [line for line in result.outlines if "CPU seconds, and a test not marked long may take 0.2: make it" in line]
     assert len(told) == (code != pytest.ExitCode.OK) and all("::test_dear - it took 0." in line for line in told)
     named = [line.rpartition("::")[2] for line in result.outlines if line.startswith("over ")]
     assert named == ["test_dear"] * (words == [] or code != pytest.ExitCode.OK)

@@ -111,9 +111,9 @@ def _attention(model: models.CacheShape, shape: Shape, kv: str, dtype: torch.dty
     own = shape.sequences * shape.own * shape.page
     shared = shape.groups * (shape.prompt // shape.page) * shape.page if shape.group > 1 else 0
     fp32 = 2 * model.heads * (own + shared) * model.dim * 4
-    stored = 1 if kv == "fp8" else 0 if dtype == torch.float32 else dtype.itemsize
+    kept = model.dim + 4 if kv == "fp8" else 0 if dtype == torch.float32 else model.dim * dtype.itemsize
     scores = model.queries * shape.sequences * (shape.prompt + shape.new) * 4
-    return fp32 + max(2 * model.heads * max(own, shared) * model.dim * stored, 2 * scores)
+    return fp32 + max(2 * model.heads * max(own, shared) * kept, 2 * scores)
 
 
 def _choice(model: models.CacheShape, shape: Shape, dtype: torch.dtype, sampling: Sampling) -> int:
