@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from octavo import models
-from octavo.generation.pages import pages_of
+from octavo.generation.pages import PAGE, pages_of
 from octavo.generation.request import Sampling
 from octavo.generation.sampling import bytes_to_choose
 
@@ -32,7 +32,7 @@ class Shape:
     prompt: int
     new: int
     group: int = 1
-    page: int = 16
+    page: int = PAGE
 
     @property
     def whole(self) -> int:
@@ -89,7 +89,7 @@ def predict(
 
 
 def sequences_that_fit(
-    budget: int, config: Any, prompt: int, new: int, group: int = 1, page: int = 16, kv: str = "bf16",
+    budget: int, config: Any, prompt: int, new: int, group: int = 1, page: int = PAGE, kv: str = "bf16",
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:  # fmt: skip
     """The most sequences at a time whose generation takes at most `budget` bytes; 0 where none does."""
