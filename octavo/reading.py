@@ -44,6 +44,12 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    """``TypeName: first line of the message``; the type alone without a message (``raise EOFError``)."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def kind_of(path: str | os.PathLike[str]) -> str | None:
     """What stands at a path instead of a regular file ("a named pipe", "a folder", ...), or None; links are followed.
 

@@ -13,6 +13,7 @@ import torch
 
 from octavo.bench.record import Absent, Result, Row
 from octavo.fp8 import measuring
+from octavo.reading import first_line
 
 Call = Callable[[], Any]
 
@@ -117,7 +118,9 @@ class Bench:
                 call()  # compiles, fills caches, and fails here rather than in the timing
                 peaks[candidate] = self._peak(call) if memory is True else None
             except Exception as error:  # whatever a candidate raises is its answer, and is shown
-                self.result.absent.append(Absent(suite, name, candidate, _first_line(error)))
+                self.result.absent.append(
+                    Absent(suite, name, candidate, str(error) if isinstance(error, Refusal) else first_line(error))
+                )
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # raises where the GPU is lost to this process: end it
                 continue
@@ -174,8 +177,3 @@ class Rotation:
     def __call__(self) -> Any:
         self._next = (self._next + 1) % len(self._items)
         return self._items[self._next]
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if isinstance(error, Refusal) and text else f"{type(error).__name__}: {text[0] if text else ''}"

@@ -256,10 +256,9 @@ def read_item(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
     except CheckpointError as error:
         raise CheckpointError(f"{error} It holds {name}.") from error
     except pickle.UnpicklingError as error:
-        why = str(error).splitlines()[0]
-        raise CheckpointError(f"{path} was refused: {name} is no plain tensor ({why})") from error
+        raise CheckpointError(f"{path} was refused: {name} is no plain tensor ({reading.first_line(error)})") from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged at {name}: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{path} is damaged at {name}: {reading.first_line(error)}") from error
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{path} was refused: {name} is a {type(tensor).__name__}, not a tensor")
     return tensor

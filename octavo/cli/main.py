@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import octavo
-from octavo.reading import printable
+from octavo.reading import first_line, printable
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
@@ -153,7 +153,7 @@ def _sentence(error: Exception) -> str | None:
         return (
             "another process of this run died or no longer answers; its own message, further up or in its log, has the "
             "cause. Start all of them again with the same torchrun command and run.resume=auto, which continues from "
-            f"the last checkpoint. ({str(error).splitlines()[0]})"
+            f"the last checkpoint. ({first_line(error)})"
         )
     return None
 

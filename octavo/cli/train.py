@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the file and run it: :mod:`octavo.train.loop`."""
+    """Read the file and run it: :mod:`octavo.train.loop`, in the phase that the file names (:mod:`octavo.rl.run`)."""
     cfg = arguments.config(args)  # before torch is imported: a wrong file is answered at once
 
-    from octavo import train
+    from octavo import rl
 
-    result = train.run(cfg, console=terminal.console(stderr=args.json))
+    result = rl.run(cfg, console=terminal.console(stderr=args.json))
     if os.environ.get("RANK", "0") == "0":  # torchrun starts this once a rank; one of them speaks
         if args.json:
             terminal.show_json(dataclasses.asdict(result))

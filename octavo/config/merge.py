@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.config.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
 from octavo.config.problems import Place, Problem, dotted, named, nearest
-from octavo.config.texts import not_a_path
+from octavo.config.texts import is_reward_path, not_a_path
 from octavo.reading import Unreadable, decode, read_bytes
 
 #: files that one configuration may be joined from; files that extend each other in pairs are read 2, 4, 8 ... times
@@ -198,6 +198,8 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
     is_path = path in (("model", "path"), ("fp8", "plan"), ("lora", "adapter")) or (
         len(path) == 4 and path[0] == "data" and path[1] in ("train", "eval") and path[3] in ("path", "images")
     )
+    if path[:2] == ("rl", "rewards") and len(path) in (3, 4) and path[3:] in ((), ("reward",)):
+        is_path = isinstance(value, str) and is_reward_path(value)
     if is_path and isinstance(value, str) and value and not not_a_path(value):
         return os.path.normpath(os.path.join(folder.absolute(), os.path.expanduser(value)))
     return value

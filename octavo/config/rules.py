@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.config import rules_lora
+from octavo.config import rules_lora, rules_phases
 from octavo.config.findings import Finding, finding, glob_problem
 from octavo.config.problems import named, nearest
 from octavo.config.rules_lora import PARTS
@@ -18,7 +18,7 @@ _NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
 
 def check(config: Sections) -> list[Finding]:
     """Every rule that ``config`` breaks."""
-    parts = (_model, _fp8, rules_lora.rules, _data, _train, _memory, _run)
+    parts = (_model, _fp8, rules_lora.rules, rules_phases.rules, _data, _train, _memory, _run)
     return [finding for part in parts for finding in part(config)]
 
 
@@ -111,7 +111,7 @@ def _data(config: Sections) -> Iterator[Finding]:
 
 def _train(config: Sections) -> Iterator[Finding]:
     train = config.train
-    if train.global_batch % train.micro_batch:
+    if train.phase != "rl" and train.global_batch % train.micro_batch:
         above = -(-train.global_batch // train.micro_batch) * train.micro_batch
         best = next(n for n in range(train.micro_batch, 0, -1) if train.global_batch % n == 0)
         found = f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}"

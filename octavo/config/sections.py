@@ -337,7 +337,11 @@ _OR_WORD = BeforeValidator(_for_both, json_schema_input_type=Recompute | Recompu
 class TrainSection(Section):
     """The step."""
 
-    phase: Literal["pretrain", "sft"] = Field(default="sft", description="What is learnt: pretrain or sft.")
+    phase: Literal["pretrain", "sft", "preference", "rl"] = Field(
+        default="sft",
+        description="What is learnt: text as it is (pretrain), answers (sft), which of two answers is better "
+        "(preference), or what earns rewards (rl).",
+    )
     steps: int = Field(ge=1, le=10**9, description="Optimizer steps of the whole run.")
     seq_length: int = Field(default=2048, ge=1, le=2**22, description="Most tokens a sample may have.")
     micro_batch: int = Field(default=1, ge=1, le=2**16, description="Samples in one forward pass, per process.")

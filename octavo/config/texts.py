@@ -22,6 +22,11 @@ def not_a_path(text: str) -> str | None:
     return None
 
 
+def is_reward_path(word: str) -> bool:
+    """Whether the word for a reward names a Python file's function or a folder, and not what is built in."""
+    return ".py:" in word or "/" in word or word.startswith((".", "~"))
+
+
 def _whole(value: str) -> str:
     try:
         value.encode()

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from octavo.config.phases import PreferenceSection, RlSection
 from octavo.config.sections import (
     FROM_LIST,
     DataSection,
@@ -83,5 +84,9 @@ class Sections(Section):
     )
     data: DataSection = Field(description="What the model sees.")
     train: TrainSection = Field(description="The step.")
+    rl: RlSection | None = Field(default=None, description="Reinforcement learning (train.phase: rl).")
+    preference: PreferenceSection | None = Field(
+        default=None, description="Learning from pairs (train.phase: preference); absent there: DPO, beta 0.1."
+    )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW.")
     run: RunSection = Field(default_factory=RunSection, description="Where the run lives and what it writes.")

@@ -2,13 +2,15 @@
 
     read -> Source of Conversation -> Encoder -> Sample -> collate -> Loader / EvalSet
 
-`train_loader` and `eval_set` put these together as a configuration says.
+`train_loader` and `eval_set` put these together as a configuration says. Prompts (`prompts.py`) and preferences
+(`pairs.py`) are rows read, encoded and gathered in ways of their own, by the same Source and Loader.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from octavo.data import digits
 from octavo.data.collate import Meta, collate
@@ -16,8 +18,17 @@ from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
 from octavo.data.encode import IGNORE, Encoder, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.evalset import EvalSet
-from octavo.data.loader import Loader
+from octavo.data.loader import Gather, Loader, micro_batches
 from octavo.data.mixture import Mixture
+from octavo.data.pairs import (
+    LabelledEncoder,
+    LabelledSample,
+    Pair,
+    PairEncoder,
+    collate_pairs,
+    labelled_batches,
+)
+from octavo.data.prompts import PromptEncoder, PromptSample, numbered, reward_columns
 from octavo.data.report import SkipReport
 from octavo.data.sources import Source, read
 
@@ -25,18 +36,21 @@ if TYPE_CHECKING:
     from octavo.config import Config
 
 __all__ = [
-    "IGNORE", "BadSample", "Conversation", "DataError", "Encoder", "EvalSet", "ImageRef", "Loader", "LongSample",
-    "Meta", "Mixture", "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "digits", "encoder", "eval_set",
-    "parse", "read", "train_loader",
+    "IGNORE", "BadSample", "Conversation", "DataError", "Encoder", "EvalSet", "ImageRef", "LabelledEncoder",
+    "LabelledSample", "Loader", "LongSample", "Meta", "Mixture", "Pair", "PairEncoder", "PromptEncoder", "PromptSample",
+    "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "digits", "encoder", "eval_set", "pair_loader",
+    "pair_set", "parse", "prompt_loader", "read", "reward_columns", "train_loader",
 ]  # fmt: skip
+E = TypeVar("E", bound=Encoder)
+PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
 
 
-def encoder(cfg: Config, processor: Any) -> Encoder:
+def encoder(cfg: Config, processor: Any, kind: type[E] = Encoder, reserve: int = 0) -> E:  # type: ignore[assignment]
     """The encoder that a configuration asks for. Pixel limits belong to the processor (`models.load_processor`)."""
     data = cfg.data
-    return Encoder(
+    return kind(
         processor, cfg.train.seq_length, on_long=data.on_long, train_on_prompt=data.train_on_prompt,
-        system=data.system, max_image_megapixels=data.max_image_megapixels,
+        system=data.system, max_image_megapixels=data.max_image_megapixels, reserve=reserve,
     )  # fmt: skip
 
 
@@ -50,11 +64,61 @@ def train_loader(
     report_path: str | Path | None = None,
 ) -> Loader:
     """The training stream of a configuration. Raises `DataError`."""
-    mixture = Mixture([read(d) for d in cfg.data.train], [d.weight for d in cfg.data.train], cfg.run.seed)
     return Loader(
-        mixture, encoder(cfg, processor), cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
-        cfg.data.workers, cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+        _mixture(cfg, "conversations"), encoder(cfg, processor), cfg.train.micro_batch, cfg.train.global_batch, rank,
+        world, start_row, cfg.data.workers, cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
     )  # fmt: skip
+
+
+def prompt_loader(
+    cfg: Config,
+    processor: Any,
+    *,
+    prompts: int,
+    max_new_tokens: int,
+    rank: int = 0,
+    world: int = 1,
+    start_row: int = 0,
+    report_path: str | Path | None = None,
+) -> Loader:
+    """The stream of prompts of a configuration: a step is this rank's `PromptSample`s of the rows [t * `prompts`,
+    (t + 1) * `prompts`), each with its number in the stream, without those left out. A prompt must leave room for
+    `max_new_tokens` in `train.seq_length`. Raises `DataError`."""
+    encodes = encoder(cfg, processor, PromptEncoder, max_new_tokens)
+    return Loader(
+        _mixture(cfg, "prompts"), encodes, prompts, prompts, rank, world, start_row, cfg.data.workers,
+        cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, gather=numbered,
+    )  # fmt: skip
+
+
+def pair_loader(
+    cfg: Config,
+    processor: Any,
+    *,
+    kind: Literal["pairs", "labelled"] = "pairs",
+    rank: int = 0,
+    world: int = 1,
+    start_row: int = 0,
+    report_path: str | Path | None = None,
+) -> Loader:
+    """The stream of preferences of a configuration: micro-batches of `train.micro_batch` pairs are 2 B rows, chosen
+    before rejected (`collate_pairs`); of labelled rows, for KTO, see `labelled_batches`. Raises `DataError`."""
+    labelled = kind == "labelled"
+    if labelled and cfg.train.global_batch // world < 2:
+        raise DataError(
+            f"train.global_batch is {cfg.train.global_batch} for {world} process(es), and KTO compares rows with each "
+            "other; give each process 2 or more"
+        )
+    encodes: Encoder = encoder(cfg, processor, LabelledEncoder if labelled else PairEncoder)
+    return Loader(
+        _mixture(cfg, kind), encodes, cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
+        cfg.data.workers, cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+        gather=labelled_batches if labelled else PAIRED,
+    )  # fmt: skip
+
+
+def _mixture(cfg: Config, kind: str) -> Mixture:
+    return Mixture([read(d, kind) for d in cfg.data.train], [d.weight for d in cfg.data.train], cfg.run.seed)
 
 
 def eval_set(
@@ -72,4 +136,16 @@ def eval_set(
     return EvalSet(
         [read(d) for d in cfg.data.eval], encoder(cfg, processor), micro_batch or cfg.train.micro_batch, rank, world,
         cfg.data.on_bad_sample, report_path,
+    )  # fmt: skip
+
+
+def pair_set(
+    cfg: Config, processor: Any, *, rank: int = 0, world: int = 1, report_path: str | Path | None = None
+) -> EvalSet | None:
+    """The held-out pairs of a configuration, batched as `pair_loader` does; None where it names no held-out data."""
+    if not cfg.data.eval:
+        return None
+    return EvalSet(
+        [read(d, "pairs") for d in cfg.data.eval], encoder(cfg, processor, PairEncoder), cfg.train.micro_batch, rank,
+        world, cfg.data.on_bad_sample, report_path, collate=collate_pairs,
     )  # fmt: skip

@@ -12,6 +12,8 @@ All become a `Conversation`. Nothing here opens an image or knows a tokenizer.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,20 +83,35 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
     `format` is one of `FORMATS`; `images` is the folder that image names are relative to and may not leave.
     Raises `BadSample`.
     """
-    identity = None
+    with naming(raw, file, row) as identity:
+        turns, names = read_turns(raw, format)
+        check_turns(turns)
+        return Conversation(tuple(turns), find_images(names, images), str(file), row, identity)
+
+
+@contextmanager
+def naming(raw: Any, file: str | Path, row: int) -> Iterator[str | None]:
+    """Gives the row's id, and makes what is wrong with its turns or images a `BadSample` of that row."""
+    given = raw.get("id") if isinstance(raw, dict) else None
+    identity = str(given) if isinstance(given, str | int) else None
     try:
-        if isinstance(raw, dict) and isinstance(raw.get("id"), str | int):
-            identity = str(raw["id"])
-        turns, names = _parse_messages(raw) if format == "messages" else _parse_from_value(raw, format)
-        _check_turns(turns)
-        places = {name: locate(images, name) for name in dict.fromkeys(names)}
-        found = tuple(places[name] for name in names)
+        yield identity
     except (RowProblem, ImageProblem) as cause:
         raise BadSample(file, row, str(cause), identity) from cause
-    return Conversation(tuple(turns), found, str(file), row, identity)
 
 
-def _parse_from_value(raw: Any, format: str) -> tuple[list[Turn], list[str]]:
+def read_turns(raw: Any, format: str) -> tuple[list[Turn], list[str]]:
+    """The turns of a row and the names of its images, in reading order. Raises `RowProblem`."""
+    return _from_messages(raw) if format == "messages" else _from_values(raw, format)
+
+
+def find_images(names: Sequence[str], folder: Path) -> tuple[Path, ...]:
+    """The files that names mean, each looked up once. Raises `ImageProblem`."""
+    places = {name: locate(folder, name) for name in dict.fromkeys(names)}
+    return tuple(places[name] for name in names)
+
+
+def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[str]]:
     raw = _object(raw)
     _refuse_video(raw)
     key = _turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
@@ -112,7 +129,7 @@ def _parse_from_value(raw: Any, format: str) -> tuple[list[Turn], list[str]]:
     return turns, names
 
 
-def _parse_messages(raw: Any) -> tuple[list[Turn], list[str]]:
+def _from_messages(raw: Any) -> tuple[list[Turn], list[str]]:
     if isinstance(raw, list):
         raw = {"messages": raw}
     raw = _object(raw)
@@ -224,13 +241,14 @@ def _match_count(placeholders: int, images: int) -> None:
         )
 
 
-def _check_turns(turns: list[Turn]) -> None:
+def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
+    """What any conversation must be, and with `answered` one to learn from. Raises `RowProblem`."""
     if not turns:
         raise RowProblem("the conversation is empty")
     spoken = [turn for turn in turns if turn.role != "system"]
-    if not any(turn.role == "assistant" for turn in spoken):
+    if answered and not any(turn.role == "assistant" for turn in spoken):
         raise RowProblem("has no assistant turn, so there is nothing to learn from it")
-    if spoken[0].role == "assistant":
+    if spoken and spoken[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
     for number, turn in enumerate(turns, 1):
         if not turn.text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in turn.text):

@@ -11,7 +11,9 @@ import numpy as np
 from octavo.data.bound import beginning
 from octavo.data.conversations import Conversation, Text
 from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.expansion import Expansion, Mismatch, stretches
 from octavo.data.images import ImageProblem, load, size
+from octavo.data.report import CONTROL
 from octavo.data.template import TemplateProblem, answer_spans, messages, rendered
 
 IGNORE = -100
@@ -57,6 +59,15 @@ class Sample:
         """Whether tokens were cut off to fit `seq_length`."""
         return self.length > len(self.input_ids)
 
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """(action, reason) of what is worth a line in `skipped.jsonl`, though the row is used."""
+        found = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
+        if self.control:
+            spelt = ", ".join(map(repr, self.control))
+            found.append((CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token"))
+        return found
+
 
 class Encoder:
     """Encodes conversations with a processor (`.tokenizer`, `.apply_chat_template`, `(text=, images=)`).
@@ -67,7 +78,10 @@ class Encoder:
     fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
     (`bound.py`). `system` is put before conversations without a system turn. Images over `max_image_megapixels` are
     refused before they are decoded; the limits of the size that the model sees belong to the processor.
+    `reserve` tokens of `seq_length` are kept free for what is generated behind a row.
     """
+
+    ways = "drop or cut"  # what on_long may be instead of error
 
     def __init__(
         self,
@@ -78,11 +92,16 @@ class Encoder:
         train_on_prompt: bool = False,
         system: str | None = None,
         max_image_megapixels: float = 100.0,
+        reserve: int = 0,
     ) -> None:
         if on_long not in ("drop", "cut", "error"):
             raise DataError(f"on_long is {on_long!r}; it must be drop, cut or error")
         self.processor, self.tokenizer = processor, processor.tokenizer
-        self.seq_length, self.on_long, self.train_on_prompt, self.system = seq_length, on_long, train_on_prompt, system
+        self.seq_length, self.on_long = seq_length - reserve, on_long
+        self.limit = f"seq_length is {seq_length}" + (f", {reserve} of it are kept for the answer" if reserve else "")
+        if self.seq_length < 1:
+            raise DataError(f"{self.limit}: nothing is left for a prompt; raise train.seq_length, or ask for less")
+        self.train_on_prompt, self.system = train_on_prompt, system
         self.max_image_megapixels = max_image_megapixels
         self.multimodal = getattr(processor, "image_processor", None) is not None
         if getattr(processor, "chat_template", None) is None and getattr(self.tokenizer, "chat_template", None) is None:
@@ -103,37 +122,46 @@ class Encoder:
         self.marks = self._marks() if self.multimodal else frozenset()
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """Tokens that models take for the place of an image: no answer may hold them."""
+        marks = self.tokenizer.convert_tokens_to_ids(sorted(self.marks))
+        return tuple(sorted({*self.image_ids, *(mark for mark in marks if mark is not None)}))
+
+    @property
     def pad_id(self) -> int:
         """The token that fills short rows; it is masked, so any will do."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((found for found in ids if found is not None), 0)
 
-    def encode(self, conversation: Conversation) -> Sample:
-        """One conversation as a `Sample`. Raises `BadSample` (or its subclass `LongSample`), with on_long="error"
-        `DataError` for a row that is too long."""
+    def encode(self, conversation: Conversation, given: int | None = 0) -> Sample:
+        """One conversation as a `Sample`, whose first `given` answers belong to the prompt and have no labels.
+
+        None: all of it is a prompt, and what opens the answer (the generation prompt) is appended. Raises `BadSample`
+        (or its subclass `LongSample`), with on_long="error" `DataError` for a row that is too long."""
         try:
-            sample = self._encode(conversation)
-        except (TemplateProblem, ImageProblem, _Mismatch) as cause:
+            sample = self._encode(conversation, given)
+        except (TemplateProblem, ImageProblem, Mismatch) as cause:
             raise BadSample(conversation.source, conversation.row, str(cause), conversation.id) from cause
         if len(sample.input_ids) <= self.seq_length:
             return sample
         return self._shorten(sample)
 
-    def _encode(self, conversation: Conversation) -> Sample:
+    def _encode(self, conversation: Conversation, given: int | None) -> Sample:
         if conversation.images and not self.multimodal:
-            raise _Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
         conversation = self._bounded(conversation)
         control = self._control(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
-        text = rendered(turns, self._render)
+        text = rendered(turns, self._render, given is None)
         outputs = None if conversation.images else self._process(text, [])
-        spans = answer_spans(text, turns, self._render, self.ends, self._reach(conversation, text, outputs))
+        reach = self._reach(conversation, text, outputs)
+        spans = [] if given is None else answer_spans(text, turns, self._render, self.ends, reach, given)
         if outputs is None:
             outputs = self._process(text, [load(path, self.max_image_megapixels) for path in conversation.images])
         ids = _array(outputs["input_ids"][0], np.int64)
         starts, stops = _array(outputs["offset_mapping"][0], np.int64).reshape(-1, 2).T
         image_mask = np.isin(ids, list(self.image_ids))
-        shift = _Expansion(text, self._image_token(), starts, stops, _runs(image_mask))
+        shift = Expansion(text, self._image_token(), starts, stops, stretches(image_mask))
         answers = [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
         if self.train_on_prompt:
@@ -142,8 +170,8 @@ class Encoder:
             labels[start:end] = ids[start:end]
         labels[image_mask] = IGNORE
         labels[:1] = IGNORE  # nothing predicts the first token
-        if not (labels != IGNORE).any() and len(ids) <= self.seq_length:
-            raise _Mismatch("its answers hold no token to learn from")
+        if given is not None and not (labels != IGNORE).any() and len(ids) <= self.seq_length:
+            raise Mismatch("its answers hold no token to learn from")
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
             ids,
@@ -199,7 +227,7 @@ class Encoder:
         texts = [part.text for turn in conversation.turns for part in turn.parts if isinstance(part, Text)]
         for mark in sorted(self.marks):
             if any(mark in text for text in texts):
-                raise _Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
+                raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
         return tuple(dict.fromkeys(found for text in texts for found in self.control.findall(text)))
 
     def _bounded(self, conversation: Conversation) -> Conversation:
@@ -209,7 +237,7 @@ class Encoder:
             return conversation
         characters = sum(len(turn.text) for turn in conversation.turns)
         holds = f"{len(conversation.turns)} turns, {characters} characters, {len(conversation.images)} images"
-        where = f"is over {self.seq_length} tokens long ({holds}), seq_length is {self.seq_length}"
+        where = f"is over {self.seq_length} tokens long ({holds}), {self.limit}"
         if self.on_long != "cut":
             self._refuse_long(conversation, where)
         if not self.train_on_prompt and all(turn.role != "assistant" for turn in kept.turns):
@@ -240,13 +268,13 @@ class Encoder:
         return max(end for _, end in offsets[: self.seq_length])
 
     def _is_long(self, tokens: int, but: str = "") -> str:
-        return f"is {tokens} tokens long{but}, seq_length is {self.seq_length}"
+        return f"is {tokens} tokens long{but}, {self.limit}"
 
     def _refuse_long(self, row: Conversation | Sample, where: str) -> NoReturn:
         file = row.file if isinstance(row, Sample) else row.source
         if self.on_long == "error":
             raise DataError(f"{file}, row {row.row}: {where}; raise train.seq_length, lower data.max_pixels, "
-                            "or set data.on_long to drop or cut")  # fmt: skip
+                            f"or set data.on_long to {self.ways}")  # fmt: skip
         raise LongSample(file, row.row, where, row.id)
 
     def _shorten(self, sample: Sample) -> Sample:
@@ -288,7 +316,7 @@ class Encoder:
         image_mask = np.isin(ids, list(self.image_ids))
         # Images that touch are one stretch of image tokens. Where they open with a mark of their own it parts them ...
         opens = np.flatnonzero(image_mask & (ids == getattr(self.processor, "start_image_token_id", None)))
-        runs = _runs(image_mask, opens)
+        runs = stretches(image_mask, opens)
         if sample.image_grid_thw is None:
             # Every tile of an image takes as many tokens.
             tokens = np.array([np.sum(ids[start:stop] == self.processor.image_token_id) for start, stop in runs])
@@ -309,54 +337,8 @@ class _Run:
     pixels: int
 
 
-class _Mismatch(ValueError):
-    """Processor and conversation do not go together; becomes a `BadSample`."""
-
-
-def _refused(cause: Exception) -> _Mismatch:
-    return _Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
-
-
-class _Expansion:
-    """Characters of the rendered text to tokens of the processed one, in which each placeholder has grown.
-
-    Token offsets count in the grown text. Runs of image tokens there and runs of placeholders in the rendered
-    text come in the same order; between them the texts are equal, so each run moves what follows by its growth.
-    """
-
-    def __init__(
-        self, text: str, token: str | None, starts: np.ndarray, stops: np.ndarray, runs: list[tuple[int, int]]
-    ) -> None:
-        self.starts, self.stops = starts, stops
-        before = [m.span() for m in re.finditer(f"(?:{re.escape(token)})+", text)] if token else []
-        if len(before) != len(runs):
-            raise _Mismatch(f"the processor made {len(runs)} groups of image tokens of {len(before)} placeholders")
-        self.growth = [
-            (end, int(stops[stop - 1] - starts[start]) - (end - begin))
-            for (begin, end), (start, stop) in zip(before, runs, strict=True)
-        ]
-
-    def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """The tokens that hold any of the characters start to end of the rendered text."""
-        first, last = self._moved(start), self._moved(end)
-        inside = np.flatnonzero((self.starts < last) & (self.stops > first) & (self.stops > self.starts))
-        return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
-
-    def _moved(self, position: int) -> int:
-        return position + sum(more for end, more in self.growth if end <= position)
-
-
-def _runs(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:
-    """(start, stop) of each unbroken stretch of True; a new one begins at each position of `opens`."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    found = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-    if opens is None or not len(opens):
-        return found
-    parted = []
-    for start, stop in found:
-        cuts = [start, *(int(o) for o in opens if start < o < stop), stop]
-        parted += list(zip(cuts, cuts[1:], strict=False))
-    return parted
+def _refused(cause: Exception) -> Mismatch:
+    return Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
 
 
 def _image_ids(processor: Any) -> frozenset[int]:

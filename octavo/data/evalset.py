@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.data.collate import collate
-from octavo.data.encode import Encoder
-from octavo.data.loader import CACHE_BYTES, Judge, Processed
+from octavo.data.loader import CACHE_BYTES, Encodes, Judge, Processed
 from octavo.data.report import SkipReport
 from octavo.data.sources import Source
 
@@ -24,16 +23,18 @@ class EvalSet:
     def __init__(
         self,
         sources: Sequence[Source],
-        encoder: Encoder,
+        encoder: Encodes,
         micro_batch: int,
         rank: int = 0,
         world: int = 1,
         on_bad: str = "error",
         report_path: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
+        collate: Callable[..., dict[str, Any]] = collate,
     ) -> None:
         self.sources, self.encoder, self.micro_batch, self.rank, self.world = (
             tuple(sources), encoder, micro_batch, rank, world)  # fmt: skip
+        self.collate = collate
         self._judge = Judge(self.sources, on_bad, report_path)
         self._processed = Processed(self.sources, encoder, cache_bytes)
 
@@ -67,4 +68,4 @@ class EvalSet:
         for turn in range(len(self)):
             first = (turn * self.world + self.rank) * self.micro_batch
             admitted = [self._judge.admit(p, self._processed[p]) for p in places[first : first + self.micro_batch]]
-            yield collate([sample for sample in admitted if sample is not None], self.encoder.pad_id)
+            yield self.collate([sample for sample in admitted if sample is not None], self.encoder.pad_id)

@@ -10,22 +10,54 @@ import signal
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from octavo.data.collate import collate
-from octavo.data.encode import Encoder, Sample
 from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
 from octavo.data.mixture import Mixture
-from octavo.data.report import CONTROL, SkipReport
+from octavo.data.report import SkipReport
 
 CACHE_BYTES = 512 << 20
 POLL = 5.0  # seconds between looks at workers, as torch takes where it is given no timeout
 WAITS = 0.75  # of the timeout a row may take: its worker is named before other ranks say that this one does not come
+
+
+class Encoded(Protocol):
+    """A row as numbers: a `Sample`, a `PromptSample`, a `Pair`."""
+
+    file: str
+    row: int
+    id: str | None
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def notes(self) -> list[tuple[str, str]]: ...
+
+
+class Encodes(Protocol):
+    """What makes rows of a source numbers. Raises `DataError`."""
+
+    @property
+    def pad_id(self) -> int: ...
+
+    def encode(self, row: Any) -> Encoded: ...
+
+
+Numbered = Sequence[tuple[int, Any]]  # (number in the stream, what was made of that row, or None where it is left out)
+Gather = Callable[[Numbered, int, int], list[Any]]
+
+
+def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
+    """The rows of a step as batches of up to `size`; rows that are left out make theirs smaller."""
+    pieces = (rows[first : first + size] for first in range(0, len(rows), size))
+    return [collate([made for _, made in piece if made is not None], pad_id) for piece in pieces]
 
 
 class Processed(Dataset):
@@ -35,19 +67,19 @@ class Processed(Dataset):
     decode no image.
     """
 
-    def __init__(self, sources: tuple[Any, ...], encoder: Encoder, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, sources: tuple[Any, ...], encoder: Encodes, cache_bytes: int = CACHE_BYTES) -> None:
         self.sources, self.encoder, self.cache_bytes = sources, encoder, cache_bytes
-        self._kept: OrderedDict[tuple[int, int], Sample | DataError] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], Encoded | DataError] = OrderedDict()
         self._bytes = 0
 
-    def __getitem__(self, place: tuple[int, int]) -> Sample | DataError:
+    def __getitem__(self, place: tuple[int, int]) -> Encoded | DataError:
         found = self._kept.get(place)
         if found is not None:
             self._kept.move_to_end(place)
             return found
         source, row = place
         try:
-            made: Sample | DataError = self.encoder.encode(self.sources[source][row])
+            made: Encoded | DataError = self.encoder.encode(self.sources[source][row])
         except DataError as bad:
             # Its causes hold the row and its pixels, in fields and in frames; the sentence has what they say.
             bad.__cause__ = bad.__context__ = None
@@ -55,7 +87,7 @@ class Processed(Dataset):
         self._keep(place, made)
         return made
 
-    def _keep(self, place: tuple[int, int], made: Sample | DataError) -> None:
+    def _keep(self, place: tuple[int, int], made: Encoded | DataError) -> None:
         size = _size(made)
         if size > self.cache_bytes:
             return
@@ -66,9 +98,9 @@ class Processed(Dataset):
             self._bytes -= _size(old)
 
 
-def _size(made: Sample | DataError) -> int:
+def _size(made: Encoded | DataError) -> int:
     # A kilobyte for the objects around the arrays.
-    return (made.nbytes if isinstance(made, Sample) else 0) + 1024
+    return (0 if isinstance(made, DataError) else made.nbytes) + 1024
 
 
 class Judge:
@@ -80,15 +112,13 @@ class Judge:
         self.sources, self.on_bad, self.report = sources, on_bad, SkipReport(report_path)
         self._bad: list[set[int]] = [set() for _ in sources]
 
-    def admit(self, place: tuple[int, int], made: Sample | DataError) -> Sample | None:
-        """The sample, or None for a row that is left out. Raises the row's error, and `DataError` where a data set
+    def admit(self, place: tuple[int, int], made: Encoded | DataError) -> Any:
+        """What was made, or None for a row that is left out. Raises the row's error, and `DataError` where a data set
         has no good row at all."""
-        if isinstance(made, Sample):
-            if made.cut:
-                self._note(made, "cut", f"{made.length} tokens cut to {len(made.input_ids)}")
-            if made.control:
-                spelt = ", ".join(map(repr, made.control))
-                self._note(made, CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token")
+        if not isinstance(made, DataError):
+            for action, reason in made.notes:
+                named = {"file": made.file, "row": made.row, "id": made.id}
+                self.report.add({**named, "action": action, "reason": reason})
             return made
         if not isinstance(made, BadSample) or (self.on_bad == "error" and not isinstance(made, LongSample)):
             raise made
@@ -102,12 +132,9 @@ class Judge:
             )
         return None
 
-    def _note(self, made: Sample, action: str, reason: str) -> None:
-        self.report.add({"file": made.file, "row": made.row, "id": made.id, "action": action, "reason": reason})
-
 
 class Loader:
-    """Yields, for each optimizer step, the micro-batches of this rank.
+    """Yields, for each step, the micro-batches of this rank, or what else `gather` makes of its rows.
 
     Step t takes the rows [start_row + t*G, start_row + (t+1)*G) of the mixture, G = `global_batch`; rank r of
     `world` takes the r-th of `world` equal slices, cut into micro-batches of up to `micro_batch` rows. A row that is
@@ -117,13 +144,14 @@ class Loader:
 
     `workers=0` reads inline and keeps processed samples in memory; more read ahead in processes of their own. The
     batches are the same; a worker that has not brought a row within `timeout` seconds is named. `report_path` is the
-    file that lists the rows left out; `report.counts` counts them.
+    file that lists the rows left out; `report.counts` counts them. `gather(rows, micro_batch, pad_id)` is given the
+    (number in the stream, sample or None) of a step's rows.
     """
 
     def __init__(
         self,
         mixture: Mixture,
-        encoder: Encoder,
+        encoder: Encodes,
         micro_batch: int,
         global_batch: int,
         rank: int = 0,
@@ -134,6 +162,7 @@ class Loader:
         report_path: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         timeout: float = math.inf,
+        gather: Gather = micro_batches,
     ) -> None:
         if micro_batch < 1 or global_batch < 1 or global_batch % world:
             raise DataError(
@@ -144,23 +173,23 @@ class Loader:
             raise DataError(f"rank {rank} of {world} process(es); ranks count from 0")
         self.mixture, self.encoder = mixture, encoder
         self.micro_batch, self.global_batch, self.rank, self.world = micro_batch, global_batch, rank, world
-        self.workers, self.rows, self.timeout = workers, start_row, timeout
+        self.workers, self.rows, self.timeout, self.gather = workers, start_row, timeout, gather
         self._judge = Judge(mixture.sources, on_bad, report_path)
         self._processed = Processed(mixture.sources, encoder, cache_bytes if workers == 0 else 0)
-        self._steps: Iterator[list[dict[str, Any]]] | None = None
+        self._steps: Iterator[list[Any]] | None = None
 
     @property
     def report(self) -> SkipReport:
         """Counts and list of the rows left out so far."""
         return self._judge.report
 
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         """The one endless stream; a second `iter` goes on where the first stopped."""
         if self._steps is None:
             self._steps = self._stream()
         return self._steps
 
-    def __next__(self) -> list[dict[str, Any]]:
+    def __next__(self) -> list[Any]:
         return next(iter(self))
 
     def close(self) -> None:
@@ -169,7 +198,7 @@ class Loader:
             self._steps.close()  # type: ignore[attr-defined]
             self._steps = None
 
-    def _stream(self) -> Iterator[list[dict[str, Any]]]:
+    def _stream(self) -> Iterator[list[Any]]:
         mine = self.global_batch // self.world
         places = _Places(self.mixture, self.rows, self.rank * mine, mine, self.global_batch)
         if self.workers:
@@ -178,13 +207,11 @@ class Loader:
             made = ((place, self._processed[place]) for place in places)
         try:
             while True:
-                batches = []
-                for first in range(0, mine, self.micro_batch):
-                    taken = [next(made) for _ in range(min(self.micro_batch, mine - first))]
-                    admitted = [self._judge.admit(place, sample) for place, sample in taken]
-                    batches.append(collate([s for s in admitted if s is not None], self.encoder.pad_id))
+                first = self.rows + self.rank * mine
+                taken = [(first + n, self._judge.admit(*next(made))) for n in range(mine)]
+                gathered = self.gather(taken, self.micro_batch, self.encoder.pad_id)
                 self.rows += self.global_batch
-                yield batches
+                yield gathered
         finally:
             made.close()
 
@@ -207,13 +234,13 @@ class _WithPlace(Dataset):
     def __init__(self, processed: Processed) -> None:
         self.processed = processed
 
-    def __getitem__(self, place: tuple[int, int]) -> tuple[tuple[int, int], Sample | DataError]:
+    def __getitem__(self, place: tuple[int, int]) -> tuple[tuple[int, int], Encoded | DataError]:
         return place, self.processed[place]
 
 
 def _by_workers(
     processed: Processed, places: _Places, workers: int, timeout: float = math.inf
-) -> Generator[tuple[tuple[int, int], Sample | DataError], None, None]:
+) -> Generator[tuple[tuple[int, int], Encoded | DataError], None, None]:
     """Rows in order, made by worker processes. A worker that dies, or has not brought the next row within `timeout`
     seconds, ends the run with its name and the fix."""
     outer = signal.getsignal(signal.SIGCHLD)

@@ -2,55 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.data.conversations import Conversation, parse, shown
+from octavo.data.conversations import parse, shown
 from octavo.data.errors import BadSample, DataError
 from octavo.data.files import Rows, open_rows
+from octavo.data.pairs import parse_labelled, parse_pair
+from octavo.data.prompts import parse_prompt
 
 if TYPE_CHECKING:
     from octavo.config import Dataset
 
 # Rows looked at to recognise a format. A text-only row says nothing about where images are listed.
 LOOKED_AT = 200
+# What a row is taken for; each reads it as its file says.
+KINDS: dict[str, Callable[..., Any]] = {
+    "conversations": parse, "prompts": parse_prompt, "pairs": parse_pair, "labelled": parse_labelled,
+}  # fmt: skip
 
 
 class Source:
-    """The conversations of one data set: `len(source)`, `source[i]` (raises `BadSample`), `source.name`."""
+    """The rows of one data set, read as conversations or another of `KINDS`: `len(source)`, `source[i]` (raises
+    `BadSample`), `source.name`."""
 
-    def __init__(self, rows: Rows, format: str, images: Path, limit: int | None = None) -> None:
-        self.rows, self.format, self.images = rows, format, images
+    def __init__(
+        self, rows: Rows, format: str, images: Path, limit: int | None = None, kind: str = "conversations"
+    ) -> None:
+        self.rows, self.format, self.images, self.kind = rows, format, images, kind
         self.name = str(rows.path)
         self._length = len(rows) if limit is None else min(limit, len(rows))
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, row: int) -> Conversation:
+    def __getitem__(self, row: int) -> Any:
         if not 0 <= row < self._length:
             raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
-        return parse(self.rows[row], self.format, file=self.rows.path, row=row, images=self.images)
+        return KINDS[self.kind](self.rows[row], self.format, file=self.rows.path, row=row, images=self.images)
 
 
-def read(dataset: Dataset) -> Source:
-    """Open a data set of the configuration. `max_samples` takes the first rows in file order; image names are
-    relative to `images`, or to the folder of the data file where that is not given. Raises `DataError`."""
+def read(dataset: Dataset, kind: str = "conversations") -> Source:
+    """Open a data set of the configuration, its rows as one of `KINDS`. `max_samples` takes the first rows in file
+    order; image names are relative to `images`, or to the folder of the data file where that is not given. Raises
+    `DataError`."""
     rows = open_rows(dataset.path)
     images = Path(dataset.images) if dataset.images is not None else rows.path.parent
     if not images.is_dir():
         raise DataError(f"{images}: no such folder; check `images` of {rows.path} in the configuration")
-    format = recognise(rows) if dataset.format == "auto" else dataset.format
-    return Source(rows, format, images, dataset.max_samples)
+    format: str = dataset.format
+    if kind in ("pairs", "labelled"):
+        if format != "auto":
+            raise DataError(f"{rows.path}: format is {format}, and preferences are told by their keys; leave it out")
+    elif format == "auto":
+        format = recognise(rows, kind == "prompts")
+    return Source(rows, format, images, dataset.max_samples, kind)
 
 
-def recognise(rows: Rows) -> str:
-    """Tell the format from the structure of the first rows. Raises `DataError` where they disagree or say nothing."""
+def recognise(rows: Rows, prompts: bool = False) -> str:
+    """Tell the format from the structure of the first rows; with `prompts` rows may be prompts alone. Raises
+    `DataError` where they disagree or say nothing."""
     evidence: dict[str, int] = {}
     plain: int | None = None
     for row in range(min(len(rows), LOOKED_AT)):
         try:
-            style = _style_of(rows[row])
+            style = _style_of(rows[row], prompts)
         except BadSample:
             continue  # a broken line; it is reported when its turn comes
         if style == "both":
@@ -74,12 +91,15 @@ def recognise(rows: Rows) -> str:
     raise DataError(
         f"{rows.path}: no row looks like a conversation (the first is {_keys(rows)}); expected LLaVA "
         f"('conversations' with from/value), ShareGPT, or 'messages' with role/content"
+        f"{', or prompt with answer' if prompts else ''}"
     )
 
 
-def _style_of(raw: Any) -> str | None:
+def _style_of(raw: Any, prompts: bool) -> str | None:
     """llava, sharegpt or messages where a row proves it; "from/value" where it could be either of the first two,
-    "both" where its turns are mixed, None where it is no conversation."""
+    "both" where its turns are mixed, "prompt" where that may be and is there, None where it is no conversation."""
+    if prompts and isinstance(raw, dict) and "prompt" in raw:
+        return "prompt"
     if isinstance(raw, list):
         return "messages" if raw and isinstance(raw[0], dict) and "role" in raw[0] else None
     if not isinstance(raw, dict):

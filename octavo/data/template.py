@@ -42,24 +42,31 @@ def _message(turn: Turn, parts: bool) -> Message:
     return {"role": turn.role, "content": content}
 
 
-def rendered(messages: Sequence[Message], render: Render) -> str:
-    """The whole conversation; `render(messages, add_generation_prompt)` gives text. Raises `TemplateProblem`."""
-    return _rendered(render, messages, False)
+def rendered(messages: Sequence[Message], render: Render, prompt: bool = False) -> str:
+    """The whole conversation, as a `prompt` with what opens the answer; `render(messages, add_generation_prompt)` gives
+    text. Raises `TemplateProblem`."""
+    return _rendered(render, messages, prompt)
 
 
 def answer_spans(
-    whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str], reach: int | None = None
+    whole: str,
+    messages: Sequence[Message],
+    render: Render,
+    ends: Sequence[str],
+    reach: int | None = None,
+    given: int = 0,
 ) -> list[tuple[int, int]]:
     """The answers of a conversation that was rendered as `whole`.
 
     `ends` are the tokenizer's special tokens. Returns, for each assistant turn, (start, end) in characters: the answer
     with its end-of-turn token and without the line break that a template glues behind it. Answers that begin behind
-    the first `reach` characters are not looked for: each costs two renderings. Raises `TemplateProblem`.
+    the first `reach` characters are not looked for: each costs two renderings; nor are the first `given` ones, which
+    belong to a prompt. Raises `TemplateProblem`.
     """
     spans: list[tuple[int, int]] = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    for number in answers[given:]:
+        message = messages[number]
         prompt = _rendered(render, messages[:number], True)
         if not whole.startswith(prompt):
             raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, whole))

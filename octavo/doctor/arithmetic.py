@@ -8,8 +8,8 @@ tokens, 144 inputs, 80 outputs fill no 128-block evenly. A backend that serves a
 
 from __future__ import annotations
 
-from octavo.doctor.machine import first_line
 from octavo.doctor.report import ABSENT, FAIL, OK, Check
+from octavo.reading import first_line
 
 TOKENS, INPUTS, OUTPUTS = 33, 144, 80
 MORE = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "swiglu_backward")

@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo import environment
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
+from octavo.reading import first_line
 
 GIB = 2**30
 SHM_WANTED = 1 * GIB
@@ -124,9 +125,3 @@ def _group_of_one(backend: str, means: str) -> Check:
         fix = "set GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to a network interface that exists; see `ip link`"
         return Check("distributed", backend, WARN, first_line(error), means, fix)
     return Check("distributed", backend, OK, "a group of one reduced a tensor")
-
-
-def first_line(error: BaseException) -> str:
-    """``TypeName: first line of the message``."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -17,14 +17,17 @@ from octavo.fp8.arithmetic.recipe import RECIPES, Gemm, Recipe, RecipeError, rec
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.fp8.dense.delayed import load_scaling_state, reduce_scaling_state, scaling_state
 from octavo.fp8.dense.linear import Linear, linear
+from octavo.fp8.invariance import InvarianceError
+from octavo.fp8.invariance import attention as invariant_attention
 from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
 from octavo.fp8.kernels.registry import names as backends
 from octavo.fp8.measuring.cases import MeasureError, Measurements
+from octavo.fp8.measuring.invariant import invariant, not_invariant
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.measuring.measure import Cache, measure
 from octavo.fp8.measuring.precision import high_precision
 from octavo.fp8.memory.chunked_head import ChunkedHead, chunked_head
-from octavo.fp8.memory.chunked_loss import linear_cross_entropy, token_log_probs
+from octavo.fp8.memory.chunked_loss import linear_cross_entropy, log_probs, token_log_probs
 from octavo.fp8.memory.offload import offload as offload_activations
 from octavo.fp8.memory.offload import synchronize_per_layer
 from octavo.fp8.memory.recompute import recompute
@@ -63,6 +66,7 @@ from octavo.fp8.weights.state import fp8_state_dict, load_fp8_state_dict
 __all__ = [
     "FROZEN",
     "HIGH",
+    "InvarianceError",
     "RECIPES",
     "AdamW",
     "BackendError",
@@ -115,6 +119,8 @@ __all__ = [
     "health",
     "high_precision",
     "invalidate",
+    "invariant",
+    "invariant_attention",
     "is_frozen",
     "is_whole",
     "linear",
@@ -122,8 +128,10 @@ __all__ = [
     "load_fp8_state_dict",
     "load_plan",
     "load_scaling_state",
+    "log_probs",
     "measure",
     "not_finite",
+    "not_invariant",
     "offload_activations",
     "plan",
     "predict",

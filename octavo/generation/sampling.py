@@ -56,10 +56,11 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
     greedy = sampling.temperature == 0
     logps = torch.log_softmax(logits if greedy else logits / sampling.temperature, dim=-1)
     p = logps.exp()
+    never = torch.tensor(sampling.never, dtype=torch.int64, device=logits.device)
     if greedy:
-        tokens = logits.argmax(-1)
+        tokens = logits.index_fill(-1, never, -torch.inf).argmax(-1)
     else:
-        cumulative = kept(p, sampling).double().cumsum(-1)
+        cumulative = kept(p.index_fill(-1, never, 0.0), sampling).double().cumsum(-1)
         aim = u[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
     return tokens, logps.gather(1, tokens[:, None])[:, 0], -(p * logps.clamp_min(_ALMOST_NEVER)).sum(-1)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.parallel.pulse import Pulse, missing_words
+from octavo.reading import first_line
 
 TIMEOUT = 600.0  # seconds: longer than any honest wait (a checkpoint, an evaluation), shorter than a night
 WAITS = 0.9  # of the timeout a collective waits; in the rest of it the rank that did not come is found and named
@@ -64,7 +65,7 @@ class World:
         return WorldError(
             f"rank {self.rank} of {self.size} waited in vain at {self.pulse.place} (run.timeout: {self.timeout:g} s): "
             f"{missing_words(self.pulse)}. A message of that rank, further up or in its log, has the cause; a wait "
-            f"that was honest needs a larger run.timeout. ({str(error).splitlines()[0]})"
+            f"that was honest needs a larger run.timeout. ({first_line(error)})"
         )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -174,7 +175,7 @@ def setup(threads: int | None = None, timeout: float = TIMEOUT) -> World:
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {rank} of {size} could not meet the others at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}. Start all ranks with torchrun, e.g. "
+            f"{os.environ.get('MASTER_PORT')}: {first_line(error)}. Start all ranks with torchrun, e.g. "
             "torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))

@@ -340,13 +340,13 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
     if record is not None:
         _say(console, f"{label}: finished earlier, read from {run.cfg.run.dir}")
         return record
-    from octavo import train
+    from octavo import rl, train
     from octavo.fp8 import ProofError
 
     _forget_peaks()
     failure = ""
     try:
-        result = train.run(run.cfg, console=console, label=label)
+        result = rl.run(run.cfg, console=console, label=label)
     except (train.TrainError, ProofError) as error:
         if not run.may_fail:
             raise

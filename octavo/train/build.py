@@ -29,6 +29,7 @@ from octavo.train import attention, base, compiled, graphs, planning, routing, r
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running, model_dtype
 from octavo.train.optim import adamw
+from octavo.train.phase import SFT, Phase
 from octavo.train.step import Stepper
 from octavo.train.tokens import Tokens
 from octavo.train.update import check_update, update_for
@@ -49,6 +50,7 @@ class Job:
     stepper: Stepper
     progress: rundir.Progress
     files: Mapping[str, Any]
+    phase: Phase
     base: base.Base | None = None
     attention: str | None = None  # the kernel, unless torch chooses
 
@@ -58,9 +60,11 @@ class Job:
 
 
 def build(
-    cfg: Config, world: parallel.World, start: rundir.Start, say: Callable[[str], None] = lambda text: None
-) -> Job:
-    """The ordered list. `start` says where the run begins (`rundir.enter`); `say` gets lines for people.
+    cfg: Config, world: parallel.World, start: rundir.Start, phase: Phase = SFT,
+    say: Callable[[str], None] = lambda text: None,
+) -> Job:  # fmt: skip
+    """The ordered list. `start` says where the run begins (`rundir.enter`), `phase` what it learns from; `say` gets
+    lines for people.
 
     Raises what its steps raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its fix.
     """
@@ -74,7 +78,7 @@ def build(
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
     asked = data_settings(cfg)
     share: dict[str, Any] = {"rank": world.rank, "world": world.size, "report_path": directory / "skipped.jsonl"}
-    loader = data.train_loader(asked, processor, start_row=start.rows, **share)
+    loader = phase.loader(asked, processor, start_row=start.rows, **share)
     evalset = data.eval_set(asked, processor, **share)
 
     def count(family: models.Family, model: nn.Module) -> Tokens:
@@ -117,16 +121,18 @@ def build(
     if lows:
         fp8.set_low(optimizer, model, lows)
     update = update_for(cfg, model, optimizer, world)
-    stepper = Stepper(cfg, model, family, update, world, forward, balance, load if load.layers else None, head)
+    stepper = phase.stepper(cfg, model, family, update, world, forward, balance, load if load.layers else None, head)
     if cfg.train.cuda_graphs:
         _refuse(graphs.why_not_this(model, family, balance))
         stepper.graphs = graphs.Graphs(model, world.device, stepper.loss_at, say)
     progress = resume(stepper, start, say, beside)
     found = beside if beside.whole else None
     used = None if kernel is None else kernel.kernel
+    phase.begin(stepper, processor, directory, progress.step, say)
     return Job(
-        cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, found, used
-    )
+        cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, phase,
+        found, used,
+    )  # fmt: skip
 
 
 def _refuse(why: str | None) -> None:

@@ -18,7 +18,8 @@ _READ = 64 << 20  # bytes that are hashed of a file, from its start
 _MODEL = ("config.json", *COMPANIONS, "*.model", "additional_chat_templates/*")
 _NO_MATTER = "generation_config.json"
 
-Prints = Mapping[str, Mapping[str, Any]]  # "data" and "model" -> path or name -> {"size", "sha256"}
+Prints = Mapping[str, Mapping[str, Any]]
+"""``data``, ``model``: path or name -> {"size", "sha256"}; ``phase``: name -> digest of what else decides numbers."""
 
 
 def fingerprints(cfg: Config) -> dict[str, dict[str, Any]]:
@@ -43,6 +44,12 @@ def same(saved: Prints, now: Prints, where: Path, folder: str) -> None:
     files. A data file that is not in both is no matter."""
     _same_data(saved.get("data", {}), now["data"], where)
     same_folder(saved.get("model"), now["model"], where, folder)
+    before, own = saved.get("phase", {}), now.get("phase", {})
+    if changed := [name for name in {**before, **own} if before.get(name) != own.get(name)]:
+        raise TrainError(
+            f"{where} was made with another {', '.join(changed)}: its contents are not what they were. A resumed run "
+            "learns from the same; put the former back, or start a new run in another run.dir"
+        )
 
 
 def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: Path, folder: str) -> None:

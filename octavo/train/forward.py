@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.parallel import World
+from octavo.train import losses
 from octavo.train.errors import TrainError
 
 
@@ -78,7 +79,7 @@ class Forward:
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
             for name, value in batch.items()
-            if name not in ("meta", "labels") and (self._any or name in self._known)
+            if isinstance(value, Tensor) and name != "labels" and (self._any or name in self._known)
         }
         if keep is not None and self._trims:
             inputs["logits_to_keep"] = keep.to(self.device)
@@ -86,6 +87,27 @@ class Forward:
             out = self.model(**inputs, **more, use_cache=False)
         logits = out.logits
         return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
+
+
+def log_probs(
+    forward: Forward, head: fp8.ChunkedHead | None, batch: dict[str, Any], keep: Tensor, target: Tensor,
+    temperature: float = 1.0, entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """log softmax(x / temperature) of `target` [B, P] (in host memory; -100: none, 0 there) at the positions `keep`
+    [P], and if asked for the entropy of that distribution in nats: fp32 [B, P] on the device. `head` gives them
+    without full logits (None: from these)."""
+    if head is not None:
+        with head.log_probs(target, temperature, entropy) as given:
+            found = given.take(forward(batch, keep))
+        return found, given.entropy
+    logs = (forward(batch, keep).float() / temperature).log_softmax(-1)
+    place = target.to(logs.device)
+    known = place != losses.IGNORE
+    at = torch.where(known, logs.gather(-1, place.clamp(min=0).unsqueeze(-1)).squeeze(-1), 0.0)
+    if not entropy:
+        return at, None
+    each = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
+    return at, torch.where(known, each, 0.0)
 
 
 def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.fp8 import observe
 from octavo.parallel import World
+from octavo.reading import first_line
 from octavo.train.losses import IGNORE
 from octavo.train.update import Loss
 
@@ -115,7 +116,7 @@ class Graphs:
                 self._captured[key] = self._capture(given, batch["meta"])
             except Exception as error:  # whatever cannot be captured is the answer, and is said
                 self._off = True
-                self._eagerly(f"a step cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})")
+                self._eagerly(f"a step cannot be captured ({first_line(error)})")
                 return None
         found = self._captured[key]
         for name, value in given.items():

@@ -21,6 +21,7 @@ from octavo.train.gain import GainWindow
 from octavo.train.lock import RunLock
 from octavo.train.metrics import MetricsLog, finite
 from octavo.train.observing import Figures, Proof
+from octavo.train.phase import SFT, Phase
 from octavo.train.progress import Display
 from octavo.train.result import RunResult
 from octavo.train.saving import Saving, deliver
@@ -33,10 +34,13 @@ _NOT_FINAL = ("eval", "health", "memory", "gain", "experts", "base")  # of a row
 _WRITTEN = {"eval", "health", "memory", "skipped"}  # rows with one of these are written whatever run.log_every says
 
 
-def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterable[Callback] = ()) -> RunResult:
+def run(
+    cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterable[Callback] = (), phase: Phase = SFT
+) -> RunResult:
     """Run one training job to its end, or to a signal or callback that stops it.
 
     console: a rich console (None: silent). label: what its lines are called. callbacks: see `octavo.train.Callback`.
+    phase: what the run learns from; those beyond pretraining and SFT are the package rl's.
     Under torchrun every rank calls this; only the main one prints and writes.
 
     Raises TrainError and the errors of the packages below, each with its fix. What is raised on one rank alone ends
@@ -46,18 +50,19 @@ def run(cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterabl
     if any(not isinstance(user, Callback) for user in users):
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
     cfg = base.settled(cfg)
+    phase.check(cfg)
     world = parallel.setup(cfg.run.threads, cfg.run.timeout)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
     _refuse_early(cfg)
     with RunLock() as lock:
-        start = rundir.enter(cfg, world, display.say, lock)
+        start = rundir.enter(cfg, world, display.say, lock, phase.prints(cfg))
         if start.result is not None:
             display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
             result = RunResult(**{**start.result, "dir": start.directory})
         else:
             with StopRequest(cfg.run.timeout) as request:
                 try:
-                    result = _train(_begin(cfg, world, start, display, request, users))
+                    result = _train(_begin(cfg, world, start, display, request, users, phase))
                 except RuntimeError as error:  # of a collective in the midst of a forward or backward
                     if (lost := world.lost(error)) is None:
                         raise
@@ -75,10 +80,10 @@ def _refuse_early(cfg: Config) -> None:
 
 def _begin(
     cfg: Config, world: parallel.World, start: rundir.Start,
-    display: Display, request: StopRequest, users: Sequence[Callback],
+    display: Display, request: StopRequest, users: Sequence[Callback], phase: Phase,
 ) -> Run:  # fmt: skip
     """Everything assembled and resumed, with what the run directory knows of earlier sessions."""
-    job = build.build(cfg, world, start, display.say)
+    job = build.build(cfg, world, start, phase, display.say)
     rundir.settle(start, world)
     first = job.progress.step + 1
     log = MetricsLog(start.directory, cfg.run.tensorboard, first) if world.is_main else None
@@ -114,6 +119,7 @@ def _train(run: Run) -> RunResult:
     finally:
         run.display.end()
         run.job.loader.close()
+        run.job.phase.close()
         if run.log is not None:
             run.log.close()
     # Stopped at the last step: finished, unless its evaluation is still due (made when the run goes on).
@@ -140,6 +146,7 @@ def _step(run: Run, number: int) -> Step:
     observe = _observe(run, number, batches)
     lr = lr_at(number, schedule=settings.schedule, lr=settings.lr, steps=settings.steps, warmup=settings.warmup,
                min_lr=settings.min_lr)  # fmt: skip
+    job.stepper.number = number
     result = job.stepper.run(batches, lr, observe)
     seconds = time.perf_counter() - began
     progress.after(number, job.loader.rows, result.tokens, seconds, result.applied)
@@ -153,7 +160,7 @@ def _step(run: Run, number: int) -> Step:
         row["empty"] = True  # its loss of 0 is that of no token
     if result.aux_loss is not None:
         row["aux_loss"] = result.aux_loss
-    return Step(number, batches, result, row | (result.experts or {}))
+    return Step(number, batches, result, row | dict(result.figures) | (result.experts or {}))
 
 
 def _observe(run: Run, number: int, batches: Batches) -> Observe:

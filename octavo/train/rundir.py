@@ -98,7 +98,9 @@ def settings(cfg: Config) -> dict[str, Any]:
     return found
 
 
-def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) -> Start:
+def enter(
+    cfg: Config, world: World, say: Callable[[str], None], lock: RunLock, prints: Mapping[str, str] | None = None
+) -> Start:
     """Make or reopen `run.dir` as `run.resume` says, and `lock` it on the main rank. A collective.
 
     Nothing that the directory holds is changed before `settle`.
@@ -108,6 +110,8 @@ def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) 
     PATH    continue from that checkpoint: its own run, or another directory that is new or empty
 
     Where it begins, and `run.fork` names a checkpoint, it begins from that one.
+
+    ``prints``: fingerprints of further files that decide the run's numbers (:meth:`octavo.train.phase.Phase.prints`).
 
     A run that failed before its first step left nothing to lose: its directory counts as empty.
 
@@ -129,7 +133,7 @@ def enter(cfg: Config, world: World, say: Callable[[str], None], lock: RunLock) 
     forked = chosen is None and cfg.run.fork is not None
     if forked:
         chosen = Path(str(cfg.run.fork))
-    found = world.from_main(lambda: _prepare(cfg, directory, chosen, forked))
+    found = world.from_main(lambda: _prepare(cfg, directory, chosen, forked, prints))
     if known["run"] and chosen is None:
         say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
     return Start(directory, chosen, forked=forked, **found)
@@ -228,9 +232,11 @@ def _has_begun(directory: Path) -> bool:
     return steps or (directory / RESULT).exists() or any((directory / CHECKPOINTS).glob("*"))
 
 
-def _prepare(cfg: Config, directory: Path, chosen: Path | None, forked: bool) -> dict[str, Any]:
+def _prepare(
+    cfg: Config, directory: Path, chosen: Path | None, forked: bool, prints: Mapping[str, str] | None
+) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
-    step, rows, files = 0, 0, datafiles.fingerprints(cfg)
+    step, rows, files = 0, 0, {**datafiles.fingerprints(cfg), "phase": dict(prints or {})}
     if chosen is not None:
         _check_checkpoint(chosen)
         counters = read_state(chosen)["counters"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class StepResult:
     `counts`, `health` and `memory` are this rank's own, where they were asked for; `experts` is the load of all ranks.
     `loss` is the cross-entropy (label smoothing and z-loss in it where they are asked for), `aux_loss` the
     load-balancing loss before its factor (None: not computed); `zeroed` counts second moments that the step rounded to
-    zero."""
+    zero. `figures`: what else a phase tells of its step, by name; it goes into the row."""
 
     loss: float
     grad_norm: float
@@ -58,12 +58,13 @@ class StepResult:
     aux_loss: float | None = None
     experts: Mapping[str, Any] | None = None
     zeroed: int | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Stepper:
     """Everything a step touches. `run` is the step. `balance` multiplies the routers' loss (0: there is none); `head`
-    gives losses in place of logits, where the model allows that."""
+    gives losses in place of logits, where the model allows that. `number` is that of the step under way."""
 
     cfg: Config
     model: nn.Module
@@ -75,6 +76,7 @@ class Stepper:
     load: ExpertLoad | None = None
     head: fp8.ChunkedHead | None = None
     graphs: Graphs | None = None
+    number: int = 0
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -94,7 +96,7 @@ class Stepper:
             fp8.count_gemms() if observe.gemms else nullcontext() as counts,
             fp8.health() if observe.health else nullcontext() as health,
         ):
-            totals = self._totals(batches)
+            totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
             with counting_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
                 for batch in batches:  # forward and backward(): gradients add up, or update each weight at once
@@ -163,7 +165,7 @@ class Stepper:
         self.update.free()
         self.loss(batch, denominator, share).total.backward()
 
-    def _totals(self, batches: Batches) -> Tensor:
+    def totals(self, batches: Batches) -> Tensor:
         """[denominator, tokens, loss tokens], each summed over ranks: one collective before the first backward."""
         labels = [batch["labels"] for batch in batches]
         metas = [batch["meta"] for batch in batches]

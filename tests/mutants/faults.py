@@ -626,7 +626,7 @@ area(
         "data/test_mixture.py",
     ),
     (
-        "label-mask-end", "data/encode.py",
+        "label-mask-end", "data/expansion.py",
         "int(inside[-1]) + 1)", "int(inside[-1]))",
         "the last token of an answer has no loss",
         "data/test_encode.py",

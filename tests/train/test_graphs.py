@@ -176,10 +176,20 @@ def test_only_so_many_shapes_are_captured() -> None:
     assert found.run(*batch(length=3)) is not None
 
 
-def test_what_cannot_be_captured_is_said_and_leaves_the_step_as_it_was() -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            RuntimeError("operation not permitted when stream is capturing\nand more"),
+            "RuntimeError: operation not permitted when stream is capturing",
+        ),
+        (NotImplementedError(), "NotImplementedError"),
+    ],
+)
+def test_what_cannot_be_captured_is_said_and_leaves_the_step_as_it_was(error: Exception, words: str) -> None:
     class Refuses(Again):
         def capture(self, work: Any) -> Tensor:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+            raise error
 
     model, found, said = small(lambda: Refuses(model))
     first = eager(model, found, batch())
@@ -187,8 +197,7 @@ def test_what_cannot_be_captured_is_said_and_leaves_the_step_as_it_was() -> None
     values = {n: g.clone() for n, g in before.items() if g is not None}
     found.run(*batch())
     assert found.run(*batch()) is None and found.run(*batch()) is None
-    assert said == ["train.cuda_graphs: runs without a graph: a step cannot be captured (RuntimeError: operation not "
-                    "permitted when stream is capturing)"]  # fmt: skip
+    assert said == [f"train.cuda_graphs: runs without a graph: a step cannot be captured ({words})"]
     for name, p in model.named_parameters():
         assert p.grad is before[name] and (p.grad is None or torch.equal(p.grad, values[name]))
     assert first.isfinite().all()

@@ -31,7 +31,7 @@ _VIEWS = {
     for op in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "Alias", "Squeeze", "Unsqueeze")
     for i in range(4)
 }
-_FUNCTIONS = ("ScaledDotProduct", "_CpuFlash", "FlashAttn", "FlashAttention")
+_FUNCTIONS = ("ScaledDotProduct", "_CpuFlash", "_Attention", "FlashAttn", "FlashAttention")
 KEEPS_OUTPUT = "keeps_output"
 """Whoever knows better whether an attention function keeps its output (one that is recomputed does not) says so in the
 ``metadata`` of its node: ``out.grad_fn.metadata[KEEPS_OUTPUT] = False``."""

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
-from octavo.fp8.arithmetic.recipe import Recipe, recipe
+from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.groups import TILE, Groups
 from octavo.fp8.kernels.layout import CONTRACTED, Operand, Relay, experts_k_major, k_major, lines
-from octavo.fp8.kernels.registry import GemmOnlyBackend, get
+from octavo.fp8.kernels.registry import GEMMS, GemmOnlyBackend, get
 from octavo.fp8.kernels.torch_backend import finish, kind_of
 
 SOURCE = "github.com/deepseek-ai/DeepGEMM"
@@ -43,7 +43,7 @@ SQUARES, LINES = (1, 128, 128), (1, 1, 128)  # DeepGEMM's "recipes": block sides
 class DeepGemmBackend(GemmOnlyBackend):
     """Blockwise GEMMs of DeepGEMM, with the casts of another backend."""
 
-    name = "deepgemm"
+    name, ops = "deepgemm", GEMMS
 
     def version(self) -> str:
         for distribution in ("deep_gemm", "deep-gemm"):
@@ -56,23 +56,15 @@ class DeepGemmBackend(GemmOnlyBackend):
     def auto_unsupported(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "it runs on NVIDIA GPUs alone"
 
-    def supports(
-        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
+    def why_not_here(self, device: torch.device) -> str | None:
+        return _why_not(device.type, device.index)
+
+    def why_not_casts(
+        self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        if op in ("quantize", "dequantize"):
-            return "it has no casts of its own, it takes those of another backend"
-        named = op.removeprefix("grouped_")
-        if named not in CONTRACTED or not isinstance(what, Recipe):
-            return f"it has no {op}"
-        why_not = _why_not(device.type, device.index)
-        if why_not is not None:
-            return why_not
         if op == "grouped_wgrad":
             return "its grouped_wgrad wants the rows of each expert on the host, for which every step would wait"
-        casts = what.gemm(named)
-        if casts is None:
-            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-        return _why_not_casts(named, casts.a, casts.b, device)
+        return _why_not_casts(op.removeprefix("grouped_"), a, b, device)
 
     def gemm(
         self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None

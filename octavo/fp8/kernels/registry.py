@@ -21,11 +21,8 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups
 
-OPS = (
-    *("quantize", "dequantize"),
-    *("fwd", "dgrad", "wgrad", "grouped_fwd", "grouped_dgrad", "grouped_wgrad"),
-    *("rmsnorm", "swiglu", "swiglu_backward", "adamw"),
-)
+GEMMS = (*layout.CONTRACTED, *(f"grouped_{op}" for op in layout.CONTRACTED))
+OPS = ("quantize", "dequantize", *GEMMS, "rmsnorm", "swiglu", "swiglu_backward", "adamw")
 """What a backend can be asked for: casts, the three GEMMs with their casts, the same for groups of experts, the two
 elementwise layers that emit quantized outputs, and the optimizer's step."""
 
@@ -192,7 +189,36 @@ class Backend:
 
 
 class GemmOnlyBackend(Backend):
-    """A backend of GEMMs that takes its casts from others: from the one that :func:`select` chooses for the cast."""
+    """A backend of GEMMs that takes its casts from others: from the one that :func:`select` chooses for the cast.
+
+    A subclass names its GEMMs in ``ops`` and says by :meth:`why_not_here` and :meth:`why_not_casts` what it cannot do.
+    """
+
+    ops: tuple[str, ...] = tuple(layout.CONTRACTED)
+
+    def why_not_here(self, device: torch.device) -> str | None:
+        """Why none of its kernels runs on this device, None if some may."""
+        return None
+
+    def why_not_casts(
+        self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
+    ) -> str | None:
+        """Why it cannot do ``op`` of operands cast like this, None if it can."""
+        raise NotImplementedError
+
+    def supports(
+        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
+    ) -> str | None:
+        if op in ("quantize", "dequantize"):
+            return "it has no casts of its own, it takes those of another backend"
+        if op not in self.ops or not isinstance(what, Recipe):
+            return f"it has no {op}"
+        if (why_not := self.why_not_here(device)) is not None:
+            return why_not
+        casts = what.gemm(op.removeprefix("grouped_"))
+        if casts is None:
+            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+        return self.why_not_casts(op, casts.a, casts.b, device, shape)
 
     def gemm(
         self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None

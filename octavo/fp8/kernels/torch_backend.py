@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
-from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.layout import (
     CONTRACTED,
     Lying,
@@ -96,19 +95,12 @@ class TorchBackend(GemmOnlyBackend):
     def auto_unsupported(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "on the CPU it is slower than the reference; ask for it by name"
 
-    def supports(
-        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
+    def why_not_casts(
+        self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        if op in ("quantize", "dequantize"):
-            return "it has no casts of its own, it takes those of another backend"
-        if op not in CONTRACTED or not isinstance(what, Recipe):
-            return f"it has no {op}"
-        casts = what.gemm(op)
-        if casts is None:
-            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-        kind = kind_of(op, casts.a, casts.b)
+        kind = kind_of(op, a, b)
         if kind is None:
-            return f"scaled_mm cannot multiply {casts.a} by {casts.b}"
+            return f"scaled_mm cannot multiply {a} by {b}"
         return _why_not(kind, device.type, device.index)
 
     def gemm(

@@ -29,7 +29,7 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels import triton_kernels as kernels
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
-from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend
+from octavo.fp8.kernels.registry import GEMMS, Backend, GemmOnlyBackend
 from octavo.fp8.kernels.torch_backend import kind_of
 
 OLDEST = (8, 9)  # Ada: the first tensor cores that multiply FP8
@@ -150,7 +150,7 @@ class TritonBackend(Backend):
 class GluonBackend(GemmOnlyBackend):
     """GEMMs for compute capability 9.0 in blockwise, rowwise and tensorwise."""
 
-    name = "gluon"
+    name, ops = "gluon", GEMMS
 
     def version(self) -> str:
         return f"triton {_version()}"
@@ -158,25 +158,17 @@ class GluonBackend(GemmOnlyBackend):
     def auto_unsupported(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "it runs on NVIDIA's Hopper alone"
 
-    def supports(
-        self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
+    def why_not_here(self, device: torch.device) -> str | None:
+        return _why_not_gluon(device.type, device.index)
+
+    def why_not_casts(
+        self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        if op in ("quantize", "dequantize"):
-            return "it has no casts of its own, it takes those of another backend"
-        named = op.removeprefix("grouped_")
-        if named not in CONTRACTED or not isinstance(what, Recipe):
-            return f"it has no {op}"
-        why_not = _why_not_gluon(device.type, device.index)
-        if why_not is not None:
-            return why_not
-        casts = what.gemm(named)
-        if casts is None:
-            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-        if kind_of(named, casts.a, casts.b) not in ("tensor", "row", "block", "line"):
-            return f"it cannot multiply {casts.a} by {casts.b}"
+        if kind_of(op.removeprefix("grouped_"), a, b) not in ("tensor", "row", "block", "line"):
+            return f"it cannot multiply {a} by {b}"
         if op == "grouped_wgrad" and shape is not None and (shape[1] or 0) % 64:
             return f"its grouped_wgrad stores 64 outputs of an expert at a time, these have {shape[1]}"
-        return kernels.gluon_check.wrong(op, casts.a, casts.b, device)
+        return kernels.gluon_check.wrong(op, a, b, device)
 
     def gemm(
         self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None

@@ -1,4 +1,4 @@
-"""A model's own head that returns the loss of every token in place of logits, while a trainer asks it to.
+"""A model's own head that returns the loss or the log-probability of every token in place of logits, while asked to.
 
     head = chunked_head(model)                    # or a str: why this model needs its logits
     with head.losses(target) as given:            # [B, P], for the positions that the head is given
@@ -13,6 +13,8 @@ gathered there, and its gradient is reduced as ever. Class, names and state dict
 A head that a plan made an FP8 layer gives its losses by FP8 GEMMs, with the casts, backends and weight codes of its
 site; its logits outside as well.
 
+:meth:`ChunkedHead.log_probs` is the same with log-probabilities, and the entropy beside them: ``given.entropy``.
+
 Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunked_head` runs
 the model's own forward once, on two tokens and with every module in it replaced, and refuses a model
 whose ``out.logits`` is not what its head returned; :meth:`Given.take` looks again at every step.
@@ -21,7 +23,7 @@ whose ``out.logits`` is not what its head returned; :meth:`Given.take` looks aga
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +32,16 @@ from torch import Tensor, nn
 
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
-from octavo.fp8.memory.chunked_loss import head_losses
+from octavo.fp8.memory.chunked_loss import head_log_probs, head_losses
 
 
 class Given:
-    """The targets that a head is asked to judge, and the losses it gave."""
+    """The targets that a head is asked to judge, and what it gave."""
 
-    def __init__(self, target: Tensor, label_smoothing: float, z_loss: float, chunk: int | None) -> None:
+    def __init__(self, judge: Callable[..., Tensor | tuple[Tensor, Tensor]], target: Tensor, **options: Any) -> None:
         self.target = target
-        self._options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk": chunk}
+        self.entropy: Tensor | None = None
+        self._judge, self._options = judge, options
         self._losses: Tensor | None = None
         self._version = 0
 
@@ -52,7 +55,8 @@ class Given:
         site = head._site if isinstance(head, Linear) else None
         if site is not None and not site.selections:  # for a moment of high precision
             site = None
-        self._losses = head_losses(hidden, head.weight, self.target, head.bias, site, **self._options)
+        found = self._judge(hidden, head.weight, self.target, head.bias, site, **self._options)
+        self._losses, self.entropy = found if isinstance(found, tuple) else (found, None)
         self._version = self._losses._version
         return self._losses
 
@@ -97,11 +101,26 @@ class ChunkedHead(Swapped):
         :func:`~octavo.fp8.memory.chunked_loss.linear_cross_entropy`. Raises RuntimeError if the head
         is waiting for a forward already.
         """
+        options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk": chunk}
+        with self._asked(Given(head_losses, target, **options)) as given:
+            yield given
+
+    @contextmanager
+    def log_probs(
+        self, target: Tensor, temperature: float = 1.0, entropy: bool = False, chunk: int | None = None
+    ) -> Iterator[Given]:
+        """The same with log-probabilities [B, P] at the targets, 0 where there is none, of softmax(x / temperature);
+        with ``entropy`` also that of this distribution, nats [B, P], as ``given.entropy`` after the forward."""
+        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "chunk": chunk}
+        with self._asked(Given(head_log_probs, target, **options)) as given:
+            yield given
+
+    @contextmanager
+    def _asked(self, given: Given) -> Iterator[Given]:
         if self.__dict__.get("_given") is not None:
             raise RuntimeError(
                 "`with head.losses(...)` was entered inside another one of the same head; leave it first"
             )
-        given = Given(target, label_smoothing, z_loss, chunk)
         self.__dict__["_given"] = given
         try:
             yield given

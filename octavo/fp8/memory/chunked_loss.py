@@ -33,12 +33,14 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import compute_dtype, transformed, without_autocast
+from octavo.fp8.invariance import ROWS, active
 from octavo.fp8.memory.head_gemms import Call, Head, begin, wide_of, width_in_fp8
 from octavo.fp8.weights.shards import is_whole
 
 # Logits in fp32 that exist at a time: 128 MiB where kernels want work, 8 MiB where they run one after the other.
 _ELEMENTS = {"cuda": 2**25, "cpu": 2**21}
 _LEAST = 256  # rows of the weight in a block, however many tokens there are
+_FIXED = 4096  # the same where rows stand for themselves, and the order of sums must not follow from their number
 
 
 def linear_cross_entropy(
@@ -56,7 +58,8 @@ def linear_cross_entropy(
 
     Tokens without a target cost nothing where ``target`` lies on the CPU: they are left out before the first GEMM, also
     when ``hidden`` is on a GPU. Targets on a GPU are not looked at, since that would wait for it; their rows run along.
-    ``chunk``: how many tokens' logits may exist at a time, counted as chunk x V elements (None: by device).
+    ``chunk``: how many tokens' logits may exist at a time, counted as chunk x V elements (None: by device; inside
+    ``octavo.fp8.invariant`` blocks have a width of their own).
 
     Raises ValueError for shapes that do not belong together and options out of range, TypeError for dtypes, IndexError
     for targets on the CPU outside the vocabulary (elsewhere their loss is NaN).
@@ -108,10 +111,50 @@ def token_log_probs(
     With ``entropy=True`` a pair: the log-probabilities, and the entropy of softmax(x / temperature) in nats, fp32
     [...]. Both are differentiable. Arguments, cost and errors otherwise as :func:`linear_cross_entropy`.
     """
+    return head_log_probs(hidden, weight, target, bias, None, temperature, entropy, ignore_index, chunk)
+
+
+def head_log_probs(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, site: Site | None,
+    temperature: float, entropy: bool, ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`token_log_probs` of a head whose GEMMs run at ``site`` (None: in high precision)."""
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    found = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk)
+    found = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk, site)
+    logs = tokens.spread(found.at_target - found.lse)
+    return logs if found.entropy is None else (logs, tokens.spread(found.entropy))
+
+
+@overload
+def log_probs(
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, entropy: Literal[False] = False,
+    ignore_index: int = -100,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def log_probs(
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, entropy: Literal[True], ignore_index: int = -100
+) -> tuple[Tensor, Tensor]: ...
+
+
+def log_probs(
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, entropy: bool = False, ignore_index: int = -100
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`token_log_probs` of logits [..., V] that are there: log softmax(logits / temperature) at target [...].
+
+    Differentiable, with the entropy if asked. Inside ``octavo.fp8.invariant`` bit for bit what the head's hidden states
+    give without logits, whatever rows came along.
+    """
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(f"targets {list(target.shape)} are not one for each row of logits {list(logits.shape)}")
+    if not temperature > 0.0:
+        raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
+    rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).to(logits.device)
+    tokens = _Tokens(rows, flat, None, flat != ignore_index, target.shape)
+    found = _statistics(tokens, None, None, _Needs(entropy=entropy, temperature=temperature), None)
     logs = tokens.spread(found.at_target - found.lse)
     return logs if found.entropy is None else (logs, tokens.spread(found.entropy))
 
@@ -207,27 +250,42 @@ class _Found(NamedTuple):
 
 
 def _statistics(
-    tokens: _Tokens, weight: Tensor, bias: Tensor | None, needs: _Needs, chunk: int | None, site: Site | None = None
-) -> _Found:
+    tokens: _Tokens, weight: Tensor | None, bias: Tensor | None, needs: _Needs, chunk: int | None,
+    site: Site | None = None,
+) -> _Found:  # fmt: skip
+    """``weight`` None: the tokens' hidden states are logits."""
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; at least the logits of one token must exist: use 1 or more, or None")
-    rows, size = max(len(tokens.hidden), 1), weight.shape[0]
-    if chunk is None:
-        width = max(_LEAST, _ELEMENTS.get(weight.device.type, _ELEMENTS["cuda"]) // rows)
+    rows, size = max(len(tokens.hidden), 1), tokens.hidden.shape[1] if weight is None else weight.shape[0]
+    if active():
+        width = _fixed_width(size)
+    elif chunk is None:
+        width = max(_LEAST, _ELEMENTS.get(tokens.hidden.device.type, _ELEMENTS["cuda"]) // rows)
     else:
         width = max(1, chunk * size // rows)
-    width = width if site is None else width_in_fp8(site, width, size)
-    call = Call(width, compute_dtype(tokens.hidden), site, torch.is_grad_enabled())
+    width = width if site is None else width_in_fp8(site, width, size, exactly=active())
+    low = tokens.hidden.dtype if weight is None else compute_dtype(tokens.hidden)
+    call = Call(width, low, site, torch.is_grad_enabled())
     with without_autocast(tokens.hidden):
         return _Found(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, needs, call))
 
 
+def _fixed_width(size: int) -> int:
+    """Of blocks of a vocabulary: the same for any number of rows, and no block of a few columns is left over, which a
+    product would take apart from the others."""
+    width = _FIXED
+    while 0 < size % width < ROWS:
+        width += 128
+    return width
+
+
 class _Statistics(torch.autograd.Function):
-    """(lse, x_t, sum, entropy) [m] of x = (h W^T + b) / temperature, and the gradients of h, W and b."""
+    """(lse, x_t, sum, entropy) [m] of x = (h W^T + b) / temperature, and the gradients of h, W and b; of h itself where
+    there is no W."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, needs: _Needs,
+        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, needs: _Needs,
         call: Call,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         width, low = call.width, call.low
@@ -238,7 +296,7 @@ class _Statistics(torch.autograd.Function):
         at_target = torch.full((len(h),), torch.nan, dtype=wide, device=h.device)
         total = torch.zeros_like(at_target) if needs.total else None
         lses, entropies = [], []
-        for block in _blocks(weight.shape[0], width):
+        for block in _blocks(head.classes, width):
             x = _logits(head, bias, block, needs.temperature)
             inside, at = _place(target, block)
             at_target = torch.where(inside, x.gather(1, at).squeeze(1), at_target)
@@ -266,11 +324,12 @@ class _Statistics(torch.autograd.Function):
         needs_h, needs_w, needs_b = ctx.needs_input_grad[:3]
         needs, width, low = ctx.needs, ctx.call.width, ctx.call.low
         head = ctx.restore(weight, tensors)
-        dh = torch.zeros(len(target), weight.shape[1], dtype=lse.dtype, device=lse.device) if needs_h else None
+        size = head.classes if weight is None else weight.shape[1]
+        dh = torch.zeros(len(target), size, dtype=lse.dtype, device=lse.device) if needs_h else None
         dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_w else None
         db = torch.empty_like(bias) if needs_b else None
         with without_autocast(lse):
-            for block in _blocks(weight.shape[0], width):
+            for block in _blocks(head.classes, width):
                 x = _logits(head, bias, block, needs.temperature)
                 dx = _dx(x, block, target, lse, entropy, grads).div_(needs.temperature)
                 del x  # its memory is dx's, or free

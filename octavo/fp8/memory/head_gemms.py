@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,10 @@ class Head(Protocol):
     @property
     def restore(self) -> Restore: ...
 
+    @property
+    def classes(self) -> int:
+        """V, of how many rows of the weight its blocks are."""
+
     def product(self, block: slice, bias: Tensor | None) -> Tensor:
         """The block's logits [m, width] in the compute dtype."""
 
@@ -56,7 +60,7 @@ class Head(Protocol):
         """Add to ``dh`` [m, H] and write ``dw`` [width, H], from the block's dx."""
 
 
-Restore = Callable[[Tensor, Sequence[Tensor]], Head]
+Restore = Callable[[Any, Sequence[Tensor]], Head]  # the weight if there is one, and what was saved
 
 
 class High:
@@ -64,6 +68,7 @@ class High:
 
     def __init__(self, h: Tensor, weight: Tensor) -> None:
         self.h, self.weight, self.tensors = h, weight, (h,)
+        self.classes = weight.shape[0]
 
     @property
     def restore(self) -> Restore:
@@ -80,6 +85,24 @@ class High:
             _into(dw, dx.t(), self.h)
 
 
+class Given:
+    """Logits x [m, V] that are there already, in place of h."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.tensors, self.classes = x, (x,), x.shape[1]
+
+    @property
+    def restore(self) -> Restore:
+        return lambda weight, tensors: Given(tensors[0])
+
+    def product(self, block: slice, bias: Tensor | None) -> Tensor:
+        return self.x[:, block].to(wide_of(self.x.dtype), copy=True, memory_format=torch.contiguous_format)
+
+    def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
+        if dh is not None:
+            dh[:, block] = dx
+
+
 class Fp8:
     """The same by the recipe of a site: each block is the GEMMs of a layer, reported and cached as such.
 
@@ -91,6 +114,7 @@ class Fp8:
         assert call.site is not None
         self.weight, self.call, self.site, self.h, self.codes, self.seen = weight, call, call.site, h, codes, seen
         self.given = None if h is None else Input(h, None, call.low)
+        self.classes = weight.shape[0]
         self.again = False  # whether this is the backward, which computes logits once more
 
     @property
@@ -137,9 +161,11 @@ def _restored(
     return head
 
 
-def begin(h: Tensor, weight: Tensor, call: Call, needs_grad: Sequence[bool]) -> Head:
-    """A forward begins, of h [m, H] in the compute dtype."""
+def begin(h: Tensor, weight: Tensor | None, call: Call, needs_grad: Sequence[bool]) -> Head:
+    """A forward begins, of h [m, H] in the compute dtype, or of logits h [m, V] where there is no weight."""
     site = call.site
+    if weight is None:
+        return Given(h)
     if site is None:
         return High(h, weight)
     needs_h, needs_w = (call.grad and needs for needs in needs_grad[:2])
@@ -148,11 +174,14 @@ def begin(h: Tensor, weight: Tensor, call: Call, needs_grad: Sequence[bool]) -> 
     return Fp8(weight, call, h, cast_matrix(h, site.x.row, site.x.col if needs_w else None), seen)
 
 
-def width_in_fp8(site: Site, width: int, size: int) -> int:
+def width_in_fp8(site: Site, width: int, size: int, exactly: bool = False) -> int:
     """Rows of the weight in a block: 128 times a power of two, and never more than in an earlier forward, so that codes
-    are cached under one partition and cast once a step whatever the number of tokens."""
+    are cached under one partition and cast once a step whatever the number of tokens. ``exactly``: ``width`` itself."""
     blocks = max(1, width // _BLOCK)
-    width = min(_BLOCK * 2 ** (blocks.bit_length() - 1), _BLOCK * -(-size // _BLOCK), site.codes.block or size + _BLOCK)
+    if not exactly:
+        width = min(
+            _BLOCK * 2 ** (blocks.bit_length() - 1), _BLOCK * -(-size // _BLOCK), site.codes.block or size + _BLOCK
+        )
     if site.codes.block != width:
         site.codes.drop()
         site.codes.block = width

@@ -93,6 +93,20 @@ def test_options_reach_the_loss():
         torch.testing.assert_close(given.take(model(**inputs).logits), want, rtol=2e-6, atol=4e-6)
 
 
+def test_log_probabilities_and_entropy_at_a_temperature():
+    model, (inputs, target) = tiny("qwen3_vl"), asked()
+    logs = (model(**inputs).logits / 0.7).log_softmax(-1)
+    known = target != IGNORE
+    want = logs.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1) * known
+    with chunked_head(model).log_probs(target, temperature=0.7, entropy=True, chunk=1) as given:
+        found = given.take(model(**inputs).logits)
+    torch.testing.assert_close(found, want, rtol=2e-6, atol=4e-6)
+    torch.testing.assert_close(given.entropy, -(logs.exp() * logs).sum(-1) * known, rtol=2e-6, atol=4e-6)
+    with chunked_head(model).log_probs(target) as given:
+        given.take(model(**inputs).logits).sum().backward()
+    assert given.entropy is None and model.get_output_embeddings().weight.grad is not None
+
+
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,

@@ -1,0 +1,111 @@
+"""What the sections of reinforcement learning and of preferences need, and what cannot stand beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from octavo.config.findings import Finding, finding
+from octavo.config.phases import BEYOND_SFT, OPTIONS
+from octavo.config.sections import OptimizerSection, Section, TrainSection
+from octavo.config.texts import is_reward_path
+from octavo.config.whole import RunSection, Sections
+
+BUILT_IN = ("exact_match", "number", "choice", "regex", "format", "math")
+_WITH_PATTERN = ("regex", "format")
+#: option of a reward -> the kinds that have it
+_ONLY_OF = {
+    "pattern": _WITH_PATTERN,
+    "tolerance": ("number",),
+    "arguments": ("function",),
+    "load_in_fp8": ("model",),
+    "batch": ("model",),
+}
+
+
+def rules(config: Sections) -> Iterator[Finding]:
+    phase = config.train.phase
+    if phase == "rl" and config.rl is None:
+        yield finding(
+            "rl", "train.phase is rl, and nothing says what is rewarded", "add e.g. `rl: {rewards: [exact_match]}`"
+        )
+    for name in BEYOND_SFT:
+        if phase != name and getattr(config, name) is not None:
+            fix = f"use `phase: {name}`, or remove the section"
+            yield finding(name, f"has no effect in phase {phase}", fix, "train.phase")
+    if phase in BEYOND_SFT:
+        yield from _beside(config)
+    if config.rl is not None:
+        yield from _rl(config)
+    if config.preference is not None:
+        yield from _preference(config)
+
+
+def _beside(config: Sections) -> Iterator[Finding]:
+    """Settings of other sections that mean nothing here, or that this phase cannot do."""
+    phase = config.train.phase
+    keys = ["label_smoothing", "z_loss", "loss", "cuda_graphs", "router_aux_loss_coef"]
+    keys += ["global_batch", "compile"] if phase == "rl" else []
+    why = f"is not for phase {phase}"
+    more = {"global_batch": ": a step is rl.prompts x rl.group completions, in rl.mini_batches updates"}
+    for key in keys:
+        if _given(config.train, key, TrainSection):
+            yield finding(f"train.{key}", why + more.get(key, ""), "remove it", "train.phase")
+    if config.data.train_on_prompt:
+        yield finding("data.train_on_prompt", f"{why}, which learns from answers", "remove it", "train.phase")
+    if phase == "rl" and _given(config.optimizer, "update", OptimizerSection):
+        found = "backward updates weights while the other micro-batches of a rollout still need them"
+        yield finding("optimizer.update", found, "use `update: step`", "train.phase")
+    if phase == "rl" and _given(config.run, "gain_steps", RunSection):
+        yield finding("run.gain_steps", f"{why}, whose steps are mostly rollouts", "remove it", "train.phase")
+
+
+def _given(section: Section, key: str, kind: type[Section]) -> bool:
+    return bool(getattr(section, key) != kind.model_fields[key].get_default(call_default_factory=True))
+
+
+def _rl(config: Sections) -> Iterator[Finding]:
+    rl = config.rl
+    assert rl is not None
+    if rl.group == 1:
+        yield finding("rl.group", "one completion a prompt has no others to be better than", "use 2 or more")
+    if rl.prompts % rl.mini_batches:
+        found = f"{rl.prompts} prompts cannot be cut into {rl.mini_batches} equal mini_batches"
+        yield finding("rl.mini_batches", found, "use a divisor of rl.prompts", "rl.prompts")
+    if rl.max_new_tokens >= config.train.seq_length:
+        found = f"{rl.max_new_tokens} new tokens leave no place for a prompt in seq_length {config.train.seq_length}"
+        yield finding("rl.max_new_tokens", found, "lower it, or raise train.seq_length", "train.seq_length")
+    if rl.overlong is not None and rl.overlong > rl.max_new_tokens:
+        found = f"{rl.overlong} tokens are more than the {rl.max_new_tokens} of a completion"
+        yield finding("rl.overlong", found, "lower it", "rl.max_new_tokens")
+    for index, entry in enumerate(rl.rewards):
+        where = f"rl.rewards.{index}"
+        kind = entry.reward if entry.reward in BUILT_IN else "function" if ".py:" in entry.reward else "model"
+        if kind in _WITH_PATTERN and entry.pattern is None:
+            yield finding(where, f"{kind} needs a pattern", f"write {{reward: {kind}, pattern: ...}}")
+        for name, kinds in _ONLY_OF.items():
+            if getattr(entry, name) is not None and kind not in kinds:
+                fix = f"remove it; it is for {' and '.join(kinds)}"
+                yield finding(f"{where}.{name}", f"has no effect on {entry.reward}", fix)
+        if not entry.weight:
+            yield finding(f"{where}.weight", "a reward of weight 0 is none", "give it a weight, or remove it")
+        if entry.reward not in BUILT_IN and not is_reward_path(entry.reward):
+            fix = f"use {', '.join(BUILT_IN)}, FILE.py:FUNCTION, or the path of a folder such as ./reward_model"
+            yield finding(where, f"there is no reward `{entry.reward}`", fix)
+    if rl.reference == "base" and config.lora is None:
+        fix = "use `reference: copy`, or train adapters (lora)"
+        yield finding("rl.reference", "base is the model without its adapters, and there are none", fix, "lora")
+
+
+def _preference(config: Sections) -> Iterator[Finding]:
+    preference = config.preference
+    assert preference is not None
+    options = OPTIONS[preference.loss]
+    for name in sorted({name for names in OPTIONS.values() for name in names} - set(options)):
+        if getattr(preference, name) is not None:
+            found = f"has no effect on {preference.loss}, whose options are {', '.join(options)}"
+            yield finding(f"preference.{name}", found, "remove it", "preference.loss")
+    if preference.loss in ("orpo", "simpo") and preference.reference != "auto":
+        yield finding("preference.reference", f"{preference.loss} has none", "remove it", "preference.loss")
+    if preference.reference == "base" and config.lora is None:
+        fix = "use `reference: copy`, or train adapters (lora)"
+        yield finding("preference.reference", "base is the model without its adapters, and there are none", fix, "lora")

@@ -1,0 +1,244 @@
+"""Preferences: two answers to one prompt of which the first is better (pairs), or one that is good or bad (labelled).
+
+Pairs are `chosen` and `rejected`, as TRL, LLaMA-Factory and rows of messages write them:
+
+    {"prompt": TEXT or turns, "chosen": ANSWER, "rejected": ANSWER}                        TRL, explicit prompt
+    {"chosen": [turns], "rejected": [turns]}                                               TRL, implicit prompt
+    {"conversations" or "messages": [turns], "chosen": ANSWER, "rejected": ANSWER}         LLaMA-Factory
+    {"instruction", "input"?, "system"?, "chosen": TEXT, "rejected": TEXT}                 LLaMA-Factory (alpaca)
+
+An ANSWER is a text, an assistant turn or a list of turns; turns have role/content or from/value. Where `chosen` and
+`rejected` are whole conversations, what they share at the beginning is the prompt. `images` as in `prompts.py`.
+
+Labelled rows, for KTO, have `prompt`, `completion` and `label` (true: good), or a conversation and `label`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.data.collate import EMPTY_LENGTH, collate
+from octavo.data.conversations import Conversation, RowProblem, Turn, check_turns, find_images, naming, shown
+from octavo.data.encode import IGNORE, Encoder, Sample
+from octavo.data.errors import DataError, LongSample
+from octavo.data.loader import micro_batches
+from octavo.data.prompts import as_messages, asked
+
+PROMPT_KEYS = ("prompt", "messages", "conversations", "conversation", "instruction")
+EXPECTED = "expected 'prompt' or turns in 'messages' or 'conversations', with answers in 'chosen' and 'rejected'"
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """Two conversations with one beginning. `given`: how many of their answers belong to it."""
+
+    chosen: Conversation
+    rejected: Conversation
+    given: int = 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both conversations encoded; labels are on the answers behind the shared prompt alone."""
+
+    chosen: Sample
+    rejected: Sample
+
+    @property
+    def file(self) -> str:
+        return self.chosen.file
+
+    @property
+    def row(self) -> int:
+        return self.chosen.row
+
+    @property
+    def id(self) -> str | None:
+        return self.chosen.id
+
+    @property
+    def nbytes(self) -> int:
+        return self.chosen.nbytes + self.rejected.nbytes
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        return list(dict.fromkeys([*self.chosen.notes, *self.rejected.notes]))
+
+
+@dataclass(frozen=True)
+class LabelledRow:
+    """A conversation whose last answer is good (`label`) or bad; the `given` ones before it belong to the prompt."""
+
+    conversation: Conversation
+    given: int
+    label: bool
+
+
+@dataclass(frozen=True)
+class LabelledSample(Sample):
+    """A `Sample` with labels on its last answer alone, and whether that is a good one."""
+
+    label: bool = True
+
+
+class _AnswersOnly(Encoder):
+    def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
+        super().__init__(processor, seq_length, **options)
+        if self.train_on_prompt:
+            raise DataError("data.train_on_prompt is true, and preferences are about answers; leave it out")
+
+
+class PairEncoder(_AnswersOnly):
+    """Encodes pairs. A pair is left out where one of its two is; so is one whose difference lies behind the cut."""
+
+    def encode(self, row: PairRow) -> Pair:  # type: ignore[override]
+        """Raises as `Encoder.encode` does."""
+        chosen, rejected = (super(PairEncoder, self).encode(side, row.given) for side in (row.chosen, row.rejected))
+        if np.array_equal(chosen.input_ids, rejected.input_ids):
+            why = f"chosen and rejected are the same {len(chosen.input_ids)} tokens; {self.limit}"
+            raise LongSample(chosen.file, chosen.row, why, chosen.id)
+        return Pair(chosen, rejected)
+
+
+class LabelledEncoder(_AnswersOnly):
+    """Encodes labelled conversations."""
+
+    def encode(self, row: LabelledRow) -> LabelledSample:  # type: ignore[override]
+        """Raises as `Encoder.encode` does."""
+        return LabelledSample(**vars(super().encode(row.conversation, row.given)), label=row.label)
+
+
+def parse_pair(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PairRow:
+    """One decoded row as a `PairRow`; what it is follows from its keys, `format` is not asked. Raises `BadSample`."""
+    with naming(raw, file, row) as identity:
+        if not isinstance(raw, dict) or "chosen" not in raw or "rejected" not in raw:
+            raise RowProblem(f"has {_keys(raw)}; {EXPECTED}")
+        whole = {side: as_messages(raw[side], "assistant") for side in ("chosen", "rejected")}
+        if not all(map(_begins_whole, whole.values())):
+            prompt = _prompt(raw)
+            whole = {side: prompt + answer for side, answer in whole.items()}
+        made = {side: asked(raw, messages) for side, messages in whole.items()}
+        for turns, _ in made.values():
+            check_turns(turns)
+        given = _given(made["chosen"][0], made["rejected"][0])
+        chosen, rejected = (
+            Conversation(tuple(turns), find_images(names, images), str(file), row, identity)
+            for turns, names in made.values()
+        )
+        return PairRow(chosen, rejected, given)
+
+
+def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> LabelledRow:
+    """One decoded row as a `LabelledRow`; `format` is not asked. Raises `BadSample`."""
+    with naming(raw, file, row) as identity:
+        label = raw.get("label", raw.get("kto_tag")) if isinstance(raw, dict) else None
+        if not isinstance(label, bool):
+            found = f"the label {shown(label)}" if label is not None else _keys(raw)
+            raise RowProblem(f"has {found}; expected 'label', true or false, beside 'prompt' and 'completion' or turns")
+        said = as_messages(raw["completion"], "assistant") if "completion" in raw else []
+        turns, names = asked(raw, said if _begins_whole(said) else _prompt(raw) + said)
+        check_turns(turns)
+        if turns[-1].role != "assistant":
+            raise RowProblem(f"ends with a turn of the {turns[-1].role}; the answer that is labelled must end it")
+        given = sum(turn.role == "assistant" for turn in turns) - 1
+        conversation = Conversation(tuple(turns), find_images(names, images), str(file), row, identity)
+        return LabelledRow(conversation, given, label)
+
+
+def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, Any]:
+    """A batch of 2 B rows (`collate`): the chosen ones, then the rejected ones in the same order. No pairs give two
+    rows that teach nothing."""
+    if pairs:
+        return collate([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad_id)
+    return _nothing(2, pad_id)
+
+
+def labelled_batches(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[dict[str, Any]]:
+    """What a step of labelled rows is to a `Loader`: batches of 2 B rows, and `desirable` [B] bool.
+
+    Behind the B conversations come as many with the same prompts and answers to other ones, those of the row before it
+    in this rank's step (of the first: the last row's). KTO estimates its KL term by them; tokens over the length of the
+    longest row are cut. A row that is alone has nothing crossed to it: an answer without labels.
+    """
+    before = [sample for _, sample in rows if sample is not None]
+    most = max((len(sample.input_ids) for sample in before), default=0)
+    before = before[-1:] + before[:-1]
+    alone = len(before) == 1
+    paired = [(n, sample and (sample, _crossed(sample, before.pop(0), most, alone))) for n, sample in rows]
+    return micro_batches(paired, micro_batch, pad_id, _collate_labelled)
+
+
+def _collate_labelled(pairs: Sequence[tuple[LabelledSample, Sample]], pad_id: int) -> dict[str, Any]:
+    rows = [sample for side in zip(*pairs, strict=True) for sample in side]
+    batch = collate(rows, pad_id) if rows else _nothing(2, pad_id)
+    return batch | {"desirable": torch.tensor([sample.label for sample, _ in pairs], dtype=torch.bool)}
+
+
+def _crossed(sample: Sample, other: Sample, most: int, alone: bool) -> Sample:
+    """The prompt of one with the answer of another, at most `most` tokens."""
+    start, theirs = _answer_start(sample), _answer_start(other)
+    answer = other.input_ids[theirs:]
+    ids = np.concatenate([sample.input_ids[:start], answer])[:most]
+    labels = np.concatenate([np.full_like(ids[:start], IGNORE), other.labels[theirs:]])[:most]
+    if alone:
+        labels[:] = IGNORE
+    kinds = None
+    if sample.mm_token_type_ids is not None:
+        kinds = np.concatenate([sample.mm_token_type_ids[:start], np.zeros_like(answer)])[:most]
+    return replace(
+        sample, input_ids=ids, labels=labels, mm_token_type_ids=kinds, answers=((start, len(ids)),), control=()
+    )
+
+
+def _answer_start(sample: Sample) -> int:
+    return int(np.flatnonzero(sample.labels != IGNORE)[0])
+
+
+def _nothing(rows: int, pad_id: int) -> dict[str, Any]:
+    empty = collate([], pad_id)
+    return {key: value if key == "meta" else value.expand(rows, EMPTY_LENGTH).clone() for key, value in empty.items()}
+
+
+def _begins_whole(messages: Sequence[Any]) -> bool:
+    """Whether turns are a conversation from its beginning, not an answer."""
+    return bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") in ("user", "system")
+
+
+def _prompt(raw: dict[str, Any]) -> list[Any]:
+    keys = [key for key in PROMPT_KEYS if key in raw]
+    if len(keys) != 1:
+        found = f"both {keys[0]!r} and {keys[1]!r}" if keys else f"answers and no prompt ({_keys(raw)})"
+        raise RowProblem(f"has {found}; {EXPECTED}")
+    if keys != ["instruction"]:
+        return as_messages(raw[keys[0]], "user")
+    pieces = [raw["instruction"], raw.get("input") or "", raw.get("system") or ""]
+    if not all(isinstance(piece, str) for piece in pieces) or raw.get("history"):
+        raise RowProblem("has an instruction, input or system that is no text, or a history; write turns in 'messages'")
+    system = [{"role": "system", "content": pieces[2]}] if pieces[2] else []
+    return [*system, {"role": "user", "content": "\n".join(filter(None, pieces[:2]))}]
+
+
+def _given(first: Sequence[Turn], second: Sequence[Turn]) -> int:
+    """How many answers lie in what two conversations share, each of which goes on with an answer of its own."""
+    shared = next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    if len(first) == len(second) == shared:
+        raise RowProblem("has the same answer as chosen and rejected, so there is nothing to prefer")
+    behind = [turns[shared].role if shared < len(turns) else "nothing" for turns in (first, second)]
+    if shared == 0 or behind != ["assistant"] * 2:
+        raise RowProblem(
+            f"has a chosen and a rejected that share {shared} turn(s) and go on with {behind[0]} and {behind[1]}; both "
+            "must answer one prompt, with a turn of the assistant"
+        )
+    return sum(turn.role == "assistant" for turn in first[:shared])
+
+
+def _keys(raw: Any) -> str:
+    return f"the keys {shown(sorted(map(str, raw)))}" if isinstance(raw, dict) else shown(raw)

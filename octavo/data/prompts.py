@@ -1,0 +1,189 @@
+"""Prompts: what a model is asked, the answer it is held against, and what else a reward may want to know.
+
+    {"prompt": "What is 2 + 3?", "answer": 5, "level": "easy"}
+    {"prompt": [{"role": "user", "content": "<image>Which digit?"}], "images": ["7.png"], "answer": "7"}
+
+and every row that SFT takes (`conversations.py`): its last assistant turn becomes the reference answer, all before it
+is the prompt. A row's own `answer` (text, a number, or a list of them) comes first; a row may have none. Images of a
+row with `prompt` that places none stand before its first user turn. All other keys of a row are columns for rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from octavo.data.conversations import (
+    PLACEHOLDER,
+    ROLES,
+    Conversation,
+    ImageRef,
+    RowProblem,
+    Text,
+    Turn,
+    check_turns,
+    find_images,
+    naming,
+    read_turns,
+    shown,
+)
+from octavo.data.encode import Encoder, Sample
+from octavo.data.errors import DataError
+
+TURN_KEYS = ("prompt", "messages", "conversations", "conversation")
+IMAGE_KEYS = ("image", "images", "video", "videos")
+ANSWERS = "a text, a number, or a list of them"
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row that is asked. `answer`: the reference, several where any of them is right, or None; `columns`: further
+    keys of the row, as JSON has them, and `prompt` (words of the last turn), `messages` (all turns: role, content) and
+    `images` (files)."""
+
+    conversation: Conversation
+    answer: str | list[str] | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptSample(Sample):
+    """An encoded prompt: a `Sample` without labels, whose tokens end with what opens the answer. `number`: which row of
+    the data stream it is, the same for any number of ranks and after a resume."""
+
+    answer: str | list[str] | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    number: int = -1
+
+
+class PromptEncoder(Encoder):
+    """Encodes prompts. One that leaves no room for an answer of `reserve` tokens is left out or an error, never cut."""
+
+    ways = "drop"
+
+    def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
+        super().__init__(processor, seq_length, **options)
+        if self.on_long == "cut":
+            raise DataError("data.on_long is cut, and the end of a prompt is what is asked; set it to drop or error")
+        if self.train_on_prompt:
+            raise DataError("data.train_on_prompt is true, and completions alone are learned from; leave it out")
+
+    def encode(self, row: PromptRow) -> PromptSample:  # type: ignore[override]
+        """Raises as `Encoder.encode` does."""
+        return PromptSample(**vars(super().encode(row.conversation, None)), answer=row.answer, columns=row.columns)
+
+
+def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PromptRow:
+    """One decoded row as a `PromptRow`; `format` is "prompt" or one that SFT knows. Raises `BadSample`."""
+    with naming(raw, file, row) as identity:
+        if format != "prompt":
+            turns, names = read_turns(raw, format)
+        elif isinstance(raw, dict) and "prompt" in raw:
+            turns, names = asked(raw, as_messages(raw["prompt"], "user"))
+        else:
+            raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
+        fields = raw if isinstance(raw, dict) else {}
+        answer = _reference(fields.get("answer"))
+        prompt, said = _parted(turns, answer is not None)
+        if answer is None and said is not None:
+            answer = said.text
+        if "completions" in fields:
+            raise RowProblem(
+                "has a key 'completions', the name by which rewards are given what was generated; rename it"
+            )
+        columns = {key: value for key, value in fields.items() if key not in (*TURN_KEYS, *IMAGE_KEYS, "answer")}
+        count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
+        files = find_images(names[:count], images)
+        words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
+        conversation = Conversation(tuple(prompt), files, str(file), row, identity)
+        return PromptRow(conversation, answer, columns | words | {"images": [str(path) for path in files]})
+
+
+def numbered(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[PromptSample]:
+    """What a step of prompts is to a `Loader`: this rank's prompts with their numbers, without those left out."""
+    return [replace(made, number=number) for number, made in rows if made is not None]
+
+
+def reward_columns(samples: Sequence[PromptSample], group: int = 1) -> dict[str, list[Any]]:
+    """The columns of `group` completions of each prompt, in that order, as rewards take them: `answer`, `prompt`,
+    `messages`, `images` and all that any row has beside them (None for rows without)."""
+    rows = [{**sample.columns, "answer": sample.answer} for sample in samples for _ in range(group)]
+    return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+
+
+def as_messages(value: Any, role: str) -> list[Any]:
+    """A text that `role` says, one turn or a list of turns, with role/content or from/value, as role/content."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    turns = value if isinstance(value, list) else [value]
+    return [
+        {"role": ROLES["sharegpt"].get(str(turn["from"]), turn["from"]), "content": turn["value"]}
+        if isinstance(turn, dict) and "role" not in turn and "from" in turn and "value" in turn
+        else turn
+        for turn in turns
+    ]
+
+
+def asked(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[str]]:
+    """The turns of messages, and the names of their images or the row's. Where the row lists images and no turn places
+    any, they stand before the words of the first user turn, as TRL puts them. Raises `RowProblem`."""
+    listed = {key: raw[key] for key in IMAGE_KEYS if key in raw}
+    if messages and any(listed.get(key) for key in ("image", "images")) and not any(map(_places_images, messages)):
+        names = listed.get("image") or listed.get("images")
+        count = len(names) if isinstance(names, list) else 1
+        first = next((n for n, turn in enumerate(messages) if isinstance(turn, dict) and turn.get("role") == "user"), 0)
+        content = messages[first].get("content") if isinstance(messages[first], dict) else None
+        if isinstance(content, str):
+            messages = [*messages]
+            messages[first] = messages[first] | {"content": PLACEHOLDER * count + content}
+        elif isinstance(content, list):
+            messages = [*messages]
+            messages[first] = messages[first] | {"content": [*[{"type": "image"}] * count, *content]}
+    return read_turns({**listed, "messages": messages}, "messages")
+
+
+def _places_images(turn: Any) -> bool:
+    content = turn.get("content") if isinstance(turn, dict) else None
+    parts = content if isinstance(content, list) else [content]
+    return any(
+        PLACEHOLDER in part if isinstance(part, str) else
+        isinstance(part, dict) and (part.get("type") in ("image", "image_url") or PLACEHOLDER in str(part.get("text")))
+        for part in parts
+    )  # fmt: skip
+
+
+def _parted(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | None]:
+    """(the prompt, the answer behind it or None): cut before the last assistant turn; where the row brings an answer of
+    its own, before one that ends the conversation."""
+    spoken = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+    cut = bool(spoken) and (not answered or spoken[-1] == len(turns) - 1)
+    prompt = list(turns[: spoken[-1]] if cut else turns)
+    said = turns[spoken[-1]] if cut else None
+    check_turns([*prompt, said] if said else prompt, answered=False)
+    if said is not None and any(isinstance(part, ImageRef) for part in said.parts):
+        raise RowProblem("has an image in its last answer, and completions are text; name the reference in 'answer'")
+    if not prompt or prompt[-1].role != "user":
+        ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
+        raise RowProblem(f"has a prompt that {ends}; it must end with the user's")
+    return prompt, said
+
+
+def _reference(answer: Any) -> str | list[str] | None:
+    if isinstance(answer, list) and answer:
+        return [_text(one) for one in answer]
+    return None if answer is None else _text(answer)
+
+
+def _text(answer: Any) -> str:
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return repr(answer)
+    raise RowProblem(f"has the answer {shown(answer)}; expected {ANSWERS}")
+
+
+def _message(turn: Turn) -> dict[str, str]:
+    words = (part.text if isinstance(part, Text) else PLACEHOLDER for part in turn.parts)
+    return {"role": turn.role, "content": "".join(words)}

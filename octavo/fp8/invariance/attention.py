@@ -1,0 +1,250 @@
+"""Attention whose result for a query depends on its own sequence alone: not on the batch, nor on how many queries come
+along, nor on how long the longest sequence is.
+
+A query t of a sequence sees keys 0 to t. Keys are taken in tiles of :data:`TILE`, by their position in their own
+sequence, in order, with a running maximum m and sum l (Milakov and Gimelshein 2018, arXiv:1805.02867), in fp32::
+
+    for each tile:   s = scale q k^T, minus infinity where a key is not seen
+                     m' = max(m, max s)     p = exp(s - m')     a = exp(m - m')
+                     l = a l + sum p        o = a o + p v       m = m'
+    out = o / l                             lse = m + log l
+
+A tile of which a query sees nothing changes none of its bits (p = 0, a = 1), so longer neighbours do not matter; the
+products have a fixed number of columns and rows padded as in :mod:`octavo.fp8.invariance.products`, so their number
+does not matter. The queries of the heads that share a head of k and v are rows of one product, and k and v are not
+repeated. Training calls it with whole sequences, generation with the newest queries over cached keys: same bits.
+
+Backward makes p again from lse, tile by tile (Dao et al. 2022, arXiv:2205.14135)::
+
+    dp = do v^T      ds = p (dp - sum(do out))      dq = scale ds k      dk = scale ds^T q      dv = p^T do
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8.invariance.products import ROWS, InvarianceError
+
+TILE = 128
+_COLUMNS = 16  # head sizes are padded to a multiple: narrower columns are cut unevenly among threads
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *,
+    scale: float | None = None, is_causal: bool = False, positions: Tensor | None = None,
+    starts: Tensor | None = None, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(q k^T * scale + mask) v of sequences whose keys begin at column ``starts``.
+
+    Args:
+        q: [B, H, T, D]; in training whole sequences, in generation the newest queries of each.
+        k, v: [B, H_kv, S, D] and [B, H_kv, S, D_v], H a multiple of H_kv, consecutive heads of q sharing one. Columns
+            that nobody sees must be finite. S a multiple of 128 is not copied.
+        mask: broadcasts to [B, H, T, S]: boolean (True: may be seen) or added to the scores.
+        scale: of the scores; None: 1 / sqrt(D).
+        is_causal: query t has position t.
+        positions: [B, T], of each query in its sequence: it sees keys up to there. -1: it sees none and gives 0.
+        starts: [B], the column of each sequence's first key; None: 0, or what the mask says of whole sequences
+            (T = S): the first column that any of their queries sees.
+        window: a query sees the last ``window`` keys up to its position alone; None: all of them.
+
+    Returns:
+        [B, H, T, D_v] in the dtype of q (autocast's under autocast).
+
+    Raises:
+        ValueError: shapes that do not fit; a window without positions.
+        InvarianceError: a mask that wants a gradient.
+    """
+    q, k, v = _lowered(q, k, v)
+    _check(q, k, v, mask, is_causal, positions, window)
+    batch, _, queries, size = q.shape
+    if is_causal:
+        positions = torch.arange(queries, device=q.device).expand(batch, queries)
+    if starts is None and mask is not None and queries == k.shape[2]:
+        starts = _starts(mask, batch)
+    if starts is not None and (starts.device.type != "cpu" or bool(starts.any())):
+        column = (torch.arange(k.shape[2], device=k.device) + starts.view(-1, 1)).clamp(max=k.shape[2] - 1)
+        past = column.new_tensor(k.shape[2]) - starts.view(-1, 1)  # keys of each sequence
+        k, v = (torch.take_along_dim(t, column.view(batch, 1, -1, 1), 2) for t in (k, v))
+        if mask is not None:
+            mask = torch.take_along_dim(mask.expand(batch, -1, -1, -1), column.view(batch, 1, 1, -1), 3)
+        own = torch.arange(k.shape[2], device=k.device) < past
+        seen = Seen(mask, positions, window, own)
+    else:
+        seen = Seen(mask, positions, window, None)
+    out: Tensor = _Attention.apply(q, k, v, seen, 1 / math.sqrt(size) if scale is None else scale)
+    return out
+
+
+class Seen(NamedTuple):
+    """Which keys a query sees, by position: see :func:`attention`. ``own`` [B, S]: which columns are keys at all."""
+
+    mask: Tensor | None
+    positions: Tensor | None
+    window: int | None
+    own: Tensor | None
+
+    def hide(self, scores: Tensor, start: int, keys: int) -> Tensor:
+        """scores [B, H_kv, G, T', TILE] of the keys from ``start`` on, minus infinity where a key is not seen; ``keys``
+        is how many there are in all. T' may be more than T: such rows see nothing, or anything."""
+        rows, width = scores.shape[3], min(TILE, keys - start)
+        column = torch.arange(start, start + TILE, device=scores.device)
+        hidden = (column >= keys).view(1, 1, 1, 1, -1)
+        if self.positions is not None:
+            at = F.pad(self.positions, (0, rows - self.positions.shape[1]), value=-1)[:, None, None, :, None]
+            hidden = hidden | (column > at)
+            if self.window is not None:
+                hidden = hidden | (column <= at - self.window)
+        if self.own is not None:
+            hidden = hidden | ~_to_tile(self.own[:, start : start + width])[:, None, None, None, :]
+        if self.mask is None:
+            return scores.masked_fill_(hidden, -math.inf)
+        part = self.mask[..., start : start + width]
+        batch, heads = part.shape[:2]
+        groups = (heads // scores.shape[1], scores.shape[1]) if heads > 1 else (1, 1)
+        part = part.reshape(batch, groups[1], groups[0], *part.shape[2:])
+        if part.shape[3] > 1:
+            part = F.pad(part, (0, 0, 0, rows - part.shape[3]))
+        if part.dtype == torch.bool:
+            return scores.masked_fill_(hidden | ~_to_tile(part), -math.inf)
+        return scores.add_(_to_tile(part)).masked_fill_(hidden, -math.inf)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> Tensor:
+        q_rows, shape = _rows(q, k.shape[1])
+        q_rows = q_rows * scale
+        keys = k.shape[2]
+        top = q_rows.new_full((*q_rows.shape[:2], 1), -math.inf)
+        total, out = torch.zeros_like(top), q_rows.new_zeros(*q_rows.shape[:2], v.shape[3] + -v.shape[3] % _COLUMNS)
+        for start, k_tile, v_tile in _tiles(k, v):
+            s = torch.bmm(q_rows, k_tile.transpose(1, 2))
+            s = seen.hide(s.view(*shape, TILE), start, keys).view(s.shape)
+            above = torch.maximum(top, s.amax(2, keepdim=True))
+            safe = above.masked_fill(above == -math.inf, 0.0)
+            p, a = s.sub_(safe).exp_(), top.sub_(safe).exp_()
+            total = total.mul_(a).add_(p.sum(2, keepdim=True))
+            out = out.mul_(a).add_(torch.bmm(p, v_tile))
+            top = above
+        nobody = total == 0.0
+        out = out / total.masked_fill(nobody, 1.0)
+        lse = (top + total.log()).masked_fill_(nobody, math.inf)  # exp(s - inf) is 0 in the backward
+        y = _unrows(out, q, shape)[..., : v.shape[3]].to(q.dtype).contiguous()
+        tensors = [t for t in (seen.mask, seen.positions, seen.own) if t is not None]
+        ctx.save_for_backward(q, k, v, y, lse, *tensors)
+        ctx.there = [t is not None for t in (seen.mask, seen.positions, seen.own)]
+        ctx.window, ctx.scale = seen.window, scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse, *tensors = ctx.saved_tensors
+        left = iter(tensors)
+        mask, positions, own = (next(left) if there else None for there in ctx.there)
+        seen = Seen(mask, positions, ctx.window, own)
+        q_rows, shape = _rows(q, k.shape[1])
+        dy_rows, y_rows = (_rows(t, k.shape[1])[0] for t in (dy, y))
+        delta = (dy_rows * y_rows).sum(2, keepdim=True)
+        dq, keys = torch.zeros_like(q_rows), k.shape[2]
+        dks, dvs = [], []
+        for start, k_tile, v_tile in _tiles(k, v):
+            s = torch.bmm(q_rows, k_tile.transpose(1, 2)).mul_(ctx.scale)
+            p = seen.hide(s.view(*shape, TILE), start, keys).view(s.shape).sub_(lse).exp_()
+            dvs.append(torch.bmm(p.transpose(1, 2), dy_rows))
+            ds = torch.bmm(dy_rows, v_tile.transpose(1, 2)).sub_(delta).mul_(p).mul_(ctx.scale)
+            dq = dq.add_(torch.bmm(ds, k_tile))
+            dks.append(torch.bmm(ds.transpose(1, 2), q_rows))
+        dk, dv = (_of_keys(torch.cat(parts, 1), like) for parts, like in ((dks, k), (dvs, v)))
+        return _unrows(dq, q, shape)[..., : q.shape[3]].to(q.dtype), dk, dv, None, None
+
+
+def _rows(x: Tensor, kv: int) -> tuple[Tensor, tuple[int, ...]]:
+    """x [B, H, T, D] -> ([B H_kv, G T', D'] in fp32 (float64 of float64), (B, H_kv, G, T')): the queries of all heads
+    that share one of k, padded with zeros to a multiple of :data:`ROWS`, and D to one of :data:`_COLUMNS`."""
+    batch, heads, queries, size = x.shape
+    groups = heads // kv
+    more = -queries % (ROWS // math.gcd(ROWS, groups))
+    wide = F.pad(_wide(x), (0, -size % _COLUMNS, 0, more))
+    shape = (batch, kv, groups, queries + more)
+    return wide.reshape(batch * kv, groups * (queries + more), wide.shape[3]), shape
+
+
+def _unrows(rows: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The transpose of :func:`_rows`, with whatever columns there are."""
+    batch, kv, groups, queries = shape
+    return rows.view(batch, kv * groups, queries, rows.shape[2])[:, :, : like.shape[2]]
+
+
+def _tiles(k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(first column, keys [B H_kv, TILE, D'], values [B H_kv, TILE, D_v']) in fp32, zeros behind the last key."""
+    for start in range(0, k.shape[2], TILE):
+        yield start, _tile(k, start), _tile(v, start)
+
+
+def _tile(x: Tensor, start: int) -> Tensor:
+    part = x[:, :, start : start + TILE]
+    wide = F.pad(_wide(part), (0, -x.shape[3] % _COLUMNS, 0, TILE - part.shape[2]))
+    return wide.reshape(-1, TILE, wide.shape[3])
+
+
+def _of_keys(d: Tensor, like: Tensor) -> Tensor:
+    """Gradients [B H_kv, S', D'] of all tiles -> those of k or v."""
+    batch, kv, keys, size = like.shape
+    return d.view(batch, kv, -1, d.shape[2])[:, :, :keys, :size].to(like.dtype)
+
+
+def _to_tile(x: Tensor) -> Tensor:
+    """The last dimension padded to a tile, with False or 0."""
+    return F.pad(x, (0, TILE - x.shape[-1])) if x.shape[-1] < TILE else x
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _starts(mask: Tensor, batch: int) -> Tensor:
+    """[B]: the first column that any query of a sequence sees."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    return seen.any(1).any(1).long().argmax(-1).expand(batch)
+
+
+def _lowered(*given: Tensor) -> tuple[Tensor, ...]:
+    """What autocast makes of the arguments of attention."""
+    device = given[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return given
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in given)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, positions: Tensor | None, window: int | None
+) -> None:
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0]
+    if not fits or q.shape[3] != k.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"invariant attention takes q [B, H, T, D], k [B, H_kv, S, D] and v [B, H_kv, S, D_v], H a multiple of "
+            f"H_kv; found {list(q.shape)}, {list(k.shape)} and {list(v.shape)}. Lay the heads out in dimension 1"
+        )
+    if is_causal and (mask is not None or positions is not None):
+        raise ValueError("is_causal says where queries stand: give no mask or positions with it, or say it there")
+    if positions is not None and positions.shape != (q.shape[0], q.shape[2]):
+        raise ValueError(f"positions {list(positions.shape)} are not [B, T] of queries {list(q.shape)}; give one each")
+    if window is not None and (window < 1 or (positions is None and not is_causal)):
+        raise ValueError(f"window={window} counts keys back from a query's position: give positions, and 1 or more")
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(f"a mask {list(mask.shape)} does not broadcast to [B, H, T, S] by its dimensions; give four")
+    if mask is not None and mask.requires_grad:
+        raise InvarianceError(
+            "invariant: attention has a mask that wants a gradient (a learned position bias), and none is computed. "
+            "Such a model cannot be trained with rl.invariant: true"
+        )

@@ -1,0 +1,114 @@
+"""The mode in which a model's rows stand for themselves: what it multiplies goes to functions that do not look at the
+number of rows.
+
+A :class:`torch.overrides.TorchFunctionMode` sees every torch function that Python calls, whoever calls it: linear
+layers, routers, adapters, patch embeddings, attention by ``sdpa``. Those whose result for a row depends on the rows
+beside it are replaced (:data:`REPLACED`) or, where nothing stands in for them, refused by name (:data:`REFUSED`).
+What remains is computed by rows or by elements: norms, softmax, top-k, rotary embeddings, casts of FP8 by rows.
+
+Gradients need not be invariant, but a backward that computes a forward again (checkpointing) belongs inside as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from octavo.fp8.invariance import pointwise, products
+from octavo.fp8.invariance.attention import attention
+from octavo.fp8.invariance.products import InvarianceError
+
+
+def active() -> bool:
+    """Whether rows stand for themselves here: inside the mode, also in a backward that was called inside."""
+    return any(isinstance(mode, Rows) for mode in _get_current_function_mode_stack())
+
+
+class Rows(TorchFunctionMode):
+    """Inside, results of a row depend on that row alone; see the module's docstring. ``octavo.fp8.invariant`` enters it
+    once it has looked at a model."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        other = REPLACED.get(func)
+        if other is not None:
+            return other(*args, **(kwargs or {}))
+        if func in REFUSED:
+            raise InvarianceError(f"invariant: the model calls {func.__name__}, {REFUSED[func]}")
+        if func is Tensor.backward:
+            with self:  # a mode is off while it handles a call, and forwards are computed again in here
+                return _backward(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _backward(
+    loss: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False,
+    inputs: Any = None,
+) -> None:  # fmt: skip
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if dropout_p:
+        raise InvarianceError(
+            f"invariant: attention drops {dropout_p} of its weights, by random numbers that belong to a batch. Set "
+            "the model's attention_dropout to 0"
+        )
+    if attn_mask is not None and attn_mask.dim() < 4:
+        attn_mask = attn_mask.view(*[1] * (4 - attn_mask.dim()), *attn_mask.shape)
+    return attention(query, key, value, attn_mask, scale=scale, is_causal=is_causal)
+
+
+def _conv(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:  # fmt: skip
+    return products.convolve(input, weight, bias, stride, padding, dilation, groups)
+
+
+def _mm(input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+    y = products.mm(input, mat2, out_dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _rmatmul(b: Tensor, a: Tensor) -> Tensor:
+    return products.matmul(a, b)
+
+
+REPLACED: Mapping[Any, Callable[..., Any]] = {
+    F.linear: products.linear,
+    **dict.fromkeys((torch.mm, Tensor.mm), _mm),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), products.matmul),
+    Tensor.__rmatmul__: _rmatmul,
+    **dict.fromkeys((torch.addmm, Tensor.addmm), products.addmm),
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _conv),
+    **dict.fromkeys(
+        (f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f), products.grouped_mm
+    ),
+    F.scaled_dot_product_attention: _sdpa,
+    F.silu: pointwise.silu,
+    F.gelu: pointwise.gelu,
+    F.softplus: pointwise.softplus,
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), pointwise.sigmoid),
+    **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), pointwise.rsqrt),
+    **dict.fromkeys((torch.exp2, Tensor.exp2, torch.special.exp2), pointwise.exp2),
+}
+"""torch function -> what computes the same by rows."""
+
+_SUMS = "whose sums depend on the rows beside; a model that needs it cannot be invariant"
+REFUSED: Mapping[Any, str] = {
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm, torch.addbmm, Tensor.addbmm, torch.einsum, torch.tensordot), _SUMS),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, F.bilinear), _SUMS),
+    F.multi_head_attention_forward: "attention of its own; a model that needs it cannot be invariant",
+    F.mish: "which a CPU computes otherwise at the end of a tensor; nothing stands in for it",
+    F.logsigmoid: "which a CPU computes otherwise at the end of a tensor; nothing stands in for it",
+    F.glu: "which a CPU computes otherwise at the end of a tensor; nothing stands in for it",
+}
+"""torch function -> why it cannot be called in the mode."""

@@ -1,0 +1,70 @@
+"""A model whose results for a token depend on neither batch nor length: rollouts get the trainer's log-probabilities.
+
+Whatever a model computes for a token is a function of its sequence up to there; in floating point it is also one of
+what the library did with the rows beside it. Inside :func:`invariant` it is not: generating token by token from a
+cache, in whatever batch, gives bit for bit the log-probabilities of a forward over whole padded sequences.
+
+What it costs: rows are padded to sixteens, attention runs in fixed tiles, fused MLPs run layer by layer (the fused
+kernel rounds once where layers round twice, and which of them runs depends on who watches).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense.linear import Linear
+from octavo.fp8.invariance import InvarianceError, Rows, active
+from octavo.fp8.moe.experts import Experts
+
+_OWN = ("flash_attention", "flex_attention", "paged", "eager", "kernels-community")
+"""Attention of transformers that is not torch's own ``sdpa``, by how its names begin."""
+
+
+def invariant(model: nn.Module) -> AbstractContextManager[object]:
+    """Inside, the result for a row of every product and attention of ``model`` depends on neither batch nor length.
+
+    Enter it around a rollout, and around forward and backward of a step. Both must run with the same number of threads.
+
+    Raises InvarianceError for a model that cannot be: FP8 layers whose activations share a scale between rows
+    (tensorwise, delayed), compiled code, attention other than sdpa, parameters that are not on a CPU. What a model
+    calls is seen when it calls it, and refused there by name.
+    """
+    if (reason := not_invariant(model)) is not None:
+        raise InvarianceError(f"invariant: {reason}")
+    return nullcontext() if active() else Rows()
+
+
+def not_invariant(model: nn.Module) -> str | None:
+    """Why this model cannot be invariant, with what fixes it; None if nothing is known against it."""
+    for name, module in model.named_modules():
+        sites = [module._site] if isinstance(module, Linear) else []
+        sites += list(module._sites.values()) if isinstance(module, Experts) else []
+        for site in sites:
+            if (reason := _spans_rows(site.recipe)) is not None:
+                return f"{site.name} runs by {site.recipe.name}, {reason}. Use fp8.recipe blockwise, rowwise or mxfp8"
+        forward = module.__dict__.get("forward")
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(forward, "_torchdynamo_orig_callable"):
+            return (
+                f"{name or 'the model'} is compiled, and a compiler chooses kernels by sizes. Use train.compile: false"
+            )
+        kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if isinstance(kind, str) and kind.startswith(_OWN):
+            return f"{name or 'the model'} computes attention by {kind}. Use model.attention: sdpa"
+    other = next(
+        ((n, p.device.type) for n, p in model.named_parameters() if p.device.type not in ("cpu", "meta")), None
+    )
+    if other is not None:
+        return f"{other[0]} is on {other[1]}, and invariant products are for the CPU. Use rl.invariant: false there"
+    return None
+
+
+def _spans_rows(recipe: Recipe) -> str | None:
+    """Why the codes of a row of x depend on other rows; None if they do not."""
+    if recipe.delayed is not None:
+        return "whose scales come from amax histories of earlier batches"
+    if recipe.fwd is not None and recipe.fwd.a.block[0] != 1:
+        return f"whose activations share a scale between rows ({recipe.fwd.a})"
+    return None

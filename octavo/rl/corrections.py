@@ -1,0 +1,116 @@
+"""The gap between rollout and trainer: what it is, and weights that correct for it.
+
+The rollout draws tokens with probabilities mu; the trainer, with the same weights but other kernels, batches or
+formats, gives them p_old. With d = log p_old - log mu of a token, an expectation over the rollout becomes one over the
+trainer's policy when each token, or each completion of n tokens, is weighed by
+
+    token      e^d                  of a token given those before it
+    sequence   e^(sum of d)         exact, but d adds up: 0.01 a token is a factor of 2.7 after 100 tokens
+    geometric  e^(sum of d / n)     a mean, which does not grow with the length
+
+A weight above its limit is truncated to it (truncated importance sampling), or the token or completion is masked: its
+weight is 0 where it lies outside low .. high (IcePop by tokens, rejection by completions).
+An objective of whole completions takes the mean of its tokens' weights.
+``octavo/rl/objectives.py`` multiplies terms by weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from octavo.rl.figures import Figures, highest, lowest
+from octavo.rl.penalties import difference_of
+
+Level = Literal["token", "sequence", "geometric"]
+Action = Literal["truncate", "mask"]
+
+# Limits (low, high) that are usual. Token and sequence: within what verl's rollout correction names (1.5 to 5 and 2 to
+# 10, truncation at 2); masking of tokens as IcePop does it; a geometric mean is a factor per token, so its limits are
+# close to 1.
+LIMITS: dict[tuple[Level, Action], tuple[float | None, float]] = {
+    ("token", "truncate"): (None, 2.0),
+    ("token", "mask"): (0.5, 5.0),
+    ("sequence", "truncate"): (None, 2.0),
+    ("sequence", "mask"): (0.5, 2.0),
+    ("geometric", "truncate"): (None, 1.01),
+    ("geometric", "mask"): (0.99, 1.01),
+}
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How weights are made. A limit that is None is the usual one of :data:`LIMITS`; truncation has no lower limit
+    unless one is given."""
+
+    level: Level = "token"
+    action: Action = "truncate"
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.level not in get_args(Level) or self.action not in get_args(Action):
+            raise ValueError(
+                f"a correction is of {', '.join(get_args(Level))} and does {', '.join(get_args(Action))}; "
+                f"found {self.level!r} and {self.action!r}"
+            )
+        low, high = self.limits
+        if not 0 <= (low or 0.0) <= 1 <= high:
+            raise ValueError(
+                f"limits of a weight hold 1 between them, which is what no gap gives: low {low}, high {high}"
+            )
+
+    @property
+    def limits(self) -> tuple[float | None, float]:
+        low, high = LIMITS[self.level, self.action]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+
+def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -> Figures:
+    """How far the trainer is from the rollout, over all tokens that count: fp32 [B, T] each, ``tokens`` of the batch.
+
+    ``logp_gap_mean`` and ``logp_gap_max``: |d log p| in nats. ``logp_gap_k1`` and ``logp_gap_k3``: the KL divergence of
+    the rollout's policy from the trainer's, estimated as in ``octavo/rl/penalties.py``. 0 all four: the same numbers.
+    """
+    d = difference_of(old_logps, sampled_logps, mask)
+    distance, total = d.abs(), max(tokens, 1.0)
+    return {
+        "logp_gap_mean": distance.sum() / total,
+        "logp_gap_max": highest(distance, mask.bool()),
+        "logp_gap_k1": -d.sum() / total,
+        "logp_gap_k3": (torch.expm1(d) - d).sum() / total,
+    }
+
+
+@torch.no_grad()
+def weights(
+    old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, how: Correction, tokens: float, sequences: float
+) -> tuple[Tensor, Figures]:
+    """Weights of the objective's terms, [B, T] by token, else [B, 1]; 1 where nothing counts. ``tokens`` and
+    ``sequences``: of the whole batch.
+
+    Figures are of the weights as used: ``sampling/importance_sampling_ratio/min``, ``mean`` and ``max`` over tokens, or
+    over completions, and ``sampling/limited``: the share of them that was truncated or masked.
+    """
+    counted = mask.bool()
+    d = difference_of(old_logps, sampled_logps, mask)
+    if how.level != "token":
+        d = d.sum(dim=1, keepdim=True)
+        if how.level == "geometric":
+            d = d / counted.sum(dim=1, keepdim=True).clamp(min=1)
+        counted = counted.any(dim=1, keepdim=True)
+    raw = d.exp()
+    low, high = how.limits
+    outside = (raw > high) if low is None else (raw > high) | (raw < low)
+    used = raw.clamp(low, high) if how.action == "truncate" else raw.masked_fill(outside, 0.0)
+    total = max(tokens if how.level == "token" else sequences, 1.0)
+    name = "sampling/importance_sampling_ratio"
+    return used, {
+        f"{name}/min": lowest(used, counted),
+        f"{name}/mean": torch.where(counted, used, 0.0).sum() / total,
+        f"{name}/max": highest(used, counted),
+        "sampling/limited": outside.sum() / total,
+    }

@@ -1,0 +1,279 @@
+"""The policy objectives of reinforcement learning, one function each, as their papers write them.
+
+Tokens of completions are ``[B, T]``: B completions of one micro-batch, T of them padded, with a mask. All objectives
+have one form, a loss to be minimised
+
+    L = sum over tokens of  share * (weight * term + beta * KL)  -  bonus * mean entropy
+
+``term`` is what an algorithm says of a token (below), ``weight`` corrects for what the rollout computed otherwise than
+the trainer (``octavo/rl/corrections.py``), and ``share`` divides by counts of the *whole* batch of an update, over all
+micro-batches and ranks. So gradients of micro-batches and ranks add up to the gradient of L with no factor left over;
+figures add up likewise (``octavo/rl/figures.py``). Where all is masked, loss and gradient are 0, never NaN.
+
+With r = p / p_old of a token and A its advantage, the clipped surrogate (PPO, arXiv 1707.06347, eq. 7) is
+
+    term = -min(r A, clip(r, 1 - low, 1 + high) A)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.rl.figures import Figures, highest, lowest
+from octavo.rl.penalties import LARGEST, Kl, difference_of, kl
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Completions of one micro-batch, fp32 ``[B, T]`` on one device.
+
+    logps: log-probabilities of the tokens by the policy that is trained, in nats, with a gradient. old_logps: the same
+    by the weights that wrote the completions, as the trainer computes them. mask: true for tokens that count.
+    advantages: [B], or [B, T] from a critic. ref_logps: by the reference. weights: corrections, [B, 1] or [B, T].
+    entropy: of the policy's distribution at each token, in nats, with a gradient where it earns a bonus.
+    Masked values may be anything, NaN included; they are 0 from here on.
+    """
+
+    logps: Tensor
+    old_logps: Tensor
+    mask: Tensor
+    advantages: Tensor
+    ref_logps: Tensor | None = None
+    weights: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape, mask = self.logps.shape, self.mask.bool()
+        if len(shape) != 2 or mask.shape != shape:
+            raise ValueError(f"log-probabilities are [completions, tokens], as the mask: {[*shape]}, {[*mask.shape]}")
+        object.__setattr__(self, "mask", mask)
+        for name in ("logps", "old_logps", "advantages", "ref_logps", "weights", "entropy"):
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is None:
+                continue
+            if name == "advantages" and tensor.dim() == 1:
+                tensor = tensor[:, None]
+            of_rows = name in ("advantages", "weights") and tensor.shape == (shape[0], 1)
+            if tensor.shape != shape and not of_rows:
+                raise ValueError(f"{name} is {list(tensor.shape)} beside log-probabilities {list(shape)}")
+            if tensor.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"{name} is {tensor.dtype}: differences of log-probabilities need float32")
+            counts = mask.any(dim=1, keepdim=True) if of_rows else mask
+            object.__setattr__(self, name, torch.where(counts, tensor, 0.0))
+
+
+class Counts(NamedTuple):
+    """Denominators, of one part or, added up over micro-batches and ranks, of the whole batch of an update."""
+
+    tokens: float  # that count
+    sequences: float  # completions, those without a token that counts included: the papers' G
+    room: float  # tokens that the completions could have had: sequences x max_new_tokens
+    microbatches: float  # with a token that counts
+
+    @classmethod
+    def of(cls, masks: Iterable[Tensor], max_new_tokens: int) -> Counts:
+        """Of micro-batches whose masks [B, T] are given."""
+        each = [
+            (float(mask.bool().sum()), float(len(mask)), float(len(mask) * max_new_tokens), float(mask.any()))
+            for mask in masks
+        ]
+        return cls(*map(sum, zip(*each, strict=True))) if each else cls(0.0, 0.0, 0.0, 0.0)
+
+
+class Clip(NamedTuple):
+    """The ratio stays in 1 - low .. 1 + high where leaving pays; no low: no limit below."""
+
+    low: float | None
+    high: float
+
+
+class Terms(NamedTuple):
+    """What an objective says of a micro-batch: [B, T] each, or [B, 1] where all tokens of a row share a value."""
+
+    term: Tensor
+    share: Tensor  # of each token in the loss; 0 where masked
+    ratio: Tensor  # of the policy to the one that wrote the completions, with a gradient
+    low: Tensor  # bool: the lower limit acts (A < 0), so that the token has no gradient
+    high: Tensor  # bool: the upper one does (A > 0)
+    of_sequences: bool  # ratios are of whole completions
+
+
+# --- The objectives ---------------------------------------------------------------------------------------------------
+
+
+def ppo(b: Batch, clip: Clip, n: Counts) -> Terms:
+    """PPO (arXiv 1707.06347, eq. 7) over tokens, mean over all of them; advantages by GAE, critic in ``rl/ppo.py``."""
+    return _clipped(b, _token_ratio(b), clip, by_token(b.mask, n))
+
+
+def grpo(b: Batch, clip: Clip, n: Counts) -> Terms:
+    """GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3): mean over a completion's tokens, then over completions."""
+    return _clipped(b, _token_ratio(b), clip, by_sequence(b.mask, n))
+
+
+def dr_grpo(b: Batch, clip: Clip, n: Counts) -> Terms:
+    """Dr. GRPO (arXiv 2503.20783, eq. 2 and listing 1): a sum over tokens, divided by the longest that is allowed.
+
+    Dividing by a completion's own length, as GRPO does, makes long wrong answers cheap.
+    """
+    return _clipped(b, _token_ratio(b), clip, by_room(b.mask, n))
+
+
+def dapo(b: Batch, clip: Clip, n: Counts) -> Terms:
+    """DAPO (arXiv 2503.14476, eq. 8): mean over all tokens of the batch; more room above than below (``high > low``).
+
+    Its other two parts are :func:`octavo.rl.advantages.informative` and :func:`octavo.rl.penalties.overlong`.
+    """
+    return _clipped(b, _token_ratio(b), clip, by_token(b.mask, n))
+
+
+def bnpo(b: Batch, clip: Clip, n: Counts) -> Terms:
+    """BNPO as TRL has it: mean over the tokens of a micro-batch, then over micro-batches.
+
+    The one objective that depends on how a batch is cut. One completion a micro-batch: GRPO; one micro-batch: DAPO.
+    """
+    return _clipped(b, _token_ratio(b), clip, by_microbatch(b.mask, n))
+
+
+def gspo(b: Batch, clip: Clip, n: Counts) -> Terms:
+    """GSPO (arXiv 2507.18071, eq. 5 to 7): one ratio a completion, the geometric mean of its tokens' ratios."""
+    mean = _log_ratio(b).sum(dim=1, keepdim=True) / _lengths(b.mask)
+    return _clipped(b, mean.exp(), clip, by_sequence(b.mask, n), of_sequences=True)
+
+
+def cispo(b: Batch, clip: Clip, n: Counts) -> Terms:
+    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): term = -sg(clip(r)) A log p.
+
+    What is clipped is a weight without gradient, so that every token keeps its gradient, the rare ones that start a
+    new thought included, whose ratio PPO would clip away. Usually without a lower limit.
+    """
+    ratio = _token_ratio(b)
+    bounded = ratio.clamp(min=None if clip.low is None else 1 - clip.low, max=1 + clip.high).detach()
+    term = -bounded * b.advantages * b.logps
+    below = torch.zeros_like(b.mask) if clip.low is None else (ratio < 1 - clip.low) & (b.advantages < 0)
+    above = (ratio > 1 + clip.high) & (b.advantages > 0)
+    return Terms(term, by_token(b.mask, n), ratio, below, above, False)
+
+
+def rloo(b: Batch, clip: Clip, n: Counts) -> Terms:
+    """RLOO (arXiv 2402.14740): a completion is one action; its ratio is the product of its tokens', clipped as PPO's.
+
+    In the first update on a rollout the ratio is 1 and the gradient REINFORCE's, with the leave-one-out baseline.
+    """
+    product = _log_ratio(b).sum(dim=1, keepdim=True).clamp(-LARGEST, LARGEST).exp()
+    return _clipped(b, product, clip, by_sequence(b.mask, n), of_sequences=True)
+
+
+# --- Shares: what a token counts --------------------------------------------------------------------------------------
+
+
+def by_token(mask: Tensor, n: Counts) -> Tensor:
+    """1 / N: every token of the batch alike."""
+    return mask / max(n.tokens, 1.0)
+
+
+def by_sequence(mask: Tensor, n: Counts) -> Tensor:
+    """1 / (S n_s): every completion alike; n_s: its tokens."""
+    return mask / _lengths(mask) / max(n.sequences, 1.0)
+
+
+def by_room(mask: Tensor, n: Counts) -> Tensor:
+    """1 / (S max_new_tokens)."""
+    return mask / max(n.room, 1.0)
+
+
+def by_microbatch(mask: Tensor, n: Counts) -> Tensor:
+    """1 / (M n_m): every micro-batch alike; n_m: its tokens."""
+    return mask / mask.sum().clamp(min=1) / max(n.microbatches, 1.0)
+
+
+# --- The whole loss ---------------------------------------------------------------------------------------------------
+
+
+def policy_loss(
+    b: Batch, terms: Terms, n: Counts, *, beta: float = 0.0, estimator: Kl = "k3", kl_weighted: bool = True,
+    entropy_bonus: float = 0.0,
+) -> tuple[Tensor, Figures]:  # fmt: skip
+    """A micro-batch's part of the loss L and of the figures: correction, KL in the loss, entropy bonus and sums.
+
+    beta: weight of the KL from ``b.ref_logps`` (0 where it is in the reward); kl_weighted: times the ratio, which makes
+    its gradient that of the KL. entropy_bonus: weight of the mean entropy of all tokens. Raises ValueError where a
+    weight has no tensor, and for k1 without the ratio, whose gradient has mean 0.
+
+    Figures: ``policy_loss``, ``entropy`` (where known), ``kl`` (with beta), and shares of tokens, or of completions, at
+    a limit: ``clip_ratio/low_mean``, ``high_mean``, ``region_mean``, and the smallest and largest of a completion.
+    """
+    term = terms.term if b.weights is None else terms.term * b.weights
+    loss = policy = _sum(term, terms.share)
+    figures: Figures = {}
+    tokens = by_token(b.mask, n)
+    if beta:
+        if b.ref_logps is None:
+            raise ValueError(f"a KL penalty of {beta} in the loss needs the reference's log-probabilities; found none")
+        if estimator == "k1" and not kl_weighted:
+            raise ValueError(
+                "k1 in the loss has a gradient of mean 0 (rl.penalties says why): take k2, k3 or the ratio"
+            )
+        distance = kl(b.logps, b.ref_logps, b.mask, estimator)
+        distance = distance * terms.ratio if kl_weighted else distance
+        loss = loss + beta * _sum(distance, terms.share)
+        figures["kl"] = _sum(distance.detach(), tokens)
+    if b.entropy is not None:
+        entropy = _sum(b.entropy, tokens)
+        loss = loss - entropy_bonus * entropy if entropy_bonus else loss
+        figures["entropy"] = entropy.detach()
+    elif entropy_bonus:
+        raise ValueError(f"an entropy bonus of {entropy_bonus} needs the entropy of each token; found none")
+    return loss, {"policy_loss": policy.detach()} | figures | _limits(b, terms, n)
+
+
+def _limits(b: Batch, terms: Terms, n: Counts) -> Figures:
+    """Where the clip acts, under TRL's names."""
+    found: Figures = {}
+    lengths = b.mask.sum(dim=1)
+    for name, where in (("low", terms.low), ("high", terms.high), ("region", terms.low | terms.high)):
+        rows = ((where & b.mask).sum(dim=1) / lengths.clamp(min=1)).float()
+        if terms.of_sequences:
+            found[f"clip_ratio/{name}_mean"] = rows.sum() / max(n.sequences, 1.0)
+        else:
+            found[f"clip_ratio/{name}_mean"] = _sum(where.float(), by_token(b.mask, n))
+        if name == "low":
+            found["clip_ratio/low_min"] = lowest(rows, lengths > 0)
+        elif name == "high":
+            found["clip_ratio/high_max"] = highest(rows, lengths > 0)
+    return found
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def _clipped(b: Batch, ratio: Tensor, clip: Clip, share: Tensor, of_sequences: bool = False) -> Terms:
+    """The clipped surrogate: ratio [B, T], or [B, 1] of whole completions."""
+    if clip.low is None:
+        raise ValueError("this objective clips on both sides: a lower limit is needed, found none (rl.clip)")
+    bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
+    term = -torch.minimum(ratio * b.advantages, bounded * b.advantages)
+    low, high = (ratio < 1 - clip.low) & (b.advantages < 0), (ratio > 1 + clip.high) & (b.advantages > 0)
+    return Terms(term, share, ratio, low, high, of_sequences)
+
+
+def _log_ratio(b: Batch) -> Tensor:
+    return difference_of(b.logps, b.old_logps, b.mask)
+
+
+def _token_ratio(b: Batch) -> Tensor:
+    return _log_ratio(b).exp()
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """[B, 1], at least 1."""
+    return mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _sum(values: Tensor, share: Tensor) -> Tensor:
+    return (values * share).sum()

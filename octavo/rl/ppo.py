@@ -1,0 +1,105 @@
+"""What PPO needs beside its clipped surrogate: a critic, advantages over tokens, and the critic's loss.
+
+A completion is an episode: token t is the action in the state of all before it, worth V_t by the critic. Rewards are
+[B, T]: the score at the last token that counts, and at every token the KL penalty. What follows the last token is worth
+0. Tokens that are masked in between are passed over, as if they were not there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octavo.rl.figures import Figures
+from octavo.rl.objectives import Counts, by_token
+
+
+class ValueHead(nn.Module):
+    """The critic's last layer: hidden states [..., H] in any precision -> values [...] in fp32.
+
+    It starts at 0, so that the first advantages are rewards and the first gradient reaches the head alone. It is no
+    ``nn.Linear``, which a plan might make an FP8 layer.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return hidden.float() @ self.weight.float() + self.bias.float()
+
+
+def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:
+    """Scores [B] of completions, and the KL estimate of each token [B, T] (``octavo/rl/penalties.py``) -> [B, T].
+
+    InstructGPT (arXiv 2203.02155, eq. 2): -beta KL at every token, the score at the last.
+    """
+    counted = mask.bool()
+    after = counted.flip(1).cumsum(dim=1).flip(1)  # tokens that count from here on
+    rewards = torch.where(counted & (after == 1), scores.float()[:, None], 0.0)
+    return rewards if kl is None else rewards - beta * torch.where(counted, kl, 0.0)
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16): [B, T] each -> (advantages, returns), 0 if masked.
+
+        delta_t = r_t + gamma V_(t+1) - V_t        A_t = delta_t + gamma lam A_(t+1)        R_t = A_t + V_t
+
+    Without discounts (gamma = lam = 1) A_t is the reward still to come minus V_t.
+    """
+    counted = mask.bool()
+    values = torch.where(counted, values, 0.0)
+    rewards = torch.where(counted, rewards, 0.0)
+    advantages = torch.zeros_like(values)
+    later = value_after = values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        here = rewards[:, t] + gamma * value_after - values[:, t] + gamma * lam * later
+        later = torch.where(counted[:, t], here, later)
+        value_after = torch.where(counted[:, t], values[:, t], value_after)
+        advantages[:, t] = torch.where(counted[:, t], here, 0.0)
+    return advantages, advantages + values
+
+
+def moments(advantages: Tensor, mask: Tensor) -> Tensor:
+    """fp64 [3]: tokens that count, the sum of their advantages and of the squares. Add over micro-batches and ranks."""
+    counted = mask.bool()
+    wide = torch.where(counted, advantages, 0.0).double()
+    return torch.stack([counted.sum().double(), wide.sum(), wide.square().sum()])
+
+
+def whiten(advantages: Tensor, mask: Tensor, of_batch: Tensor, eps: float = 1e-8) -> Tensor:
+    """Advantages of mean 0 and variance 1 over the whole batch, whose :func:`moments` are given; 0 where masked.
+
+    A single token, and advantages that are all equal, become 0: fp64 has the mean of equal fp32 numbers exactly.
+    """
+    n, total, squares = of_batch.tolist()
+    mean = total / max(n, 1.0)
+    variance = max(squares - n * mean * mean, 0.0) / max(n - 1, 1.0)
+    return torch.where(mask.bool(), (advantages.double() - mean) * (variance + eps) ** -0.5, 0.0).float()
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, n: Counts, clip: float | None = 0.2
+) -> tuple[Tensor, Figures]:
+    """The critic's loss (PPO's reference code): values [B, T] with a gradient, those of the rollout, and returns.
+
+        1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)        mean over all tokens of the batch
+
+    Figures: ``value_loss``; ``value_clip_ratio``, the share of tokens where the clipped one is larger; ``value_mean``.
+    """
+    counted = mask.bool()
+    values, old_values, returns = (torch.where(counted, x, 0.0) for x in (values, old_values, returns))
+    plain = (values - returns).square()
+    bounded = plain
+    if clip is not None:
+        bounded = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
+    share = by_token(counted, n)
+    loss = (torch.maximum(plain, bounded) * share).sum() / 2
+    return loss, {
+        "value_loss": loss.detach(),
+        "value_clip_ratio": ((bounded > plain) * share).sum(),
+        "value_mean": (values.detach() * share).sum(),
+    }

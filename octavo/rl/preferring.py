@@ -1,0 +1,118 @@
+"""The phase of preferences: a step learns from answers of which one was chosen, or which are good or bad.
+
+A micro-batch holds the chosen answers and behind them the rejected ones (:mod:`octavo.data.pairs`): one forward of the
+policy, one of its reference, and the loss of :mod:`octavo.rl.preference` over the sums of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import data
+from octavo.config import Config
+from octavo.config.phases import OPTIONS, PreferenceSection
+from octavo.rl.algorithms import PREFERENCES, Preference
+from octavo.rl.figures import Figures, add_up, whole
+from octavo.rl.kto import AnswerCounts, baseline, kto
+from octavo.rl.preference import PairCounts, Pairs, answer_logps
+from octavo.rl.roles import Reference, reference_for
+from octavo.train import Observe, losses
+from octavo.train.forward import log_probs
+from octavo.train.phase import Phase
+from octavo.train.rundir import PLAN
+from octavo.train.step import Batches, Stepper, StepResult
+from octavo.train.update import Loss
+
+
+class Preferring(Phase):
+    """`train.phase: preference`."""
+
+    names = ("preference",)
+
+    def __init__(self) -> None:
+        self.stepper = PreferenceStepper
+
+    def loader(self, cfg: Config, processor: Any, **share: Any) -> data.Loader:
+        kind = "labelled" if settings(cfg).loss == "kto" else "pairs"
+        return data.pair_loader(cfg, processor, kind=kind, **share)
+
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
+        assert isinstance(stepper, PreferenceStepper)
+        section = settings(stepper.cfg)
+        if stepper.how.reference:
+            stepper.reference = reference_for(section.reference, stepper, directory / PLAN, say)
+
+
+def settings(cfg: Config) -> PreferenceSection:
+    return cfg.preference or PreferenceSection()
+
+
+@dataclass
+class PreferenceStepper(Stepper):
+    """Learns from pairs (or from labelled answers) in place of labels."""
+
+    reference: Reference | None = None
+    counts: PairCounts | AnswerCounts | None = None
+    told: list[Figures] = field(default_factory=list)
+
+    @property
+    def how(self) -> Preference:
+        return PREFERENCES[settings(self.cfg).loss]
+
+    @property
+    def options(self) -> dict[str, float]:
+        """What the configuration says of the loss; for the rest the loss has its usual values."""
+        section = settings(self.cfg)
+        given = {name: getattr(section, name) for name in OPTIONS[section.loss]}
+        return {**self.how.options, **{name: value for name, value in given.items() if value is not None}}
+
+    def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
+        self.told = []
+        result = super().run(batches, lr, observe)
+        return replace(result, figures=whole(add_up(self.told), self.world))
+
+    def totals(self, batches: Batches) -> Tensor:
+        """[pairs or labelled answers, tokens, loss tokens] over all ranks."""
+        masks = [losses.targets(batch["labels"]) != losses.IGNORE for batch in batches]
+        if self.how.paired:
+            mine: PairCounts | AnswerCounts = PairCounts.of(masks)
+        else:
+            answers = (mask.sum(dim=1).chunk(2)[0] for mask in masks)
+            good = (batch["desirable"] for batch in batches)
+            mine = AnswerCounts.of([(n[: len(g)], g) for n, g in zip(answers, good, strict=True)])
+        tokens = [sum(batch["meta"].tokens for batch in batches), sum(int(mask.sum()) for mask in masks)]
+        *counts, seen, judged = self.world.sum(torch.tensor([*mine, *tokens], dtype=torch.float64)).tolist()
+        self.counts = type(mine)(*counts)
+        rows = self.counts.pairs if isinstance(self.counts, PairCounts) else sum(self.counts)
+        return torch.tensor([rows, seen, judged], dtype=torch.float64)
+
+    def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
+        """The loss of a micro-batch, its part of the step's."""
+        logs, _ = log_probs(self.forward, self.head, batch, keep, target)
+        mask = (target != losses.IGNORE).to(logs.device)
+        ref = None
+        if self.reference is not None:
+            ref = answer_logps(self.reference(batch, keep, target), mask)[0]
+        if isinstance(self.counts, PairCounts):
+            loss, figures = self.how.loss(Pairs.of(logs, mask, ref), self.counts, **self.options)
+        else:
+            assert ref is not None and self.counts is not None
+            loss, figures = self._labelled(batch["desirable"].to(logs.device), *answer_logps(logs, mask), ref)
+        self.told.append(figures)
+        return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
+
+    def _labelled(self, good: Tensor, sums: Tensor, tokens: Tensor, ref: Tensor) -> tuple[Tensor, Figures]:
+        """KTO: behind the labelled answers stand answers to other prompts, by which the divergence is estimated."""
+        assert isinstance(self.counts, AnswerCounts)
+        n = len(sums) // 2
+        if not len(good):  # a micro-batch whose rows were all left out
+            good = torch.zeros(n, dtype=torch.bool, device=sums.device)
+        crossed = tokens[n:] > 0
+        z = baseline(sums[n:][crossed].detach(), ref[n:][crossed])
+        return kto(sums[:n], tokens[:n], ref[:n], good, z, self.counts, **self.options)

@@ -1,0 +1,118 @@
+"""Who takes part beside the policy: the reference that it is held to, on the policy's own base where there is one.
+
+base   LoRA: the same weights with the adapters switched off; costs a forward and not a byte
+copy   full-parameter training: the model's first weights, frozen; those of FP8 layers are codes alone, a byte a
+       parameter, multiplied by the same plan, so that equal weights give equal log-probabilities
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8, models, parallel
+from octavo.config import Config
+from octavo.config.sections import FITTING
+from octavo.train.forward import Forward, autocasts, keep_towers_running, log_probs, model_dtype
+from octavo.train.step import Stepper
+
+
+class Reference(Protocol):
+    def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities [B, P] of `target` at the positions `keep`, as `train.forward.log_probs` gives them,
+        without a graph."""
+
+
+def reference_for(asked: str, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Reference:
+    """The reference of a run. `asked`: auto, base or copy. `plan_file`: the run's plan.json, which a copy follows.
+
+    Raises TrainError where it cannot be, and what loading raises.
+    """
+    cfg = stepper.cfg
+    if asked == "base" or (asked == "auto" and cfg.lora is not None):
+        if cfg.lora is not None and cfg.lora.adapter is not None:
+            say(f"note: the reference is the base without adapters, not with those of {cfg.lora.adapter}")
+        return Base(stepper)
+    return Copy.of(stepper, plan_file, say)
+
+
+class Base:
+    """The policy without its adapters."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+
+    def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+        from octavo import adapters
+
+        with adapters.disabled(self.stepper.model), watched_by_nobody(self.stepper.model):
+            return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
+
+
+class Copy:
+    """A frozen model beside the policy."""
+
+    def __init__(self, forward: Forward, head: fp8.ChunkedHead | None) -> None:
+        self.forward, self.head = forward, head
+
+    @classmethod
+    def of(cls, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Copy:
+        """The model of `model.path` as the run began, on the policy's device and ranks."""
+        cfg, world, family = stepper.cfg, stepper.world, stepper.family
+        model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_as_it_is(cfg))
+        model.requires_grad_(False).eval()
+        plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
+        into_codes(model, plan)
+        fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
+        forward = Forward(model, world, autocasts(cfg, world.device))
+        keep_towers_running(model, family, forward, world)
+        head = None if stepper.head is None else fp8.chunked_head(model)
+        parallel.shard(model, family, world)
+        if note := fp8.reference_note(stepper.model, model):
+            say(f"note: {note}")
+        return cls(forward, head if isinstance(head, fp8.ChunkedHead) else None)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.forward.model
+
+    def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+        with watched_by_nobody(self.model):
+            return log_probs(self.forward, self.head, batch, keep, target, temperature)[0]
+
+
+def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
+    """Make codes of the weights of all layers that a plan has in FP8 by a recipe that multiplies by frozen ones; the
+    head stays, whose weight may be the embedding's."""
+    kinds = {recipe: kind for kind, fitting in FITTING.items() for recipe in fitting}
+    for row in plan.rows:
+        if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
+            continue
+        path, _, name = (row.name if row.kind == "experts" else f"{row.name}.weight").rpartition(".")
+        module = model.get_submodule(path)
+        weight = module._parameters[name]
+        assert weight is not None
+        turned = weight.dim() == 3 and bool(getattr(module, "is_transposed", False))
+        module._parameters[name] = fp8.freeze_weight(weight, fp8.FROZEN[kinds[row.recipe.name]], transposed=turned)
+
+
+def _as_it_is(cfg: Config) -> dict[str, Any]:
+    """How the policy's folder is read: full-parameter training dequantizes a checkpoint that is in FP8."""
+    return {"keep_fp8": False} if models.read_quantization(cfg.model.path) is not None else {}
+
+
+@contextmanager
+def watched_by_nobody(model: nn.Module) -> Iterator[None]:
+    """A forward that leaves no trace: no graph, no count, no health figure, no amax, no dropout."""
+    training = model.training
+    model.train(False)
+    try:
+        with torch.no_grad(), fp8.uncounted():
+            yield
+    finally:
+        model.train(training)

@@ -1,0 +1,22 @@
+"""`run(cfg)`: a training job of any phase."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo import train
+from octavo.config import Config
+from octavo.rl.preferring import Preferring
+from octavo.rl.reinforcing import Reinforcing
+from octavo.train.phase import SFT, Phase
+
+
+def phase_of(cfg: Config) -> Phase:
+    """What `train.phase` names, anew: a phase holds what belongs to one run."""
+    kinds = {name: kind for kind in (Preferring, Reinforcing) for name in kind.names}
+    return kinds[cfg.train.phase]() if cfg.train.phase in kinds else SFT
+
+
+def run(cfg: Config, **options: Any) -> train.RunResult:
+    """:func:`octavo.train.run` in the phase that the configuration names; options as there."""
+    return train.run(cfg, phase=phase_of(cfg), **options)

@@ -1,0 +1,53 @@
+"""What a run learns from: where its batches come from, and what makes a step of them.
+
+`Phase` itself is pretraining and supervised fine-tuning. The package rl has those of preferences and of reinforcement
+learning: each is a subclass with a loader and a :class:`octavo.train.step.Stepper` of its own. All else of a run, from
+the plan to its checkpoints, is the same in every phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo import data
+from octavo.config import Config
+from octavo.train.errors import TrainError
+from octavo.train.step import Stepper
+
+
+class Phase:
+    """Pretraining and supervised fine-tuning: rows that hold what is to be said.
+
+    names    values of `train.phase` that it is for
+    stepper  makes a step of a loader's batches; called as :class:`Stepper` is
+    """
+
+    names: tuple[str, ...] = ("pretrain", "sft")
+    stepper: Callable[..., Stepper] = Stepper
+
+    def check(self, cfg: Config) -> None:
+        """Raises TrainError where the configuration asks for another phase."""
+        if cfg.train.phase not in self.names:
+            raise TrainError(
+                f"train.phase is {cfg.train.phase}, and this runs {' and '.join(self.names)}; `octavo train FILE` "
+                "runs every phase"
+            )
+
+    def prints(self, cfg: Config) -> Mapping[str, str]:
+        """Digests of what else decides the run's numbers, by name: a resumed run must have the same."""
+        return {}
+
+    def loader(self, cfg: Config, processor: Any, **share: Any) -> Any:
+        """The batches of each step: :class:`octavo.data.Loader`, or what is used as one."""
+        return data.train_loader(cfg, processor, **share)
+
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
+        """Everything is assembled, and resumed after `step`. `directory` is the run's; `say` takes lines for people."""
+
+    def close(self) -> None:
+        """The run ends, in whatever way: end processes and free memory."""
+
+
+SFT = Phase()

@@ -1,0 +1,242 @@
+"""Preferences as TRL, LLaMA-Factory and messages write them; labels on what follows the shared prompt alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from octavo.data import (
+    BadSample,
+    DataError,
+    Encoder,
+    LabelledEncoder,
+    LongSample,
+    PairEncoder,
+    pair_loader,
+    pair_set,
+    read,
+)
+
+USER = {"role": "user", "content": "Which?"}
+LEFT, RIGHT = {"role": "assistant", "content": "Left."}, {"role": "assistant", "content": "Right."}
+
+
+def pairs(folder, rows, kind="pairs", **more):
+    path = folder.json(rows)
+    dataset = SimpleNamespace(**{"path": str(path), "images": None, "max_samples": None, "format": "auto", **more})
+    return read(dataset, kind)
+
+
+def says(conversation):
+    return [(turn.role, turn.text, len(turn.parts)) for turn in conversation.turns]
+
+
+ONE = {
+    "trl, explicit": {"prompt": "Which?", "chosen": "Left.", "rejected": "Right."},
+    "trl, explicit turns": {"prompt": [USER], "chosen": [LEFT], "rejected": [RIGHT]},
+    "trl, implicit": {"chosen": [USER, LEFT], "rejected": [USER, RIGHT]},
+    "ultrafeedback": {"prompt": "Which?", "chosen": [USER, LEFT], "rejected": [USER, RIGHT], "messages": [USER, LEFT]},
+    "llama-factory": {"conversations": [{"from": "human", "value": "Which?"}],
+                      "chosen": {"from": "gpt", "value": "Left."}, "rejected": {"from": "gpt", "value": "Right."}},
+    "llama-factory, alpaca": {"instruction": "Which?", "input": "", "chosen": "Left.", "rejected": "Right."},
+    "messages": {"messages": [USER], "chosen": LEFT, "rejected": RIGHT},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_one_pair_in_all_ways(folder, name):
+    row = pairs(folder, [ONE[name]])[0]
+    assert says(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.given == 0
+    assert says(row.rejected) == [("user", "Which?", 1), ("assistant", "Right.", 1)]
+
+
+def test_longer_prompts_and_images(folder):
+    image = folder.image()
+    system = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"chosen": [system, USER, LEFT, USER, LEFT], "rejected": [system, USER, LEFT, USER, RIGHT], "images": [image]},
+        {"prompt": [dict(USER, content="<image>"), LEFT, USER], "chosen": "a", "rejected": [RIGHT], "image": image},
+        {"instruction": "a", "input": "b", "system": "c", "chosen": "d", "rejected": "e"},
+        {"chosen": [USER, LEFT, USER, LEFT], "rejected": [USER, RIGHT, {"role": "user", "content": "Sure?"}, RIGHT]},
+    ]  # fmt: skip
+    first, second, third, fourth = (pairs(folder, rows)[n] for n in range(4))
+    assert first.given == 1 and says(first.chosen)[1] == ("user", "Which?", 2) and len(first.rejected.images) == 1
+    assert second.given == 1 and says(second.rejected)[0] == ("user", "", 1) and len(second.rejected.images) == 1
+    assert [turn[:2] for turn in says(third.chosen)] == [("system", "c"), ("user", "a\nb"), ("assistant", "d")]
+    assert fourth.given == 0 and len(fourth.rejected.turns) == 4
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "chosen": "b"}, r"has the keys \['chosen', 'prompt'\]; expected 'prompt' or turns in"),
+        ([], r"has \[\]; expected"),
+        ({"chosen": "a b", "rejected": "a c"}, r"has answers and no prompt \(the keys"),
+        ({"prompt": "a", "messages": [USER], "chosen": "b", "rejected": "c"}, "has both 'prompt' and 'messages'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "has the same answer as chosen and rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "turn 2 is an assistant turn without text"),
+        ({"prompt": "a", "chosen": None, "rejected": "b"}, "turn 2 is None"),
+        ({"prompt": "a", "chosen": 1.5, "rejected": "b"}, "turn 2 is 1.5"),
+        ({"prompt": "a", "chosen": [], "rejected": "b"}, "has no assistant turn"),
+        ({"chosen": [USER, LEFT], "rejected": [dict(USER, content="x"), LEFT]}, r"share 0 turn\(s\) and go on with"),
+        ({"chosen": [USER, LEFT], "rejected": [USER, LEFT, USER, RIGHT]}, "share 2 turn.* with nothing and user"),
+        ({"prompt": "a", "chosen": USER, "rejected": LEFT}, "has no assistant turn, so there is nothing"),
+        ({"prompt": "a <image>", "chosen": "b", "rejected": "c"}, "names no image"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["../a.png"]}, "lies outside the image folder"),
+        ({"instruction": ["a"], "chosen": "b", "rejected": "c"}, "has an instruction, input or system that is no text"),
+    ],
+)  # fmt: skip
+def test_bad_pairs_are_named(folder, row, reason):
+    with pytest.raises(BadSample, match=rf"rows\.json, row 1: .*{reason}"):
+        pairs(folder, [ONE["messages"], row])[1]
+
+
+def test_a_format_is_not_taken_and_ignored(folder):
+    with pytest.raises(DataError, match="format is llava, and preferences are told by their keys; leave it out"):
+        pairs(folder, [ONE["messages"]], format="llava")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3"])
+def test_labels_are_those_of_sft_behind_the_prompt(folder, models, family):
+    """The tokens are a conversation's like any other, and only the answers that differ are learned."""
+    vision = family != "qwen3"
+    prompt = [{"role": "user", "content": "<image>" * vision + "Which?"}, LEFT, USER]
+    row = {"prompt": prompt, "chosen": [LEFT], "rejected": "Right.", **({"images": [folder.image()]} if vision else {})}
+    pair = PairEncoder(models(family), 200).encode(pairs(folder, [row])[0])
+    for sample, answer in ((pair.chosen, LEFT), (pair.rejected, RIGHT)):
+        sft = {"messages": [*prompt, answer], **({"images": row["images"]} if vision else {})}
+        whole = Encoder(models(family), 200).encode(folder.read([sft], "sft.json")[0])
+        assert sample.input_ids.tolist() == whole.input_ids.tolist() and sample.answers == whole.answers[1:]
+        start, end = whole.answers[1]
+        assert sample.labels[start:end].tolist() == whole.labels[start:end].tolist()
+        assert (sample.labels[:start] == -100).all() and (sample.labels[end:] == -100).all()
+    assert pair.nbytes == pair.chosen.nbytes + pair.rejected.nbytes and (pair.row, pair.id) == (0, None)
+
+
+def test_long_pairs(folder, models):
+    row = pairs(folder, [{"prompt": "a", "chosen": "long " * 40 + "b", "rejected": "long " * 40 + "c"}])[0]
+    with pytest.raises(LongSample, match="row 0: is .* tokens long, seq_length is 40"):
+        PairEncoder(models("qwen3"), 40).encode(row)
+    with pytest.raises(LongSample, match="row 0: chosen and rejected are the same 40 tokens; seq_length is 40"):
+        PairEncoder(models("qwen3"), 40, on_long="cut").encode(row)
+    with pytest.raises(DataError, match="train_on_prompt is true, and preferences are about answers"):
+        PairEncoder(models("qwen3"), 40, train_on_prompt=True)
+
+
+def config(folder, rows, **data):
+    dataset = SimpleNamespace(path=str(folder.json(rows)), images=None, max_samples=None, format="auto", weight=1.0)
+    more = {"on_long": "drop", "train_on_prompt": False, "system": None, "max_image_megapixels": 100.0, "workers": 0,
+            "on_bad_sample": "skip", "train": [dataset], "eval": [dataset], **data}  # fmt: skip
+    return SimpleNamespace(
+        data=SimpleNamespace(**more), run=SimpleNamespace(seed=1, timeout=60.0),
+        train=SimpleNamespace(seq_length=64, micro_batch=2, global_batch=4),
+    )  # fmt: skip
+
+
+def words(processor, batch, row):
+    kept = batch["labels"][row] != -100
+    return processor.tokenizer.decode(batch["input_ids"][row][kept]).split("<")[0]
+
+
+def test_batches_are_chosen_before_rejected(folder, models):
+    processor, image = models("qwen3_vl"), folder.image(size=(32, 32))
+    rows = [{"prompt": f"{n}?", "chosen": f"c{n}", "rejected": f"r{n} is worse", "images": [image]} for n in range(8)]
+    rows[5] = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    cfg = config(folder, rows)
+    whole = [next(stream) for stream in [pair_loader(cfg, processor)] for _ in range(4)]
+    for batches in whole:
+        assert len(batches) == 2
+        for batch in batches:
+            count = len(batch["input_ids"]) // 2
+            assert batch["meta"].rows[:count] == batch["meta"].rows[count:]
+            for place, row in enumerate(batch["meta"].rows[:count]):
+                assert words(processor, batch, place) == f"c{row}"
+                assert words(processor, batch, count + place) == f"r{row} is worse"
+            assert len(batch["image_grid_thw"]) == 2 * count
+    seen = [row for step in whole for batch in step for row in batch["meta"].rows]
+    assert sorted(set(seen)) == [0, 1, 2, 3, 4, 6, 7]
+    rest = next(pair_loader(cfg, processor, start_row=12))
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(rest, whole[3], strict=True))
+    ranks = [next(pair_loader(cfg, processor, rank=rank, world=2)) for rank in (0, 1)]
+    assert [batch["meta"].rows for (batch,) in ranks] == [batch["meta"].rows for batch in whole[0]]
+    held = list(pair_set(cfg, processor))
+    assert [batch["meta"].rows for batch in held] == [(0, 1) * 2, (2, 3) * 2, (4, 4), (6, 7) * 2]
+    assert pair_set(config(folder, rows, eval=[]), processor) is None
+
+
+def test_no_pairs_are_two_rows_that_teach_nothing(folder, models):
+    rows = [{"prompt": "long " * 90, "chosen": "b", "rejected": "c"}, ONE["messages"]]
+    cfg = config(folder, rows)
+    cfg.train.micro_batch = 1
+    batches = next(pair_loader(cfg, models("qwen3")))
+    empty = [batch for batch in batches if not batch["meta"].samples]
+    assert len(empty) == 2 and empty[0]["input_ids"].shape == (2, 2) and (empty[0]["labels"] == -100).all()
+
+
+LABELLED = [
+    {"prompt": "Which?", "completion": "Left.", "label": True},
+    {"prompt": [USER], "completion": [RIGHT], "label": False},
+    {"completion": [USER, LEFT], "label": True},
+    {"messages": [USER, RIGHT, USER, LEFT], "kto_tag": False},
+    {"conversations": [{"from": "human", "value": "Which?"}, {"from": "gpt", "value": "Left."}], "label": True},
+]
+
+
+def test_labelled_rows(folder):
+    found = [pairs(folder, LABELLED, "labelled")[n] for n in range(5)]
+    assert [row.label for row in found] == [True, False, True, False, True] and [row.given for row in found] == [
+        0,
+        0,
+        0,
+        1,
+        0,
+    ]
+    assert all(row.conversation.turns[-1].role == "assistant" for row in found)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "completion": "b"}, r"has the keys \['completion', 'prompt'\]; expected 'label', true"),
+        ({"prompt": "a", "completion": "b", "label": 1}, "has the label 1; expected 'label', true or false"),
+        ({"completion": "b", "label": True}, "has answers and no prompt"),
+        ({"messages": [USER, LEFT, USER], "label": True}, "ends with a turn of the user"),
+        ({"prompt": "a", "label": True}, "has no assistant turn"),
+        ("a", "has 'a'; expected 'label'"),
+    ],
+)  # fmt: skip
+def test_bad_labelled_rows_are_named(folder, row, reason):
+    with pytest.raises(BadSample, match=rf"row 1: .*{reason}"):
+        pairs(folder, [LABELLED[0], row], "labelled")[1]
+
+
+def test_labelled_batches_cross_prompts_and_answers(folder, models):
+    processor = models("qwen3")
+    rows = [{"prompt": f"p{n} " * (n + 1), "completion": f"c{n} " * (5 - n), "label": n % 2 == 0} for n in range(4)]
+    batches = next(pair_loader(config(folder, rows), processor, kind="labelled"))
+    order = [row for batch in batches for row in batch["meta"].rows[:2]]
+    assert sorted(order) == [0, 1, 2, 3]
+    for batch in batches:
+        assert batch["desirable"].tolist() == [row % 2 == 0 for row in batch["meta"].rows[:2]]
+        for place, row in enumerate(batch["meta"].rows[:2]):
+            before = order[order.index(row) - 1]
+            text = processor.tokenizer.decode(batch["input_ids"][2 + place][batch["attention_mask"][2 + place] == 1])
+            assert text.startswith(processor.tokenizer.decode(batch["input_ids"][place][:6])[:20]) and f"p{row}" in text
+            assert f"c{before}".startswith(words(processor, batch, 2 + place).split()[0]) and f"c{row}" not in text
+            assert words(processor, batch, place).split()[0] == f"c{row}"
+    lengths = [max(batch["meta"].lengths[:2]) for batch in batches]
+    assert max(max(batch["meta"].lengths) for batch in batches) <= max(lengths)
+
+
+def test_a_labelled_row_alone_has_nothing_to_be_crossed_with(folder, models):
+    rows = [LABELLED[0], {"prompt": "a", "completion": "b"}]
+    cfg = config(folder, rows)
+    cfg.train.global_batch = 2
+    (batch,) = next(pair_loader(cfg, models("qwen3"), kind="labelled"))
+    assert (batch["labels"][0] != -100).any() and not (batch["labels"][1] != -100).any()
+    assert batch["desirable"].tolist() == [True]
+    with pytest.raises(
+        DataError, match=r"global_batch is 2 for 2 process\(es\), and KTO compares rows with each other"
+    ):
+        pair_loader(cfg, models("qwen3"), kind="labelled", world=2)
+    assert LabelledEncoder(models("qwen3"), 64).encode(pairs(folder, rows, "labelled")[0]).label is True

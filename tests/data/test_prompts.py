@@ -1,0 +1,197 @@
+"""Prompts and their references out of every format, as tokens that end where the answer begins."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from octavo.data import BadSample, DataError, Encoder, LongSample, PromptEncoder, prompt_loader, read, reward_columns
+
+
+def prompts(folder, rows, name="rows.json", **more):
+    path = folder.json(rows, name)
+    dataset = SimpleNamespace(**{"path": str(path), "images": None, "max_samples": None, "format": "auto", **more})
+    return read(dataset, "prompts")
+
+
+def test_sft_rows_give_their_last_answer(folder):
+    image = folder.image()
+    llava = prompts(folder, [folder.llava("<image>\nWhat?", "One", "And now?", " Two ", image=image, level=3)])[0]
+    assert llava.answer == " Two " and [turn.role for turn in llava.conversation.turns] == ["user", "assistant", "user"]
+    assert llava.columns == {
+        "id": "r", "level": 3, "prompt": "And now?", "images": [str(folder.path / image)],
+        "messages": [{"role": "user", "content": "<image>\nWhat?"}, {"role": "assistant", "content": "One"},
+                     {"role": "user", "content": "And now?"}],
+    }  # fmt: skip
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    said = [{"role": "assistant", "content": "4"}]
+    assert prompts(folder, [{"messages": chat + said}])[0].answer == "4"
+    assert prompts(folder, [chat + said + chat[1:]])[0].answer == "4"  # what nobody answered is left out
+    # a row's own answer comes first, and then nothing of an unanswered conversation is cut
+    own = prompts(
+        folder, [{"messages": chat + said, "answer": 4.5}, {"messages": [*chat, *said, *chat], "answer": "x"}]
+    )
+    assert own[0].answer == "4.5" and len(own[0].conversation.turns) == 2
+    assert own[1].answer == "x" and len(own[1].conversation.turns) == 5
+    drawn = [{"role": "assistant", "content": "Look: <image>"}]
+    two = prompts(folder, [{"messages": chat + drawn + chat[1:] + said, "images": [image]},
+                           {"messages": chat + drawn, "images": [image]}])  # fmt: skip
+    assert len(two[0].conversation.images) == 1
+    with pytest.raises(BadSample, match="row 1: has an image in its last answer, and completions are text"):
+        two[1]
+
+
+def test_rows_with_a_prompt(folder):
+    image, other = folder.image(), folder.image("b.png")
+    parts = [{"type": "image"}, {"type": "text", "text": "Which?"}]
+    rows = [
+        {"prompt": "6 x 7?", "answer": 42, "tests": {"a": [1, None]}},
+        {"prompt": "Which?", "image": image, "answer": ["seven", 7]},
+        {"prompt": [{"from": "human", "value": "Which?"}], "images": [image, other]},
+        {"prompt": [{"role": "user", "content": parts}], "images": [image], "answer": None},
+        {"prompt": [{"role": "user", "content": [parts[1]]}], "images": [image], "answer": ""},
+        {"prompt": "a <image> b", "images": [image], "answer": "x"},
+    ]
+    for name in ("rows.json", "rows.jsonl"):
+        found = [prompts(folder, rows, name)[n] for n in range(len(rows))]
+        assert [row.answer for row in found] == ["42", ["seven", "7"], None, None, "", "x"]
+        contents = [row.columns["messages"][0]["content"] for row in found]
+        assert contents[1:4] == ["<image>Which?", "<image><image>Which?", "<image>Which?"]
+        assert contents[4:] == ["<image>Which?", "a <image> b"]
+        assert found[0].columns["tests"] == {"a": [1, None]} and "answer" not in found[0].columns
+        assert found[1].conversation.images == (folder.path / image,)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "answer": {"b": 1}}, r"has the answer \{'b': 1\}; expected a text, a number, or a list"),
+        ({"prompt": "a", "answer": True}, "has the answer True"),
+        ({"prompt": "a", "answer": []}, r"has the answer \[\]"),
+        ({"prompt": 7}, "turn 1 is 7; expected"),
+        ({"prompt": []}, "the conversation is empty"),
+        ({"prompt": [], "images": ["a.png"]}, r"has 0 <image> placeholder\(s\) in its text and 1 image"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, "the conversation begins with an assistant|begins with"),
+        ({"prompt": [{"role": "system", "content": "a"}]}, "a prompt that ends with a turn of the system"),
+        ({"prompt": "a", "images": ["none.png"]}, "'none.png' is missing"),
+        ({"prompt": "a <image>", "answer": "b"}, "names no image"),
+        ({"prompt": "a <image><image>", "images": ["a.png"]}, r"has 2 <image> placeholder\(s\) .* and 1 image"),
+        ({"prompt": "a", "completions": []}, "has a key 'completions', the name by which rewards"),
+        ({"prompt": "a", "messages": None, "answer": "b", "videos": ["v"]}, "video is not available"),
+        ({"question": "a"}, "expected an object with 'prompt'"),
+        ([], "expected an object with 'prompt'"),
+    ],
+)
+def test_bad_rows_are_named(folder, row, reason):
+    folder.image()
+    source = prompts(folder, [{"prompt": "q", "answer": "a"}, row])
+    with pytest.raises(BadSample, match=rf"rows\.json, row 1: .*({reason})"):
+        source[1]
+
+
+def test_formats_that_disagree_are_refused(folder):
+    with pytest.raises(DataError, match="row 0 reads as prompt, row 1 reads as sharegpt"):
+        prompts(folder, [{"prompt": "q"}, folder.llava("q", "a", images=["x"])])
+    with pytest.raises(DataError, match=r"no row looks like a conversation .* or prompt with answer"):
+        prompts(folder, [{"question": "q"}])
+    with pytest.raises(DataError, match="no row looks like a conversation"):
+        folder.read([{"prompt": "q", "answer": "a"}])  # which is nothing to SFT
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "qwen3"])
+def test_tokens_are_those_of_the_stock_processor(folder, models, family):
+    """And the same as SFT's up to the answer; pixels are the same."""
+    processor, vision = models(family), family != "qwen3"
+    image = folder.image(size=(64, 48))
+    row = folder.llava("<image>" * vision + "What is it?", "A dot.", **({"image": image} if vision else {}))
+    encoder = PromptEncoder(processor, 200)
+    sample = encoder.encode(prompts(folder, [row])[0])
+    content = [{"type": "image"}] * vision + [{"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": content if vision else "What is it?"}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if not vision:
+        assert sample.input_ids.tolist() == processor.tokenizer(text)["input_ids"]
+    whole = Encoder(processor, 200).encode(folder.read([row])[0])
+    count = len(sample.input_ids)
+    assert sample.input_ids.tolist() == whole.input_ids[:count].tolist() and whole.answers[0][0] == count
+    assert (sample.labels == -100).all() and sample.answers == () and sample.answer == "A dot."
+    if vision:
+        assert np.array_equal(sample.pixel_values, whole.pixel_values) and sample.images == 1
+
+
+def test_a_prompt_leaves_room_for_its_answer(folder, models):
+    row = prompts(folder, [{"prompt": "word " * 50, "answer": "x"}])[0]
+    tokens = len(PromptEncoder(models("qwen3"), 4000).encode(row).input_ids)
+    assert len(PromptEncoder(models("qwen3"), tokens + 16, reserve=16).encode(row).input_ids) == tokens
+    room = rf"is {tokens} tokens long, seq_length is {tokens + 15}, 16 of it are kept for the answer"
+    with pytest.raises(LongSample, match=room):
+        PromptEncoder(models("qwen3"), tokens + 15, reserve=16).encode(row)
+    with pytest.raises(DataError, match=rf"{room}; raise train.seq_length, .* or set data.on_long to drop$"):
+        PromptEncoder(models("qwen3"), tokens + 15, reserve=16, on_long="error").encode(row)
+    with pytest.raises(DataError, match="on_long is cut, and the end of a prompt is what is asked; set it to drop"):
+        PromptEncoder(models("qwen3"), 100, on_long="cut")
+    with pytest.raises(DataError, match="train_on_prompt is true, and completions alone are learned from"):
+        PromptEncoder(models("qwen3"), 100, train_on_prompt=True)
+    with pytest.raises(DataError, match="seq_length is 16, 16 of it are kept .* nothing is left for a prompt"):
+        PromptEncoder(models("qwen3"), 16, reserve=16)
+
+
+def config(folder, path, **data):
+    dataset = SimpleNamespace(path=str(path), images=None, max_samples=None, format="auto", weight=1.0)
+    more = {"on_long": "drop", "train_on_prompt": False, "system": None, "max_image_megapixels": 100.0, "workers": 0,
+            "on_bad_sample": "error", "train": [dataset], "eval": [dataset], **data}  # fmt: skip
+    return SimpleNamespace(
+        data=SimpleNamespace(**more), run=SimpleNamespace(seed=1, timeout=60.0),
+        train=SimpleNamespace(seq_length=64, micro_batch=2, global_batch=4),
+    )  # fmt: skip
+
+
+def steps(cfg, processor, count, **more):
+    stream = prompt_loader(cfg, processor, prompts=4, max_new_tokens=8, **more)
+    found = [next(stream) for _ in range(count)]
+    stream.close()
+    return found, stream
+
+
+def told(step):
+    return [(sample.number, sample.row, sample.answer) for sample in step]
+
+
+def test_the_stream_is_exact(folder, models):
+    cfg = config(folder, folder.json([{"prompt": f"{n}?", "answer": n} for n in range(6)]))
+    whole, stream = steps(cfg, models("qwen3"), 5)
+    assert [sample.number for step in whole for sample in step] == list(range(20)) and stream.rows == 20
+    assert sorted(sample.row for sample in [*whole[0], *whole[1][:2]]) == list(range(6))  # an epoch
+    rest, _ = steps(cfg, models("qwen3"), 3, start_row=8)
+    assert [told(step) for step in rest] == [told(step) for step in whole[2:]]
+    ranks = [steps(cfg, models("qwen3"), 5, rank=rank, world=2)[0] for rank in (0, 1)]
+    assert [told(a) + told(b) for a, b in zip(*ranks, strict=True)] == [told(step) for step in whole]
+    cfg.data.workers = 1
+    assert [told(step) for step in steps(cfg, models("qwen3"), 5)[0]] == [told(step) for step in whole]
+
+
+def test_rows_left_out_keep_the_numbers_of_others(folder, models):
+    rows = [{"prompt": f"{n}?", "answer": n} for n in range(8)]
+    rows[3] = {"prompt": "long " * 100, "answer": 1}
+    rows[5] = {"prompt": "q", "answer": {}}
+    path = folder.json(rows)
+    whole, stream = steps(config(folder, path, on_bad_sample="skip"), models("qwen3"), 2)
+    assert stream.report.counts == {"dropped": 1, "skipped": 1}
+    clean, _ = steps(config(folder, folder.json([{"prompt": "q", "answer": n} for n in range(8)], "b.json")),
+                     models("qwen3"), 2)  # fmt: skip
+    places = {row: number for step in clean for number, row, _ in told(step)}
+    kept = {row: number for step in whole for number, row, _ in told(step)}
+    assert kept == {row: number for row, number in places.items() if row not in (3, 5)}
+    with pytest.raises(BadSample, match="row 5"):
+        steps(config(folder, path), models("qwen3"), 2)
+
+
+def test_columns_of_a_group(folder, models):
+    rows = [{"prompt": "a?", "answer": "1", "level": 2}, {"prompt": "b?", "kind": "x"}]
+    encoder = PromptEncoder(models("qwen3"), 64)
+    source = prompts(folder, rows)
+    columns = reward_columns([encoder.encode(source[n]) for n in range(2)], 2)
+    assert columns["answer"] == ["1", "1", None, None] and columns["prompt"] == ["a?", "a?", "b?", "b?"]
+    assert columns["level"] == [2, 2, None, None] and columns["kind"] == [None, None, "x", "x"]
+    assert columns["images"] == [[]] * 4 and columns["messages"][3] == [{"role": "user", "content": "b?"}]
+    assert reward_columns([]) == {}

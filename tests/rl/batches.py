@@ -1,0 +1,42 @@
+"""Micro-batches of made-up completions, as objectives take them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.rl.objectives import Batch
+
+
+def masks(b: int, t: int, seed: int = 0) -> Tensor:
+    """bool [B, T]: completions of 1 to T tokens, padded on the right."""
+    lengths = torch.randint(1, t + 1, (b,), generator=torch.Generator().manual_seed(seed))
+    return torch.arange(t) < lengths[:, None]
+
+
+def batch(b: int = 6, t: int = 7, seed: int = 0, spread: float = 0.3, mask: Tensor | None = None, **more) -> Batch:
+    """Log-probabilities that differ by about `spread` nats between policy, rollout and reference."""
+    g = torch.Generator().manual_seed(seed)
+
+    def noise() -> Tensor:
+        return spread * torch.randn(b, t, generator=g)
+
+    old = -torch.rand(b, t, generator=g) * 3 - 0.1
+    given = {
+        "logps": old + noise(),
+        "old_logps": old,
+        "mask": masks(b, t, seed) if mask is None else mask,
+        "advantages": torch.randn(b, generator=g),
+        "ref_logps": old + noise(),
+        "entropy": torch.rand(b, t, generator=g) * 2,
+    }
+    return Batch(**(given | more))
+
+
+def close(ours: Tensor, theirs: Tensor | float) -> None:
+    """Within 1e-6, absolute or of the value."""
+    torch.testing.assert_close(ours.double(), torch.as_tensor(theirs).double(), rtol=1e-6, atol=1e-6)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(True)

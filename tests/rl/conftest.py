@@ -1,0 +1,41 @@
+"""Pairs and prompts over the handwriting of `tests/train`, and configurations of short runs in these phases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.config import Config
+from tests.train.conftest import make, place
+
+__all__ = ["make", "place"]
+
+
+def asked(row: dict) -> tuple[dict, str]:
+    """A digits row up to its last answer, and that answer."""
+    *turns, last = row["conversations"]
+    return {**row, "conversations": turns}, last["value"]
+
+
+@pytest.fixture(scope="session")
+def pairs(place: Path) -> Path:
+    """Digits: the right answer is chosen, another digit rejected."""
+    rows = json.loads((place / "digits" / "train.json").read_text())
+    made = [{**row, "chosen": answer, "rejected": str((int(answer) + 3) % 10)} for row, answer in map(asked, rows)]
+    file = place / "digits" / "pairs.json"
+    file.write_text(json.dumps(made))
+    return file
+
+
+@pytest.fixture
+def preferring(make: Callable[..., Config], pairs: Path) -> Callable[..., Config]:
+    """preferring("preference={loss: orpo}", ..., dir="a") -> three steps of preferences."""
+
+    def build(*overrides: str, dir: str = "run") -> Config:
+        of = (f"data.train=[{{path: {pairs}}}]", "train.phase=preference", "train.steps=3", "data.eval=[]")
+        return make(*of, *overrides, dir=dir)
+
+    return build

@@ -1,0 +1,117 @@
+"""The phase of preferences: begins where policy and reference are one, learns, resumes, and refuses what it cannot."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import rl, train
+from octavo.config import Config, ConfigError, override
+from octavo.config.phases import OPTIONS
+from octavo.rl.algorithms import PREFERENCES
+from octavo.train.rundir import read_rows
+from tests.train.conftest import at
+
+Make = Callable[..., Config]
+ROLE = {"human": "user", "gpt": "assistant"}
+LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
+
+
+def rows_of(cfg: Config) -> list[dict]:
+    return read_rows(Path(cfg.run.dir) / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        pytest.param((), id="a copy as codes"),
+        pytest.param(LORA, id="the base of adapters"),
+        pytest.param(("fp8.recipe=off",), id="a copy in high precision"),
+        pytest.param(
+            ("fp8.recipe=rowwise", "train.logits=full", "fp8.rules=[{match: '**.down_proj', recipe: off}]"), id="rules"
+        ),
+    ],
+)
+def test_dpo_begins_at_no_margin_and_learns(preferring: Make, over: tuple[str, ...]):
+    """Equal weights give equal log-probabilities to the bit, in FP8 too: the first rewards are 0, the loss is log 2."""
+    cfg = preferring(*over, "train.steps=4")
+    result = rl.run(cfg)
+    first, *_, last = rows_of(cfg)
+    assert result.status == "finished"
+    assert first["rewards/chosen"] == first["rewards/rejected"] == 0 and first["loss"] == pytest.approx(math.log(2))
+    assert first["logps/chosen"] < 0 and last["rewards/chosen"] != 0
+    proof = json.loads((result.dir / "proof.json").read_text())
+    assert not proof["pending"], "the reference's forwards are not counted as the policy's"
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_losses_without_a_reference_hold_none(preferring: Make, loss: str):
+    phase = rl.phase_of(cfg := preferring(f"preference={{loss: {loss}}}", "train.steps=1", "train.warmup=0"))
+    seen = []
+    begin = phase.begin
+    phase.begin = lambda stepper, *rest: (begin(stepper, *rest), seen.append(stepper.reference))  # type: ignore
+    train.run(cfg, phase=phase)
+    assert seen == [None] and rows_of(cfg)[0]["rewards/accuracies"] <= 1
+
+
+def test_kto_learns_from_labelled_answers(preferring: Make, pairs: Path, tmp_path: Path):
+    labelled = [
+        {"image": row["image"], "prompt": turns, "completion": row["chosen"], "label": number % 2 == 0}
+        for number, row in enumerate(json.loads(pairs.read_text()))
+        for turns in [[{"role": ROLE[t["from"]], "content": t["value"]} for t in row["conversations"]]]
+    ]
+    file = pairs.parent / "labelled.json"
+    file.write_text(json.dumps(labelled))
+    cfg = preferring(f"data.train=[{{path: {file}}}]", "preference={loss: kto}")
+    rl.run(cfg)
+    first, *_ = rows_of(cfg)
+    assert first["loss"] == pytest.approx(0.5) and first["rewards/chosen"] == 0
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(preferring: Make):
+    whole = rl.run(preferring(*LORA, dir="whole"))
+    cfg = preferring(*LORA)
+    rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    result = rl.run(override(cfg, ["run.resume=auto"]))
+    assert result.losses() == whole.losses()
+
+
+def test_micro_batches_do_not_matter(preferring: Make):
+    losses = [
+        list(rl.run(preferring(f"train.micro_batch={n}", "fp8.recipe=off", dir=str(n))).losses().values())
+        for n in (1, 4)
+    ]
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-6)
+
+
+def test_options_are_those_of_the_losses():
+    assert {name: set(p.options) for name, p in PREFERENCES.items()} == {n: set(o) for n, o in OPTIONS.items()}
+
+
+@pytest.mark.parametrize(
+    ("over", "key", "found"),
+    [
+        (["preference={loss: ipo, label_smoothing: 0.1}"], "preference.label_smoothing", "has no effect on ipo"),
+        (["preference={loss: orpo, reference: copy}"], "preference.reference", "orpo has none"),
+        (["preference={reference: base}"], "preference.reference", "there are none"),
+        (["train.z_loss=0.1"], "train.z_loss", "is not for phase preference"),
+        (["train.phase=sft", "preference={beta: 0.2}"], "preference", "has no effect in phase sft"),
+        (["rl={rewards: [exact_match]}"], "rl", "has no effect in phase preference"),
+        (["train.phase=rl"], "rl", "nothing says what is rewarded"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(preferring: Make, over: list[str], key: str, found: str):
+    with pytest.raises(ConfigError, match=found) as caught:
+        preferring(*over)
+    assert key in str(caught.value)
+
+
+def test_the_phase_of_a_run_is_not_taken_for_another(preferring: Make):
+    with pytest.raises(train.TrainError, match="train.phase is preference, and this runs pretrain and sft"):
+        train.run(preferring())
