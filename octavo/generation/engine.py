@@ -15,7 +15,7 @@ from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context
 from octavo.generation.errors import GenerationError
 from octavo.generation.memory import Shape
-from octavo.generation.pages import KINDS, Cache, pages_of
+from octavo.generation.pages import KINDS, PAGE, Cache, pages_of
 from octavo.generation.request import Completion, Prompt, Sampling
 from octavo.generation.stops import Stops
 
@@ -35,7 +35,7 @@ class Engine:
 
     def __init__(
         self, model: Any, tokenizer: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
-        page: int = 16, pages: int | None = None,
+        page: int = PAGE, pages: int | None = None,
     ) -> None:  # fmt: skip
         if slots < 1 or page < 1 or (pages is not None and pages < 1) or kv not in KINDS:
             raise GenerationError(

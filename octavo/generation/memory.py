@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from octavo import models
-from octavo.generation.pages import pages_of
+from octavo.generation.pages import PAGE, pages_of
 from octavo.generation.request import Sampling
 from octavo.generation.sampling import bytes_to_choose
 
@@ -32,7 +32,7 @@ class Shape:
     prompt: int
     new: int
     group: int = 1
-    page: int = 16
+    page: int = PAGE
 
     @property
     def whole(self) -> int:
@@ -89,7 +89,7 @@ def predict(
 
 
 def sequences_that_fit(
-    budget: int, config: Any, prompt: int, new: int, group: int = 1, page: int = 16, kv: str = "bf16",
+    budget: int, config: Any, prompt: int, new: int, group: int = 1, page: int = PAGE, kv: str = "bf16",
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:  # fmt: skip
     """The most sequences at a time whose generation takes at most `budget` bytes; 0 where none does."""
@@ -111,9 +111,9 @@ def _attention(model: models.CacheShape, shape: Shape, kv: str, dtype: torch.dty
     own = shape.sequences * shape.own * shape.page
     shared = shape.groups * (shape.prompt // shape.page) * shape.page if shape.group > 1 else 0
     fp32 = 2 * model.heads * (own + shared) * model.dim * 4
-    stored = 1 if kv == "fp8" else 0 if dtype == torch.float32 else dtype.itemsize
+    kept = model.dim + 4 if kv == "fp8" else 0 if dtype == torch.float32 else model.dim * dtype.itemsize
     scores = model.queries * shape.sequences * (shape.prompt + shape.new) * 4
-    return fp32 + max(2 * model.heads * max(own, shared) * model.dim * stored, 2 * scores)
+    return fp32 + max(2 * model.heads * max(own, shared) * kept, 2 * scores)
 
 
 def _choice(model: models.CacheShape, shape: Shape, dtype: torch.dtype, sampling: Sampling) -> int:

@@ -21,6 +21,9 @@ from octavo.fp8.arithmetic import CastSpec, quantize
 from octavo.models import CacheShape
 
 KINDS = ("bf16", "fp8")
+PAGE = 8
+"""Tokens of a page: of what a sequence reads in each step half a page is behind its end."""
+
 _TOKEN_AND_HEAD = CastSpec("e4m3", block=(1, -1), scale="fp32")
 
 
@@ -114,7 +117,7 @@ class Cache:
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages."""
         there, here = (torch.tensor(x, dtype=torch.int64, device=self.codes.device) for x in (source, target))
-        for x in (self.codes.view(torch.uint8), self.scales):
-            if x is not None:
-                paged = x.view(*x.shape[:2], self.pages, -1)
-                paged.index_copy_(2, here, paged.index_select(2, there))
+        kept = (self.codes,) if self.scales is None else (self.codes.view(torch.uint8), self.scales)
+        for x in kept:
+            paged = x.view(*x.shape[:2], self.pages, -1)
+            paged.index_copy_(2, here, paged.index_select(2, there))
