@@ -59,7 +59,7 @@ class Entry:
                 "sha256": content}  # fmt: skip
 
 
-def entries(given: Sequence[Any], directory: Path) -> list[Entry]:
+def read_entries(given: Sequence[Any], directory: Path) -> list[Entry]:
     """The entries of a configuration. Raises `RewardError`, which names the entry, what was found and the fix."""
     if not given:
         raise RewardError(
