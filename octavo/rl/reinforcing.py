@@ -134,7 +134,7 @@ class RlStepper(Stepper):
         updates = self._cut(rollout)
         if self.settings.updates > 1 or (self.settings.beta and self.settings.kl_in == "reward"):
             self._remember([batch for part in updates for batch in part])
-        figures |= self._judge(rollout, updates)
+        figures |= {"kl": None, **self._judge(rollout, updates)}
         self.told = []
         results = []
         for _ in range(self.settings.section.epochs):
@@ -329,7 +329,7 @@ class RlStepper(Stepper):
     def _means(self, updates: int) -> dict[str, Any]:
         """Figures of all updates of the step: means over them, or the smallest and largest."""
         found = whole(add_up(self.told), self.world)
-        return {"kl": None} | {name: v / updates if kind(name) == "sum" else v for name, v in found.items()}
+        return {name: v / updates if kind(name) == "sum" else v for name, v in found.items()}
 
     def forwards(self, batches: Batches) -> dict[str, int]:
         """Component -> micro-batches of the first update that reach it; of prompts that nothing was learnt from yet,

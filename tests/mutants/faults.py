@@ -1158,7 +1158,7 @@ area(
     "configuration",
     (
         "config-batches", "config/rules.py",
-        "if train.global_batch % train.micro_batch:", "if train.global_batch < train.micro_batch:",
+        "train.global_batch % train.micro_batch:", "train.global_batch < train.micro_batch:",
         "a global batch that is no multiple of the micro-batch is taken",
         "config/test_errors.py",
     ),
