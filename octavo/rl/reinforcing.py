@@ -75,7 +75,9 @@ class Reinforcing(Phase):
         stepper.engine = generation.Engine(
             stepper.model,
             processor.tokenizer,
-            generation.Context(forward.autocast, forward.dtype, lambda has: setattr(forward, "images", has)),
+            generation.Context(
+                forward.autocast, forward.dtype, stepper.world, lambda needed: setattr(forward, "images", not needed)
+            ),
             slots=min(settings.section.slots or own, own),
             kv=settings.section.kv,
         )
