@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo import fp8
 from octavo.generation.pages import Cache
 
 
@@ -96,3 +97,22 @@ class Decode:
             first, second = both.split([common.shape[-1], scores.shape[-1]], dim=-1)
             out = second @ values + shared.gather(shared.spread(first) @ common_values, q.shape[2])
         return out.transpose(0, 1).reshape(count, heads, dim).to(self.cache.dtype)
+
+
+@dataclass(frozen=True)
+class InvariantDecode:
+    """The same by the attention whose result depends on the sequence alone: its keys in one order, none shared.
+
+    `tables`: of all pages of each sequence · `positions` [B, 1]: of its new token
+    """
+
+    cache: Cache
+    where: Tensor
+    tables: Tensor
+    positions: Tensor
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.cache.write(layer, self.where, k, v)
+        keys, values = (x.transpose(0, 1) for x in self.cache.read(layer, self.tables))
+        q = q.to(self.cache.dtype)[:, :, None]
+        return fp8.invariant_attention(q, keys, values, scale=scale, positions=self.positions)[:, :, 0]

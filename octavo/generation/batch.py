@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import models
-from octavo.generation.attention import Decode, Prefill, Shared
+from octavo.generation.attention import Decode, InvariantDecode, Prefill, Shared
 from octavo.generation.caller import Caller
 from octavo.generation.errors import GenerationError
 from octavo.generation.pages import Cache, Pool, pages_of
@@ -168,10 +168,15 @@ class Batch:
         slots.position[active] += 1
         self._choose(active, at, logits)
 
-    def _attention(self, active: np.ndarray) -> Decode:
+    def _attention(self, active: np.ndarray) -> models.Attend:
         slots, page = self.slots, self.page
         held, pages, first = slots.held[active], slots.pages[active], slots.first[active]
         where = np.take_along_axis(pages, held[:, None] // page, 1)[:, 0] * page + held % page
+        if self.caller.invariant:
+            tables = self.cache.tables(self._device(pages[:, : int(held.max()) // page + 1]))
+            return InvariantDecode(
+                self.cache, self.cache.places(self._device(where)), tables, self._device(held)[:, None]
+            )
         most = int((held // page - first).max()) + 1
         own = np.minimum(first[:, None] + np.arange(most), pages.shape[1] - 1)
         table = np.take_along_axis(pages, own, 1)
@@ -204,7 +209,7 @@ class Batch:
     def _choose(self, active: np.ndarray, at: Tensor, logits: Tensor) -> None:
         """The next token of sequences; those that end leave."""
         slots, made = self.slots, self._device(self.slots.made[active])
-        tokens, logps, entropies = choose(logits, self.sampling, slots.uniforms[at, made])
+        tokens, logps, entropies = choose(logits, self.sampling, slots.uniforms[at, made], self.caller.invariant)
         slots.tokens[at, made], slots.logps[at, made], slots.entropies[at, made] = tokens, logps, entropies
         slots.made[active] += 1
         chosen = tokens.cpu().numpy()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo import models
+from octavo import fp8, models
 from octavo.generation.errors import GenerationError
 from octavo.parallel import World
 
@@ -36,12 +36,13 @@ class Context:
 
 
 class Caller:
-    """Calls a model. Raises GenerationError for one whose attention cannot be handed over."""
+    """Calls a model; `invariant`: inside `fp8.invariant`. Raises GenerationError for a model whose attention cannot be
+    handed over."""
 
-    def __init__(self, model: Any, context: Context) -> None:
+    def __init__(self, model: Any, context: Context, invariant: bool = False) -> None:
         if why := models.why_not_paged(model):
             raise GenerationError(f"{why}, so its keys and values cannot be kept in pages.")
-        self.model, self.context = model, context
+        self.model, self.context, self.invariant = model, context, invariant
         self.family = models.describe(model)
         self.shape = models.cache_shape(model.config)
         self.axes = models.axes(model, self.family)
@@ -59,7 +60,8 @@ class Caller:
         training = self.model.training
         self.model.eval()
         try:
-            with models.attention_by(self.model, self.family, self._attend):
+            rows = fp8.invariant(self.model) if self.invariant else nullcontext()
+            with rows, models.attention_by(self.model, self.family, self._attend):
                 yield
         finally:
             self._attention = None

@@ -28,6 +28,8 @@ class Engine:
                head
     page       tokens of a page
     pages      pages of the cache (None: as many as the slots can need in the call at hand)
+    invariant  inside `fp8.invariant`: what a sequence gets depends on it alone, so that log-probabilities are bit for
+               bit those of a training step inside it
 
     The cache is kept from call to call until :meth:`release`; `bytes` says what the last call held, by kind. Raises
     GenerationError for a model whose attention cannot be handed over.
@@ -35,14 +37,19 @@ class Engine:
 
     def __init__(
         self, model: Any, tokenizer: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
-        page: int = PAGE, pages: int | None = None,
+        page: int = PAGE, pages: int | None = None, invariant: bool = False,
     ) -> None:  # fmt: skip
         if slots < 1 or page < 1 or (pages is not None and pages < 1) or kv not in KINDS:
             raise GenerationError(
                 f"an engine of slots={slots}, page={page}, pages={pages}, kv={kv!r} cannot be: at least 1 of each, "
                 f"and kv is {' or '.join(KINDS)}."
             )
-        self.caller = Caller(model, context or Context())
+        if invariant and kv != "bf16":
+            raise GenerationError(
+                f"kv is {kv!r}, and an invariant engine reads the very keys and values that training does. Keep "
+                "them as they are computed (kv: bf16), or leave invariant out."
+            )
+        self.caller = Caller(model, context or Context(), invariant)
         self.tokenizer, self.slots, self.kv, self.page, self.pages = tokenizer, slots, kv, page, pages
         self.cache: Cache | None = None
         self.bytes: dict[str, int] = {}

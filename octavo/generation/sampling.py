@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo import fp8
 from octavo.fp8.arithmetic import random_blocks
 from octavo.generation.request import Sampling
 
@@ -39,12 +40,16 @@ def uniforms(
     return (first * 65536 + (second >> 16)).double() / 2.0**48
 
 
-def choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def choose(logits: Tensor, sampling: Sampling, u: Tensor, invariant: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The next tokens of B sequences: (tokens int64 [B], log-probabilities fp32 [B], entropies fp32 [B]).
 
-    logits [B, V] · u [B] float64, a random number each (greedy choice looks at none). A log-probability is NaN where
-    the logits are no numbers.
+    logits [B, V] · u [B] float64, a random number each (greedy choice looks at none) · invariant: log-probabilities and
+    entropies by the function that trains, bit for bit. A log-probability is NaN where the logits are no numbers.
     """
+    if invariant:
+        tokens = choose(logits, sampling, u)[0]
+        told = fp8.log_probs(logits, tokens, temperature=sampling.temperature or 1.0, entropy=True)
+        return tokens, *told
     rows = max(1, _ELEMENTS // logits.shape[1])
     parts = [_choose(x, sampling, r) for x, r in zip(logits.split(rows), u.split(rows), strict=True)]
     tokens, logps, entropies = zip(*parts, strict=True)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.parallel import World
-from octavo.train import losses
 from octavo.train.errors import TrainError
 
 
@@ -100,14 +99,10 @@ def log_probs(
         with head.log_probs(target, temperature, entropy) as given:
             found = given.take(forward(batch, keep))
         return found, given.entropy
-    logs = (forward(batch, keep).float() / temperature).log_softmax(-1)
-    place = target.to(logs.device)
-    known = place != losses.IGNORE
-    at = torch.where(known, logs.gather(-1, place.clamp(min=0).unsqueeze(-1)).squeeze(-1), 0.0)
-    if not entropy:
-        return at, None
-    each = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
-    return at, torch.where(known, each, 0.0)
+    logits = forward(batch, keep)
+    if entropy:
+        return fp8.log_probs(logits, target, temperature=temperature, entropy=True)
+    return fp8.log_probs(logits, target, temperature=temperature), None
 
 
 def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:

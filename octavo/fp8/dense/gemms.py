@@ -25,6 +25,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.dense import compiled
 from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix
+from octavo.fp8.invariance import active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
 from octavo.fp8.observe.recorder import HIGH, Seen
 from octavo.fp8.weights.cache import WeightCache, WeightSlice, has_values
@@ -104,7 +105,8 @@ class Dense:
         return backend.gemm_wgrad(dy, x, dtype)
 
     def high_fwd(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        product = row_linear if torch._C._len_torch_function_stack() and active() else F.linear
+        return product(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def high_dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
         return dy @ w.to(dy.dtype)

@@ -37,6 +37,7 @@ from octavo.fp8.arithmetic.recipe import recipe as named_recipe
 from octavo.fp8.dense import compiled, gemms
 from octavo.fp8.dense.gemms import DENSE, Dense, Site, select_backends
 from octavo.fp8.dense.inputs import Input, Source, without_autocast
+from octavo.fp8.invariance import active
 from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import Seen
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
@@ -258,6 +259,9 @@ class Linear(CachesWeights, nn.Linear):
             return compiled.forward(self, input)
         grad = torch.is_grad_enabled()
         call = Call(self._site, self.weight, WHOLE, grad, self.training, source=self._source)
+        if torch._C._len_torch_function_stack() and active():
+            with torch._C.DisableTorchFunction():  # a mode that looks at each call costs more than most of them
+                return three_gemms(input, self.weight, self.bias, call)
         return three_gemms(input, self.weight, self.bias, call)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

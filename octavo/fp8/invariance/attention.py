@@ -30,9 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.invariance.products import ROWS, InvarianceError
+from octavo.fp8.invariance.products import InvarianceError
 
 TILE = 128
+_ROWS = 8  # queries of a product are padded to a multiple, those of heads that share one of k together
+_LEAST = -87.0  # exp of it is a normal number
 _COLUMNS = 16  # head sizes are padded to a multiple: narrower columns are cut unevenly among threads
 
 
@@ -120,24 +122,8 @@ class Seen(NamedTuple):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> Tensor:
-        q_rows, shape = _rows(q, k.shape[1])
-        q_rows = q_rows * scale
-        keys = k.shape[2]
-        top = q_rows.new_full((*q_rows.shape[:2], 1), -math.inf)
-        total, out = torch.zeros_like(top), q_rows.new_zeros(*q_rows.shape[:2], v.shape[3] + -v.shape[3] % _COLUMNS)
-        for start, k_tile, v_tile in _tiles(k, v):
-            s = torch.bmm(q_rows, k_tile.transpose(1, 2))
-            s = seen.hide(s.view(*shape, TILE), start, keys).view(s.shape)
-            above = torch.maximum(top, s.amax(2, keepdim=True))
-            safe = above.masked_fill(above == -math.inf, 0.0)
-            p, a = s.sub_(safe).exp_(), top.sub_(safe).exp_()
-            total = total.mul_(a).add_(p.sum(2, keepdim=True))
-            out = out.mul_(a).add_(torch.bmm(p, v_tile))
-            top = above
-        nobody = total == 0.0
-        out = out / total.masked_fill(nobody, 1.0)
-        lse = (top + total.log()).masked_fill_(nobody, math.inf)  # exp(s - inf) is 0 in the backward
-        y = _unrows(out, q, shape)[..., : v.shape[3]].to(q.dtype).contiguous()
+        with torch._C.DisableTorchFunction():  # these products are invariant as they are
+            y, lse = _forward(q, k, v, seen, scale)
         tensors = [t for t in (seen.mask, seen.positions, seen.own) if t is not None]
         ctx.save_for_backward(q, k, v, y, lse, *tensors)
         ctx.there = [t is not None for t in (seen.mask, seen.positions, seen.own)]
@@ -147,32 +133,67 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, lse, *tensors = ctx.saved_tensors
-        left = iter(tensors)
-        mask, positions, own = (next(left) if there else None for there in ctx.there)
-        seen = Seen(mask, positions, ctx.window, own)
-        q_rows, shape = _rows(q, k.shape[1])
-        dy_rows, y_rows = (_rows(t, k.shape[1])[0] for t in (dy, y))
-        delta = (dy_rows * y_rows).sum(2, keepdim=True)
-        dq, keys = torch.zeros_like(q_rows), k.shape[2]
-        dks, dvs = [], []
-        for start, k_tile, v_tile in _tiles(k, v):
-            s = torch.bmm(q_rows, k_tile.transpose(1, 2)).mul_(ctx.scale)
-            p = seen.hide(s.view(*shape, TILE), start, keys).view(s.shape).sub_(lse).exp_()
-            dvs.append(torch.bmm(p.transpose(1, 2), dy_rows))
-            ds = torch.bmm(dy_rows, v_tile.transpose(1, 2)).sub_(delta).mul_(p).mul_(ctx.scale)
-            dq = dq.add_(torch.bmm(ds, k_tile))
-            dks.append(torch.bmm(ds.transpose(1, 2), q_rows))
-        dk, dv = (_of_keys(torch.cat(parts, 1), like) for parts, like in ((dks, k), (dvs, v)))
-        return _unrows(dq, q, shape)[..., : q.shape[3]].to(q.dtype), dk, dv, None, None
+        with torch._C.DisableTorchFunction():
+            return _gradients(ctx, dy)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    """(out [B, H, T, D_v], lse of the padded rows, infinite where a row saw nothing)."""
+    q_rows, shape = _rows(q, k.shape[1])
+    q_rows = q_rows * scale
+    keys = k.shape[2]
+    top = q_rows.new_full((*q_rows.shape[:2], 1), -math.inf)
+    total, out = torch.zeros_like(top), q_rows.new_zeros(*q_rows.shape[:2], v.shape[3] + -v.shape[3] % _COLUMNS)
+    for start, k_tile, v_tile in _tiles(k, v):
+        s = torch.bmm(q_rows, k_tile.transpose(1, 2))
+        s = seen.hide(s.view(*shape, TILE), start, keys).view(s.shape)
+        above = torch.maximum(top, s.amax(2, keepdim=True))
+        safe = above.masked_fill(above == -math.inf, 0.0)
+        p, a = _exp(s.sub_(safe)), _exp(top.sub_(safe))
+        total = total.mul_(a).add_(p.sum(2, keepdim=True))
+        out = out.mul_(a).add_(torch.bmm(p, v_tile))
+        top = above
+    nobody = total == 0.0
+    out = out / total.masked_fill(nobody, 1.0)
+    lse = (top + total.log()).masked_fill_(nobody, math.inf)  # exp(s - inf) is 0 in the backward
+    y = _unrows(out, q, shape)[..., : v.shape[3]].to(q.dtype).contiguous()
+    return y, lse
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, y, lse, *tensors = ctx.saved_tensors
+    left = iter(tensors)
+    mask, positions, own = (next(left) if there else None for there in ctx.there)
+    seen = Seen(mask, positions, ctx.window, own)
+    q_rows, shape = _rows(q, k.shape[1])
+    dy_rows, y_rows = (_rows(t, k.shape[1])[0] for t in (dy, y))
+    delta = (dy_rows * y_rows).sum(2, keepdim=True)
+    dq, keys = torch.zeros_like(q_rows), k.shape[2]
+    dks, dvs = [], []
+    for start, k_tile, v_tile in _tiles(k, v):
+        s = torch.bmm(q_rows, k_tile.transpose(1, 2)).mul_(ctx.scale)
+        p = _exp(seen.hide(s.view(*shape, TILE), start, keys).view(s.shape).sub_(lse))
+        dvs.append(torch.bmm(p.transpose(1, 2), dy_rows))
+        ds = torch.bmm(dy_rows, v_tile.transpose(1, 2)).sub_(delta).mul_(p).mul_(ctx.scale)
+        dq = dq.add_(torch.bmm(ds, k_tile))
+        dks.append(torch.bmm(ds.transpose(1, 2), q_rows))
+    dk, dv = (_of_keys(torch.cat(parts, 1), like) for parts, like in ((dks, k), (dvs, v)))
+    return _unrows(dq, q, shape)[..., : q.shape[3]].to(q.dtype), dk, dv, None, None
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp(x), 0 below the smallest normal number of fp32. Minus infinity and what underflows take a library's slow
+    path, many times as long as other numbers, and most of a tile may be hidden. Writes over x."""
+    nothing = x < _LEAST
+    return x.clamp_(min=_LEAST).exp_().masked_fill_(nothing, 0.0)
 
 
 def _rows(x: Tensor, kv: int) -> tuple[Tensor, tuple[int, ...]]:
     """x [B, H, T, D] -> ([B H_kv, G T', D'] in fp32 (float64 of float64), (B, H_kv, G, T')): the queries of all heads
-    that share one of k, padded with zeros to a multiple of :data:`ROWS`, and D to one of :data:`_COLUMNS`."""
+    that share one of k, padded with zeros to a multiple of :data:`_ROWS`, and D to one of :data:`_COLUMNS`."""
     batch, heads, queries, size = x.shape
     groups = heads // kv
-    more = -queries % (ROWS // math.gcd(ROWS, groups))
+    more = -queries % (_ROWS // math.gcd(_ROWS, groups))
     wide = F.pad(_wide(x), (0, -size % _COLUMNS, 0, more))
     shape = (batch, kv, groups, queries + more)
     return wide.reshape(batch * kv, groups * (queries + more), wide.shape[3]), shape

@@ -6,12 +6,14 @@ layers, routers, adapters, patch embeddings, attention by ``sdpa``. Those whose 
 beside it are replaced (:data:`REPLACED`) or, where nothing stands in for them, refused by name (:data:`REFUSED`).
 What remains is computed by rows or by elements: norms, softmax, top-k, rotary embeddings, casts of FP8 by rows.
 
-Gradients need not be invariant, but a backward that computes a forward again (checkpointing) belongs inside as well.
+Gradients are not invariant, and need not be. A forward that a backward computes again enters the mode by
+:func:`again`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from octavo.fp8.invariance.products import InvarianceError
 
 
 def active() -> bool:
-    """Whether rows stand for themselves here: inside the mode, also in a backward that was called inside."""
+    """Whether rows stand for themselves here: inside the mode."""
     return any(isinstance(mode, Rows) for mode in _get_current_function_mode_stack())
 
 
@@ -39,17 +41,13 @@ class Rows(TorchFunctionMode):
             return other(*args, **(kwargs or {}))
         if func in REFUSED:
             raise InvarianceError(f"invariant: the model calls {func.__name__}, {REFUSED[func]}")
-        if func is Tensor.backward:
-            with self:  # a mode is off while it handles a call, and forwards are computed again in here
-                return _backward(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _backward(
-    loss: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False,
-    inputs: Any = None,
-) -> None:  # fmt: skip
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+def again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What surrounds a forward, and the same forward where a backward computes it again (``context_fn`` of torch's
+    checkpoint): the mode, if it is active now. A backward runs outside of it, wherever it is called."""
+    return nullcontext(), Rows() if active() else nullcontext()
 
 
 def _sdpa(

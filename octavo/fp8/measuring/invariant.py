@@ -26,7 +26,7 @@ _OWN = ("flash_attention", "flex_attention", "paged", "eager", "kernels-communit
 def invariant(model: nn.Module) -> AbstractContextManager[object]:
     """Inside, the result for a row of every product and attention of ``model`` depends on neither batch nor length.
 
-    Enter it around a rollout, and around forward and backward of a step. Both must run with the same number of threads.
+    Enter it around a rollout, and around the forwards of a step. Both must run with the same number of threads.
 
     Raises InvarianceError for a model that cannot be: FP8 layers whose activations share a scale between rows
     (tensorwise, delayed), compiled code, attention other than sdpa, parameters that are not on a CPU. What a model

@@ -39,6 +39,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.dense.swap import Swapped
+from octavo.fp8.invariance import again
 
 CHOICES = ("none", "selective", "full")
 _ATTENTION = re.compile(r"(^|_)(attn|attention)$", re.IGNORECASE)
@@ -116,7 +117,8 @@ class Recomputed(nn.Module):
                 f"a {self._plain.__name__} that recomputes its forward got a cache of keys and values, which the "
                 "second run would fill once more. Train with use_cache=False"
             )
-        return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=not _is_norm(self))
+        more: dict[str, Any] = {"context_fn": again} if torch._C._len_torch_function_stack() else {}
+        return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=not _is_norm(self), **more)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or a pickle is made as that of the module without recomputation, whose class is then exchanged."""

@@ -1,0 +1,182 @@
+"""Products and functions of one element whose rows do not look at each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo import fp8
+from octavo.fp8.invariance import ROWS, Rows, active, row_linear
+
+COUNTS = (1, 2, 3, 5, 8, 16, 17, 31, 64, 127, 200)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def alone_and_together(function, x: Tensor) -> int:
+    """In how many rows of x the result differs from that of the rows in other numbers and places."""
+    whole = function(x)
+    parts = [(start, count) for count in COUNTS for start in (0, 1, 7) if start + count <= len(x)]
+    return sum(int((function(x[s : s + n]) != whole[s : s + n]).any(-1).sum()) for s, n in parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("k", "n"), [(64, 128), (72, 3), (100, 1), (320, 97), (8, 64), (1024, 16)])
+def test_a_row_of_a_product_has_its_bits_in_any_number(threads: int, dtype: torch.dtype, k: int, n: int) -> None:
+    x, w, b = random(207, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
+    with Rows():
+        for call in (
+            lambda x: F.linear(x, w, b),
+            lambda x: F.linear(x.unsqueeze(0), w)[0],
+            lambda x: x @ w.t(),
+            lambda x: torch.addmm(b, x, w.t()),
+            lambda x: torch.addmm(x[:, :1].expand(-1, n), x, w.t(), alpha=0.5),
+            lambda x: torch.matmul(x, w[0]).unsqueeze(1),
+        ):
+            assert alone_and_together(call, x) == 0
+    assert torch.allclose(row_linear(x, w, b).float(), F.linear(x, w, b).float(), rtol=2e-2, atol=2e-2)
+
+
+def test_without_the_mode_rows_look_at_each_other() -> None:
+    """What all this is for; should a library take the difference away, this says so."""
+    w = random(128, 72, seed=1)
+    assert alone_and_together(lambda x: F.linear(x, w), random(207, 72)) > 0
+    assert alone_and_together(F.silu, random(207, 172)) > 0
+
+
+FUNCTIONS = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "method": Tensor.sigmoid,
+    "module": nn.SiLU(),
+    "gelu": F.gelu,
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "softplus": F.softplus,
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 0.1),
+    "exp2": torch.exp2,
+    "softmax": lambda x: x.softmax(-1),
+    "norm": lambda x: x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "exp, sin, cos, tanh": lambda x: x.exp() + x.sin() + x.cos() + x.tanh(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_element_has_its_bits_anywhere(threads: int, name: str, dtype: torch.dtype) -> None:
+    function, x = FUNCTIONS[name], 2 * random(207, 172, dtype=dtype)
+    stock = function(x.double())
+    with Rows():
+        assert alone_and_together(function, x) == 0
+        ours = function(x)
+    assert float((ours.double() - stock).abs().max()) <= 4 * torch.finfo(dtype).eps * float(stock.abs().max())
+
+
+@pytest.mark.parametrize("name", ["silu", "sigmoid", "gelu", "gelu_tanh", "softplus", "exp2"])
+def test_gradients_are_those_of_torch(name: str) -> None:
+    x = torch.tensor([-200.0, -3.0, 0.0, 0.1, 5.0, 90.0], requires_grad=True)
+    (stock,) = torch.autograd.grad(FUNCTIONS[name](x)[:5].sum(), x)
+    with Rows():
+        y = FUNCTIONS[name](x)
+    (ours,) = torch.autograd.grad(y[:5].sum(), x)
+    assert torch.equal(ours, stock)
+
+
+def test_gradients_of_a_padded_product() -> None:
+    x, w, b = (t.requires_grad_() for t in (random(3, 5, 24), random(40, 24, seed=1), random(40, seed=2)))
+    stock = torch.autograd.grad(F.linear(x, w, b).square().sum(), (x, w, b))
+    with Rows():
+        ours = torch.autograd.grad(F.linear(x, w, b).square().sum(), (x, w, b))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-4) for a, b in zip(ours, stock, strict=True))
+
+
+def test_patches_are_rows() -> None:
+    conv, image = nn.Conv2d(3, 16, kernel_size=4, stride=4), random(5, 3, 14, 8)
+    with Rows(), torch.no_grad():
+        whole = conv(image)
+        assert torch.allclose(whole, conv._conv_forward(image, conv.weight, conv.bias), atol=1e-5)
+        assert torch.equal(conv(image[2:3]), whole[2:3])
+        for other in (nn.Conv2d(3, 16, 4, stride=2), nn.Conv1d(3, 3, 3, groups=3, padding=1)):
+            with pytest.raises(fp8.InvarianceError, match="patches"):
+                other(image if other.weight.dim() == 4 else image[..., 0])
+    assert torch.allclose(whole, conv(image), atol=1e-5)
+
+
+def test_rows_of_experts(threads: int) -> None:
+    x, w, ends = random(50, 24), random(3, 24, 40, seed=1), torch.tensor([1, 1, 49], dtype=torch.int32)
+    with Rows():
+        y = torch._grouped_mm(x, w, offs=ends)
+        assert torch.equal(y[0], torch.mm(x[:1], w[0])[0]) and torch.equal(y[1:49], torch.mm(x[1:49], w[2]))
+        assert not y[49:].any()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: random(2, 3, 4) @ random(2, 4, 5), "sdpa"),
+        (lambda: torch.einsum("bij,bjk->bik", random(2, 3, 4), random(2, 4, 5)), "einsum"),
+        (lambda: torch.baddbmm(random(2, 3, 5), random(2, 3, 4), random(2, 4, 5)), "baddbmm"),
+        (lambda: F.scaled_dot_product_attention(*[random(1, 2, 3, 4)] * 3, dropout_p=0.1), "attention_dropout"),
+    ],
+)
+def test_what_depends_on_other_rows_is_refused_by_name(call, said: str) -> None:
+    with Rows(), pytest.raises(fp8.InvarianceError, match=said):
+        call()
+
+
+def test_a_product_of_one_term_is_no_sum() -> None:
+    a, b = random(2, 3, 1), random(2, 1, 5)
+    with Rows():
+        assert torch.equal(a @ b, a * b)
+
+
+def test_a_forward_that_runs_again_runs_as_before() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.seen = nn.Sequential(nn.Linear(24, 40), nn.SiLU(), nn.Linear(40, 24)), []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append((active(), self.mlp(x).detach()))
+            return self.mlp(x)
+
+    block = Block()
+    fp8.recompute([("block", block)], "full")
+    with Rows():
+        y = block(random(3, 24).requires_grad_())
+    y.sum().backward()
+    (first, before), (second, after) = block.seen
+    assert first and second and torch.equal(before, after) and not active()
+
+
+def test_a_library_that_counts_rows_gets_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one for which that is not enough is refused."""
+    from octavo.fp8.invariance import products
+
+    stock, calls = torch.mm, []
+
+    def counting(a: Tensor, b: Tensor) -> Tensor:
+        calls.append(len(a))
+        return stock(a, b) * (1 + 1e-3 * len(a))
+
+    x, w = random(40, 24), random(24, 32, seed=1)
+    monkeypatch.setattr(products, "_known", {})
+    monkeypatch.setattr(products.torch, "mm", counting)
+    y = products.mm(x, w)
+    assert set(calls[-3:]) == {ROWS} and torch.equal(y[5:6], products.mm(x[5:6], w))
+    monkeypatch.setattr(products, "_known", {})
+    monkeypatch.setattr(products.torch, "mm", lambda a, b: stock(a, b) + torch.arange(len(a))[:, None])
+    with pytest.raises(fp8.InvarianceError, match="another place"):
+        products.mm(x, w)

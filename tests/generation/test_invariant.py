@@ -1,0 +1,244 @@
+"""Inside fp8.invariant, log-probabilities of whole padded batches are bit for bit those of a prompt and then one token
+at a time, in whatever company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import adapters, fp8, models
+from octavo.config import LoraSection
+from octavo.models import tiny
+from octavo.models.tiny_configs import PATCH
+
+TEMPERATURE = 0.7
+
+
+@dataclass
+class Sequence:
+    ids: Tensor  # [T]
+    prompt: int  # how many of them
+    kinds: Tensor  # [T], 1 where a token stands for an image
+    pixels: Tensor | None
+    grids: list[tuple[int, int, int]]
+
+
+def sequences(config) -> list[Sequence]:
+    """Of 2 to 150 tokens, some with one or two images where the model takes any."""
+    generator = torch.Generator().manual_seed(1)
+    image = getattr(config, "image_token_id", None)
+    found = []
+    for tokens, new, asked in ((2, 1, ()), (20, 7, ((4, 6),)), (125, 15, ((8, 8), (2, 4))), (17, 12, ((6, 2),))):
+        ids, kinds, sizes = [], [], asked if image is not None else ()
+        for height, width in sizes:
+            count = height * width // 4
+            ids += [config.vision_start_token_id, *[image] * count, config.vision_end_token_id]
+            kinds += [0, *[1] * count, 0]
+        ids += torch.randint(5, 200, (tokens,), generator=generator).tolist()
+        kinds += [0] * (len(ids) - len(kinds))
+        pixels = [torch.randn(h * w, 3 * 2 * PATCH**2, generator=generator) for h, w in sizes]
+        grids = [(1, h, w) for h, w in sizes]
+        found.append(
+            Sequence(
+                torch.tensor(ids), len(ids) - new, torch.tensor(kinds), torch.cat(pixels) if pixels else None, grids
+            )
+        )
+    return found
+
+
+def images_of(given: list[Sequence], dtype: torch.dtype) -> dict[str, Tensor]:
+    pixels = [s.pixels for s in given if s.pixels is not None]
+    if not pixels:
+        return {}
+    grid = torch.tensor([g for s in given for g in s.grids])
+    return {"pixel_values": torch.cat(pixels).to(dtype), "image_grid_thw": grid}
+
+
+def padded(given: list[Sequence], left: bool, dtype: torch.dtype, vision: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """(a batch, where each sequence begins in its row)."""
+    longest = max(len(s.ids) for s in given)
+    batch = {
+        name: torch.zeros(len(given), longest, dtype=torch.int64) for name in ("input_ids", "attention_mask", "kinds")
+    }
+    starts = torch.tensor([longest - len(s.ids) if left else 0 for s in given])
+    for row, (s, start) in enumerate(zip(given, starts.tolist(), strict=True)):
+        inside = slice(start, start + len(s.ids))
+        for name, values in (("input_ids", s.ids), ("attention_mask", 1), ("kinds", s.kinds)):
+            batch[name][row, inside] = values
+    kinds = batch.pop("kinds")
+    more = images_of(given, dtype)
+    if vision:
+        more["mm_token_type_ids"] = kinds
+    return batch | more, starts
+
+
+def whole(model, given: list[Sequence], left: bool = False, head: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Each sequence's log-probabilities of its tokens but the first, and entropies, by one forward with gradients."""
+    batch, starts = padded(given, left, dtype_of(model), models.describe(model).has_vision)
+    ids, longest = batch["input_ids"], batch["input_ids"].shape[1]
+    if left and not models.describe(model).has_vision:
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    keep = torch.arange(longest - 1)
+    target = torch.where(batch["attention_mask"][:, 1:] == 1, ids[:, 1:], -100)
+    model.train()
+    if head:
+        chunked = fp8.chunked_head(model)
+        with chunked.log_probs(target, TEMPERATURE, entropy=True) as asked:
+            logs = asked.take(model(**batch, logits_to_keep=keep, use_cache=False).logits)
+        entropy = asked.entropy
+    else:
+        logits = model(**batch, use_cache=False).logits[:, :-1]
+        logs, entropy = fp8.log_probs(logits, target, temperature=TEMPERATURE, entropy=True)
+    (logs.sum() + entropy.sum()).backward()
+    spans = [(i, slice(s, s + len(x.ids) - 1)) for i, (s, x) in enumerate(zip(starts.tolist(), given, strict=True))]
+    return [(logs[i, span].detach(), entropy[i, span].detach()) for i, span in spans]
+
+
+def dtype_of(model) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+class Cache:
+    """Keys and values of every sequence in full, and who brings new tokens: (sequence, position) of each in the row."""
+
+    def __init__(self, model, count: int, longest: int) -> None:
+        shape = models.cache_shape(model.config)
+        size = (shape.layers, count, shape.heads, longest, shape.dim)
+        self.keys, self.values = (torch.zeros(size, dtype=dtype_of(model)) for _ in range(2))
+        self.who, self.at = np.zeros(0, int), np.zeros(0, int)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [T, H, D]: one sequence's prompt, or one token of each of several."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.who, :, self.at], values[self.who, :, self.at] = k, v
+        rows, at = np.unique(self.who), torch.from_numpy(self.at)
+        if len(rows) == 1:
+            q, at = q.transpose(0, 1)[None], at[None]
+        else:
+            rows, q, at = self.who, q[:, :, None], at[:, None]
+        out = fp8.invariant_attention(q, keys[rows], values[rows], positions=at, scale=scale)
+        return out[0].transpose(0, 1) if len(out) == 1 and out.shape[2] > 1 else out[:, :, 0]
+
+
+@torch.no_grad()
+def step_by_step(model, given: list[Sequence]) -> list[tuple[Tensor, Tensor]]:
+    """The log-probabilities and entropies of the tokens behind each prompt, decoded together until each has ended."""
+    family, longest = models.describe(model), max(len(s.ids) for s in given)
+    cache, axes = Cache(model, len(given), longest), models.axes(model, family)
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in given]
+    model.eval()
+
+    def forward(ids: Tensor, positions: Tensor, keep: Tensor, **images: Tensor) -> Tensor:
+        where = positions[:, None] if axes == 3 else positions
+        return model(input_ids=ids[None], position_ids=where, logits_to_keep=keep, use_cache=False, **images).logits[0]
+
+    def judge(logits: Tensor, who: list[int], at: list[int]) -> None:
+        target = torch.stack([given[i].ids[t + 1] for i, t in zip(who, at, strict=True)])
+        for i, *pair in zip(who, *fp8.log_probs(logits, target, temperature=TEMPERATURE, entropy=True), strict=True):
+            found[i].append(tuple(pair))
+
+    ahead = []
+    with models.attention_by(model, family, cache.attend):
+        for i, s in enumerate(given):
+            grid = torch.tensor(s.grids) if s.grids else None
+            positions, after = models.positions(model, family, s.ids[: s.prompt], s.kinds[: s.prompt], grid)
+            ahead.append(after - s.prompt)
+            cache.who, cache.at = np.full(s.prompt, i), np.arange(s.prompt)
+            last = torch.tensor([s.prompt - 1])
+            judge(forward(s.ids[: s.prompt], positions, last, **images_of([s], dtype_of(model))), [i], [s.prompt - 1])
+        for step in range(longest):
+            who = [i for i, s in enumerate(given) if s.prompt + step + 1 < len(s.ids)]
+            if not who:
+                break
+            at = [given[i].prompt + step for i in who]
+            cache.who, cache.at = np.array(who), np.array(at)
+            ids = torch.stack([given[i].ids[t] for i, t in zip(who, at, strict=True)])
+            positions = torch.tensor([[t + ahead[i] for i, t in zip(who, at, strict=True)]]).expand(axes, -1)
+            judge(forward(ids, positions, torch.arange(len(who))), who, at)
+    return [tuple(torch.stack(part) for part in zip(*pairs, strict=True)) for pairs in found]
+
+
+def differing(model, left: bool = False, head: bool = False) -> int:
+    """How many of the numbers behind the prompts are not the same bits."""
+    given = sequences(model.config)
+    trained, rolled = whole(model, given, left, head), step_by_step(model, given[::-1])[::-1]
+    pairs = [
+        (mine[s.prompt - 1 :], other)
+        for s, own, found in zip(given, trained, rolled, strict=True)
+        for mine, other in zip(own, found, strict=True)
+    ]
+    assert all(a.shape == b.shape and torch.isfinite(a).all() for a, b in pairs)
+    return sum(int((a != b).sum()) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    known = {}
+
+    def get(family: str):
+        if family not in known:
+            known[family] = tiny.write(family, tmp_path_factory.mktemp("invariant") / family, size="mini")
+        return known[family]
+
+    return get
+
+
+CASES = {
+    "text": ("qwen3", torch.float32, None, False),
+    "text BF16": ("qwen3", torch.bfloat16, None, False),
+    "text blockwise BF16": ("llama", torch.bfloat16, "blockwise", False),
+    "VLM": ("qwen3_vl", torch.float32, None, False),
+    "VLM blockwise": ("qwen3_vl", torch.float32, "blockwise", False),
+    "VLM rowwise BF16": ("qwen3_vl", torch.bfloat16, "rowwise", False),
+    "VLM mxfp8": ("qwen3_vl", torch.float32, "mxfp8", False),
+    "windows": ("qwen2_5_vl", torch.float32, "blockwise", False),
+    "MoE": ("qwen3_moe", torch.float32, None, False),
+    "MoE blockwise BF16": ("qwen3_moe", torch.bfloat16, "blockwise", False),
+    "VLM MoE rowwise": ("qwen3_vl_moe", torch.float32, "rowwise", False),
+    "LoRA": ("qwen3_vl", torch.bfloat16, None, True),
+    "LoRA on FP8": ("qwen3_vl", torch.bfloat16, "blockwise", True),
+    "LoRA on FP8 experts": ("qwen3_vl_moe", torch.bfloat16, "blockwise", True),
+}
+
+
+SHORT = ("VLM blockwise", "MoE", "LoRA on FP8")
+RUNS = [
+    pytest.param(case, threads, marks=() if threads == 1 and case in SHORT else pytest.mark.long)
+    for case in CASES
+    for threads in (1, 2)
+]
+
+
+def made(folder, family: str, dtype: torch.dtype, recipe: str | None, lora: bool):
+    if lora and recipe is not None:
+        model = models.load(folder(family), dtype=dtype, load_in_fp8=recipe)
+    else:
+        model = models.load(folder(family), dtype=dtype)
+    if recipe is not None:
+        fp8.apply(model, fp8.plan(model, recipe))
+    if lora:
+        adapters.attach(model, models.describe(model), LoraSection(rank=3, alpha=6, dtype="fp32"))
+        with torch.no_grad():
+            for name, parameter in adapters.adapter_parameters(model):
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+    return model
+
+
+@pytest.mark.parametrize(("case", "threads"), RUNS)
+def test_rollouts_have_the_bits_of_training(folder, case: str, threads: int):
+    model = made(folder, *CASES[case])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert differing(model), "the case finds no difference to take away"
+        with fp8.invariant(model):
+            assert [differing(model), differing(model, head=True)] == [0, 0]
+            if not models.describe(model).has_vision:
+                assert differing(model, left=True) == 0
+    finally:
+        torch.set_num_threads(before)
