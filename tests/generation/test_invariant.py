@@ -242,3 +242,40 @@ def test_rollouts_have_the_bits_of_training(folder, case: str, threads: int):
                 assert differing(model, left=True) == 0
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("saved", ["bf16", "fp8"])
+def test_fused_blocks_that_run_again_and_are_watched(folder, saved: str):
+    model = models.load(folder("qwen3"), dtype=torch.bfloat16)
+    fp8.apply(model, fp8.plan(model, fp8.Policy("blockwise", activations=saved)))
+    assert saved == "fp8" or not any(fusion.reason for fusion in fp8.fuse(model))
+    fp8.recompute(models.describe(model).layers(model), "selective")
+    with fp8.invariant(model):
+        assert differing(model) == 0
+        with fp8.health():  # who looks inside takes the layers one by one
+            given = sequences(model.config)
+            watched = whole(model, given)
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(watched, whole(model, given), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda m: fp8.apply(m, fp8.plan(m, "tensorwise")), r"q_proj runs by tensorwise.*share a scale between rows"),
+        (lambda m: fp8.apply(m, fp8.plan(m, "delayed")), r"q_proj runs by delayed.*amax histories"),
+        (lambda m: m.model.layers[0].compile(), r"layers\.0 is compiled.*train\.compile: false"),
+        (lambda m: m.set_attn_implementation("eager"), r"computes attention by eager.*sdpa"),
+    ],
+    ids=["tensorwise", "delayed", "compiled", "eager"],
+)
+def test_a_model_that_cannot_be_is_refused_by_name(folder, spoil, said: str):
+    model = models.load(folder("qwen3"))
+    assert fp8.not_invariant(model) is None
+    spoil(model)
+    with pytest.raises(fp8.InvarianceError, match=said), fp8.invariant(model):
+        pass
+
+
+def test_a_model_that_has_attention_of_its_own_is_refused(folder):
+    with pytest.raises(fp8.InvarianceError, match="eager"):
+        fp8.invariant(models.load(folder("mpt")))
