@@ -1,10 +1,12 @@
-"""Asks a model, with its images if it has eyes. Greedy: the same question has the same answer.
+"""Asks a model, with its images if it has eyes. Greedy unless a temperature is given; the same question, options and
+seed have the same answer, however many are asked at once.
 
 TARGET is a run, a Hugging Face folder (plain or FP8), or an adapter folder, whose base is found or named. A run answers
 as it was trained, FP8 weights by the recipe that multiplies by their codes, all else in high precision.
 
 octavo generate runs/first --image cat.png --prompt "What is this?"
 octavo generate ./Qwen3-VL-2B-Instruct-FP8 --prompt "Hello" --recipe off          the codes, dequantized
+octavo generate runs/first --prompt "Hello" --prompt "Who?" --samples 4 --temperature 1 --top-p 0.9 --seed 7
 octavo generate runs/lora/adapter --load-in-fp8 rowwise --prompt "Hello"
 """
 
@@ -24,9 +26,23 @@ FROZEN = ("rowwise", "blockwise", "tensorwise", "off")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a run, a Hugging Face folder, or an adapter folder")
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the question")
-    parser.add_argument("--image", metavar="FILE", action="append", default=[], help="may be given more than once")
+    more = "may be given more than once"
+    parser.add_argument("--prompt", metavar="TEXT", action="append", required=True, help=f"a question; {more}")
+    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=f"with each question; {more}")
     parser.add_argument("--max-new-tokens", type=arguments.positive, default=64, metavar="N", help="default 64")
+    choice = parser.add_argument_group("how answers are sampled")
+    choice.add_argument(
+        "--samples", type=arguments.positive, default=1, metavar="N", help="answers a question; default 1"
+    )
+    choice.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: the likeliest token")
+    choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest tokens with this much")
+    choice.add_argument("--top-k", type=arguments.natural, default=0, metavar="K", help="of the K likeliest tokens")
+    choice.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="of those this likely beside the likeliest"
+    )
+    choice.add_argument("--seed", type=arguments.natural, default=0, metavar="N", help="default 0")
+    choice.add_argument("--stop", metavar="TEXT", action="append", default=[], help=f"ends an answer; {more}")
+    choice.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="keys and values: as computed, or in FP8")
     add_target_options(parser)
     arguments.add_json(parser)
 
@@ -71,26 +87,35 @@ def run(args: argparse.Namespace) -> int:
     missing = [file for file in args.image if not Path(file).is_file()]
     if missing:
         raise UsageError(f"there is no image file {missing[0]}")
-    if not args.prompt.strip():
-        raise UsageError("--prompt is empty; ask something")
-    if not args.prompt.isascii() and args.prompt.encode(errors="replace").decode() != args.prompt:
-        raise UsageError("--prompt holds bytes that are no UTF-8; write it as UTF-8")
-    answer, gemms, notes = ask(look(args, args.base), args)
+    for prompt in args.prompt:
+        if not prompt.strip():
+            raise UsageError("--prompt is empty; ask something")
+        if not prompt.isascii() and prompt.encode(errors="replace").decode() != prompt:
+            raise UsageError("--prompt holds bytes that are no UTF-8; write it as UTF-8")
+    if args.samples > 1 and not args.temperature:
+        raise UsageError(
+            f"--samples {args.samples} without --temperature would be one answer {args.samples} times; give one"
+        )
+    answers, gemms, notes = ask(look(args, args.base), args)
+    single = len(args.prompt) == args.samples == 1
     if args.json:
-        terminal.show_json({"answer": answer, "fp8_gemms": gemms, "notes": list(notes)})
-    else:
-        terminal.note(f"{args.target}: {', '.join(notes)}" + (f"; {gemms} FP8 GEMMs" if gemms else ""))
-        print(answer)
-        if not answer.strip():
-            terminal.note("(the model answered nothing)")
+        said = {"answer": answers[0][0]} if single else {"answers": answers}
+        terminal.show_json({**said, "fp8_gemms": gemms, "notes": list(notes)})
+        return 0
+    terminal.note(f"{args.target}: {', '.join(notes)}" + (f"; {gemms} FP8 GEMMs" if gemms else ""))
+    for prompt, several in zip(args.prompt, answers, strict=True):
+        if len(args.prompt) > 1:
+            terminal.note(prompt)
+        for answer in several:
+            print(answer)
+            if not answer.strip():
+                terminal.note("(the model answered nothing)")
     return 0
 
 
-def ask(found: Any, args: argparse.Namespace) -> tuple[str, int, tuple[str, ...]]:
-    """The answer, how many FP8 GEMMs gave it, and how the model was opened."""
-    import torch
-
-    from octavo import fp8, models
+def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tuple[str, ...]]:
+    """The answers to each question, how many FP8 GEMMs gave them, and how the model was opened."""
+    from octavo import fp8, generation, models
     from octavo.data import images
     from octavo.train.forward import autocasts
 
@@ -100,14 +125,26 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[str, int, tuple[str, ...]
     cfg = found.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
     loaded = [images.load(file, megapixels) for file in args.image]
-    turns = (("system", system), ("user", args.prompt))
+    sees = not isinstance(processor, models.TextProcessor)
+    conversations = [(_messages(system, prompt, len(loaded), sees), loaded) for prompt in args.prompt]
+    sampling = generation.Sampling(
+        args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.min_p, tuple(args.stop), args.seed
+    )
+    bf16 = cfg is not None and autocasts(cfg, next(model.parameters()).device)  # as training computes
+    context = generation.Context(autocast=bf16)
+    with fp8.count_gemms() as counts:
+        answers = generation.answers(
+            model, processor, conversations, sampling, context, samples=args.samples, kv=args.kv, say=terminal.note
+        )
+    return answers, counts.total(fp8=True), notes
+
+
+def _messages(system: str | None, prompt: str, images: int, sees: bool) -> list[dict[str, Any]]:
+    """A question as training writes it: in parts for models that see images."""
+    turns = (("system", system), ("user", prompt))
     messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns if text]
-    if not isinstance(processor, models.TextProcessor):  # as training writes them: in parts for those that see images
+    if sees:
         for turn in messages:
             turn["content"] = [{"type": "text", "text": turn["content"]}]
-        messages[-1]["content"][:0] = [{"type": "image"} for _ in loaded]
-    device = next(model.parameters()).device
-    bf16 = cfg is not None and autocasts(cfg, device)  # as training computes
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16), fp8.count_gemms() as counts:
-        answer = models.generate(model, processor, messages, loaded, args.max_new_tokens)
-    return answer, counts.total(fp8=True), notes
+        messages[-1]["content"][:0] = [{"type": "image"} for _ in range(images)]
+    return messages

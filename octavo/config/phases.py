@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from octavo.config.sections import FROM_LIST, Section
+from octavo.config.sections import FROM_LIST, Frozen, Section
 from octavo.config.texts import FilePath, Text
 
 #: phases that learn from what the model is compared with or rewarded for, not from given answers alone
@@ -21,14 +21,32 @@ class RewardSection(Section):
         description="exact_match, number, choice, regex, format, math; a function of a Python file (rewards.py:score, "
         "relative to the file that names it); or the folder of a reward model (sequence classification, one output).",
     )
+    name: Text | None = Field(
+        default=None,
+        min_length=1,
+        max_length=64,
+        description="Its name in metrics. Absent: that of the function or folder.",
+    )
     weight: float = Field(default=1.0, ge=-1e6, le=1e6, description="Its factor in the sum of rewards.")
     pattern: Text | None = Field(
         default=None, min_length=1, description="The regular expression of regex (somewhere) and format (as a whole)."
     )
     tolerance: float | None = Field(
-        default=None, ge=0, le=1e9, description="Of number: how far apart equal numbers may be. Absent: 1e-6."
+        default=None,
+        ge=0,
+        le=1e9,
+        description="Of number: how far apart equal numbers may be, relatively. Absent: 1e-6.",
     )
-    load_in_fp8: bool = Field(default=False, description="Of a reward model: keep its linear layers as FP8 codes.")
+    arguments: dict[str, Any] | None = Field(
+        default=None, description="Of a Python function: further keyword arguments, handed to it at each call."
+    )
+    load_in_fp8: Frozen | None = Field(
+        default=None,
+        description="Of a reward model: keep its linear layers as FP8 codes, rowwise, blockwise, tensorwise.",
+    )
+    batch: int | None = Field(
+        default=None, ge=1, le=2**16, description="Of a reward model: completions that it judges at a time."
+    )
 
 
 def _as_reward(value: Any) -> Any:

@@ -111,7 +111,7 @@ def _data(config: Sections) -> Iterator[Finding]:
 
 def _train(config: Sections) -> Iterator[Finding]:
     train = config.train
-    if train.global_batch % train.micro_batch:
+    if train.phase != "rl" and train.global_batch % train.micro_batch:
         above = -(-train.global_batch // train.micro_batch) * train.micro_batch
         best = next(n for n in range(train.micro_batch, 0, -1) if train.global_batch % n == 0)
         found = f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}"

@@ -12,6 +12,14 @@ from octavo.config.whole import RunSection, Sections
 
 BUILT_IN = ("exact_match", "number", "choice", "regex", "format", "math")
 _WITH_PATTERN = ("regex", "format")
+#: option of a reward -> the kinds that have it
+_ONLY_OF = {
+    "pattern": _WITH_PATTERN,
+    "tolerance": ("number",),
+    "arguments": ("function",),
+    "load_in_fp8": ("model",),
+    "batch": ("model",),
+}
 
 
 def rules(config: Sections) -> Iterator[Finding]:
@@ -71,12 +79,13 @@ def _rl(config: Sections) -> Iterator[Finding]:
         yield finding("rl.overlong", found, "lower it", "rl.max_new_tokens")
     for index, entry in enumerate(rl.rewards):
         where = f"rl.rewards.{index}"
-        if entry.reward in _WITH_PATTERN and entry.pattern is None:
-            yield finding(where, f"{entry.reward} needs a pattern", f"write {{reward: {entry.reward}, pattern: ...}}")
-        if entry.reward not in _WITH_PATTERN and entry.pattern is not None:
-            yield finding(f"{where}.pattern", f"has no effect on {entry.reward}", "remove it")
-        if entry.reward != "number" and entry.tolerance is not None:
-            yield finding(f"{where}.tolerance", f"has no effect on {entry.reward}", "remove it")
+        kind = entry.reward if entry.reward in BUILT_IN else "function" if ".py:" in entry.reward else "model"
+        if kind in _WITH_PATTERN and entry.pattern is None:
+            yield finding(where, f"{kind} needs a pattern", f"write {{reward: {kind}, pattern: ...}}")
+        for name, kinds in _ONLY_OF.items():
+            if getattr(entry, name) is not None and kind not in kinds:
+                fix = f"remove it; it is for {' and '.join(kinds)}"
+                yield finding(f"{where}.{name}", f"has no effect on {entry.reward}", fix)
         if not entry.weight:
             yield finding(f"{where}.weight", "a reward of weight 0 is none", "give it a weight, or remove it")
         if entry.reward not in BUILT_IN and not is_reward_path(entry.reward):

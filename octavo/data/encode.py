@@ -122,6 +122,12 @@ class Encoder:
         self.marks = self._marks() if self.multimodal else frozenset()
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """Tokens that models take for the place of an image: no answer may hold them."""
+        marks = self.tokenizer.convert_tokens_to_ids(sorted(self.marks))
+        return tuple(sorted({*self.image_ids, *(mark for mark in marks if mark is not None)}))
+
+    @property
     def pad_id(self) -> int:
         """The token that fills short rows; it is masked, so any will do."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
@@ -158,7 +164,7 @@ class Encoder:
         shift = Expansion(text, self._image_token(), starts, stops, stretches(image_mask))
         answers = [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
-        if self.train_on_prompt and given is not None:
+        if self.train_on_prompt:
             labels[:] = ids
         for start, end in answers:
             labels[start:end] = ids[start:end]

@@ -10,6 +10,7 @@ row with `prompt` that places none stand before its first user turn. All other k
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,6 +58,11 @@ class PromptSample(Sample):
     columns: dict[str, Any] = field(default_factory=dict)
     number: int = -1
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays, and about that of the columns."""
+        return super().nbytes + len(json.dumps(self.columns))
+
 
 class PromptEncoder(Encoder):
     """Encodes prompts. One that leaves no room for an answer of `reserve` tokens is left out or an error, never cut."""
@@ -67,6 +73,8 @@ class PromptEncoder(Encoder):
         super().__init__(processor, seq_length, **options)
         if self.on_long == "cut":
             raise DataError("data.on_long is cut, and the end of a prompt is what is asked; set it to drop or error")
+        if self.train_on_prompt:
+            raise DataError("data.train_on_prompt is true, and completions alone are learned from; leave it out")
 
     def encode(self, row: PromptRow) -> PromptSample:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
@@ -128,7 +136,7 @@ def asked(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[st
     """The turns of messages, and the names of their images or the row's. Where the row lists images and no turn places
     any, they stand before the words of the first user turn, as TRL puts them. Raises `RowProblem`."""
     listed = {key: raw[key] for key in IMAGE_KEYS if key in raw}
-    if any(listed.get(key) for key in ("image", "images")) and not any(map(_places_images, messages)):
+    if messages and any(listed.get(key) for key in ("image", "images")) and not any(map(_places_images, messages)):
         names = listed.get("image") or listed.get("images")
         count = len(names) if isinstance(names, list) else 1
         first = next((n for n, turn in enumerate(messages) if isinstance(turn, dict) and turn.get("role") == "user"), 0)

@@ -1,8 +1,23 @@
 """Completions of prompts by the modules that train: batches over a key-value cache of pages."""
 
-from octavo.generation.engine import Context, Engine
+from octavo.generation.caller import Context
+from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError
-from octavo.generation.prompts import prompt_of
+from octavo.generation.memory import Bytes, Shape, predict, sequences_that_fit
+from octavo.generation.prompts import answers, prompt_of
 from octavo.generation.request import Completion, Prompt, Sampling
 
-__all__ = ["Completion", "Context", "Engine", "GenerationError", "Prompt", "Sampling", "prompt_of"]
+__all__ = [
+    "Bytes",
+    "Completion",
+    "Context",
+    "Engine",
+    "GenerationError",
+    "Prompt",
+    "Sampling",
+    "Shape",
+    "answers",
+    "predict",
+    "prompt_of",
+    "sequences_that_fit",
+]

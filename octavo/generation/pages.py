@@ -1,11 +1,11 @@
 """The key-value cache: pages of a fixed number of tokens, handed out by number, shared by reference.
 
-    codes    [pages * page, heads, dim]  of each layer, for keys and for values
-    scales   [pages * page, heads]       fp32, with kv="fp8" alone: one for each token and head, amax / 448
+    codes    [layers, 2 * heads, pages * page, dim]   keys, then values: the compute dtype, or E4M3 with kv="fp8"
+    scales   [layers, 2 * heads, pages * page]        fp32, with kv="fp8" alone: amax / 448 of a token's head
 
-A sequence is a list of page numbers. The samples of a prompt share its pages; the last one, where it is not full, is
-copied for each sample but the last to start, since every sample writes its next token there. A sequence is only started
-when all pages that it may come to need are free, so that none is ever thrown out.
+A sequence is a list of page numbers. The samples of a prompt hold its full pages together; the last one, where it is
+not full, is copied for each sample but the last to start, since every sample writes its next token there. A sequence is
+only started when all pages that it may come to need are free, so that none is ever thrown out.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.fp8.arithmetic import CastSpec, quantize
-from octavo.generation.errors import GenerationError
 from octavo.models import CacheShape
 
 KINDS = ("bf16", "fp8")
+PAGE = 8
+"""Tokens of a page: of what a sequence reads in each step half a page is behind its end."""
+
 _TOKEN_AND_HEAD = CastSpec("e4m3", block=(1, -1), scale="fp32")
 
 
@@ -61,53 +63,61 @@ class Pool:
 
 
 class Cache:
-    """Keys and values of all layers in pages, as the compute dtype or as FP8 codes with scales."""
+    """Keys and values of all layers in pages."""
 
     def __init__(
         self, shape: CacheShape, pages: int, page: int, kind: str, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if kind not in KINDS:
-            raise GenerationError(f"kv is {kind!r}; it must be {' or '.join(KINDS)}.")
-        self.shape, self.pages, self.page, self.kind, self.dtype = shape, pages, page, kind, dtype
-        stored = torch.float8_e4m3fn if kind == "fp8" else dtype
-        size = (shape.layers, 2, pages * page, shape.heads, shape.dim)
-        self.codes = torch.zeros(size, dtype=stored, device=device)  # zeros: what is masked must be numbers
-        self.scales = torch.ones(size[:-1], device=device) if kind == "fp8" else None
+        self.pages, self.page, self.dtype = pages, page, dtype
+        size = (shape.layers, 2 * shape.heads, pages * page, shape.dim)
+        # zeros, since what lies behind a sequence is multiplied by a probability of zero
+        self.codes = torch.zeros(size, dtype=torch.float8_e4m3fn if kind == "fp8" else dtype, device=device)
+        self.scales = torch.zeros(size[:-1], device=device) if kind == "fp8" else None
+        self._heads = torch.arange(size[1], device=device)[:, None]
 
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
-    def write(self, layer: int, where: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keep keys and values [T, heads, dim] of T tokens at `where` [T] (page number times page, plus offset)."""
-        for codes, x in zip(self.codes[layer], (k, v), strict=True):
-            if self.scales is None:
-                codes.index_copy_(0, where, x.to(self.dtype))
-        if self.scales is not None:
-            for codes, scales, x in zip(self.codes[layer], self.scales[layer], (k, v), strict=True):
-                q = quantize(x.reshape(-1, x.shape[-1]).to(self.dtype), _TOKEN_AND_HEAD)
-                codes.view(torch.uint8).index_copy_(0, where, q.data.view(torch.uint8).view(x.shape))
-                scales.index_copy_(0, where, q.scale.view(x.shape[:-1]))
+    def places(self, where: Tensor) -> Tensor:
+        """Rows of a layer for the keys and values of T tokens: [2 * heads * T], of page number times page plus offset
+        `where` [T]."""
+        return (self._heads * (self.pages * self.page) + where).view(-1)
 
-    def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, n * page, heads, dim] of the pages in `table` [B, n], in the compute dtype."""
-        k, v = (self._gather(codes, table) for codes in self.codes[layer])
-        if self.scales is not None:
-            ks, vs = (self._gather(scales, table) for scales in self.scales[layer])
-            k, v = ((x.float() * s[..., None]).to(self.dtype) for x, s in ((k, ks), (v, vs)))
+    def tables(self, pages: Tensor) -> Tensor:
+        """The same of whole pages: [2 * heads, B, n] of page numbers [B, n]."""
+        return self._heads[..., None] * self.pages + pages
+
+    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keep keys and values [T, heads, dim] at `places`."""
+        x = torch.cat([k.to(self.dtype), v.to(self.dtype)], dim=1).transpose(0, 1).reshape(-1, k.shape[-1])
+        if self.scales is None:
+            self.codes[layer].view(-1, x.shape[-1]).index_copy_(0, places, x)
+            return
+        q = quantize(x, _TOKEN_AND_HEAD)
+        codes = self.codes[layer].view(torch.uint8).view(-1, x.shape[-1])  # torch copies bytes, not FP8
+        codes.index_copy_(0, places, q.data.view(torch.uint8))
+        self.scales[layer].view(-1).index_copy_(0, places, q.scale.view(-1))
+
+    def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values fp32 [heads, B, n * page, dim] of the pages in `tables`."""
+        if self.scales is None:
+            x = self._gather(self.codes[layer], tables).float()
+        else:
+            codes = self._gather(self.codes[layer].view(torch.uint8), tables).view(self.codes.dtype)
+            x = codes.float().mul_(self._gather(self.scales[layer], tables)[..., None])
+        k, v = x.chunk(2)
         return k, v
 
-    def _gather(self, x: Tensor, table: Tensor) -> Tensor:
-        rest = x.shape[1:]
-        if x.dtype == torch.float8_e4m3fn:  # torch gathers bytes, not FP8
-            return self._gather(x.view(torch.uint8), table).view(x.dtype)
-        whole = F.embedding(table, x.view(self.pages, -1))  # the quickest gather of rows that torch has on a CPU
-        return whole.view(len(table), table.shape[1] * self.page, *rest)
+    def _gather(self, x: Tensor, tables: Tensor) -> Tensor:
+        """[2 * heads, B, n * page, ...] of x [2 * heads, pages * page, ...]."""
+        rows = F.embedding(tables, x.view(len(x) * self.pages, -1))  # the quickest gather of rows on a CPU
+        return rows.view(*tables.shape[:2], tables.shape[2] * self.page, *x.shape[2:])
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages."""
         there, here = (torch.tensor(x, dtype=torch.int64, device=self.codes.device) for x in (source, target))
-        for x in (self.codes.view(torch.uint8), self.scales):
-            if x is not None:
-                paged = x.view(*x.shape[:2], self.pages, -1)
-                paged.index_copy_(2, here, paged.index_select(2, there))
+        kept = (self.codes,) if self.scales is None else (self.codes.view(torch.uint8), self.scales)
+        for x in kept:
+            paged = x.view(*x.shape[:2], self.pages, -1)
+            paged.index_copy_(2, here, paged.index_select(2, there))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from octavo import models
-from octavo.generation.request import Prompt
+from octavo.generation.caller import Context
+from octavo.generation.engine import Engine
+from octavo.generation.errors import GenerationError
+from octavo.generation.request import Prompt, Sampling
+
+SLOTS = 64
+"""Answers at a time."""
 
 
 def prompt_of(
@@ -26,3 +34,33 @@ def prompt_of(
         batch["input_ids"][0], number, batch.get("pixel_values"), batch.get("image_grid_thw"),
         None if kinds is None else kinds[0], len(images),
     )  # fmt: skip
+
+
+def answers(
+    model: Any, processor: Any, conversations: Sequence[tuple[Sequence[dict[str, Any]], Sequence[Any]]],
+    sampling: Sampling, context: Context | None = None, *, samples: int = 1, kv: str = "bf16",
+    say: Callable[[str], None] = lambda text: None,
+) -> list[list[str]]:  # fmt: skip
+    """`samples` answers to each conversation (messages and images, as :func:`prompt_of` takes them), as text without
+    special tokens and without the text that stopped them.
+
+    A model whose attention cannot be handed over answers greedily by transformers' own loop, one question after the
+    other, and `say` gets why. Raises GenerationError and ModelError.
+    """
+    context = context or Context()
+    if why := models.why_not_paged(model):
+        if sampling.temperature or sampling.stop or samples > 1 or kv != "bf16":
+            raise GenerationError(f"{why}: it answers greedily alone. Leave temperature, stop, samples and kv out.")
+        say(f"answers come from transformers, one by one: {why}")
+        device = next(model.parameters()).device.type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=context.autocast):
+            new = sampling.max_new_tokens
+            return [[models.generate(model, processor, *asked, new)] for asked in conversations]
+    prompts = [prompt_of(processor, *asked, number=number) for number, asked in enumerate(conversations)]
+    engine = Engine(model, processor.tokenizer, context, slots=SLOTS, kv=kv)
+    found: list[list[str]] = [[] for _ in prompts]
+    for completion in engine.generate(prompts, sampling, samples):
+        text = processor.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
+        ends = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
+        found[completion.prompt].append(text[: min(ends, default=len(text))].strip())
+    return found

@@ -22,6 +22,7 @@ class Sampling:
     top_p           then the fewest tokens whose probability reaches this
     min_p           then those at least this fraction as likely as the likeliest
     stop            texts that end a completion when they appear in it
+    never           tokens that are not chosen, such as places of images; log-probabilities are of all tokens
     seed, step      with a prompt's number, the sample and the position they give a token's random number
     """
 
@@ -33,6 +34,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int = 0
     step: int = 0
+    never: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         wrong = [

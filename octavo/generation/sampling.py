@@ -16,11 +16,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo import fp8
 from octavo.fp8.arithmetic import random_blocks
 from octavo.generation.request import Sampling
 
 _ELEMENTS = 1 << 25
 """Logits that are looked at at once: 128 MiB in fp32, and about six times that for all that is made of them."""
+
+
+_ALMOST_NEVER = -1e4
+"""What stands for log 0 where it is multiplied by a probability of 0."""
 
 
 def uniforms(
@@ -35,12 +40,16 @@ def uniforms(
     return (first * 65536 + (second >> 16)).double() / 2.0**48
 
 
-def choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def choose(logits: Tensor, sampling: Sampling, u: Tensor, invariant: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The next tokens of B sequences: (tokens int64 [B], log-probabilities fp32 [B], entropies fp32 [B]).
 
-    logits [B, V] · u [B] float64, a random number each (greedy choice looks at none). A log-probability is NaN where
-    the logits are no numbers.
+    logits [B, V] · u [B] float64, a random number each (greedy choice looks at none) · invariant: log-probabilities and
+    entropies by the function that trains, bit for bit. A log-probability is NaN where the logits are no numbers.
     """
+    if invariant:
+        tokens = choose(logits, sampling, u)[0]
+        told = fp8.log_probs(logits, tokens, temperature=sampling.temperature or 1.0, entropy=True)
+        return tokens, *told
     rows = max(1, _ELEMENTS // logits.shape[1])
     parts = [_choose(x, sampling, r) for x, r in zip(logits.split(rows), u.split(rows), strict=True)]
     tokens, logps, entropies = zip(*parts, strict=True)
@@ -52,13 +61,23 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
     greedy = sampling.temperature == 0
     logps = torch.log_softmax(logits if greedy else logits / sampling.temperature, dim=-1)
     p = logps.exp()
+    never = torch.tensor(sampling.never, dtype=torch.int64, device=logits.device)
     if greedy:
-        tokens = logits.argmax(-1)
+        tokens = logits.index_fill(-1, never, -torch.inf).argmax(-1)
     else:
-        cumulative = kept(p, sampling).double().cumsum(-1)
+        cumulative = kept(p.index_fill(-1, never, 0.0), sampling).double().cumsum(-1)
         aim = u[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-    return tokens, logps.gather(1, tokens[:, None])[:, 0], torch.special.entr(p).sum(-1)
+    return tokens, logps.gather(1, tokens[:, None])[:, 0], -(p * logps.clamp_min(_ALMOST_NEVER)).sum(-1)
+
+
+def bytes_to_choose(count: int, vocabulary: int, dtype: torch.dtype, sampling: Sampling) -> int:
+    """The most bytes that :func:`choose` makes beside logits [count, vocabulary] of `dtype`: fp32 logits,
+    log-probabilities and probabilities, and in fp64 the latter and their sums."""
+    rows = min(count, max(1, _ELEMENTS // vocabulary))
+    numbers = (0 if dtype == torch.float32 else 4) + 4 + 4
+    more = 8 if sampling.temperature == 0 else 8 + 8
+    return rows * vocabulary * (numbers + more)
 
 
 def kept(p: Tensor, sampling: Sampling) -> Tensor:

@@ -8,7 +8,7 @@ from octavo.models.families import COMPONENTS, WITHOUT_HEAD, Family, describe, s
 from octavo.models.freeze import freeze, freeze_all
 from octavo.models.generate import generate, ignored_settings, question
 from octavo.models.loading import load, load_split, parameter_count
-from octavo.models.paged import CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
+from octavo.models.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
 from octavo.models.quantization import Quantization, read_quantization, to_config
 from octavo.models.random import random_model
@@ -19,6 +19,7 @@ from octavo.models.tiny_configs import tiny_config
 from octavo.models.values import stream
 
 __all__ = [
+    "Attend",
     "COMPONENTS",
     "CacheShape",
     "SHAPES",

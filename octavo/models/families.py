@@ -128,6 +128,7 @@ def _text(model: PreTrainedModel) -> Family:
         )
     names = {id(module): name for name, module in model.named_modules()}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = head if head is not None else getattr(model, "score", None)  # of a classifier, such as a reward model
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     base = model.base_model_prefix
     lists = [

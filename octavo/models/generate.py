@@ -75,6 +75,11 @@ def question(
     Raises ModelError when images and image parts differ in number, when there is nothing to answer or no chat template
     to write it by, and for what the processor refuses.
     """
+    if images and isinstance(processor, TextProcessor):
+        raise ModelError(
+            f"{len(images)} images were given, and the model is text-only. Leave them out, or take a vision-language "
+            "model."
+        )
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     asked = sum(part.get("type") == "image" for content in contents for part in content)
     if asked != len(images):
@@ -98,8 +103,8 @@ def question(
 
 
 def ignored_settings(model: PreTrainedModel) -> str | None:
-    """A sentence about the generation settings of a model's folder that greedy answers, and the questions of an
-    evaluation, do not follow; None where there are none."""
+    """A sentence about the generation settings of a model's folder that answers, and the questions of an evaluation,
+    do not follow; None where there are none."""
     own = getattr(model, "generation_config", None)  # of models that generate
     stated = {} if own is None else own.to_diff_dict()
     odd = {
@@ -111,7 +116,7 @@ def ignored_settings(model: PreTrainedModel) -> str | None:
     if not odd:
         return None
     shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in odd.items())
-    return f"answers are greedy, so the model's generation settings {shown} are ignored"
+    return f"the model's generation settings {shown} are ignored: answers are greedy unless sampling is asked for"
 
 
 def _numbers(ids: Tensor, scores: Tensor) -> Tensor:

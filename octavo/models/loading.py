@@ -39,6 +39,7 @@ def load(
     keep_fp8: bool = True,
     say: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int], None] | None = None,
+    scores: bool = False,
 ) -> PreTrainedModel:
     """Load a model from a local folder.
 
@@ -53,6 +54,7 @@ def load(
                          their values in `dtype`
     say                  gets what a person should know: which of two sets of weights was taken, what was not used
     progress             called with (bytes read, bytes in all) after every parameter, where FP8 is involved
+    scores               a model that gives texts numbers (sequence classification, a reward model), not one that writes
 
     The model is in eval mode, as from_pretrained gives it. Raises ModelError for anything missing, truncated,
     unexpected, mis-shaped, unscaled, pickled or quantised in another way, naming the file or the tensor.
@@ -73,18 +75,18 @@ def load(
     own = shards.passed_by or quantization is not None or any(entry.is_codes for entry in shards.stored.values())
     if kinds or own:
         with shards:
-            build = partial(skeleton, config, dtype, attn_implementation)
+            build = partial(skeleton, config, dtype, attn_implementation, scores)
             on = torch.device(device)
             return assemble(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say, progress)
-    return _load_stock(folder, config, dtype, attn_implementation).to(device)
+    return _load_stock(folder, config, dtype, attn_implementation, scores).to(device)
 
 
 def _load_stock(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None, scores: bool
 ) -> PreTrainedModel:
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with stock(f"{folder} cannot be loaded as {config.model_type!r}"):
-        model, info = auto_class(config).from_pretrained(
+        model, info = auto_class(config, scores).from_pretrained(
             folder,
             config=config,
             dtype=dtype,

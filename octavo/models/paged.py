@@ -31,12 +31,13 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a token leaves in the cache: `layers` times `heads` keys and values of `dim` numbers. `context`: the most
-    tokens of a sequence; `vocabulary`: logits of a token."""
+    """What a token leaves in the cache: `layers` times `heads` keys and values of `dim` numbers. `queries`: heads that
+    look at them; `context`: the most tokens of a sequence; `vocabulary`: logits of a token."""
 
     layers: int
     heads: int
     dim: int
+    queries: int
     context: int
     vocabulary: int
 
@@ -54,7 +55,7 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     heads = text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     held = getattr(text, "num_key_value_heads", None) or heads
-    return CacheShape(text.num_hidden_layers, held, dim, text.max_position_embeddings, text.vocab_size)
+    return CacheShape(text.num_hidden_layers, held, dim, heads, text.max_position_embeddings, text.vocab_size)
 
 
 def why_not_paged(model: PreTrainedModel) -> str | None:

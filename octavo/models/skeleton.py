@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -77,7 +79,13 @@ def is_vision_config(config: PreTrainedConfig) -> bool:
     return config.model_type in VISION_FAMILIES
 
 
-def auto_class(config: PreTrainedConfig) -> type:
+def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
+    """The class of a configuration that generates, or with `scores` the one that gives a text numbers. Raises
+    ModelError."""
+    if scores:
+        if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_vision_config(config):
+            return AutoModelForSequenceClassification
+        raise ModelError(f"model_type {config.model_type!r} is no text model that transformers knows to give scores.")
     if is_vision_config(config):
         return AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -88,12 +96,14 @@ def auto_class(config: PreTrainedConfig) -> type:
     )
 
 
-def skeleton(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None) -> PreTrainedModel:
+def skeleton(
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None, scores: bool = False
+) -> PreTrainedModel:
     """The model on the meta device, as from_pretrained has it before weights are read."""
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     where = f" of {config.name_or_path}" if config.name_or_path else ""
     with stock(f"no {config.model_type!r} model can be built from the config{where}"), torch.device("meta"):
-        return auto_class(config).from_config(config, dtype=dtype, **extra)
+        return auto_class(config, scores).from_config(config, dtype=dtype, **extra)
 
 
 def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -138,7 +138,7 @@ def ask(run: Path, file: Path, number: int) -> Interview:
 
     It is one conversation: each question comes after the model's own earlier answers, right or wrong.
     """
-    from octavo import fp8, models, train
+    from octavo import fp8, generation, train
     from octavo.data import images
 
     row = json.loads(file.read_text(encoding="utf-8"))[number]
@@ -152,7 +152,8 @@ def ask(run: Path, file: Path, number: int) -> Interview:
             if "<image>" in asked["value"]:
                 parts.insert(0, {"type": "image"})
             messages.append({"role": "user", "content": parts})
-            answer = models.generate(model, processor, messages, [image], max_new_tokens=4)
+            greedy = generation.Sampling(4, temperature=0)
+            answer = generation.answers(model, processor, [(messages, [image])], greedy)[0][0]
             messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
             answers.append(Answer(question, answer, answered["value"]))
     return Interview(image, tuple(answers), sum(counts.values()))

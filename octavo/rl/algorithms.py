@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from octavo.rl import objectives
+from octavo.rl.figures import Figures
 from octavo.rl.kto import kto
 from octavo.rl.objectives import Batch, Clip, Counts, Terms
 from octavo.rl.penalties import Kl
-from octavo.rl.preference import DPO_LOSSES, dpo, orpo, simpo
+from octavo.rl.preference import DPO_LOSSES, PairCounts, Pairs, dpo, orpo, simpo
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,14 @@ class Preference:
 
     name: str
     paper: str
-    loss: Callable
+    loss: Callable[..., tuple[Tensor, Figures]]
     options: Mapping[str, float] = field(default_factory=dict)
     reference: bool = True
     paired: bool = True
 
 
-def _dpo(name: str) -> Callable:
-    def of_name(pairs, counts, **options):
+def _dpo(name: str) -> Callable[..., tuple[Tensor, Figures]]:
+    def of_name(pairs: Pairs, counts: PairCounts, **options: float) -> tuple[Tensor, Figures]:
         return dpo(pairs, counts, loss=name, **options)
 
     return of_name

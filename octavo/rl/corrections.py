@@ -10,6 +10,7 @@ trainer's policy when each token, or each completion of n tokens, is weighed by
 
 A weight above its limit is truncated to it (truncated importance sampling), or the token or completion is masked: its
 weight is 0 where it lies outside low .. high (IcePop by tokens, rejection by completions).
+An objective of whole completions takes the mean of its tokens' weights.
 ``octavo/rl/objectives.py`` multiplies terms by weights.
 """
 
@@ -78,7 +79,7 @@ def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -
     distance, total = d.abs(), max(tokens, 1.0)
     return {
         "logp_gap_mean": distance.sum() / total,
-        "logp_gap_max": highest(distance[mask.bool()]),
+        "logp_gap_max": highest(distance, mask.bool()),
         "logp_gap_k1": -d.sum() / total,
         "logp_gap_k3": (torch.expm1(d) - d).sum() / total,
     }
@@ -108,8 +109,8 @@ def weights(
     total = max(tokens if how.level == "token" else sequences, 1.0)
     name = "sampling/importance_sampling_ratio"
     return used, {
-        f"{name}/min": lowest(used[counted]),
+        f"{name}/min": lowest(used, counted),
         f"{name}/mean": torch.where(counted, used, 0.0).sum() / total,
-        f"{name}/max": highest(used[counted]),
-        "sampling/limited": (outside & counted).sum() / total,
+        f"{name}/max": highest(used, counted),
+        "sampling/limited": outside.sum() / total,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -38,19 +38,19 @@ def kind(name: str) -> str:
     return found[1] if found else "sum"
 
 
-def lowest(values: Tensor) -> Tensor:
-    """The smallest of any number of values; +inf of none."""
-    return values.amin() if values.numel() else torch.tensor(math.inf, device=values.device)
+def lowest(values: Tensor, where: Tensor) -> Tensor:
+    """The smallest of the values that count; +inf of none. Nothing waits for a GPU."""
+    return torch.where(where, values, math.inf).amin() if len(values) else values.new_tensor(math.inf)
 
 
-def highest(values: Tensor) -> Tensor:
-    return values.amax() if values.numel() else torch.tensor(-math.inf, device=values.device)
+def highest(values: Tensor, where: Tensor) -> Tensor:
+    return -lowest(-values, where)
 
 
 def add_up(parts: Iterable[Mapping[str, Tensor]]) -> Figures:
     """Figures of several parts as those of one; a name may be missing in some."""
     total: Figures = {}
-    put = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+    put: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
     for part in parts:
         for name, value in part.items():
             total[name] = put[kind(name)](total[name], value) if name in total else value

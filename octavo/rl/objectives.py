@@ -243,9 +243,9 @@ def _limits(b: Batch, terms: Terms, n: Counts) -> Figures:
         else:
             found[f"clip_ratio/{name}_mean"] = _sum(where.float(), by_token(b.mask, n))
         if name == "low":
-            found["clip_ratio/low_min"] = lowest(rows[lengths > 0])
+            found["clip_ratio/low_min"] = lowest(rows, lengths > 0)
         elif name == "high":
-            found["clip_ratio/high_max"] = highest(rows[lengths > 0])
+            found["clip_ratio/high_max"] = highest(rows, lengths > 0)
     return found
 
 

@@ -4,12 +4,12 @@ The KL divergence of the policy from a reference is estimated from the tokens th
 d = log p - log p_ref of a token, Schulman's estimators (joschu.net/blog/kl-approx.html) are
 
     k1 = d                  unbiased, may be negative
-    k2 = d^2 / 2            biased, never negative; the gradient of its mean is the gradient of the KL
+    k2 = d^2 / 2            biased, never negative
     k3 = e^-d - 1 + d       unbiased, never negative: GRPO's
 
-In the reward their value counts; in the loss their gradient does, and there the gradient of k1 has mean 0 (it is that
-of log p) and k3's is that of the reverse divergence. Multiplied by the policy's ratio to the one that drew the tokens
-(DeepSeek-V3.2, arXiv 2512.02556, 3.1) k1 and k3 have the KL's own gradient.
+In the reward their value counts. In the loss their gradient does, and its mean is the KL's own for k2 alone: for k1 it
+is 0 (the gradient of log p), for k3 that of the reverse divergence. Multiplied by the policy's ratio to the one that
+drew the tokens (DeepSeek-V3.2, arXiv 2512.02556, 3.1) k1 and k3 have the KL's gradient.
 """
 
 from __future__ import annotations

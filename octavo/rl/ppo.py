@@ -17,7 +17,8 @@ from octavo.rl.objectives import Counts, by_token
 class ValueHead(nn.Module):
     """The critic's last layer: hidden states [..., H] in any precision -> values [...] in fp32.
 
-    It starts at 0, so that the first advantages are rewards and the first gradient reaches the head alone.
+    It starts at 0, so that the first advantages are rewards and the first gradient reaches the head alone. It is no
+    ``nn.Linear``, which a plan might make an FP8 layer.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -53,7 +54,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     values = torch.where(counted, values, 0.0)
     rewards = torch.where(counted, rewards, 0.0)
     advantages = torch.zeros_like(values)
-    later = value_after = torch.zeros_like(values[:, 0]) if values.shape[1] else values.sum(dim=1)
+    later = value_after = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         here = rewards[:, t] + gamma * value_after - values[:, t] + gamma * lam * later
         later = torch.where(counted[:, t], here, later)
@@ -72,14 +73,12 @@ def moments(advantages: Tensor, mask: Tensor) -> Tensor:
 def whiten(advantages: Tensor, mask: Tensor, of_batch: Tensor, eps: float = 1e-8) -> Tensor:
     """Advantages of mean 0 and variance 1 over the whole batch, whose :func:`moments` are given; 0 where masked.
 
-    A single token, and advantages that are all equal, become 0.
+    A single token, and advantages that are all equal, become 0: fp64 has the mean of equal fp32 numbers exactly.
     """
     n, total, squares = of_batch.tolist()
     mean = total / max(n, 1.0)
     variance = max(squares - n * mean * mean, 0.0) / max(n - 1, 1.0)
-    rounding = 1e-12 * squares / max(n, 1.0)  # what is left of a variance of 0
-    scale = 0.0 if variance <= rounding else (variance + eps) ** -0.5
-    return torch.where(mask.bool(), (advantages.double() - mean) * scale, 0.0).float()
+    return torch.where(mask.bool(), (advantages.double() - mean) * (variance + eps) ** -0.5, 0.0).float()
 
 
 def value_loss(

@@ -171,8 +171,7 @@ DPO_LOSSES = {"sigmoid": _sigmoid, "robust": _robust, "hinge": _hinge, "ipo": _i
 def _log_not(logp: Tensor) -> Tensor:
     """log(1 - e^x) for x < 0, by the branch that loses no digits; a probability of 1 is taken as one of 1 - 1e-7."""
     x = logp.clamp(max=-1e-7)
-    near = x > -math.log(2.0)
-    return torch.where(near, (-torch.expm1(x)).log(), torch.log1p(-torch.where(near, -1.0, x).exp()))
+    return torch.where(x > -math.log(2.0), (-torch.expm1(x)).log(), torch.log1p(-x.exp()))
 
 
 def _mean(each: Tensor, counts: Tensor, n: PairCounts) -> Tensor:

@@ -42,7 +42,7 @@ class Preferring(Phase):
         kind = "labelled" if settings(cfg).loss == "kto" else "pairs"
         return data.pair_loader(cfg, processor, kind=kind, **share)
 
-    def begin(self, stepper: Stepper, processor: Any, directory: Path, say: Callable[[str], None]) -> None:
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
         section = settings(stepper.cfg)
         if stepper.how.reference:

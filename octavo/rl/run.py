@@ -7,12 +7,14 @@ from typing import Any
 from octavo import train
 from octavo.config import Config
 from octavo.rl.preferring import Preferring
+from octavo.rl.reinforcing import Reinforcing
 from octavo.train.phase import SFT, Phase
 
 
 def phase_of(cfg: Config) -> Phase:
     """What `train.phase` names, anew: a phase holds what belongs to one run."""
-    return {"preference": Preferring}[cfg.train.phase]() if cfg.train.phase not in SFT.names else SFT
+    kinds = {name: kind for kind in (Preferring, Reinforcing) for name in kind.names}
+    return kinds[cfg.train.phase]() if cfg.train.phase in kinds else SFT
 
 
 def run(cfg: Config, **options: Any) -> train.RunResult:

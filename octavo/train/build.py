@@ -128,7 +128,7 @@ def build(
     progress = resume(stepper, start, say, beside)
     found = beside if beside.whole else None
     used = None if kernel is None else kernel.kernel
-    phase.begin(stepper, processor, directory, say)
+    phase.begin(stepper, processor, directory, progress.step, say)
     return Job(
         cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, phase,
         found, used,

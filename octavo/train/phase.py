@@ -43,8 +43,8 @@ class Phase:
         """The batches of each step: :class:`octavo.data.Loader`, or what is used as one."""
         return data.train_loader(cfg, processor, **share)
 
-    def begin(self, stepper: Stepper, processor: Any, directory: Path, say: Callable[[str], None]) -> None:
-        """Everything is assembled and resumed. `directory` is the run's; `say` takes lines for people."""
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
+        """Everything is assembled, and resumed after `step`. `directory` is the run's; `say` takes lines for people."""
 
     def close(self) -> None:
         """The run ends, in whatever way: end processes and free memory."""

@@ -8,13 +8,13 @@ import pytest
 
 from octavo.checkpoint import CheckpointError, convert
 from octavo.models import ModelError
-from tests.checkpoint import planted
+from tests.checkpoint import folders, planted
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "ct-row", "ct-tensor"])
 def test_planted_corruptions_are_refused_by_name_and_leave_nothing(tmp_path, form):
     (tmp_path / "no_tokenizer").mkdir()
-    good = planted.write(form, tmp_path / "good", tmp_path / "no_tokenizer")
+    good = folders.write(form, tmp_path / "good", tmp_path / "no_tokenizer")
     by_headers = [planted.dropped_scale, planted.codes_cast_to_bf16_scale_left, planted.skip_list_covers_fp8]
     by_headers += [planted.transposed_scale] if form != "ct-tensor" else []
     by_values = [planted.scales_of_one, planted.nan_block, planted.nan_scale, planted.zero_scale]

@@ -13,8 +13,8 @@ from octavo import models
 from octavo.checkpoint import CheckpointError, verify
 from octavo.checkpoint.export import MARKER, export
 from octavo.models.errors import ModelError
-from tests.checkpoint import planted
-from tests.checkpoint.planted import Good
+from tests.checkpoint import folders
+from tests.checkpoint.folders import Good
 
 
 def bf16(source: Path, target: Path) -> Path:
@@ -79,10 +79,10 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is_deleted(source: Path,
         file.unlink() if former is None else file.write_bytes(former)
     (out / "notes").rmdir()
     bf16(source, out)
-    planted.edit_json(out / MARKER, lambda note: note.pop("sha256"))  # as 0.4.0 wrote it
+    folders.edit_json(out / MARKER, lambda note: note.pop("sha256"))  # as 0.4.0 wrote it
     bf16(source, out)
     (out / "README.md").touch()
-    planted.edit_json(out / MARKER, lambda note: note.pop("sha256"))
+    folders.edit_json(out / MARKER, lambda note: note.pop("sha256"))
     with pytest.raises(CheckpointError, match=r"did not write README\.md"):
         bf16(source, out)
 

@@ -9,13 +9,13 @@ import pytest
 
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.verify import verify
-from tests.checkpoint import planted
-from tests.checkpoint.planted import Good
+from tests.checkpoint import folders, planted
+from tests.checkpoint.folders import Good
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_tied", "qwen3_moe", "qwen3_vl"])
-@pytest.mark.parametrize("form", planted.FORMS)
-def test_good_folders_pass_without_a_finding(good: Good, form: str, model: str) -> None:
+@pytest.mark.parametrize("form", folders.FORMS)
+def test_folders_pass_without_a_finding(good: Good, form: str, model: str) -> None:
     folder = good(form, model)
     verified = verify(folder, against=good("plain", model))
     assert [f.text for f in verified.findings] == []

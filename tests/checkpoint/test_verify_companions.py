@@ -17,8 +17,8 @@ from octavo.checkpoint import verify
 from octavo.cli.main import main
 from octavo.models import chat
 from octavo.models.errors import ModelError
-from tests.checkpoint import planted
-from tests.checkpoint.planted import Good
+from tests.checkpoint import folders
+from tests.checkpoint.folders import Good
 from tests.fuzz import mutate
 
 SHARD = "model-00001-of-00002.safetensors"
@@ -39,7 +39,7 @@ def text(file: str, content: str | bytes) -> Callable[[Path], object]:
 
 
 def edited(file: str, **changes: object) -> Callable[[Path], object]:
-    return lambda folder: planted.edit_json(folder / file, lambda raw: raw.update(changes))
+    return lambda folder: folders.edit_json(folder / file, lambda raw: raw.update(changes))
 
 
 def replaced(file: str, what: str) -> Callable[[Path], object]:
@@ -74,7 +74,7 @@ def stray(stem: str) -> Callable[[Path], object]:
 
 
 def more_tokens(folder: Path) -> None:
-    planted.edit_json(folder / "tokenizer.json", lambda raw: raw["model"]["vocab"].update(new=99_999))
+    folders.edit_json(folder / "tokenizer.json", lambda raw: raw["model"]["vocab"].update(new=99_999))
 
 
 _JINJA = "chat_template.jinja"
@@ -157,7 +157,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+DEAR = "template of a power"  # a second of processor time for each reader; test_chat.py has it for one of them
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.long] if fault == DEAR else []) for fault in FAULTS]
+)
 def test_whatever_a_loader_would_read_is_read(
     fault: str, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

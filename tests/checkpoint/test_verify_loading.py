@@ -10,7 +10,7 @@ import torch
 
 from octavo import models
 from tests.checkpoint import planted
-from tests.checkpoint.planted import Good
+from tests.checkpoint.folders import Good
 
 CASES = [c for c in planted.CORRUPTIONS if c.load and not c.against]
 

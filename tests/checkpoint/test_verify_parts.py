@@ -21,8 +21,8 @@ from octavo.checkpoint.verify.findings import VERDICTS
 from octavo.checkpoint.verify.sentences import SENTENCES
 from octavo.cli.main import main
 from octavo.models.quantization import by_parts
-from tests.checkpoint import planted
-from tests.checkpoint.planted import Good
+from tests.checkpoint import folders, planted
+from tests.checkpoint.folders import Good
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_pieces_change_nothing(good: Good, copy: Good, monkeypatch: pytest.Monke
 def test_other_values_are_no_garbage(good: Good, copy: Good, tmp_path: Path) -> None:
     """A trained model beside the one it began with: codes and scales are sound, and rows that were zero are not."""
     shutil.copytree(good("plain"), tmp_path / "untrained")
-    planted.put(tmp_path / "untrained", planted.Q, planted.get(tmp_path / "untrained", planted.Q) * 0)
+    folders.put(tmp_path / "untrained", folders.Q, folders.get(tmp_path / "untrained", folders.Q) * 0)
     for form in ("plain", "fp8-block"):
         verified = verify(good(form), against=tmp_path / "untrained")
         (finding,) = verified.failures
@@ -66,11 +66,11 @@ def test_other_values_are_no_garbage(good: Good, copy: Good, tmp_path: Path) -> 
 def test_a_damaged_tensor_is_compared_by_its_worst_row(good: Good, copy: Good) -> None:
     """One row of 256 off by a factor of 4 moves the whole by little, and that row by much."""
     folder = copy("fp8-block")
-    codes = planted.get(folder, planted.Q)
+    codes = folders.get(folder, folders.Q)
     codes[100] = (codes[100].float() / 4).to(torch.float8_e4m3fn)
-    planted.put(folder, planted.Q, codes)
+    folders.put(folder, folders.Q, codes)
     worst = verify(folder, against=good("plain")).compared[0]
-    assert worst.tensor == planted.Q and worst.status == "bad" and worst.error < worst.bound * 2
+    assert worst.tensor == folders.Q and worst.status == "bad" and worst.error < worst.bound * 2
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_two_fp8_folders_are_compared_by_codes(good: Good, copy: Good) -> None:
 
 def test_a_dequantized_folder_beside_its_codes(good: Good, copy: Good) -> None:
     folder = copy("plain")
-    for name in planted.values_of("qwen3"):
-        if planted.is_linear(name):
-            planted.put(folder, name, planted.values_on_disk(good("fp8-block"), name).to(torch.bfloat16))
+    for name in folders.values_of("qwen3"):
+        if folders.is_linear(name):
+            folders.put(folder, name, folders.values_on_disk(good("fp8-block"), name).to(torch.bfloat16))
     verified = verify(folder, against=good("fp8-block"))
     assert verified.ok and not verified.findings and verified.compared[0].error < 2**-8
 
@@ -122,30 +122,30 @@ def test_a_broken_reference_is_refused(good: Good, copy: Good) -> None:
 
 def test_scales_in_bf16_and_in_e8m0_are_good(good: Good, copy: Good, tmp_path: Path) -> None:
     folder = copy("fp8-block")
-    for name in planted.values_of("qwen3"):
-        if planted.is_linear(name):
-            planted.rescale(folder, lambda s: s.to(torch.bfloat16), name)
+    for name in folders.values_of("qwen3"):
+        if folders.is_linear(name):
+            folders.rescale(folder, lambda s: s.to(torch.bfloat16), name)
     assert not verify(folder, against=good("plain")).findings
-    for name, value in planted.values_of("qwen3").items():
-        if planted.is_linear(name):
-            s = torch.exp2(torch.ceil(torch.log2(planted.cast(value, "fp8-block")[1])))
+    for name, value in folders.values_of("qwen3").items():
+        if folders.is_linear(name):
+            s = torch.exp2(torch.ceil(torch.log2(folders.cast(value, "fp8-block")[1])))
             wide = s.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            planted.put(folder, name, (value.float() / wide).to(torch.float8_e4m3fn))
-            planted.rescale(folder, lambda _, s=s: s.to(torch.float8_e8m0fnu), name)
+            folders.put(folder, name, (value.float() / wide).to(torch.float8_e4m3fn))
+            folders.rescale(folder, lambda _, s=s: s.to(torch.float8_e8m0fnu), name)
     assert "scale-dtype" in kinds(folder)
-    planted.edit_json(folder / "config.json", lambda raw: raw["quantization_config"].update(scale_fmt="ue8m0"))
+    folders.edit_json(folder / "config.json", lambda raw: raw["quantization_config"].update(scale_fmt="ue8m0"))
     assert not verify(folder, against=good("plain")).findings
 
 
 def _resize(folder: Path, key: str, value: int, changes: dict[str, tuple[int, int]]) -> None:
     """Other widths: config.json and the named matrices, quantized again in blocks."""
-    planted.edit_json(folder / "config.json", lambda raw: raw.update({key: value}))
+    folders.edit_json(folder / "config.json", lambda raw: raw.update({key: value}))
     for layer in (0, 1):
         for leaf, (n, k) in changes.items():
             name = f"model.layers.{layer}.{leaf}.weight"
-            codes, scale = planted.cast(torch.randn(n, k) * 0.1, "fp8-block")
-            planted.put(folder, name, codes)
-            planted.put(folder, f"{name}_scale_inv", scale)
+            codes, scale = folders.cast(torch.randn(n, k) * 0.1, "fp8-block")
+            folders.put(folder, name, codes)
+            folders.put(folder, f"{name}_scale_inv", scale)
 
 
 @pytest.mark.parametrize(
@@ -179,15 +179,15 @@ def test_sglang_reads_whole_parts_of_names() -> None:
     [
         ("fp8-block", "model.layers.1", "transformers and SGLang"),  # a prefix: exact names do not know it
         ("fp8-block", "model.layers.1.mlp.*", "transformers"),  # an expression
-        ("fp8-block", planted.DOWN.removesuffix(".weight"), "transformers, vLLM and SGLang"),
+        ("fp8-block", folders.DOWN.removesuffix(".weight"), "transformers, vLLM and SGLang"),
         ("ct-row", "re:.*layers.1.mlp.*", "transformers, vLLM and SGLang"),
         ("ct-row", "Linear", "transformers, vLLM and SGLang"),
     ],
 )
 def test_an_entry_is_judged_by_each_loaders_rule(form: str, entry: str, loaders: str, copy: Good) -> None:
     folder = copy(form)
-    planted.skip_list(folder, lambda names: names.append(entry))
-    finding = next(f for f in verify(folder, quick=True).failures if f.tensor == planted.DOWN)
+    folders.skip_list(folder, lambda names: names.append(entry))
+    finding = next(f for f in verify(folder, quick=True).failures if f.tensor == folders.DOWN)
     assert finding.kind == "skip-covers-fp8" and f"but {loaders} leave" in finding.text
     assert repr(entry) in finding.text
 
@@ -195,14 +195,14 @@ def test_an_entry_is_judged_by_each_loaders_rule(form: str, entry: str, loaders:
 def test_a_list_of_names_in_the_model_or_on_disk_is_the_same(copy: Good) -> None:
     """Vision layers under the name without `model.`, as vLLM has them, beside the full ones."""
     folder = copy("fp8-block", "qwen3_vl")
-    planted.skip_list(folder, lambda names: names.extend([n.removeprefix("model.") for n in names if "visual" in n]))
+    folders.skip_list(folder, lambda names: names.extend([n.removeprefix("model.") for n in names if "visual" in n]))
     assert not verify(folder, quick=True).findings
 
 
 def test_values_on_e4m3s_grid(copy: Good) -> None:
     folder = copy("plain")
-    planted.put(folder, planted.Q, planted.get(folder, planted.Q).to(torch.float8_e4m3fn).to(torch.bfloat16))
-    planted.put(folder, planted.DOWN, torch.zeros(256, 384, dtype=torch.bfloat16))
+    folders.put(folder, folders.Q, folders.get(folder, folders.Q).to(torch.float8_e4m3fn).to(torch.bfloat16))
+    folders.put(folder, folders.DOWN, torch.zeros(256, 384, dtype=torch.bfloat16))
     verified = verify(folder)
     assert verified.ok and {f.kind for f in verified.findings} == {"cast-through-fp8", "zero-weight"}
 
@@ -239,7 +239,7 @@ def test_the_command(good: Good, copy: Good, capsys: pytest.CaptureFixture[str])
     planted.skip_list_names_nothing(folder)
     assert main(["verify", str(folder)]) == 1
     out = capsys.readouterr().out
-    assert f"fail: {planted.Q!r}" in out and "1 thing is wrong, 1 warning." in out
+    assert f"fail: {folders.Q!r}" in out and "1 thing is wrong, 1 warning." in out
     assert main(["verify", str(folder), "--json", "--quick"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False and document["scanned"] is False

@@ -128,7 +128,16 @@ def test_refusals(here, trained, argv, code, message, capsys):
     assert not got.out
 
 
-def test_plan_of_a_file(here, capsys):
+@pytest.fixture
+def no_memory(monkeypatch):
+    """`octavo plan` without its prediction of memory, a second of fake forwards: test_plan_memory.py is about that."""
+    from octavo.cli import plan_memory
+
+    monkeypatch.setattr(plan_memory, "as_json", lambda *_: {})
+    monkeypatch.setattr(plan_memory, "show", lambda *_: None)
+
+
+def test_plan_of_a_file(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "fp8.image_projector.recipe=rowwise"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("component")
@@ -138,14 +147,14 @@ def test_plan_of_a_file(here, capsys):
     assert len(capsys.readouterr().out.splitlines()) > folded
 
 
-def test_plan_of_a_file_as_json(here, capsys):
+def test_plan_of_a_file_as_json(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--fp8-recipe", "tensorwise", "--fp8-format", "e4m3", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["family"] == "qwen3_vl" and plan["share"] == 1  # the projector too
     assert {row["recipe"]["format"] for row in plan["rows"] if row["recipe"]} == {"e4m3"}
 
 
-def test_a_flag_of_fp8_means_the_whole_model(here, capsys):
+def test_a_flag_of_fp8_means_the_whole_model(here, no_memory, capsys):
     def components(*words: str) -> set[str]:
         assert main(["plan", "run.yaml", "fp8={foundation: {wgrad: bf16}}", *words, "--json"]) == 0
         return {row["component"] for row in json.loads(capsys.readouterr().out)["rows"] if row["recipe"]}
@@ -168,7 +177,7 @@ def test_plan_of_a_shape(capsys):
     assert any(row["recipe"] is None and "rule" in row["reason"] for row in plan["rows"])
 
 
-def test_a_cpu_measures_nothing(here, capsys):
+def test_a_cpu_measures_nothing(here, no_memory, capsys):
     import torch
 
     if torch.cuda.is_available():
@@ -221,7 +230,7 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
     assert {r["name"] for r in again["rows"] if r["recipe"]} == wide
 
 
-def test_the_plan_is_shown_though_its_file_cannot_be_written(here, tmp_path, monkeypatch, capsys):
+def test_the_plan_is_shown_though_its_file_cannot_be_written(here, no_memory, tmp_path, monkeypatch, capsys):
     from octavo import atomic
 
     def full(source, target):
@@ -234,13 +243,13 @@ def test_the_plan_is_shown_though_its_file_cannot_be_written(here, tmp_path, mon
     assert not list((tmp_path / "deep").iterdir())
 
 
-def test_plan_says_why_a_backend_was_passed_over(here, capsys):
+def test_plan_says_why_a_backend_was_passed_over(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--why", "--tokens", "foundation=64,image_encoder=32"]) == 0
     out = capsys.readouterr().out
     assert "passed over" in out and "triton: " in out and "weigh every component by one token" not in out
 
 
-def test_plan_on_a_terminal_wraps_instead_of_cutting(here, monkeypatch, capsys):
+def test_plan_on_a_terminal_wraps_instead_of_cutting(here, no_memory, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", "run.yaml"]) == 0

@@ -50,7 +50,7 @@ ASK = ["--prompt", "first?", "--max-new-tokens", "2"]
 
 
 def test_an_empty_answer_is_said_to_be_one(here, capsys, monkeypatch):
-    monkeypatch.setattr("octavo.models.generate", lambda *_, **__: "")
+    monkeypatch.setattr("octavo.generation.answers", lambda *_, **__: [[""]])
     assert main(["generate", "fp8", *ASK]) == 0
     got = capsys.readouterr()
     assert got.out == "\n" and got.err.endswith("(the model answered nothing)\n")
@@ -72,12 +72,33 @@ def test_generate_asks_all_of_them(here, capsys):
     assert "weights frozen codes" in capsys.readouterr().err
 
 
+def test_generate_asks_several_questions_and_samples(here, capsys):
+    several = ["--prompt", "first?", "--prompt", "second?", "--max-new-tokens", "3"]
+    both = answer(["generate", "model", *several], capsys)["answers"]
+    assert both[0] == [answer(["generate", "model", *several[:2], *several[4:]], capsys)["answer"]] and len(both) == 2
+    drawn = ["--samples", "3", "--temperature", "2", "--top-p", "0.99", "--top-k", "400", "--min-p", "1e-4"]
+    one, again, other = (
+        answer(["generate", "model", *several, *drawn, "--kv", "fp8", "--seed", seed], capsys)["answers"]
+        for seed in ("1", "1", "2")
+    )
+    assert one == again != other and [len(each) for each in one] == [3, 3] and len(set(one[0])) > 1
+    assert main(["generate", "model", *several]) == 0
+    got = capsys.readouterr()
+    assert len(got.out.splitlines()) == 2 and "second?" in got.err
+    whole = answer(["generate", "model", *several[:2], "--max-new-tokens", "9"], capsys)["answer"]
+    cut = answer(["generate", "model", *several[:2], "--max-new-tokens", "9", "--stop", whole[2:4]], capsys)["answer"]
+    assert whole.startswith(cut) and whole[2:4] not in cut
+
+
 def test_generate_and_eval_say_which_settings_of_the_folder_they_do_not_follow(here, capsys, monkeypatch):
     file = here / "model/generation_config.json"
     before = file.read_text()
     file.write_text(json.dumps({**json.loads(before), "do_sample": True, "temperature": 0.7, "num_beams": 1}))
     try:
-        greedy = "answers are greedy, so the model's generation settings do_sample=True, temperature=0.7 are ignored"
+        greedy = (
+            "the model's generation settings do_sample=True, temperature=0.7 are ignored: answers are greedy unless "
+            "sampling is asked for"
+        )
         assert answer(["generate", "model", *ASK], capsys)["notes"][-1] == greedy
         for argv in (["eval", "model", "--config", "run.yaml"], ["train", "run.yaml", "run.dir=greedy"]):
             assert main(argv) == 0
@@ -114,6 +135,13 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (["generate", "run.yaml", *ASK], 1, "run.yaml is a configuration; name what came of it"),
         (["generate", "digits", *ASK], 1, "is not a run directory, a Hugging Face folder or a PEFT adapter"),
         (["generate", "lora/checkpoints", *ASK], 1, "folder of a run's checkpoints; name the run"),
+        (
+            ["generate", "model", *ASK, "--samples", "2"],
+            2,
+            "--samples 2 without --temperature would be one answer 2 times",
+        ),
+        (["generate", "model", *ASK, "--temperature", "-1"], 1, "temperature=-1.0 (0 or more)"),
+        (["generate", "model", *ASK[:2], "--max-new-tokens", "5000"], 1, "the model's context is 4096 tokens"),
         (["generate", "fp8", *ASK, "--step", "1"], 2, "fp8 is no run directory; leave --step out"),
         (["generate", "fp8", *ASK, "--backend", "warp"], 2, "there is no backend 'warp'; there are auto,"),
         (["generate", "fp8", *ASK, "--backend", "reference", "--recipe", "off"], 2, "--recipe off has none"),

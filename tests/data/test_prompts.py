@@ -34,9 +34,10 @@ def test_sft_rows_give_their_last_answer(folder):
     assert own[0].answer == "4.5" and len(own[0].conversation.turns) == 2
     assert own[1].answer == "x" and len(own[1].conversation.turns) == 5
     drawn = [{"role": "assistant", "content": "Look: <image>"}]
+    behind = {"messages": [*chat, *said, {"role": "user", "content": "<image>"}], "images": [image]}
     two = prompts(folder, [{"messages": chat + drawn + chat[1:] + said, "images": [image]},
-                           {"messages": chat + drawn, "images": [image]}])  # fmt: skip
-    assert len(two[0].conversation.images) == 1
+                           {"messages": chat + drawn, "images": [image]}, behind])  # fmt: skip
+    assert len(two[0].conversation.images) == 1 and two[2].conversation.images == ()
     with pytest.raises(BadSample, match="row 1: has an image in its last answer, and completions are text"):
         two[1]
 
@@ -70,6 +71,7 @@ def test_rows_with_a_prompt(folder):
         ({"prompt": "a", "answer": []}, r"has the answer \[\]"),
         ({"prompt": 7}, "turn 1 is 7; expected"),
         ({"prompt": []}, "the conversation is empty"),
+        ({"prompt": [], "images": ["a.png"]}, r"has 0 <image> placeholder\(s\) in its text and 1 image"),
         ({"prompt": [{"role": "assistant", "content": "a"}]}, "the conversation begins with an assistant|begins with"),
         ({"prompt": [{"role": "system", "content": "a"}]}, "a prompt that ends with a turn of the system"),
         ({"prompt": "a", "images": ["none.png"]}, "'none.png' is missing"),
@@ -103,7 +105,7 @@ def test_tokens_are_those_of_the_stock_processor(folder, models, family):
     processor, vision = models(family), family != "qwen3"
     image = folder.image(size=(64, 48))
     row = folder.llava("<image>" * vision + "What is it?", "A dot.", **({"image": image} if vision else {}))
-    encoder = PromptEncoder(processor, 200, train_on_prompt=True)
+    encoder = PromptEncoder(processor, 200)
     sample = encoder.encode(prompts(folder, [row])[0])
     content = [{"type": "image"}] * vision + [{"type": "text", "text": "What is it?"}]
     messages = [{"role": "user", "content": content if vision else "What is it?"}]
@@ -118,6 +120,18 @@ def test_tokens_are_those_of_the_stock_processor(folder, models, family):
         assert np.array_equal(sample.pixel_values, whole.pixel_values) and sample.images == 1
 
 
+def test_what_a_model_cannot_see_is_refused(folder, models):
+    row = prompts(folder, [{"prompt": "Which?", "image": folder.image(), "answer": "x"}])[0]
+    with pytest.raises(BadSample, match="row 0: holds an image, but the model is text-only; use a vision-language"):
+        PromptEncoder(models("qwen3"), 100).encode(row)
+
+
+def test_columns_count_in_the_cache(folder, models):
+    small, large = prompts(folder, [{"prompt": "q", "tests": "x" * size} for size in (1, 5001)])
+    encoder = PromptEncoder(models("qwen3"), 100)
+    assert encoder.encode(large).nbytes == encoder.encode(small).nbytes + 5000
+
+
 def test_a_prompt_leaves_room_for_its_answer(folder, models):
     row = prompts(folder, [{"prompt": "word " * 50, "answer": "x"}])[0]
     tokens = len(PromptEncoder(models("qwen3"), 4000).encode(row).input_ids)
@@ -129,6 +143,8 @@ def test_a_prompt_leaves_room_for_its_answer(folder, models):
         PromptEncoder(models("qwen3"), tokens + 15, reserve=16, on_long="error").encode(row)
     with pytest.raises(DataError, match="on_long is cut, and the end of a prompt is what is asked; set it to drop"):
         PromptEncoder(models("qwen3"), 100, on_long="cut")
+    with pytest.raises(DataError, match="train_on_prompt is true, and completions alone are learned from"):
+        PromptEncoder(models("qwen3"), 100, train_on_prompt=True)
     with pytest.raises(DataError, match="seq_length is 16, 16 of it are kept .* nothing is left for a prompt"):
         PromptEncoder(models("qwen3"), 16, reserve=16)
 

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,19 @@ def replace_file(rng: random.Random, file: Path, what: str | None = None) -> str
     elif what == "outside":
         file.symlink_to("/etc/passwd")
     return what
+
+
+def damage_file(rng: random.Random, folder: Path, fields: Callable[[Path, bytes, float], str | None]) -> str:
+    """Damage one file of a folder; returns what was done: something else in its place, what ``fields(file, its bytes,
+    a number in [0.15, 1))`` does to a file of this kind, or, where that says None, bytes."""
+    file = rng.choice(sorted(p for p in folder.iterdir() if p.is_file()))
+    raw = file.read_bytes()
+    how = rng.random()
+    if how < 0.15:
+        return f"{file.name}: {replace_file(rng, file)}"
+    if (done := fields(file, raw, how)) is None:
+        write(file, damage(rng, raw))
+    return f"{file.name}: {done or 'bytes'}"
 
 
 def copy_tree(source: Path, target: Path) -> Path:

@@ -8,15 +8,12 @@ few words: no other exception, no hang. What is read comes back equal from the Y
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import signal
-import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +25,7 @@ from octavo.config import Config, ConfigError, load_config, load_config_text, to
 from octavo.fp8.measuring.machine import Machine
 from octavo.models import chat
 from tests.fuzz import mutate
+from tests.fuzz.bounded import Finding, Hang, bounds, command
 
 SECONDS, PATIENCE, LETTERS = 5, 60, 20_000  # of processor time, by the clock, of a message
 
@@ -73,10 +71,6 @@ JINJA = (
     *("{% if", "%}", "{{", "}}", "raise_exception('x')", "| tojson", "| list", ".x.y", "[0]", "{% set x = x ~ x %}"),
     *("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{#", "{% generation %}", "range(10**9)", "(", "**", "loop"),
 )
-
-
-class _HangError(Exception):
-    pass
 
 
 def _pieces(rng: random.Random, text: str, pieces: tuple[str, ...]) -> str:
@@ -204,32 +198,23 @@ READERS: dict[str, tuple[int, Callable[[random.Random, Path], None], type[Except
 }
 
 
-def run(seed: int, cases: int, told: Counter[str] | None = None) -> list[str]:
-    """What does not hold, a line each; ``told`` counts what was read and what was refused."""
-    findings = []
+def run(seed: int, cases: int, only: int | None = None, told: Counter[str] | None = None) -> list[Finding]:
+    """What does not hold; ``told`` counts what was read and what was refused."""
+    found: list[Finding] = []
     told = Counter() if told is None else told
-
-    def hang(*_: object) -> None:
-        raise _HangError(f"still reading after {PATIENCE} s")
-
-    before = signal.signal(signal.SIGALRM, hang)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for number in range(cases):
-                rng = random.Random(f"{seed} {number}")
-                kind = rng.choices(list(READERS), [often for often, _, _ in READERS.values()])[0]
-                signal.alarm(PATIENCE)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(cases) if only is None else [only]:
+            rng = random.Random(f"{seed} {number}")
+            kind = rng.choices(list(READERS), [often for often, _, _ in READERS.values()])[0]
+            case = f"case {number} of seed {seed} ({kind})"
+            with bounds(case, found, PATIENCE, cpu=SECONDS):
                 if why := _judged(rng, kind, Path(folder), told):
-                    findings.append(f"--seed {seed}, case {number} ({kind}): {why}")
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    return findings
+                    found.append(Finding(case, why))
+    return found
 
 
 def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> str | None:
     _, read, error = READERS[kind]
-    begun = time.process_time()
     try:
         read(rng, folder)
         told[f"{kind}, read"] += 1
@@ -241,27 +226,23 @@ def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> 
         if not any(name in message for name in (str(folder), "plan.json", "override")):
             return f"names neither file nor override: {message[:200]}"
     except BaseException as other:
-        if isinstance(other, KeyboardInterrupt):
+        if isinstance(other, KeyboardInterrupt | Hang):
             raise
         return f"{type(other).__name__}: {str(other)[:200]}"
-    spent = time.process_time() - begun
-    return f"took {spent:.1f} s of processor time" if spent > SECONDS else None
+    return None
 
 
 @pytest.mark.long
 def test_whatever_is_damaged_is_read_or_refused():
     told: Counter[str] = Counter()
-    assert run(13, 200, told) == []
+    assert run(13, 200, told=told) == []
     assert {f"{kind}, {what}" for kind in ("text", "override") for what in ("read", "refused")} <= set(told)
     assert all(told[f"{kind}, refused"] for kind in READERS)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=13)
-    words = parser.parse_args()
     counts: Counter[str] = Counter()
-    found = run(words.seed, words.cases, counts)
-    print(*found, *(f"{what}: {n}" for what, n in sorted(counts.items())), f"{len(found)} findings", sep="\n")
-    sys.exit(bool(found))
+    try:
+        command(partial(run, told=counts), cases=200, seed=13, whole=True)
+    finally:
+        print(*(f"{what}: {n}" for what, n in sorted(counts.items())), sep="\n")

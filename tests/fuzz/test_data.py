@@ -5,18 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import random
-import resource
-import signal
 import struct
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,83 +19,58 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from octavo.data import DataError, Encoder, Sample, Source, parse, read
+from octavo.data import DataError, Encoder, LabelledEncoder, Pair, PairEncoder, PromptEncoder, Source, read
 from octavo.data.images import ImageProblem, load
 from octavo.data.loader import Judge
+from octavo.data.sources import KINDS
 from tests.fuzz import mutate
+from tests.fuzz.bounded import Finding, bounds, command
 
-SECONDS, MEGABYTES, LETTERS = 5.0, 400, 3000  # of CPU and of memory for one case, of a message
+SECONDS, MEGABYTES, LETTERS = 5.0, 400, 3000  # of processor time and of memory for one case, of a message
 SEQ_LENGTH = 128
-_programs: list[str] = []
-_watching: list[Any] = []
 
 
-def _watch(event: str, args: tuple[Any, ...]) -> None:
-    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"):
-        _programs.append(f"{event} {args!r}"[:200])
-
-
-class Hang(BaseException):
-    """No `except Exception` takes it for an answer."""
-
-
-def _stop(*_: object) -> None:
-    raise Hang
-
-
-def run(seed: int, cases: int, only: int | None = None) -> list[str]:
-    """Findings: a sentence for each case in which something else happened. The same for the same seed and `cases`."""
-    found: list[str] = []
-    if _watch not in _watching:
-        sys.addaudithook(_watch)  # for good: there is no way to take it off
-        _watching.append(_watch)
-    with tempfile.TemporaryDirectory() as name, _alarm():
+def run(seed: int, cases: int, only: int | None = None) -> list[Finding]:
+    """Each case in which something else happened. The same for the same seed and `cases`."""
+    found: list[Finding] = []
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         images = _images()
         for number, content in enumerate(images):
             (folder / f"{number}.png").write_bytes(content)
-        encoders = _encoders(folder)
+        encoders: list[Any] = _encoders(folder)
         for case in range(cases) if only is None else [only]:
             rng = random.Random(f"{seed} {case}")
             kind: Callable[..., list[str]] = _rows if rng.random() < 0.5 else _image
-            before, began, _programs[:] = _peak(), time.process_time(), []
-            signal.setitimer(signal.ITIMER_REAL, 12 * SECONDS)
-            try:
-                wrong = kind(rng, folder, images, encoders)
-            except Hang:
-                wrong = ["hangs"]
-            except Exception as error:  # that is what is looked for
-                wrong = [f"{type(error).__name__}: {error}"[:300]]
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            if (took := time.process_time() - began) > SECONDS:
-                wrong.append(f"took {took:.1f} s of CPU")
-            if (grew := (_peak() - before) / 1024) > MEGABYTES:
-                wrong.append(f"took {grew:.0f} MB")
-            found += [f"case {case} ({kind.__name__[1:]}): {what}" for what in wrong + _programs]
+            label = f"case {case} of seed {seed} ({kind.__name__[1:]})"
+            with bounds(label, found, 12 * SECONDS, MEGABYTES, cpu=SECONDS, forks=False):
+                try:
+                    wrong = kind(rng, folder, images, encoders)
+                except Exception as error:  # that is what is looked for
+                    wrong = [f"{type(error).__name__}: {error}"[:300]]
+                found += [Finding(label, what) for what in wrong]
     return found
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-@contextmanager
-def _alarm() -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, _stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-def _encoders(folder: Path) -> list[Encoder]:
+def _encoders(folder: Path) -> list[dict[str, Encoder]]:
+    """By what rows are taken for; prompts are never cut."""
     from octavo.models import load_processor, tiny
 
     made = []
     for family, on_long in (("qwen3_vl", "drop"), ("internvl", "cut"), ("llama", "cut")):
         processor = load_processor(tiny.write(family, folder / family, size="mini"))
-        made.append(Encoder(processor, SEQ_LENGTH, on_long=on_long, max_image_megapixels=0.5))
+        classes = {
+            "conversations": Encoder,
+            "prompts": PromptEncoder,
+            "pairs": PairEncoder,
+            "labelled": LabelledEncoder,
+        }
+        made.append({
+            kind: make(
+                processor, SEQ_LENGTH, on_long="drop" if kind == "prompts" else on_long, max_image_megapixels=0.5
+            )
+            for kind, make in classes.items()
+        })  # fmt: skip
     return made
 
 
@@ -116,10 +85,16 @@ def _good() -> list[Any]:
         {"id": 7, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}] * 3},
         {"images": ["0.png", "2.png"], "conversations": [{"from": "user", "value": "<image> or <image>?"}, chat[1]]},
         {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x" * 40}]},
-    ]
+        {"image": "0.png", "conversations": chat, "level": 2},
+        {"prompt": "How many?", "images": ["0.png", "2.png"], "answer": ["12", 12], "tests": {"a": [None]}},
+        {"prompt": [{"role": "user", "content": parts}], "chosen": "x", "rejected": chat[1:]},
+        {"conversations": chat[:1], "image": "0.png", "chosen": chat[1], "rejected": {"from": "gpt", "value": "Drei"}},
+        {"prompt": "How many?", "completion": "Two", "label": True, "image": "0.png"},
+    ]  # fmt: skip
 
 
-FORMATS = ("llava", "llava", "sharegpt", "messages")
+FORMATS = ("llava", "llava", "sharegpt", "messages", "llava", "prompt", "auto", "auto", "auto")
+TAKEN_FOR = ("conversations",) * 4 + ("prompts",) * 2 + ("pairs",) * 2 + ("labelled",)
 WORDS = ("\\ud800", "x\\udfff", "\\u0000", "<|im_end|>", "<|image_pad|>", "<img>", "</s>", "<image>", "\\u202e", "")
 ANYWHERE: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: f'"{rng.choice(WORDS)}"',
@@ -129,10 +104,11 @@ ANYWHERE: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: json.dumps(["0.png"] * rng.choice((3, 10_000))),
     lambda rng: rng.choice(("1e999", "NaN", "-Infinity", "tru", "'a'", '"\x01"', "\ufeff{}")),
 )
+TEXTS = ("value", "content", "text", "id", "image", "prompt", "answer", "chosen")
 # (the keys whose values it replaces, what by)
 SPECIAL: tuple[tuple[tuple[str, ...], Callable[[random.Random], str]], ...] = (
-    (("value", "content", "text", "id", "image"), lambda rng: json.dumps("word " * rng.choice((100, 4_000_000)))),
-    (("value", "content", "text", "id", "image"), lambda rng: f'"a {rng.choice(WORDS)} b"'),
+    (TEXTS, lambda rng: json.dumps("word " * rng.choice((100, 4_000_000)))),
+    (TEXTS, lambda rng: f'"a {rng.choice(WORDS)} b"'),
     (("conversations",), lambda rng: json.dumps(
         [{"from": role, "value": "x"} for role in ("human", "gpt")] * rng.choice((10, 1000, 20_000))
     )),
@@ -155,7 +131,7 @@ def _damaged(rng: random.Random, row: Any) -> bytes:
     return json.dumps(row).replace('"PLACE"', special(rng), 1).encode()
 
 
-def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[Encoder]) -> list[str]:
+def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[dict[str, Encoder]]) -> list[str]:
     """One damaged row between two good ones, in a list or in lines."""
     which = rng.randrange(len(FORMATS))
     good = _good()[which]
@@ -166,12 +142,12 @@ def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[
     file.write_bytes(b"\n".join(parts) if lines else b"[" + b",\n".join(parts) + b"]")
     dataset = {"images": None, "weight": 1.0, "max_samples": None, "path": str(file)}
     try:
-        source = read(SimpleNamespace(**dataset, format=rng.choice(("auto", FORMATS[which]))))
+        source = read(SimpleNamespace(**dataset, format=rng.choice(("auto", FORMATS[which]))), TAKEN_FOR[which])
     except DataError as refused:
         # A list has one form; lines have one each, and their name says so.
         allowed = not lines or file.suffix == ".json" or "ambiguous" in str(refused)
         return _said(refused, file) + ([] if allowed else [f"one line refuses the file: {refused}"])
-    return _judged(source, rng.choice(encoders), folder, len(parts) == len(source), good)
+    return _judged(source, rng.choice(encoders)[source.kind], folder, len(parts) == len(source), good)
 
 
 def _judged(source: Source, encoder: Encoder, folder: Path, alone: bool, good: Any) -> list[str]:
@@ -180,8 +156,11 @@ def _judged(source: Source, encoder: Encoder, folder: Path, alone: bool, good: A
     for row in range(len(source)):
         try:
             sample: Any = encoder.encode(source[row])
-            if not (0 < len(sample.input_ids) <= SEQ_LENGTH and (sample.labels != -100).any()):
-                wrong.append(f"row {row} became {len(sample.input_ids)} tokens")
+            for one in _samples(sample):
+                if not (
+                    0 < len(one.input_ids) <= SEQ_LENGTH and (one.labels != -100).any() == (source.kind != "prompts")
+                ):
+                    wrong.append(f"row {row} became {len(one.input_ids)} tokens")
         except DataError as refused:
             sample = refused
             wrong += _said(refused, Path(source.name), row)
@@ -198,12 +177,19 @@ def _judged(source: Source, encoder: Encoder, folder: Path, alone: bool, good: A
     return wrong
 
 
+def _samples(made: Any) -> list[Any]:
+    return [made.chosen, made.rejected] if isinstance(made, Pair) else [made]
+
+
 def _same(made: Any, good: Any, source: Source, encoder: Encoder) -> bool:
     try:
-        expected = encoder.encode(parse(good, source.format, file=source.name, row=0, images=source.images))
+        row = KINDS[source.kind](good, source.format, file=source.name, row=0, images=source.images)
+        expected = encoder.encode(row)
     except DataError as refused:
         return isinstance(made, DataError) and type(made) is type(refused)
-    return isinstance(made, Sample) and made.input_ids.tolist() == expected.input_ids.tolist()
+    return not isinstance(made, DataError) and [one.input_ids.tolist() for one in _samples(made)] == [
+        one.input_ids.tolist() for one in _samples(expected)
+    ]
 
 
 def _said(error: Exception, file: Path, row: int | None = None) -> list[str]:
@@ -279,11 +265,4 @@ def test_damaged_data() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, help="this case alone")
-    given = parser.parse_args()
-    findings = run(given.seed, given.cases, given.only)
-    print("\n".join(findings) or "nothing found")
-    print(f"{given.cases} cases, {len(findings)} findings, {time.process_time():.0f} s of CPU, {_peak() / 1024:.0f} MB")
+    command(run, cases=10_000, seed=1, whole=True)

@@ -1,66 +1,304 @@
-"""The engine beside transformers' own generate, and beside itself in other batches."""
+"""The engine beside transformers' own generate, beside the model's own forward, and beside itself in other batches."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from PIL import Image
+import torch
+from torch import nn
 from transformers import GenerationConfig
 
-from octavo import generation, models
+from octavo import fp8, generation, models
+from octavo.generation import Engine, GenerationError, Sampling
 from octavo.models import tiny
+from tests.generation.conftest import prompts_of, questions
 
-FAMILIES = [family for family in tiny.FAMILIES if family != "mpt"]
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory):
-    """(model, processor) of a mini checkpoint, each made once."""
-    known = {}
-
-    def get(family: str):
-        if family not in known:
-            folder = tiny.write(family, tmp_path_factory.mktemp("generation") / family, size="mini")
-            known[family] = models.load(folder), models.load_processor(folder)
-        return known[family]
-
-    return get
+FAMILIES = {"qwen3_vl": 64, "qwen3": 64, "qwen3_moe": 64, "qwen3_vl_moe": 6, "qwen2_5_vl": 6, "internvl": 6, "llama": 6}
+assert {*FAMILIES, "mpt"} == set(tiny.FAMILIES)
 
 
-def questions(model, processor, count: int) -> list[tuple[list, list]]:
-    """Messages and images of distinct prompts: none, one or two images of two sizes, texts of several lengths."""
-    rng = np.random.default_rng(0)
-    vision = models.describe(model).has_vision
-    found = []
-    for i in range(count):
-        text = f"{i} " + "".join(rng.choice(list("abcdefgh 123"), 5 + i % 7))
-        images = [
-            Image.fromarray(rng.integers(0, 255, (16, 16 + 8 * (i % 2), 3), dtype=np.uint8))
-            for _ in range(i % 3 if vision else 0)
-        ]
-        parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-        found.append(([{"role": "user", "content": parts if vision else text}], images))
-    return found
-
-
-def prompts_of(model, processor, count: int) -> list[generation.Prompt]:
-    asked = questions(model, processor, count)
-    return [generation.prompt_of(processor, *question, number=i) for i, question in enumerate(asked)]
-
-
-def stock(model, processor, question, new: int) -> np.ndarray:
+def stock(model, processor, question, new: int) -> list[int]:
     """The greedy tokens of `model.generate`."""
     batch = models.question(processor, *question)
-    settings = GenerationConfig(
-        do_sample=False, max_new_tokens=new, eos_token_id=model.generation_config.eos_token_id, pad_token_id=0
-    )
-    return model.generate(**batch, generation_config=settings)[0, batch["input_ids"].shape[1] :].numpy()
+    ends = model.generation_config.eos_token_id
+    settings = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=ends, pad_token_id=0)
+    return model.generate(**batch, generation_config=settings)[0, batch["input_ids"].shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_are_those_of_transformers(made, family):
     model, processor = made(family)
-    engine = generation.Engine(model, processor.tokenizer, slots=5, page=4)
-    got = engine.generate(prompts_of(model, processor, 12), generation.Sampling(8, temperature=0))
-    for question, completion in zip(questions(model, processor, 12), got, strict=True):
-        assert completion.tokens.tolist() == stock(model, processor, question, 8).tolist()
+    count = FAMILIES[family]
+    engine = Engine(model, processor.tokenizer, slots=13, page=4)
+    got = engine.generate(prompts_of(model, processor, count), Sampling(5, temperature=0))
+    wanted = [stock(model, processor, question, 5) for question in questions(model, count)]
+    assert [c.tokens.tolist() for c in got] == wanted
+    assert len({tuple(tokens) for tokens in wanted}) > count // 3
+
+
+def of_model(model, prompt, completion, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probabilities, entropies) of a completion's tokens by one forward of the model, in fp64."""
+    ids = torch.tensor([[*prompt.input_ids, *completion.tokens]])
+    kinds = torch.tensor([[*(prompt.input_ids * 0 if prompt.mm_token_type_ids is None else prompt.mm_token_type_ids)]])
+    more = {
+        name: torch.from_numpy(value)
+        for name in ("pixel_values", "image_grid_thw")
+        if (value := getattr(prompt, name)) is not None
+    }
+    if "image_grid_thw" in more:
+        more["mm_token_type_ids"] = nn.functional.pad(kinds, (0, len(completion.tokens)))
+    with torch.no_grad():
+        logits = model(input_ids=ids, **more, use_cache=False).logits[0, len(prompt.input_ids) - 1 : -1].double()
+    logps = torch.log_softmax(logits / temperature, -1)
+    chosen = logps.gather(1, torch.from_numpy(completion.tokens)[:, None])[:, 0]
+    return chosen.numpy(), torch.special.entr(logps.exp()).sum(-1).numpy()
+
+
+def in_fp8(model):
+    return fp8.apply(model, fp8.plan(model, "rowwise"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_moe"])
+@pytest.mark.parametrize("convert", [None, in_fp8], ids=["high", "fp8"])
+def test_log_probabilities_and_entropies_are_those_of_the_models_forward(made, family, convert):
+    model, processor = made(family)
+    if convert is not None:
+        model = convert(models.load(model.name_or_path))
+    prompts = prompts_of(model, processor, 4)
+    got = Engine(model, processor.tokenizer, slots=5).generate(prompts, Sampling(6, temperature=0.7, top_k=50), group=2)
+    assert [(c.prompt, c.sample) for c in got] == [(p, s) for p in range(4) for s in range(2)]
+    # an FP8 code flips where a value lies on an edge: casts of rows turn 1e-7 into a step of one code
+    near = 1e-4 if convert is None else 0.05
+    for completion in got:
+        logps, entropies = of_model(model, prompts[completion.prompt], completion, 0.7)
+        assert np.abs(completion.logps - logps).max() < near
+        assert np.abs(completion.entropy - entropies).max() < near
+
+
+@pytest.fixture
+def small(made):
+    model, processor = made("qwen3_vl")
+    return model, processor.tokenizer, prompts_of(model, processor, 6)
+
+
+SAMPLED = Sampling(9, temperature=1.0, top_p=0.95, seed=3, step=7)
+
+
+def same(one, other, close: float = 1e-5) -> bool:
+    return all(
+        (a.prompt, a.sample, a.reason) == (b.prompt, b.sample, b.reason)
+        and a.tokens.tolist() == b.tokens.tolist()
+        and np.abs(a.logps - b.logps).max() < close
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_completions_do_not_depend_on_the_batch(small):
+    model, tokenizer, prompts = small
+    whole = Engine(model, tokenizer, slots=64).generate(prompts, SAMPLED, group=4)
+    assert len({tuple(c.tokens) for c in whole}) > 20
+    for slots, page, pages in ((1, 4, None), (3, 3, None), (7, 16, None), (7, 4, 30), (5, 64, 3)):
+        engine = Engine(model, tokenizer, slots=slots, page=page, pages=pages)
+        assert same(engine.generate(prompts, SAMPLED, group=4), whole), (slots, page, pages)
+    # other company, another order, and as much of it as is left after a stop
+    turned = Engine(model, tokenizer, slots=6).generate(prompts[::-1], SAMPLED, group=4)
+    again = [replace(c, prompt=5 - c.prompt) for c in turned]
+    assert same(sorted(again, key=lambda c: (c.prompt, c.sample)), whole)
+    one = Engine(model, tokenizer, slots=6).generate(prompts[4:], SAMPLED, group=2)
+    wanted = [replace(c, prompt=c.prompt - 4) for c in whole if c.prompt > 3 and c.sample < 2]
+    assert same(one, wanted)
+
+
+@pytest.mark.parametrize("other", [{"seed": 4}, {"step": 8}])
+def test_another_seed_or_step_gives_other_completions(small, other):
+    model, tokenizer, prompts = small
+    one, two = (
+        Engine(model, tokenizer, slots=8).generate(prompts[:2], sampling, group=2)
+        for sampling in (SAMPLED, replace(SAMPLED, **other))
+    )
+    assert all(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(one, two, strict=True))
+
+
+def test_a_prompt_runs_once_for_its_group_and_an_image_is_encoded_once(small):
+    model, tokenizer, prompts = small
+    tokens, patches = [], []
+    handles = [
+        model.get_input_embeddings().register_forward_hook(lambda m, args, out: tokens.append(args[0].numel())),
+        model.model.visual.register_forward_hook(lambda m, args, out: patches.append(len(args[0]))),
+    ]
+    try:
+        got = Engine(model, tokenizer, slots=3, page=4).generate(prompts, SAMPLED, group=4)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert sum(tokens) == sum(len(p.input_ids) for p in prompts) + sum(len(c.tokens) - 1 for c in got)
+    assert sum(patches) == sum(len(p.pixel_values) for p in prompts if p.images)
+
+
+def test_pages_are_shared_copied_where_they_are_written_and_given_back(small, monkeypatch):
+    from octavo.generation import batch, pages
+
+    held, copied = [], []
+    step, copy = batch.Batch._step, pages.Cache.copy
+    monkeypatch.setattr(batch.Batch, "_step", lambda self, active: (step(self, active), held.append(self.pool)))
+    monkeypatch.setattr(pages.Cache, "copy", lambda self, *which: (copied.append(len(which[0])), copy(self, *which)))
+    model, tokenizer, prompts = small
+    prompt = next(p for p in prompts if len(p.input_ids) % 4)
+    full = len(prompt.input_ids) // 4
+    engine = Engine(model, tokenizer, slots=4, page=4)
+    sampling = Sampling(2, temperature=1.0)
+    model.generation_config.eos_token_id, before = [], model.generation_config.eos_token_id
+    try:
+        engine.generate([prompt], sampling, group=4)
+    finally:
+        model.generation_config.eos_token_id = before
+    assert copied == [3]  # the last of the four writes into the prompt's own
+    pool = held[-1]
+    assert pool.free == len(pool.holders) and not pool.holders.any()
+    assert engine.cache.pages == 2 * full + 4 * 1 + 1  # of another prompt, too, whose samples could begin
+
+
+def test_completions_end_by_token_text_or_length(small, made):
+    model, tokenizer, prompts = small
+    plain = Engine(model, tokenizer, slots=8).generate(prompts, Sampling(9, temperature=0))[0]
+    assert plain.reason == "length" and len(plain.tokens) == len(plain.logps) == len(plain.entropy) == 9
+    before = model.generation_config.eos_token_id
+    first = int(np.flatnonzero(plain.tokens == plain.tokens[4])[0])
+    model.generation_config.eos_token_id = [int(plain.tokens[4])]
+    try:
+        ended = Engine(model, tokenizer, slots=8).generate(prompts, Sampling(9, temperature=0))[0]
+    finally:
+        model.generation_config.eos_token_id = before
+    assert ended.reason == "stop" and ended.tokens.tolist() == plain.tokens[: first + 1].tolist()
+    word = tokenizer.decode(plain.tokens[2:4].tolist())
+    stopped = Engine(model, tokenizer, slots=8).generate(prompts, Sampling(9, temperature=0, stop=(word, "nowhere")))[0]
+    assert stopped.reason == "stop_string" and stopped.tokens.tolist() == plain.tokens[: len(stopped.tokens)].tolist()
+    assert word in tokenizer.decode(stopped.tokens.tolist()) and len(stopped.tokens) <= 4
+    assert word not in tokenizer.decode(stopped.tokens[:-1].tolist())
+
+
+def test_the_model_is_as_it_was_and_holds_what_it_held(small):
+    model, tokenizer, prompts = small
+    parameters = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
+    attention = [m.config._attn_implementation for m in (model, model.model.language_model, model.model.visual)]
+    model.train()
+    try:
+        engine = Engine(model, tokenizer, slots=8)
+        engine.generate(prompts, SAMPLED)
+        assert model.training and model.model.language_model.training
+        with pytest.raises(RuntimeError, match="stop here"):
+            engine.generate(prompts, SAMPLED, progress=stop_here)
+        assert model.training
+    finally:
+        model.eval()
+    assert parameters == {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
+    assert attention == [m.config._attn_implementation for m in (model, model.model.language_model, model.model.visual)]
+    assert engine.bytes["cache"] == engine.cache.nbytes > 0
+    engine.release()
+    assert engine.cache is None and not engine.bytes
+
+
+def stop_here(done: int, total: int) -> None:
+    raise RuntimeError("stop here")
+
+
+def test_progress_and_no_prompts(small):
+    model, tokenizer, prompts = small
+    engine, seen = Engine(model, tokenizer, slots=2), []
+    assert engine.generate([], SAMPLED) == []
+    engine.generate(prompts[:3], SAMPLED, group=2, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen) and seen[-1] == (6, 6) and len(seen) > 6
+
+
+def test_a_model_in_bf16_and_under_autocast(made):
+    family, processor = models.load(made("qwen3_vl")[0].name_or_path, dtype=torch.bfloat16), made("qwen3_vl")[1]
+    prompts = prompts_of(family, processor, 3)
+    own = Engine(family, processor.tokenizer, slots=4)
+    wide = made("qwen3_vl")[0]
+    cast = Engine(wide, processor.tokenizer, generation.Context(autocast=True), slots=4)
+    exact = Engine(wide, processor.tokenizer, slots=4).generate(prompts, Sampling(1, temperature=0))
+    for engine in (own, cast):
+        got = engine.generate(prompts, Sampling(1, temperature=0))
+        assert engine.cache.codes.dtype == torch.bfloat16
+        assert max(abs(a.entropy[0] - b.entropy[0]) for a, b in zip(got, exact, strict=True)) < 0.1
+
+
+def test_the_fp8_cache_holds_casts_of_what_the_plain_one_holds(small):
+    model, tokenizer, prompts = small
+    plain, coded = (Engine(model, tokenizer, slots=2, kv=kv) for kv in ("bf16", "fp8"))
+    got = [engine.generate(prompts[:2], Sampling(1, temperature=0)) for engine in (plain, coded)]
+    assert same(*got)  # a prompt looks at itself before it is kept
+    x = plain.cache.codes[0].flatten(0, 1)
+    want = fp8.quantize(x, fp8.CastSpec("e4m3", block=(1, -1), scale="fp32"))
+    written = x.abs().amax(1) > 0
+    assert written.sum() > 20
+    codes, scales = coded.cache.codes[0].flatten(0, 1), coded.cache.scales[0].flatten()
+    assert torch.equal(codes.view(torch.uint8)[written], want.data.view(torch.uint8)[written])
+    assert torch.equal(scales[written], want.scale[written, 0])
+    long = [engine.generate(prompts, Sampling(8, temperature=0)) for engine in (plain, coded)]
+    first = [abs(a.logps[1] - b.logps[1]) for a, b in zip(*long, strict=True) if a.tokens[0] == b.tokens[0]]
+    assert 0 < max(first) < 0.2
+
+
+def broken(model):
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "make", "settings", "change", "message"),
+    [
+        ("qwen3_vl", None, {"pages": 2, "page": 4}, {}, r"has 2 pages of 4 tokens.* one sequence of prompt 0 may need"),
+        (
+            "qwen3_vl",
+            None,
+            {},
+            {"new": 4096},
+            r"prompt 0 has \d+ tokens and may get 4096 more.* context is 4096 tokens",
+        ),
+        ("qwen3_vl", None, {}, {"group": 0}, "group is 0"),
+        ("qwen3", None, {}, {"images": 2}, "prompt 1 holds 2 images, and Qwen3ForCausalLM is text-only"),
+        ("qwen3", None, {}, {"token": 99999}, r"prompt 1 holds the token 99999.* vocabulary has \d+"),
+        ("qwen3", broken, {}, {}, "gives NaN or infinity as the score of token 1 after prompt 0"),
+        ("mpt", None, {}, {}, "MptForCausalLM computes attention in its own way"),
+        ("qwen3", None, {"slots": 0}, {}, "slots=0"),
+        ("qwen3", None, {"kv": "int8"}, {}, "kv='int8'"),
+    ],
+)
+def test_refusals(made, family, make, settings, change, message):
+    model, processor = made(family)
+    model = models.load(model.name_or_path) if make else model
+    prompts = prompts_of(model, processor, 2)
+    if images := change.get("images"):
+        prompts[1] = replace(prompts[1], images=images, pixel_values=np.zeros((1, 4), dtype=np.float32))
+    if token := change.get("token"):
+        prompts[1] = replace(prompts[1], input_ids=np.array([token]))
+    model = make(model) if make else model
+    with pytest.raises(GenerationError, match=message):
+        engine = Engine(model, processor.tokenizer, **{"slots": 4, **settings})
+        engine.generate(prompts, Sampling(change.get("new", 3)), change.get("group", 2))
+
+
+def test_an_image_for_a_text_only_model_and_a_model_of_its_own_attention(made):
+    model, processor = made("qwen3")
+    asked, pictures = questions(model, 1)[0][0], questions(made("qwen3_vl")[0], 2)[1][1]
+    with pytest.raises(models.ModelError, match="1 images were given, and the model is text-only"):
+        generation.prompt_of(processor, asked, pictures)
+    model, processor = made("mpt")
+    said: list[str] = []
+    greedy = Sampling(3, temperature=0)
+    got = generation.answers(model, processor, [(asked, [])], greedy, say=said.append)
+    assert got == [[models.generate(model, processor, asked, [], 3)]] and "MptForCausalLM" in said[0]
+    with pytest.raises(GenerationError, match="answers greedily alone"):
+        generation.answers(model, processor, [(asked, [])], Sampling(3))
+
+
+def test_answers_are_cut_at_the_text_that_stops_them(made):
+    model, processor = made("qwen3")
+    asked = questions(model, 1)
+    whole = generation.answers(model, processor, asked, Sampling(9, temperature=0))[0][0]
+    cut = generation.answers(model, processor, asked, Sampling(9, temperature=0, stop=(whole[3:5],)))[0][0]
+    assert whole.startswith(cut) and whole[3:5] not in cut

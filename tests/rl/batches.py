@@ -8,9 +8,9 @@ from torch import Tensor
 from octavo.rl.objectives import Batch
 
 
-def masks(b: int, t: int, seed: int = 0, least: int = 1) -> Tensor:
-    """bool [B, T]: completions of `least` to T tokens, padded on the right."""
-    lengths = torch.randint(least, t + 1, (b,), generator=torch.Generator().manual_seed(seed))
+def masks(b: int, t: int, seed: int = 0) -> Tensor:
+    """bool [B, T]: completions of 1 to T tokens, padded on the right."""
+    lengths = torch.randint(1, t + 1, (b,), generator=torch.Generator().manual_seed(seed))
     return torch.arange(t) < lengths[:, None]
 
 
@@ -31,6 +31,11 @@ def batch(b: int = 6, t: int = 7, seed: int = 0, spread: float = 0.3, mask: Tens
         "entropy": torch.rand(b, t, generator=g) * 2,
     }
     return Batch(**(given | more))
+
+
+def close(ours: Tensor, theirs: Tensor | float) -> None:
+    """Within 1e-6, absolute or of the value."""
+    torch.testing.assert_close(ours.double(), torch.as_tensor(theirs).double(), rtol=1e-6, atol=1e-6)
 
 
 def leaf(tensor: Tensor) -> Tensor:

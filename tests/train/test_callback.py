@@ -145,7 +145,8 @@ WRONG = {
 @pytest.mark.parametrize("event", ["before_step", "after_step", "evaluated", "end_step"])
 def test_what_a_callback_may_not_do_is_refused_with_its_name_and_the_step(make, event: str):
     for i, (what, (_, method, message)) in enumerate((k, v) for k, v in WRONG.items() if v[0] == event):
-        over = ("train.steps=1", "train.warmup=0", *([] if event == "evaluated" else ["data.eval=[]"]))
+        over = ("train.steps=1", "train.warmup=0", "train.global_batch=2")
+        over += () if event == "evaluated" else ("data.eval=[]",)
         with pytest.raises(train.TrainError) as caught:
             train.run(make(*over, dir=str(i)), callbacks=[mine(**{event: method})])
         begins = f"the callback Mine failed in {event} at step 1: "

@@ -51,6 +51,7 @@ def test_losses_and_the_proof_are_those_of_eager_training(make, graphs, recomput
     assert any("octavo.linear" in name for name in used)
 
 
+@pytest.mark.long
 def test_fused_blocks_train_as_eagerly(make, graphs):
     common = (*COMMON, "fp8.fuse=on")
     plain = train.run(make(*common, dir="plain"))
@@ -72,7 +73,8 @@ def test_a_compiler_that_fails_is_a_sentence_with_the_fix(make, monkeypatch):
 INSIDE = ("optimizer={states: fp8, update: backward}", "train.micro_batch=4")
 
 
-@pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.long), 0.05])
+@pytest.mark.long
+@pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_updates_in_backward_go_through_compiled_blocks(make, graphs, clip: float):
     """Clipping goes through one graph twice, and compiled code may not give its memory away the first time."""
     common = (*COMMON, *INSIDE, f"train.clip={clip}", "run.health_every=0")

@@ -54,9 +54,8 @@ def test_bytes_of_a_parameter(make):
     [pytest.param(over, id=name, marks=[pytest.mark.long] if name != "plain" else []) for name, over in ALL.items()],
 )
 def test_it_trains_near_the_run_without_and_goes_on_bit_for_bit(make, over):
-    plain = train.run(make(SHORT, dir="without")).losses()
-    if over is PLAIN:  # its loss has two more terms
-        plain = train.run(make(SHORT, "train.label_smoothing=0.05", "train.z_loss=1e-4", dir="smooth")).losses()
+    more = ("train.label_smoothing=0.05", "train.z_loss=1e-4") if over is PLAIN else ()  # its loss has two more terms
+    plain = train.run(make(SHORT, *more, dir="without")).losses()
     whole = train.run(make(SHORT, *over, dir="whole"))
     assert list(whole.losses().values()) == pytest.approx(list(plain.values()), rel=5e-2)
     cfg = make(SHORT, *over, dir="stopped")
@@ -76,7 +75,13 @@ def test_stock_transformers_loads_what_was_trained(make, over):
         assert torch.equal(getattr(parameter, "master", parameter).detach(), theirs[name].detach()), name
 
 
-@pytest.mark.parametrize("over", [ROUNDED, EXACT], ids=["after backward", "in backward"])
+@pytest.mark.parametrize(
+    "over",
+    [
+        pytest.param(ROUNDED, id="after backward"),
+        pytest.param(EXACT, id="in backward", marks=pytest.mark.long),
+    ],
+)
 def test_second_moments_that_became_zero_are_counted(make, over, monkeypatch):
     rows = read_rows(train.run(make(SHORT, *over, "run.health_every=2")).dir / "metrics.jsonl")
     assert [row["zeroed_v"] for row in rows if "health" in row] == [0] * 3

@@ -74,11 +74,11 @@ def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jo
     unknown = [arch for arch in archs if arch not in ARCHS]
     if unknown:
         raise ValueError(f"There is no architecture {unknown[0]} to compile for; use {', '.join(map(str, ARCHS))}.")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return _elsewhere(archs, first, only, jobs)
     work = _chosen(archs, first, only)
     if not work:
         raise ValueError(f"No kernel has a form whose name contains {only!r}; leave out --only to see all names.")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return _elsewhere(archs, first, only, jobs)
     if jobs == 1:
         return [_compiled(*item) for item in work]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:

@@ -163,6 +163,7 @@ def test_the_registry_gives_a_gpu_the_kernel_and_a_cpu_the_reference() -> None:
     assert_same(one, other)
 
 
+@pytest.mark.long
 def test_compiled_it_reads_wide_and_rounds_products_apart() -> None:
     rows = aot.report([90], only="adamw fp8 bf16+sr")  # another process, without the interpreter
     assert not aot.faults(rows), "a fused product would be a fault"

@@ -77,7 +77,7 @@ def _scale(scales, step, GRAIN: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _times(acc, scale, FREE: tl.constexpr, ROWS: tl.constexpr):
+def times(acc, scale, FREE: tl.constexpr, ROWS: tl.constexpr):
     """acc by the scales of its rows (ROWS) or columns, or by the one of the whole tile."""
     if FREE != 1:
         return acc * scale
@@ -170,12 +170,12 @@ def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl
             if A.side > 0 and B.side > 0 and (A.free != 1 or B.free != 1):  # one of them at most is a vector
                 ROWS: tl.constexpr = A.free == 1
                 FREE: tl.constexpr = A.free if ROWS else B.free
-                part = _times(part, _together(sa, sb), FREE, ROWS)
+                part = times(part, _together(sa, sb), FREE, ROWS)
             else:
                 if A.side > 0:
-                    part = _times(part, sa, A.free, True)
+                    part = times(part, sa, A.free, True)
                 if B.side > 0:
-                    part = _times(part, sb, B.free, False)
+                    part = times(part, sb, B.free, False)
             acc += part
         elif FORM.promote:
             acc += tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
@@ -183,11 +183,11 @@ def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl
             acc = tl.dot(a_codes, b_codes.T, acc)
     if A.side == 0:
         sa, later = _far(_scale(a_scales, 0, A, BLOCK_M))
-        acc = _times(acc, sa, A.free, True)
+        acc = times(acc, sa, A.free, True)
     if B.side == 0:
-        acc = _times(acc, _scale(b_scales, 0, B, BLOCK_N), B.free, False)
+        acc = times(acc, _scale(b_scales, 0, B, BLOCK_N), B.free, False)
     if A.side == 0:
-        acc = _times(acc, later, A.free, True)
+        acc = times(acc, later, A.free, True)
     return acc
 
 

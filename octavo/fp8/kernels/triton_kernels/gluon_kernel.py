@@ -30,13 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.fp8.kernels.triton_kernels import contraction
+from octavo.fp8.kernels.triton_kernels.contraction import DOWN, HUGE, LARGEST, TINY, UP
+
 BM, BK = gl.constexpr(128), gl.constexpr(128)
 HALF = gl.constexpr(64)  # rows of a warpgroup
 OWNED = gl.constexpr(128)  # groups.TILE: rows that have one expert
 GROUP = gl.constexpr(8)  # row tiles that go down together: see contraction.place
-HUGE, TINY = gl.constexpr(2.0**80), gl.constexpr(2.0**-80)
-UP, DOWN = gl.constexpr(2.0**40), gl.constexpr(2.0**-40)
-LARGEST = gl.constexpr(2.0**127)
+times = gluon.jit(contraction.times.fn)  # the same lines, compiled by Gluon
 
 
 @gluon.jit
@@ -78,17 +79,6 @@ def _load(a, b, groups, stages, M, N, K, b_rows, total, GROUPS: gl.constexpr, BN
             tma.async_copy_global_to_shared(a, [row + HALF, k], ready.index(s), a_bufs.index(s * 2 + 1))
             tma.async_copy_global_to_shared(b, [col, k], ready.index(s), b_bufs.index(s))
             it += 1
-
-
-@gluon.jit
-def _times(acc, scale, FREE: gl.constexpr, ROWS: gl.constexpr):
-    """acc by the scales of its rows (ROWS) or columns, or by the one of the whole tile."""
-    if FREE != 1:
-        return acc * scale
-    elif ROWS:
-        return acc * scale[:, None]
-    else:
-        return acc * scale[None, :]
 
 
 @gluon.jit
@@ -171,9 +161,9 @@ def _multiply(
             whole = _whole(a_at, r, a_f, M, FORM.a.free)
             inverse = gl.where(whole >= HUGE, DOWN, gl.where(whole < TINY, UP, 1.0))
             later = gl.where(whole >= HUGE, UP, gl.where(whole < TINY, DOWN, 1.0))
-            acc = _times(acc, whole * inverse, FORM.a.free, True)
-            acc = _times(acc, _whole(b_at, c, b_f, N, FORM.b.free), FORM.b.free, False)
-            acc = _times(acc, later, FORM.a.free, True)
+            acc = times(acc, whole * inverse, FORM.a.free, True)
+            acc = times(acc, _whole(b_at, c, b_f, N, FORM.b.free), FORM.b.free, False)
+            acc = times(acc, later, FORM.a.free, True)
         if BIAS:
             acc += gl.load(bias + owner * N + c, mask=(c < N) & (expert >= 0), other=0.0).to(gl.float32)[None, :]
         tma.store_wait(0)  # the tile before has left the buffer

@@ -1,0 +1,255 @@
+"""One call of the engine, as a loop of two moves.
+
+    refill    free slots get the next samples; prompts that are new run through the model, several in one row
+    step      one token of every sequence: a forward, a choice, and those that ended leave their slots
+
+Ranks that share a model make the same moves, with a forward of nothing where one has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo import models
+from octavo.generation.attention import Decode, InvariantDecode, Prefill, Shared
+from octavo.generation.caller import Caller
+from octavo.generation.errors import GenerationError
+from octavo.generation.pages import Cache, Pool, pages_of
+from octavo.generation.request import Completion, Prompt, Sampling
+from octavo.generation.sampling import choose, uniforms
+from octavo.generation.slots import Group, Slots
+from octavo.generation.stops import Stops
+
+PREFILL = 8192
+"""Tokens of prompts that run through the model at once, unless one prompt is longer."""
+
+
+class Batch:
+    """Prompts on their way to completions. `done` grows with each :meth:`work`."""
+
+    def __init__(
+        self, caller: Caller, cache: Cache, slots: int, prompts: Sequence[Prompt], sampling: Sampling, group: int,
+        stops: Stops,
+    ) -> None:  # fmt: skip
+        self.caller, self.cache, self.sampling, self.stops = caller, cache, sampling, stops
+        self.page, self.pool = cache.page, Pool(cache.pages)
+        longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
+        width = pages_of(longest + sampling.max_new_tokens - 1, self.page)
+        self.slots = Slots(slots, sampling.max_new_tokens, width, caller.device)
+        self.waiting = [Group(index, prompt, group) for index, prompt in enumerate(prompts)][::-1]
+        self.open: Group | None = None  # its prompt has run, and samples of it wait for slots or pages
+        self.done: list[Completion] = []
+
+    def work(self) -> bool:
+        """Refill and make a step; False when all is done, on every rank."""
+        few = len(self.slots.active) * 8 <= len(self.slots) * 7  # slots to fill: prompts run better together
+        starts = self._next() if few and (self.open or self.waiting) else []
+        new = [group for group, _ in starts if not group.pages]
+        if self.caller.anyone(bool(new)):
+            self._prefill(new) if new else self.caller.idle()
+        if starts:
+            self._start(starts)
+        active = self.slots.active
+        if not self.caller.anyone(bool(len(active) or self.open or self.waiting)):
+            return False
+        if self.caller.anyone(bool(len(active))):
+            self._step(active) if len(active) else self.caller.idle()
+        return True
+
+    # who comes next
+
+    def _needs(self, group: Group, last: bool) -> int:
+        """Pages that a sample may take beside those that it shares: the last one writes into the prompt's own."""
+        shared = pages_of(group.tokens, self.page) if last else group.tokens // self.page
+        return pages_of(group.tokens + self.sampling.max_new_tokens - 1, self.page) - shared
+
+    def _next(self) -> list[tuple[Group, int]]:
+        """Groups in order, and how many samples of each there are slots and pages for."""
+        room = self.pool.free - int(self.slots.promised.sum())
+        left, tokens = len(self.slots.free), 0
+        starts: list[tuple[Group, int]] = []
+        while left and (group := self.open or (self.waiting[-1] if self.waiting else None)):
+            if group is not self.open:
+                tokens += group.tokens
+                if tokens > PREFILL and tokens > group.tokens:
+                    break
+                room -= pages_of(group.tokens, self.page)
+            count = 0
+            while count < left and group.started + count < group.samples:
+                need = self._needs(group, group.started + count + 1 == group.samples)
+                if need > room:
+                    break
+                room, count = room - need, count + 1
+            if not count:
+                break
+            if group is not self.open:
+                self.waiting.pop()
+            starts.append((group, count))
+            left -= count
+            self.open = group if group.started + count < group.samples else None
+            if self.open is not None:
+                break
+        return starts
+
+    def _prefill(self, groups: list[Group]) -> None:
+        """Run prompts through the model: their keys and values into pages, the logits after each kept."""
+        caller, where, positions = self.caller, [], []
+        for group in groups:
+            prompt = group.prompt
+            group.pages = self.pool.take(pages_of(group.tokens, self.page))
+            where.append(self._place(np.array(group.pages), np.arange(group.tokens)))
+            kinds, grid = (
+                None if x is None else torch.from_numpy(x) for x in (prompt.mm_token_type_ids, prompt.image_grid_thw)
+            )
+            ids = torch.from_numpy(prompt.input_ids)
+            found, group.next_position = models.positions(caller.model, caller.family, ids, kinds, grid)
+            positions.append(found)
+        lengths = [group.tokens for group in groups]
+        tokens = self._device(np.concatenate([group.prompt.input_ids for group in groups]))
+        ends = self._device(np.cumsum(lengths) - 1)
+        attention = Prefill(self.cache, self.cache.places(self._device(np.concatenate(where))), lengths)
+        at = torch.cat(positions, dim=1).to(caller.device)
+        logits = caller.forward(tokens, at, attention, ends, **self._images(groups))
+        for group, row in zip(groups, logits, strict=True):
+            group.logits = row
+
+    def _images(self, groups: list[Group]) -> dict[str, Tensor]:
+        found = {}
+        for name in ("pixel_values", "image_grid_thw"):
+            if parts := [x for group in groups if (x := getattr(group.prompt, name)) is not None]:
+                found[name] = self._device(np.concatenate(parts))
+        if "pixel_values" in found:
+            found["pixel_values"] = found["pixel_values"].to(self.caller.dtype)
+        return found
+
+    def _start(self, starts: list[tuple[Group, int]]) -> None:
+        """Put samples into slots with their pages, and choose the first token of each."""
+        who = [group for group, count in starts for _ in range(count)]
+        slots = self.slots.free[: len(who)]
+        logits = torch.stack([group.logits for group in who])
+        samples, copies = [], []
+        for slot, group in zip(slots, who, strict=True):
+            samples.append(group.started)
+            group.started += 1
+            last, pages = group.started == group.samples, list(group.pages)
+            promised = self._needs(group, last)
+            if last:
+                group.logits = None
+            else:
+                self.pool.share(pages)
+                if group.tokens % self.page:  # it is written to next
+                    self.pool.give(pages[-1:])
+                    copies.append((pages[-1], *self.pool.take(1)))
+                    pages[-1], promised = copies[-1][1], promised - 1
+            self.slots.enter(slot, group, samples[-1], pages, promised, self.page)
+        if copies:
+            self.cache.copy(*zip(*copies, strict=True))
+        at = self._device(np.array(slots))
+        numbers = [group.prompt.number for group in who]
+        self.slots.uniforms[at] = uniforms(self.sampling, numbers, samples, self.caller.device)
+        self._choose(np.array(slots), at, logits)
+
+    # a token of each
+
+    def _step(self, active: np.ndarray) -> None:
+        slots, at = self.slots, self._device(active)
+        held = slots.held[active]
+        for slot in active[held % self.page == 0]:
+            slots.pages[slot, slots.held[slot] // self.page] = self.pool.take(1)[0]
+            slots.promised[slot] -= 1
+        last = slots.tokens[at, self._device(slots.made[active] - 1)]
+        position = self._device(slots.position[active]).expand(self.caller.axes, -1)
+        logits = self.caller.forward(last, position, self._attention(active))
+        slots.held[active] += 1
+        slots.position[active] += 1
+        self._choose(active, at, logits)
+
+    def _attention(self, active: np.ndarray) -> models.Attend:
+        slots, page = self.slots, self.page
+        held, pages, first = slots.held[active], slots.pages[active], slots.first[active]
+        where = np.take_along_axis(pages, held[:, None] // page, 1)[:, 0] * page + held % page
+        if self.caller.invariant:
+            tables = self.cache.tables(self._device(pages[:, : int(held.max()) // page + 1]))
+            return InvariantDecode(
+                self.cache, self.cache.places(self._device(where)), tables, self._device(held)[:, None]
+            )
+        most = int((held // page - first).max()) + 1
+        own = np.minimum(first[:, None] + np.arange(most), pages.shape[1] - 1)
+        table = np.take_along_axis(pages, own, 1)
+        bias = self._bias(held + 1 - first * page, most)
+        shared = self._shared(active) if first.any() else None
+        tables = self.cache.tables(self._device(table))
+        return Decode(self.cache, self.cache.places(self._device(where)), tables, bias, shared)
+
+    def _shared(self, active: np.ndarray) -> Shared:
+        """The pages that samples of a prompt share: a line of the table for each prompt."""
+        slots = self.slots
+        index = np.array([group.index for slot in active if (group := slots.groups[slot])])
+        _, one, line, counts = np.unique(index, return_index=True, return_inverse=True, return_counts=True)
+        order = np.argsort(line, kind="stable")
+        nth = np.empty_like(line)
+        nth[order] = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
+        place = line * counts.max() + nth
+        members = np.zeros(len(counts) * counts.max(), dtype=np.int64)
+        members[place] = np.arange(len(line))
+        first = slots.first[active[one]]
+        table = slots.pages[active[one], : first.max()]
+        bias = self._bias(first * self.page, int(first.max()))
+        return Shared(self.cache.tables(self._device(table)), bias, self._device(members), self._device(place))
+
+    def _bias(self, tokens: np.ndarray, pages: int) -> Tensor:
+        """fp32 [B, 1, pages * page]: 0 for the first `tokens` [B], -inf behind."""
+        inside = np.arange(pages * self.page) < tokens[:, None]
+        return self._device(np.where(inside, np.float32(0), np.float32(-np.inf)))[:, None]
+
+    def _choose(self, active: np.ndarray, at: Tensor, logits: Tensor) -> None:
+        """The next token of sequences; those that end leave."""
+        slots, made = self.slots, self._device(self.slots.made[active])
+        tokens, logps, entropies = choose(logits, self.sampling, slots.uniforms[at, made], self.caller.invariant)
+        slots.tokens[at, made], slots.logps[at, made], slots.entropies[at, made] = tokens, logps, entropies
+        slots.made[active] += 1
+        chosen = tokens.cpu().numpy()
+        self._refuse_nan(active, logps.isnan().cpu().numpy())
+        ended = self.stops.by_token(chosen)
+        reasons = dict.fromkeys(active[ended].tolist(), "stop")
+        if self.stops.texts:
+            for slot in active[~ended].tolist():
+                if self.stops.by_text(slots.tokens[slot, : slots.made[slot]].tolist()):
+                    reasons[slot] = "stop_string"
+        for slot in active[slots.made[active] == self.sampling.max_new_tokens].tolist():
+            reasons.setdefault(slot, "length")
+        if reasons:
+            self._finish(reasons)
+
+    def _refuse_nan(self, active: np.ndarray, bad: np.ndarray) -> None:
+        if not bad.any():
+            return
+        slot = active[bad.argmax()]
+        group = self.slots.groups[slot]
+        assert group is not None
+        raise GenerationError(
+            f"the model gives NaN or infinity as the score of token {self.slots.made[slot]} after prompt "
+            f"{group.index}: it computes no numbers, and would answer with any token. Take an earlier checkpoint, or "
+            "compute in high precision (recipe off)."
+        )
+
+    def _finish(self, reasons: dict[int, str]) -> None:
+        slots, at = self.slots, self._device(np.array(list(reasons)))
+        tokens, logps, entropies = (x[at].cpu().numpy() for x in (slots.tokens, slots.logps, slots.entropies))
+        for row, (slot, reason) in enumerate(reasons.items()):
+            group, made = slots.groups[slot], int(slots.made[slot])
+            assert group is not None
+            told = (x[row, :made].copy() for x in (tokens, logps, entropies))
+            self.done.append(Completion(group.index, int(slots.samples[slot]), *told, reason))
+            self.pool.give(slots.leave(slot, self.page))
+
+    def _place(self, pages: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Where in the cache tokens of a sequence stand."""
+        return pages[tokens // self.page] * self.page + tokens % self.page
+
+    def _device(self, x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x).to(self.caller.device, non_blocking=True)

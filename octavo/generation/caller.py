@@ -1,0 +1,98 @@
+"""The model as the engine calls it: tokens of many sequences in one row, attention handed over, logits of few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import fp8, models
+from octavo.generation.errors import GenerationError
+from octavo.parallel import World
+
+
+def _no_dummy(needed: bool) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Context:
+    """How a run calls its model.
+
+    autocast     compute under BF16 autocast
+    dtype        of pixels, without autocast (None: that of the parameters)
+    world        the ranks that share the model's parameters, and so run as many forwards (None: this process alone)
+    dummy_image  told before each forward whether a dummy image has to keep the vision tower in step with other ranks
+    """
+
+    autocast: bool = False
+    dtype: torch.dtype | None = None
+    world: World | None = None
+    dummy_image: Callable[[bool], None] = _no_dummy
+
+
+class Caller:
+    """Calls a model; `invariant`: inside `fp8.invariant`. Raises GenerationError for a model whose attention cannot be
+    handed over."""
+
+    def __init__(self, model: Any, context: Context, invariant: bool = False) -> None:
+        if why := models.why_not_paged(model):
+            raise GenerationError(f"{why}, so its keys and values cannot be kept in pages.")
+        self.model, self.context, self.invariant = model, context, invariant
+        self.family = models.describe(model)
+        self.shape = models.cache_shape(model.config)
+        self.axes = models.axes(model, self.family)
+        self._attention: models.Attend | None = None
+        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = torch.bfloat16 if context.autocast else context.dtype or own
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Inside, the decoder's attention is that of each :meth:`forward`, and the model is in its mode for use."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            rows = fp8.invariant(self.model) if self.invariant else nullcontext()
+            with rows, models.attention_by(self.model, self.family, self._attend):
+                yield
+        finally:
+            self._attention = None
+            self.model.train(training)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        assert self._attention is not None
+        return self._attention(layer, q, k, v, scale)
+
+    def anyone(self, wants: bool) -> bool:
+        """Whether any rank wants a forward: then all run one. A collective where parameters are shared."""
+        world = self.context.world
+        return wants if world is None or world.size == 1 else world.any(wants)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: models.Attend, keep: Tensor | None = None, **images: Tensor
+    ) -> Tensor:
+        """Logits [K, V] of tokens [T] in one row at positions [axes, T], of those at `keep` [K] (None: of all)."""
+        world = self.context.world
+        if self.family.has_vision and world is not None and world.size > 1:
+            self.context.dummy_image(world.any(bool(images)) and not images)
+        else:
+            self.context.dummy_image(False)
+        self._attention = attention
+        more = {} if keep is None else {"logits_to_keep": keep}
+        where = positions[:, None] if self.axes == 3 else positions
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.context.autocast):
+            out = self.model(input_ids=tokens[None], position_ids=where, use_cache=False, **more, **images)
+        return out.logits[0]
+
+    def idle(self) -> None:
+        """A forward of one token that nobody asks for, in step with ranks that have work."""
+        one = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.forward(one, one.expand(self.axes, -1), lambda layer, q, k, v, scale: torch.zeros_like(q))

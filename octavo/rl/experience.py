@@ -1,0 +1,142 @@
+"""A rollout as what a step learns from: completions behind their prompts, in micro-batches, with what is known of them.
+
+Experience   of each completion of a micro-batch, what the objective needs beside the model's forward
+Rollout      all completions of a step on this rank, scored
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo import data
+from octavo.generation import Completion, Prompt
+
+
+@dataclass
+class Rollout:
+    """The completions of P prompts, G of each, in that order.
+
+    scores      name of a reward -> [P G]
+    rewards     [P G] fp64: their weighted sum, and what a phase adds to it
+    advantages  [P G] fp32, once they are known
+    """
+
+    prompts: list[data.PromptSample]
+    completions: list[Completion]
+    texts: list[str]
+    rewards: np.ndarray
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
+    advantages: np.ndarray | None = None
+
+    @property
+    def group(self) -> int:
+        return len(self.completions) // max(len(self.prompts), 1)
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """bool [P G]: cut off at max_new_tokens."""
+        return np.array([c.reason == "length" for c in self.completions], dtype=bool)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(c.tokens) for c in self.completions], dtype=np.int64)
+
+    def of(self, prompts: Sequence[int]) -> Rollout:
+        """Those of some prompts, by their places here."""
+        rows = [p * self.group + g for p in prompts for g in range(self.group)]
+        return Rollout(
+            [self.prompts[p] for p in prompts],
+            [replace(self.completions[row], prompt=n // self.group) for n, row in enumerate(rows)],
+            [self.texts[row] for row in rows],
+            self.rewards[rows],
+            {name: scores[rows] for name, scores in self.scores.items()},
+        )
+
+    def and_then(self, other: Rollout) -> Rollout:
+        """These and, behind them, those of another."""
+        shift = len(self.prompts)
+        return Rollout(
+            self.prompts + other.prompts,
+            self.completions + [replace(c, prompt=c.prompt + shift) for c in other.completions],
+            self.texts + other.texts,
+            np.concatenate([self.rewards, other.rewards]),
+            {name: np.concatenate([self.scores[name], other.scores[name]]) for name in self.scores},
+        )
+
+
+@dataclass
+class Experience:
+    """Of the B completions of a micro-batch whose tokens are [B, T]; per-token tensors are [B, T - 1], by the place
+    that predicts, as the targets of a loss are.
+
+    rows         their places in the rollout
+    sampled      log-probabilities by the rollout (0 elsewhere)
+    truncated    bool [B]: cut off at max_new_tokens
+    advantages   [B], once rewards are known
+    old, ref     log-probabilities by the trainer with the weights of the rollout, and by the reference; None: not yet
+    """
+
+    rows: tuple[int, ...]
+    sampled: Tensor
+    truncated: Tensor
+    advantages: Tensor
+    old: Tensor | None = None
+    ref: Tensor | None = None
+
+
+def prompt_of(sample: data.PromptSample) -> Prompt:
+    """What the engine is asked."""
+    return Prompt(
+        sample.input_ids, sample.number, sample.pixel_values, sample.image_grid_thw, sample.mm_token_type_ids,
+        sample.images,
+    )  # fmt: skip
+
+
+def micro_batches(
+    rollout: Rollout, prompts: Sequence[int], size: int, number: int, pad_id: int
+) -> list[dict[str, Any]]:
+    """The completions of these prompts as `number` micro-batches of up to `size` rows (the last may be empty): batches
+    of :func:`octavo.data.collate` with labels on the completions, and under "experience" what is known of them."""
+    rows = [p * rollout.group + g for p in prompts for g in range(rollout.group)]
+    return [_batch(rollout, tuple(rows[n * size : (n + 1) * size]), pad_id) for n in range(number)]
+
+
+def _batch(rollout: Rollout, rows: tuple[int, ...], pad_id: int) -> dict[str, Any]:
+    samples = [whole(rollout.prompts[row // rollout.group], rollout.completions[row]) for row in rows]
+    batch = data.collate(samples, pad_id)
+    shape = batch["input_ids"].shape
+    sampled = torch.zeros(shape[0], shape[1] - 1)
+    for n, row in enumerate(rows):
+        start = len(rollout.prompts[row // rollout.group].input_ids) - 1
+        logps = rollout.completions[row].logps
+        sampled[n, start : start + len(logps)] = torch.from_numpy(logps)
+    truncated = torch.zeros(shape[0], dtype=torch.bool)
+    truncated[: len(rows)] = torch.from_numpy(rollout.truncated[list(rows)])
+    batch["experience"] = Experience(rows, sampled, truncated, torch.zeros(shape[0]))
+    return batch
+
+
+def whole(prompt: data.PromptSample, completion: Completion) -> data.Sample:
+    """Prompt and completion as a sample that is trained on the completion alone."""
+    count, more = len(prompt.input_ids), len(completion.tokens)
+    labels = np.concatenate([np.full(count, data.IGNORE, dtype=np.int64), completion.tokens])
+    kinds = prompt.mm_token_type_ids
+    return data.Sample(
+        np.concatenate([prompt.input_ids, completion.tokens]),
+        labels,
+        None if kinds is None else np.concatenate([kinds, np.zeros(more, dtype=kinds.dtype)]),
+        prompt.pixel_values,
+        prompt.image_grid_thw,
+        images=prompt.images,
+        answers=((count, count + more),),
+        length=count + more,
+        file=prompt.file,
+        row=prompt.row,
+        id=prompt.id,
+    )

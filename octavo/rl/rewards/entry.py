@@ -1,0 +1,171 @@
+"""An entry of `rl.rewards`: which reward, with what weight and arguments.
+
+    exact_match                                                a built-in function (`builtin.py`)
+    {reward: format, pattern: "<think>.*</think>.*", weight: 0.5}
+    rewards.py:score                                           a function of a file
+    {reward: ./reward_model, load_in_fp8: rowwise}             a folder with a sequence classification model
+
+Paths are relative to the configuration's folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from octavo.reading import printable, read_text
+from octavo.rl.rewards.builtin import BUILTIN
+
+COMMON = ("reward", "name", "weight")
+OF_MODELS = ("load_in_fp8", "batch")
+_ENDS = 1 << 20  # bytes at either end of a large file that stand for it
+_BUILTIN_FILE = Path(__file__).with_name("builtin.py")
+
+
+class RewardError(ValueError):
+    """A reward that cannot be used, or did not give numbers. `bad`: (row, name of the reward, reason) of each row."""
+
+    def __init__(self, message: str, bad: Sequence[tuple[int, str, str]] = ()) -> None:
+        super().__init__(message)
+        self.bad = list(bad)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One reward. `kind`: builtin, function or model; `path`: the file of the function or the folder of the model;
+    `source`: the file's text, read once; `arguments`: keyword arguments of a function, settings of a model."""
+
+    name: str
+    reward: str
+    kind: str
+    path: Path
+    weight: float = 1.0
+    arguments: dict[str, Any] = field(default_factory=dict)
+    function: str = ""
+    source: str = ""
+
+    def digest(self) -> dict[str, Any]:
+        """What the reward is, as JSON: text, weight, arguments, and the SHA-256 of what lies behind it."""
+        content = "" if self.kind == "builtin" else _folder(self.path) if self.kind == "model" else _hash(self.source)
+        return {"name": self.name, "reward": self.reward, "weight": self.weight, "arguments": self.arguments,
+                "sha256": content}  # fmt: skip
+
+
+def read_entries(given: Sequence[Any], directory: Path) -> list[Entry]:
+    """The entries of a configuration. Raises `RewardError`, which names the entry, what was found and the fix."""
+    if not given:
+        raise RewardError(
+            f"rl.rewards is empty; name at least one of {', '.join(BUILTIN)}, FILE.py:FUNCTION or a folder"
+        )
+    made = [_entry(one, directory) for one in given]
+    for number, entry in enumerate(made):
+        if entry.name in [other.name for other in made[:number]]:
+            raise RewardError(
+                f"rl.rewards has two named {entry.name!r}; give one of them another: {{reward: {entry.reward}, name: "
+                f"{entry.name}_2}}"
+            )
+    return made
+
+
+def _entry(given: Any, directory: Path) -> Entry:
+    raw: Any = {"reward": given} if isinstance(given, str) else given
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("reward"), str) or not raw["reward"]:
+        raise RewardError(
+            f"rl.rewards has the entry {_shown(given)}; expected a name, or {{reward: NAME, weight: 1.0, ...}}"
+        )
+    reward, weight = raw["reward"], raw.get("weight", 1.0)
+    if type(weight) not in (int, float) or not math.isfinite(weight):
+        raise RewardError(f"reward {reward} has the weight {_shown(weight)}; expected a finite number")
+    name = raw.get("name")
+    if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.:-]{1,64}", name)):
+        raise RewardError(f"reward {reward} has the name {_shown(name)}; expected up to 64 letters, digits and _ . : -")
+    arguments = {str(key): value for key, value in raw.items() if key not in COMMON}
+    if reward in BUILTIN:
+        return _builtin(reward, name or reward, float(weight), arguments)
+    file, colon, function = reward.rpartition(":")
+    if colon and file.endswith(".py"):
+        path = (directory / file).resolve()
+        if not function.isidentifier():
+            raise RewardError(f"reward {reward}: {function!r} is no name of a function; write FILE.py:FUNCTION")
+        if clash := sorted({"completions", "self"} & arguments.keys()):
+            raise RewardError(f"reward {reward} has the argument {clash[0]!r}, which is given to it; remove it")
+        source = read_text(path, RewardError, encoding="utf-8-sig")
+        return Entry(
+            name or function, reward, "function", path, float(weight), _json(reward, arguments), function, source
+        )
+    path = (directory / reward).resolve()
+    if not (path / "config.json").is_file():
+        raise RewardError(
+            f"there is no reward {_shown(reward)}: not one of {', '.join(BUILTIN)}, not FILE.py:FUNCTION, and {path} "
+            "is no model folder (it has no config.json)"
+        )
+    _refuse_unknown(reward, arguments, OF_MODELS)
+    return Entry(name or path.name, reward, "model", path, float(weight), _json(reward, arguments))
+
+
+def _builtin(reward: str, name: str, weight: float, arguments: dict[str, Any]) -> Entry:
+    function, needed = BUILTIN[reward]
+    known = [key for key in inspect.signature(function).parameters if key not in ("completions", "answer")]
+    _refuse_unknown(reward, arguments, known)
+    for key in needed:
+        if not isinstance(arguments.get(key), str) or not arguments[key]:
+            raise RewardError(f"reward {reward} has the {key} {_shown(arguments.get(key))}; give it a text: "
+                              f"{{reward: {reward}, {key}: ...}}")  # fmt: skip
+    if "pattern" in arguments:
+        try:
+            re.compile(arguments["pattern"])
+        except re.error as cause:
+            raise RewardError(
+                f"reward {reward}: the pattern {_shown(arguments['pattern'])} is none ({cause})"
+            ) from cause
+    tolerance = arguments.get("tolerance", 0.0)
+    if type(tolerance) not in (int, float) or not 0 <= tolerance < math.inf:
+        raise RewardError(f"reward {reward} has the tolerance {_shown(tolerance)}; expected a number from 0")
+    if reward == "math" and find_spec("math_verify") is None:
+        raise RewardError("reward math needs math-verify, which is not installed: pip install 'octavo[math]'")
+    source = _BUILTIN_FILE.read_text(encoding="utf-8")
+    return Entry(name, reward, "builtin", _BUILTIN_FILE, weight, arguments, reward, source)
+
+
+def _refuse_unknown(reward: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unknown := sorted(set(arguments) - set(known)):
+        takes = ", ".join(["name", "weight", *known])
+        raise RewardError(f"reward {reward} has the argument {unknown[0]!r}, which it does not take; it takes {takes}")
+
+
+def _json(reward: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(json.loads(json.dumps(arguments, allow_nan=False)))
+    except (TypeError, ValueError, RecursionError) as cause:
+        raise RewardError(f"reward {reward} has arguments that JSON does not hold ({cause})") from cause
+
+
+def _hash(content: str | bytes) -> str:
+    return sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def _folder(path: Path) -> str:
+    """Of a folder's files: names, sizes, and of each the first and last megabyte. Weights of gigabytes are not read
+    whole at every start; another training of them differs in every tensor."""
+    total = sha256()
+    for file in sorted(one for one in path.iterdir() if one.is_file()):
+        size = file.stat().st_size
+        total.update(f"{file.name}\0{size}\0".encode("utf-8", "surrogateescape"))
+        with file.open("rb") as content:
+            total.update(content.read(_ENDS))
+            content.seek(max(_ENDS, size - _ENDS))
+            total.update(content.read(_ENDS))
+    return total.hexdigest()
+
+
+def _shown(value: Any) -> str:
+    text = printable(repr(value))
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,122 @@
+"""The trainer's side of a reward worker: started, asked within a time limit, ended, and started again after a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+#: seconds in which a file of functions must be read and run: it may import libraries and load tables
+STARTING = 300.0
+_SCRIPT = Path(__file__).with_name("worker.py")
+
+
+class Fault(Exception):
+    """Why a worker gave no answer: the end of a sentence that begins with the function's name."""
+
+
+class Raised(Fault):
+    """The function raised; the worker lives on."""
+
+
+class Worker:
+    """Runs the functions of one file, given as text, in a process of their own (`worker.py` says how it lives)."""
+
+    def __init__(self, path: Path, source: str, functions: Sequence[str]) -> None:
+        self.path, self.source, self.functions = path, source, list(dict.fromkeys(functions))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._rest = b""
+
+    def start(self) -> None:
+        """Start the process, where there is none, and run the file in it. Raises `Fault`."""
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, str(_SCRIPT), str(theirs.fileno()), str(os.getpid()), str(self.path.parent)]
+            self._process = subprocess.Popen(  # what functions print goes where errors go
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        self._socket, self._rest = ours, b""
+        try:
+            self._ask({"path": str(self.path), "source": self.source, "functions": self.functions}, STARTING)
+        except Fault:
+            self.close()
+            raise
+
+    def call(
+        self, function: str, completions: list[str], columns: dict[str, list[Any]], arguments: dict[str, Any],
+        timeout: float,
+    ) -> list[Any]:  # fmt: skip
+        """What a function gives for a batch: a number for each completion, or a text that says what it gave instead.
+
+        Where it raises, it is asked again for each row alone. Raises `Fault` for what concerns the batch, `Raised`
+        where it raises of the batch and of no row alone. One that takes longer than `timeout` seconds is ended.
+        """
+        self.start()
+        asked = {"function": function, "completions": completions, "columns": columns, "arguments": arguments}
+        try:
+            return self._ask(asked, timeout)["values"]
+        except Raised as cause:
+            try:
+                alone = self._ask({**asked, "apart": True}, timeout)["values"]
+            except Fault:
+                raise cause from None
+            if not any(isinstance(value, str) for value in alone):
+                raise Raised(f"{cause}, for the batch but for no row of it alone") from None
+            return alone
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        if self._process is None:
+            return
+        assert self._socket is not None
+        self._socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = self._socket = None
+
+    def _ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
+        assert self._socket is not None
+        until = time.monotonic() + timeout
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            while b"\n" not in self._rest:
+                self._socket.settimeout(max(1e-3, until - time.monotonic()))
+                piece = self._socket.recv(1 << 20)
+                if not piece:
+                    raise ConnectionResetError
+                self._rest += piece
+        except TimeoutError:
+            self.close()
+            raise Fault(f"gave no answer within {timeout:g} s, and was ended") from None
+        except OSError as cause:
+            raise Fault(f"ended its process ({self._fate()})") from cause
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "raised" in answer:
+            raise Raised(answer["raised"])
+        if "error" in answer:
+            raise Fault(answer["error"])
+        return answer
+
+    def _fate(self) -> str:
+        """How the process ended; the one that watches it tells within a second."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.close()
+        return "it closed its socket" if code is None else f"exit code {code}" if code < 128 else f"signal {code - 128}"

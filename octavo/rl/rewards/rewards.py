@@ -1,0 +1,194 @@
+"""All rewards of a run: asked for a batch of completions, weighted and added up, with every fault named by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from octavo.reading import printable
+from octavo.rl.rewards.entry import Entry, RewardError, read_entries
+from octavo.rl.rewards.process import Fault, Worker
+
+TOLD = 3  # reasons that an error lists; the others are counted
+ON_BAD = ("error", "zero")
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """What N completions are worth. `totals` [N] float64, the weighted sum; `each`: name -> [N] float64 before weights;
+    `bad`: (row, name, reason) of what counts as 0 because it is no finite number."""
+
+    totals: np.ndarray
+    each: dict[str, np.ndarray] = field(default_factory=dict)
+    bad: list[tuple[int, str, str]] = field(default_factory=list)
+
+
+class Rewards:
+    """The rewards that a configuration names (`entry.py` says how), ready to be asked.
+
+    entries    names, or mappings with `reward`, `weight`, `name` and arguments
+    directory  the folder of the configuration, which paths are relative to
+    on_bad     what becomes of a row that a reward raises for, hangs over, or gives NaN, infinity or no number:
+               "error" ends the run, "zero" counts 0 there and goes on
+    timeout    seconds that a function may take for a batch, and again for its rows alone where it raised
+    device     where reward models compute
+
+    Functions run in processes of their own, one a file, which start here, live on over steps and end with the trainer
+    (`worker.py`). Raises RewardError for an entry that cannot be used, also for a file whose function is not there.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Any],
+        directory: str | Path,
+        on_bad: str = "error",
+        timeout: float = 60.0,
+        device: Any = "cpu",
+    ) -> None:
+        if on_bad not in ON_BAD:
+            raise RewardError(f"on_bad_reward is {on_bad!r}; it must be error or zero")
+        if not (timeout > 0 and math.isfinite(timeout)):
+            raise RewardError(f"the time limit of rewards is {timeout!r}; expected seconds over 0")
+        self.on_bad, self.timeout = on_bad, timeout
+        self.entries = read_entries(entries, Path(directory))
+        self._digest = [entry.digest() for entry in self.entries]
+        self._workers: dict[Path, Worker] = {}
+        self._ask: dict[str, Callable[[list[str], dict[str, list[Any]]], Sequence[Any]]] = {}
+        try:
+            for entry in self.entries:
+                self._ask[entry.name] = self._model(entry, device) if entry.kind == "model" else self._function(entry)
+            for worker in self._workers.values():
+                self._start(worker)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in self.entries]
+
+    def score(
+        self, completions: Sequence[str], columns: dict[str, list[Any]], where: Sequence[str] | None = None
+    ) -> RewardTable:
+        """What each completion is worth.
+
+        Columns are lists of the same length, of what JSON holds: `answer`, `prompt`, `messages`, `images` and all
+        others of the rows (`octavo.data.reward_columns`). `where` names rows in errors (file and row). Raises
+        RewardError where a reward gives anything but N finite numbers and `on_bad` is "error".
+        """
+        texts, count = list(completions), len(completions)
+        for name, column in columns.items():
+            if len(column) != count:
+                raise ValueError(f"column {name!r} has {len(column)} values for {count} completions")
+        each: dict[str, np.ndarray] = {}
+        bad: list[tuple[int, str, str]] = []
+        for entry in self.entries if count else ():
+            try:
+                values = self._ask[entry.name](texts, columns)
+            except Fault as fault:
+                values = [str(fault)] * count
+            told = [(row, value if isinstance(value, str) else f"returned {value}") for row, value in enumerate(values)
+                    if isinstance(value, str) or not math.isfinite(value)]  # fmt: skip
+            if told and self.on_bad == "error":
+                raise self._error(entry, told, texts, where)
+            bad += [(row, entry.name, reason) for row, reason in told]
+            each[entry.name] = np.array([value if not isinstance(value, str) else 0.0 for value in values], np.float64)
+            each[entry.name][[row for row, _ in told]] = 0.0
+        totals = np.zeros(count)
+        for entry in self.entries if count else ():
+            totals += entry.weight * each[entry.name]
+        return RewardTable(totals, each or {name: np.zeros(0) for name in self.names}, bad)
+
+    def digest(self) -> list[dict[str, Any]]:
+        """What the rewards are, as JSON: name, text, weight, arguments and the SHA-256 of file or folder of each."""
+        return self._digest
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _function(self, entry: Entry) -> Callable[[list[str], dict[str, list[Any]]], list[Any]]:
+        of_file = [one.function for one in self.entries if one.path == entry.path]
+        worker = self._workers.setdefault(entry.path, Worker(entry.path, entry.source, of_file))
+
+        def ask(texts: list[str], columns: dict[str, list[Any]]) -> list[Any]:
+            if entry.kind == "builtin":  # whose other parameters are arguments, whatever a row calls its columns
+                columns = {name: column for name, column in columns.items() if name == "answer"}
+            return worker.call(entry.function, texts, columns, entry.arguments, self.timeout)
+
+        return ask
+
+    def _model(self, entry: Entry, device: Any) -> Callable[[list[str], dict[str, list[Any]]], Sequence[Any]]:
+        from octavo.rl.rewards.model import RewardModel
+
+        return RewardModel(entry.path, device=device, **entry.arguments)
+
+    def _start(self, worker: Worker) -> None:
+        try:
+            worker.start()
+        except Fault as fault:
+            raise RewardError(
+                f"the rewards of {printable(worker.path)} cannot be used: the file {printable(fault)}"
+            ) from fault
+
+    def _error(
+        self, entry: Entry, told: list[tuple[int, str]], completions: list[str], where: Sequence[str] | None
+    ) -> RewardError:
+        rows: dict[str, list[int]] = {}
+        for row, reason in told:
+            rows.setdefault(reason, []).append(row)
+        lines = []
+        for reason, those in list(rows.items())[:TOLD]:
+            first = those[0]
+            place = f"{where[first]}: " if where is not None else ""
+            many = "s" if len(those) > 1 else ""
+            lines.append(
+                f"Row{many} {_listed(those)} ({place}{completions[first][:60]!r}{', ...' * bool(many)}): {reason}"
+            )
+        more = f"; {len(rows) - TOLD} more reasons" if len(rows) > TOLD else ""
+        message = (
+            f"reward {entry.name} ({entry.reward}) gave no number for {len(told)} of {len(completions)} completions. "
+            f"{'. '.join(lines)}{more}. Mend the function or the rows, or set on_bad_reward: zero"
+        )
+        return RewardError(printable(message), [(row, entry.name, reason) for row, reason in told])
+
+
+def changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str | None:
+    """How rewards differ from those of an earlier digest, in a sentence that names one of them; None if they do not."""
+    then, today = ({one["name"]: one for one in digest} for digest in (before, now))
+    if gone := [name for name in then if name not in today]:
+        return f"the reward {gone[0]!r} is not there any more"
+    if new := [name for name in today if name not in then]:
+        return f"the reward {new[0]!r} was not there"
+    for name, one in then.items():
+        for key in sorted({*one, *today[name]}):
+            if one.get(key) != today[name].get(key):
+                what = {"sha256": "file or folder has another content", "reward": "entry is another"}
+                found = what.get(key, f"{key} is {today[name].get(key)!r} and was {one.get(key)!r}")
+                return f"the reward {name!r} is another: its {found}"
+    return None
+
+
+def _listed(rows: Sequence[int]) -> str:
+    """0, 1, 2, 5 as "0 to 2, 5"; at most five pieces."""
+    pieces: list[list[int]] = []
+    for row in rows:
+        if pieces and row == pieces[-1][1] + 1:
+            pieces[-1][1] = row
+        else:
+            pieces.append([row, row])
+    named = [str(a) if a == b else f"{a} to {b}" for a, b in pieces[:5]]
+    return ", ".join(named) + (f" and {len(pieces) - 5} more places" if len(pieces) > 5 else "")

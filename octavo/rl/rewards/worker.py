@@ -1,0 +1,165 @@
+"""The process in which reward functions run. A script of the standard library alone: it starts in a moment, and what a
+user's file imports is all that it holds.
+
+    python worker.py FD PID FOLDER      FD: a socket to the trainer, PID: the trainer, FOLDER: of the functions' file
+
+It is two processes in a group of their own. The first runs nothing but a look at the trainer and at the second, so that
+both end with a trainer that was killed, whatever code the second hangs in (a regular expression holds Python's lock as
+long as it searches). The second reads lines of JSON and answers each with one:
+
+    {"path", "source", "functions"}  -> {"ready": true} | {"error"} | {"raised"}     the file's text, run once
+    {"function", "completions", "columns", "arguments"}
+        -> {"values": [number or text that says what it is]} | {"error"} | {"raised"}
+    {"function", ..., "apart": true} -> the same, of each row alone: what a trainer asks where a batch raised
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_loader
+from typing import Any, NoReturn
+
+LOOK = 0.5  # seconds between looks at the trainer
+SHOWN = 300  # characters of an error or of a value that is no number
+
+
+def main(handle: int, trainer: int, folder: str) -> None:
+    child = os.fork()
+    if child:
+        os.close(handle)
+        _watch(child, trainer)
+    sys.path[0] = folder  # not this script's folder: a user's `import table` means the user's
+    sys.dont_write_bytecode = True
+    _serve(socket.socket(fileno=handle))
+
+
+def _watch(child: int, trainer: int) -> NoReturn:
+    while os.getppid() == trainer:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+        time.sleep(LOOK)
+    os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _serve(trainer: socket.socket) -> None:
+    functions: dict[str, Callable[..., Any]] = {}
+    path, answer = "", dict[str, Any]()
+    for line in trainer.makefile("rb"):
+        asked = json.loads(line)
+        try:
+            if "source" in asked:
+                path = asked["path"]
+                functions = _load(path, asked["source"], asked["functions"])
+                answer = {"ready": True}
+            else:
+                answer = {"values": _values(functions[asked["function"]], asked, path)}
+        except _Wrong as cause:
+            answer = {"error": str(cause)}
+        # sys.exit() in a function as well; what ends the process for good is seen from outside
+        except BaseException as cause:
+            answer = {"raised": _told(cause, path)}
+        trainer.sendall(json.dumps(answer).encode() + b"\n")
+
+
+class _Wrong(Exception):
+    """What a function does that is no answer; the sentence that follows its name."""
+
+
+class _Given(SourceFileLoader):
+    """Finds and runs one module, whose text was handed over: what is run is what was hashed."""
+
+    def __init__(self, path: str, source: str) -> None:
+        super().__init__("reward_functions", path)
+        self.source = source
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return spec_from_loader(name, self) if name == self.name else None
+
+    def get_code(self, fullname: str) -> Any:
+        return compile(self.source, self.path, "exec")
+
+
+def _load(path: str, source: str, names: list[str]) -> dict[str, Callable[..., Any]]:
+    sys.meta_path.insert(0, _Given(path, source))
+    module = importlib.import_module("reward_functions")
+    for name in names:
+        if not callable(getattr(module, name, None)):
+            there = [key for key, one in vars(module).items() if inspect.isfunction(one) and not key.startswith("_")]
+            raise _Wrong(f"has no function {name!r}; it has {', '.join(there) or 'none'}")
+    return {name: getattr(module, name) for name in names}
+
+
+def _values(function: Callable[..., Any], asked: dict[str, Any], path: str) -> list[Any]:
+    completions, columns = asked["completions"], asked["columns"]
+    accepted = inspect.signature(function).parameters.values()
+    if not any(one.kind is one.VAR_KEYWORD for one in accepted):
+        columns = {name: columns[name] for name in columns if name in {one.name for one in accepted}}
+    rest = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = {one.name for one in accepted if one.default is one.empty and one.kind not in rest}
+    if lacks := sorted(needed - {"completions", *columns, *asked["arguments"]}):
+        have = ", ".join(sorted(asked["columns"])) or "none"
+        raise _Wrong(f"takes {', '.join(lacks)}, and the columns of the rows are {have}")
+    if not asked.get("apart"):
+        return _called(function, completions, columns | asked["arguments"])
+    values = []
+    for row in range(len(completions)):
+        alone = {name: column[row : row + 1] for name, column in columns.items()}
+        try:
+            values += _called(function, completions[row : row + 1], alone | asked["arguments"])
+        except _Wrong as cause:
+            values.append(str(cause))
+        except Exception as cause:
+            values.append(_told(cause, path))
+    return values
+
+
+def _called(function: Callable[..., Any], completions: list[str], arguments: dict[str, Any]) -> list[Any]:
+    made = function(completions=completions, **arguments)
+    if isinstance(made, str | bytes | dict) or not hasattr(made, "__iter__"):
+        raise _Wrong(f"returned {_short(made)} where a list of {len(completions)} numbers belongs")
+    values = [_number(one) for one in made]
+    if len(values) != len(completions):
+        raise _Wrong(f"returned {len(values)} values for {len(completions)} completions")
+    return values
+
+
+def _number(value: Any) -> float | str:
+    """A number, NumPy's and torch's too; of anything else what it is."""
+    if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    return f"returned {_short(value)}, which is no number"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _told(cause: BaseException, path: str) -> str:
+    """What a function raised, and the last line of its file that it came through; a `plain` sentence as it is."""
+    if getattr(cause, "plain", False):
+        return str(cause)
+    text = " ".join(f"{type(cause).__name__}: {cause}".split())[:SHOWN]
+    lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == path]
+    line = getattr(cause, "lineno", None) if isinstance(cause, SyntaxError) else lines[-1] if lines else None
+    return f"raised {text} (line {line})" if line else f"raised {text}"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,68 @@
+"""What a run does in phase rl: its section, with the algorithm's own settings where the section says nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.config import Config
+from octavo.config.phases import RlSection
+from octavo.generation import Sampling
+from octavo.rl.algorithms import ALGORITHMS, Algorithm
+from octavo.rl.corrections import Correction
+from octavo.rl.objectives import Clip
+from octavo.rl.penalties import Kl
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`section` is as written; all else follows from it and the algorithm."""
+
+    section: RlSection
+    algorithm: Algorithm
+    clip: Clip
+    advantage: str
+    beta: float
+    kl: Kl
+    kl_in: str
+    overlong: int
+    refill: bool
+    correction: Correction | None
+    seed: int
+
+    @classmethod
+    def of(cls, cfg: Config) -> Settings:
+        rl = cfg.rl
+        assert rl is not None, "rules see to it"
+        own = ALGORITHMS[rl.algorithm]
+        low, high = (
+            usual if given is None else given
+            for given, usual in zip((rl.clip_low, rl.clip_high), own.clip, strict=True)
+        )
+        correction = None
+        if rl.correction != "off":
+            correction = Correction(rl.correction_level, rl.correction, rl.correction_low, rl.correction_high)
+        return cls(
+            rl,
+            own,
+            Clip(low, high),
+            rl.advantage or own.advantage,
+            own.beta if rl.kl is None else rl.kl,
+            rl.kl_estimator or own.kl,
+            rl.kl_in or own.kl_in,
+            round(own.overlong * rl.max_new_tokens) if rl.overlong is None else rl.overlong,
+            not own.equal_groups if rl.dynamic_sampling is None else rl.dynamic_sampling,
+            correction,
+            cfg.run.seed,
+        )
+
+    def sampling(self, step: int, never: tuple[int, ...]) -> Sampling:
+        """Of the rollout of a step; `never`: tokens that stand for images."""
+        rl = self.section
+        return Sampling(
+            rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, self.seed, step, never
+        )
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.section.epochs * self.section.mini_batches

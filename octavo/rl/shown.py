@@ -1,0 +1,37 @@
+"""completions.jsonl: the first completions of every step, with what they were worth, for people to read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.rl.experience import Rollout
+from octavo.train.rundir import truncate_metrics
+
+COMPLETIONS = "completions.jsonl"
+
+
+class Shown:
+    """Appends the first `count` completions of each step; those behind `step`, where the run goes on, are dropped."""
+
+    def __init__(self, directory: Path, count: int, step: int) -> None:
+        self.file, self.count = directory / COMPLETIONS, count
+        truncate_metrics(self.file, step)
+
+    def write(self, step: int, rollout: Rollout) -> None:
+        """A line each: step, `weights` (steps behind the weights that wrote it), file, row, prompt, answer, completion,
+        how it ended, rewards by name, their sum and the advantage."""
+        lines = []
+        for number, completion in enumerate(rollout.completions[: self.count]):
+            prompt = rollout.prompts[completion.prompt]
+            line: dict[str, Any] = {
+                "step": step, "weights": step - 1, "file": prompt.file, "row": prompt.row, "sample": completion.sample,
+                "prompt": prompt.columns.get("prompt"), "answer": prompt.answer, "completion": rollout.texts[number],
+                "tokens": len(completion.tokens), "ended": completion.reason, "reward": float(rollout.rewards[number]),
+                "rewards": {name: float(scores[number]) for name, scores in rollout.scores.items()},
+                "advantage": None if rollout.advantages is None else float(rollout.advantages[number]),
+            }  # fmt: skip
+            lines.append(json.dumps(line) + "\n")
+        with self.file.open("a", encoding="utf-8") as file:
+            file.writelines(lines)

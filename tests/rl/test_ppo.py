@@ -1,0 +1,166 @@
+"""PPO against plain loops over Python's numbers (fp64): advantages over tokens, both losses and their gradients."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, variance
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.rl import ppo
+from octavo.rl.algorithms import ALGORITHMS
+from octavo.rl.figures import add_up
+from octavo.rl.objectives import Batch, Clip, Counts, policy_loss
+from octavo.rl.penalties import kl
+from tests.rl.batches import batch, close, leaf, masks
+
+CASES = [(5, 6, 0, 1.0, 1.0), (4, 7, 1, 0.99, 0.95), (1, 1, 2, 0.9, 0.5), (3, 5, 3, 1.0, 0.0), (8, 4, 4, 0.0, 0.7)]
+
+
+def made(rows: int, tokens: int, seed: int) -> tuple[Batch, Tensor, Tensor, Tensor]:
+    """A batch with a hole in one mask, values of now and of the rollout, scores of completions."""
+    mask = masks(rows, tokens, seed)
+    if tokens > 4:
+        mask[0] = torch.tensor([True, False, True, True] + [False] * (tokens - 4))
+    g = torch.Generator().manual_seed(seed + 100)
+    now, then = torch.randn(2, rows, tokens, generator=g)
+    return batch(rows, tokens, seed, mask=mask), now, then + 0.1 * now, torch.randn(rows, generator=g)
+
+
+def plain_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """By the definition: the sum of all discounted errors that follow."""
+    n = len(values)
+    errors = [r + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t, r in enumerate(rewards)]
+    return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, n)) for t in range(n)]
+
+
+def plain(b: Batch, now: Tensor, then: Tensor, scores: Tensor, gamma: float, lam: float, beta: float) -> dict:
+    """The whole of it, one completion and token after the other."""
+    places, advantages, returns = [], [], []
+    for i in range(len(scores)):
+        here = [t for t in range(b.mask.shape[1]) if b.mask[i, t]]
+        distance = [b.old_logps[i, t].item() - b.ref_logps[i, t].item() for t in here]
+        rewards = [-beta * d for d in distance]
+        rewards[-1] += scores[i].item()
+        values = [then[i, t].item() for t in here]
+        found = plain_gae(rewards, values, gamma, lam)
+        places += [(i, t) for t in here]
+        advantages += found
+        returns += [a + v for a, v in zip(found, values, strict=True)]
+    n = len(places)
+    mean = fmean(advantages)
+    spread = math.sqrt(variance(advantages) + 1e-8) if n > 1 else math.inf
+    white = [(a - mean) / spread for a in advantages]
+    policy, critic = 0.0, 0.0
+    policy_grad, critic_grad = torch.zeros(b.mask.shape, dtype=torch.float64), torch.zeros_like(then).double()
+    for (i, t), a, r in zip(places, white, returns, strict=True):
+        ratio = math.exp(b.logps[i, t].item() - b.old_logps[i, t].item())
+        limited = min(max(ratio, 0.8), 1.2)
+        policy -= min(ratio * a, limited * a) / n
+        policy_grad[i, t] = -a * ratio / n if ratio * a <= limited * a else 0.0
+        value, bounded = now[i, t].item(), min(max(now[i, t].item(), then[i, t].item() - 0.2), then[i, t].item() + 0.2)
+        critic += max((value - r) ** 2, (bounded - r) ** 2) / 2 / n
+        critic_grad[i, t] = (value - r) / n if (value - r) ** 2 >= (bounded - r) ** 2 else 0.0
+    return {
+        "places": places, "advantages": advantages, "returns": returns, "white": white,
+        "policy": (policy, policy_grad), "critic": (critic, critic_grad),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ppo_is_what_loops_say(case: tuple, beta: float) -> None:
+    rows, tokens, seed, gamma, lam = case
+    b, now, then, scores = made(rows, tokens, seed)
+    expected = plain(b, now, then, scores, gamma, lam, beta)
+
+    distance = kl(b.old_logps, b.ref_logps, b.mask, "k1")
+    rewards = ppo.token_rewards(scores, b.mask, distance, beta)
+    advantages, returns = ppo.gae(rewards, then, b.mask, gamma, lam)
+    white = ppo.whiten(advantages, b.mask, ppo.moments(advantages, b.mask))
+    for ours, name in ((advantages, "advantages"), (returns, "returns"), (white, "white")):
+        assert not ours[~b.mask].any()
+        close(ours[b.mask], torch.tensor(expected[name]))
+
+    logps, values, counts = leaf(b.logps), leaf(now), Counts.of([b.mask], tokens)
+    mine = Batch(logps, b.old_logps, b.mask, white)
+    loss, _ = policy_loss(mine, ALGORITHMS["ppo"].objective(mine, Clip(0.2, 0.2), counts), counts)
+    critic, figures = ppo.value_loss(values, then, returns, b.mask, counts, clip=0.2)
+    (loss + critic).backward()
+    close(loss, expected["policy"][0])
+    close(logps.grad, expected["policy"][1])
+    close(critic, expected["critic"][0])
+    close(values.grad, expected["critic"][1])
+    close(figures["value_mean"], now[b.mask].mean())
+    if rows * tokens > 8:
+        assert 0 < figures["value_clip_ratio"] < 1
+
+
+def test_without_discounts_an_advantage_is_what_is_still_to_come() -> None:
+    rewards = torch.tensor([[1.0, 2.0, 4.0, 99.0]])
+    mask = torch.tensor([[1, 1, 1, 0]])
+    advantages, returns = ppo.gae(rewards, torch.zeros(1, 4), mask, 1.0, 1.0)
+    assert advantages.tolist() == [[7.0, 6.0, 4.0, 0.0]] and returns.equal(advantages)
+    known, _ = ppo.gae(rewards, torch.tensor([[7.0, 6.0, 4.0, math.nan]]), mask, 1.0, 0.3)
+    assert not known.any(), "a critic that knows it all leaves no advantage"
+
+
+def test_the_score_is_at_the_last_token_that_counts() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
+    rewards = ppo.token_rewards(torch.tensor([2.0, 3.0, math.nan]), mask)
+    assert rewards.tolist() == [[0, 2, 0, 0], [0, 0, 3, 0], [0, 0, 0, 0]]
+
+
+def test_all_masked_is_zero() -> None:
+    rubbish, mask = torch.full((2, 3), math.nan), torch.zeros(2, 3)
+    values = leaf(rubbish)
+    advantages, returns = ppo.gae(rubbish, rubbish, mask, 0.9, 0.9)
+    white = ppo.whiten(advantages, mask, ppo.moments(rubbish, mask))
+    loss, figures = ppo.value_loss(values, rubbish, rubbish, mask, Counts(0.0, 2.0, 6.0, 0.0))
+    loss.backward()
+    assert not any(x.any() for x in (advantages, returns, white, values.grad, loss, *figures.values()))
+
+
+def test_a_single_token_and_equal_advantages_whiten_to_zero() -> None:
+    for given in (torch.tensor([[3.0]]), torch.full((4, 5), 0.1), torch.full((7, 3), -1e6)):
+        assert not ppo.whiten(given, torch.ones_like(given), ppo.moments(given, torch.ones_like(given))).any()
+
+
+def test_parts_add_up() -> None:
+    """Moments and the critic's loss, over micro-batches of other sizes; in another order."""
+    b, now, then, scores = made(6, 5, 9)
+    advantages, returns = ppo.gae(ppo.token_rewards(scores, b.mask), then, b.mask, 1.0, 0.9)
+    close(sum(ppo.moments(advantages[p], b.mask[p]) for p in ([5, 0], [3, 1, 4, 2])), ppo.moments(advantages, b.mask))
+    counts, values, apart = Counts.of([b.mask], 5), leaf(now), leaf(now)
+    loss, figures = ppo.value_loss(values, then, returns, b.mask, counts)
+    parts = [ppo.value_loss(apart[p], then[p], returns[p], b.mask[p], counts) for p in ([5, 0], [3, 1, 4, 2])]
+    total = sum(part[0] for part in parts)
+    loss.backward(), total.backward()
+    close(total, loss)
+    close(apart.grad, values.grad)
+    for name, value in add_up(part[1] for part in parts).items():
+        close(value, figures[name])
+
+
+def test_the_clip_of_values_is_off_where_none_is_given() -> None:
+    b, now, then, _ = made(4, 5, 5)
+    counts = Counts.of([b.mask], 5)
+    loss, figures = ppo.value_loss(now, then, torch.zeros_like(now), b.mask, counts, clip=None)
+    close(loss, now[b.mask].square().mean() / 2)
+    assert figures["value_clip_ratio"] == 0
+
+
+def test_the_value_head_is_a_product_in_fp32_that_starts_at_zero() -> None:
+    head, hidden = ppo.ValueHead(8), torch.randn(2, 3, 8).bfloat16()
+    assert not head(hidden).any() and head(hidden).shape == (2, 3)
+    head(hidden).sum().backward()
+    assert head.bias.grad == 6 and torch.allclose(head.weight.grad, hidden.float().sum((0, 1)))
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-1, 1, 8))
+        head.bias.fill_(0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values = head(hidden)
+    assert values.dtype == torch.float32
+    close(values, hidden.double() @ head.weight.double() + 0.5)

@@ -1,0 +1,342 @@
+"""Functions and models that judge completions: what they give, and every way in which they fail, by name and row."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.rl.rewards import RewardError, Rewards, changed
+
+SCORES = """
+import dataclasses, os, sys, time
+import helper
+
+CALLS = []
+
+@dataclasses.dataclass
+class Seen:
+    texts: list
+
+def score(completions, **columns):
+    print("a function may print")
+    CALLS.append(Seen(completions))
+    return [helper.length(text) + 100 * (len(CALLS) - 1) for text in completions]
+
+def by_level(completions, level, factor=1, **rest):
+    return (factor * float(one) for one in level)
+
+def needs(completions, tests):
+    return [0.0] * len(completions)
+
+def raises(completions, **columns):
+    return [1 / int(text) for text in completions]
+
+def together(completions, **columns):
+    if len(completions) > 1:
+        raise RuntimeError("not of this batch")
+    return [1.0]
+
+def mixed(completions, **columns):
+    import numpy
+    values = [1, True, numpy.float32(0.5), None, "3", float("nan"), float("inf"), 10**400, [1.0]]
+    return values[:len(completions)]
+
+def few(completions, **columns):
+    return [0.0]
+
+def one(completions, **columns):
+    return 0.5
+
+def leaves(completions, **columns):
+    sys.exit(3)
+
+def dies(completions, **columns):
+    os._exit(3)
+
+def killed(completions, **columns):
+    os.kill(os.getpid(), 9)
+
+def sulks(completions, **columns):
+    if len(completions) == 1:
+        time.sleep(60)
+    raise ValueError("all of them")
+
+def hangs(completions, **columns):
+    if "hang" in completions:
+        time.sleep(60)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "rewards.py").write_text(SCORES)
+    (tmp_path / "helper.py").write_text("def length(text):\n    return len(text)\n")
+    return tmp_path
+
+
+@pytest.fixture
+def make(folder):
+    made = []
+
+    def rewards(*given, **options):
+        made.append(Rewards(given, folder, **options))
+        return made[-1]
+
+    yield rewards
+    for one in made:
+        one.close()
+
+
+def test_a_function_of_a_file(make, capfd):
+    """It lives on over steps, imports what lies beside it, and is given the columns that it names."""
+    rewards = make("rewards.py:score", {"reward": "rewards.py:by_level", "weight": -0.5, "factor": 3})
+    first = rewards.score(["a", "bb"], {"level": [1, 2], "answer": [None, "x"]})
+    assert first.each["score"].tolist() == [1.0, 2.0] and first.each["by_level"].tolist() == [3.0, 6.0]
+    assert first.totals.tolist() == [1 - 1.5, 2 - 3.0] and first.totals.dtype == np.float64 and first.bad == []
+    assert rewards.score(["é\n\u2028"], {"level": [0]}).each["score"].tolist() == [103.0]
+    assert rewards.score([], {}).totals.shape == (0,) and set(rewards.score([], {}).each) == {"score", "by_level"}
+    said = capfd.readouterr()
+    assert said.out == "" and "a function may print" in said.err  # never among what the trainer writes
+
+
+@pytest.mark.parametrize(
+    ("function", "completions", "reason", "rows"),
+    [
+        ("raises", ["1", "0", "2", "x"],
+         r"Row 1 \(train, row 1: '0'\): raised ZeroDivisionError: .*\(line 23\)\. Row 3 .*: raised ValueError", [1, 3]),
+        ("together", ["1", "2"], r"Rows 0 to 1 \(train, row 0: '1', \.\.\.\): raised RuntimeError: not of this batch "
+         r"\(line 27\), for the batch but for no row of it alone", [0, 1]),
+        ("mixed", list("abcdefghi"), r"Row 3 .*: returned NoneType None, which is no number\. .*; 3 more reasons",
+         [3, 4, 5, 6, 7, 8]),
+        ("sulks", ["a", "b"], r"Rows 0 to 1 .*: raised ValueError: all of them \(line \d+\)\. Mend", [0, 1]),
+        ("few", ["a", "b", "c"], "Rows 0 to 2 .*: returned 1 values for 3 completions", [0, 1, 2]),
+        ("one", ["a"], "returned float 0.5 where a list of 1 numbers belongs", [0]),
+        ("needs", ["a"], "takes tests, and the columns of the rows are answer", [0]),
+        ("leaves", ["a", "b"], "raised SystemExit: 3", [0, 1]),
+        ("dies", ["a", "b"], r"ended its process \(exit code 3\)", [0, 1]),
+        ("killed", ["a"], r"ended its process \(signal 9\)", [0]),
+        ("hangs", ["a", "hang"], r"gave no answer within 1\.5 s, and was ended", [0, 1]),
+    ],
+)  # fmt: skip
+def test_faults_are_named_with_their_rows(make, function, completions, reason, rows):
+    entry = {"reward": f"rewards.py:{function}", "name": "mine"}
+    columns, where = {"answer": completions}, [f"train, row {n}" for n in range(len(completions))]
+    limit = 1.5 if function in ("hangs", "sulks") else 60.0
+    strict = make(entry, timeout=limit)
+    with pytest.raises(RewardError, match=rf"reward mine \(rewards.py:{function}\) gave no number for {len(rows)} of "
+                       rf"{len(completions)} completions\. .*{reason}") as seen:  # fmt: skip
+        strict.score(completions, columns, where)
+    assert [row for row, _, _ in seen.value.bad] == rows and "on_bad_reward: zero" in str(seen.value)
+    lenient = make(entry, {"reward": "exact_match", "weight": 2.0}, on_bad="zero", timeout=limit)
+    table = lenient.score(completions, columns)
+    assert [row for row, _, _ in table.bad] == rows and (table.each["mine"][rows] == 0).all()
+    assert np.isfinite(table.totals).all() and (table.totals[rows] == 2.0).all()
+    if function == "mixed":
+        assert table.each["mine"][:3].tolist() == [1.0, 1.0, 0.5]
+        assert [reason for row, _, reason in table.bad if row in (5, 6)] == ["returned nan", "returned inf"]
+    if function == "hangs":  # and the next step has a new process
+        assert lenient.score(["a"], {"answer": ["a"]}).totals.tolist() == [3.0]
+
+
+def test_what_is_run_is_what_was_read(make, folder):
+    rewards = make({"reward": "rewards.py:hangs", "weight": 1}, on_bad="zero", timeout=1.5)
+    (folder / "rewards.py").write_text("raise SystemExit")
+    rewards.score(["hang"], {})
+    assert rewards.score(["a"], {}).each["hangs"].tolist() == [1.0]
+    assert not (folder / "__pycache__" / "rewards.cpython-311.pyc").exists()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("rewards.py:nothing", "rewards.py cannot be used: the file has no function 'nothing'; it has score, by_level"),
+        ("broken.py:f", r"broken\.py cannot be used: the file raised SyntaxError: .* \(line 2\)"),
+        ("early.py:f", r"early\.py cannot be used: the file raised ModuleNotFoundError: No module named 'nowhere'"),
+        ("none.py:f", r"none\.py is missing"),
+        ("pipe.py:f", "pipe.py is a named pipe, not a file"),
+        ("rewards.py:a.b", "'a.b' is no name of a function; write FILE.py:FUNCTION"),
+        ({"reward": "rewards.py:score", "completions": 1}, "has the argument 'completions', which is given to it"),
+        ({"reward": "rewards.py:score", "x": {1, 2}}, "has arguments that JSON does not hold"),
+        ("exactmatch", "there is no reward 'exactmatch': not one of exact_match, number, .* is no model folder"),
+        ({"reward": "regex"}, r"reward regex has the pattern None; give it a text: \{reward: regex, pattern: ...\}"),
+        ({"reward": "format", "pattern": "("}, r"the pattern '\(' is none \(missing \)"),
+        ({"reward": "number", "tolerance": -1}, "has the tolerance -1; expected a number from 0"),
+        ({"reward": "number", "pattern": "a"}, "the argument 'pattern', which it does not take; it takes name, we"),
+        ({"reward": "exact_match", "weight": float("nan")}, "has the weight nan; expected a finite number"),
+        ({"reward": "exact_match", "weight": True}, "has the weight True; expected a finite number"),
+        ({"reward": "exact_match", "name": "a b"}, "has the name 'a b'; expected up to 64 letters"),
+        ({"weight": 1}, r"has the entry \{'weight': 1\}; expected a name"),
+        (None, "has the entry None; expected a name"),
+    ],
+)  # fmt: skip
+def test_entries_that_cannot_be_used(folder, entry, message):
+    (folder / "broken.py").write_text("x = 1\ndef f(:\n")
+    (folder / "early.py").write_text("import nowhere\n")
+    os.mkfifo(folder / "pipe.py")
+    with pytest.raises(RewardError, match=message):
+        Rewards([entry], folder)
+
+
+def test_a_file_that_hangs_is_named(folder, monkeypatch):
+    monkeypatch.setattr("octavo.rl.rewards.process.STARTING", 0.5)
+    (folder / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(
+        RewardError, match=r"slow\.py cannot be used: the file gave no answer within 0\.5 s, and was ended"
+    ):
+        Rewards(["slow.py:f"], folder)
+
+
+def test_texts_larger_than_any_buffer_pass(make):
+    texts = ["a" * 300_000 + "é" * n for n in range(20)]
+    assert make("rewards.py:score").score(texts, {"answer": texts}).totals.tolist() == [300_000 + n for n in range(20)]
+
+
+def test_what_cannot_be_asked_for(folder):
+    for given, options, message in (
+        ([], {}, "rl.rewards is empty; name at least one of exact_match"),
+        (["number", "number"], {}, "has two named 'number'; give one of them another: .*name: number_2"),
+        (["number"], {"on_bad": "skip"}, "on_bad_reward is 'skip'; it must be error or zero"),
+        (["number"], {"timeout": 0}, "the time limit of rewards is 0; expected seconds over 0"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            Rewards(given, folder, **options)
+    with (
+        Rewards(["number"], folder) as rewards,
+        pytest.raises(ValueError, match="column 'answer' has 1 values for 2 completions"),
+    ):
+        rewards.score(["a", "b"], {"answer": ["a"]})
+
+
+def test_math_without_its_library(folder, monkeypatch):
+    monkeypatch.setattr("octavo.rl.rewards.entry.find_spec", lambda name: None)
+    with pytest.raises(
+        RewardError, match=r"math needs math-verify, which is not installed: pip install 'octavo\[math\]'"
+    ):
+        Rewards(["math"], folder)
+
+
+def values(name, pairs, **arguments):
+    with Rewards([{"reward": name, **arguments}], ".") as rewards:
+        columns = {"answer": [answer for _, answer in pairs]}
+        return rewards.score([text for text, _ in pairs], columns).totals.tolist()
+
+
+def test_built_in_rewards():
+    assert values("exact_match", [(" 7\n", "7"), ("7.", "7"), ("b", ["a", "b "]), ("A", "a")]) == [1, 0, 1, 0]
+    numbers = [("It is 1,234.50 dollars", "1234.5"), ("3 or 4", "4"), ("-2e3", "-2000"), ("none", "1"), ("3-5", "5"),
+               ("1/3 = .3333333", "0.33333333"), ("x2", "2"), ("7.", "7"), ("12,34", "34"), ("", "0")]  # fmt: skip
+    assert values("number", numbers) == [1, 1, 1, 0, 1, 1, 0, 1, 1, 0]
+    assert values("number", [("99", "100"), ("98", "100")], tolerance=0.01) == [1, 0]
+    with Rewards(["number"], ".") as rewards:  # a row may call a column as it likes
+        assert rewards.score(["1"], {"answer": ["1"], "tolerance": ["fine"]}).totals.tolist() == [1]
+    letters = [("B", "B"), ("(b)", "B"), ("B) two", "(B) two"), ("The answer is **B**.", "B"), ("\\boxed{B}", "B"),
+               ("A cat sits here", "A"), ("Answer: C\nNo, answer: B", "B"), ("maybe (A), rather (B)", "B"), ("", "B"),
+               ("<answer>B</answer>", "Answer: B"), ("Answers vary", "V")]  # fmt: skip
+    assert values("choice", letters) == [1, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0]
+    assert values("regex", [("a 12 b", None), ("ab", None)], pattern=r"\d+") == [1, 0]
+    assert values("regex", [("Answer: 3\nAnswer:  4 ", "4"), ("Answer: 4", "3")], pattern="Answer:(.*)") == [1, 0]
+    form = "<think>.*</think>.+"
+    assert values("format", [(" <think>a\nb</think>c\n", None), ("<think></think>", None)], pattern=form) == [1, 0]
+
+
+@pytest.mark.parametrize(("name", "good", "bad", "reason"), [
+    ("exact_match", "a", None, "the row has no answer to compare with"),
+    ("number", "1", "seven", "the reference 'seven' holds no number"),
+    ("choice", "A", "the second", "the reference 'the second' names no letter"),
+])  # fmt: skip
+def test_references_that_cannot_be_compared(name, good, bad, reason):
+    with (
+        Rewards([name], ".") as rewards,
+        pytest.raises(RewardError, match=rf"for 1 of 3 completions\. Row 1 \('2'\): {reason}\. Mend"),
+    ):
+        rewards.score(["1", "2", "A"], {"answer": [good, bad, good]})
+
+
+def test_a_pattern_that_searches_for_ever_is_ended():
+    with Rewards([{"reward": "regex", "pattern": "(a|aa)+$"}], ".", "zero", timeout=1.0) as rewards:
+        begun = time.monotonic()
+        table = rewards.score(["a" * 60 + "b"], {"answer": ["a"]})
+        assert table.bad == [(0, "regex", "gave no answer within 1 s, and was ended")]
+        assert time.monotonic() - begun < 30
+
+
+def test_math():
+    pytest.importorskip("math_verify")
+    pairs = [("So \\boxed{\\frac{1}{2}}.", "0.5"), ("The answer is $2\\sqrt{2}$", "\\sqrt{8}"), ("3", "$x^2+1$"),
+             ("$x^2 + 1$", "1+x^2"), ("no idea", "7"), ("12", ["13", "12"])]  # fmt: skip
+    assert values("math", pairs) == [1, 1, 0, 1, 0, 1]
+
+
+ORPHAN = """
+import sys
+from octavo.rl.rewards import Rewards
+
+rewards = Rewards([{"reward": "regex", "pattern": "(a|aa)+$"}], ".", timeout=600.0)
+print(rewards._workers.popitem()[1]._process.pid, flush=True)
+rewards.score(["a" * 80 + "b"], {"answer": ["a"]})
+"""
+
+
+def test_a_hanging_worker_ends_with_a_trainer_that_was_killed():
+    """Though its interpreter is held by a search, and nothing in it can look at anything."""
+    trainer = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
+    group = int(trainer.stdout.readline())
+    time.sleep(0.3)
+    trainer.kill()
+    trainer.wait()
+    for _ in range(100):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, 0)
+            time.sleep(0.1)
+            continue
+        break
+    else:
+        os.killpg(group, signal.SIGKILL)
+        pytest.fail("the worker outlives the trainer")
+
+
+def test_closing_ends_what_a_function_started(make, folder):
+    (folder / "starts.py").write_text(
+        "import subprocess, sys\n"
+        "def f(completions):\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    return [child.pid]\n"
+    )
+    rewards = make("starts.py:f")
+    child = int(rewards.score(["a"], {}).totals[0])
+    os.kill(child, 0)
+    rewards.close()
+    for _ in range(50):
+        try:
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            break
+        if state == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("a process that a reward started outlives it")
+
+
+def test_the_digest_tells_rewards_apart(make, folder):
+    given = ["exact_match", {"reward": "rewards.py:score", "weight": 0.5, "name": "mine"}]
+    before = json.loads(json.dumps(make(*given).digest()))
+    assert changed(before, make(*given).digest()) is None
+    assert changed(before, make(given[0]).digest()) == "the reward 'mine' is not there any more"
+    assert changed(before, make(*given, "number").digest()) == "the reward 'number' was not there"
+    heavier = make(given[0], {**given[1], "weight": 0.25}).digest()
+    assert changed(before, heavier) == "the reward 'mine' is another: its weight is 0.25 and was 0.5"
+    other = make(given[0], {**given[1], "factor": 2}).digest()
+    assert changed(before, other) == "the reward 'mine' is another: its arguments is {'factor': 2} and was {}"
+    (folder / "rewards.py").write_text(SCORES + "\n")
+    assert (
+        changed(before, make(*given).digest()) == "the reward 'mine' is another: its file or folder has another content"
+    )
