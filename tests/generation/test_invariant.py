@@ -99,6 +99,9 @@ def whole(model, given: list[Sequence], left: bool = False, head: bool = False) 
 
 
 def dtype_of(model) -> torch.dtype:
+    """What it computes in."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
@@ -114,7 +117,7 @@ class Cache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [T, H, D]: one sequence's prompt, or one token of each of several."""
         keys, values = self.keys[layer], self.values[layer]
-        keys[self.who, :, self.at], values[self.who, :, self.at] = k, v
+        keys[self.who, :, self.at], values[self.who, :, self.at] = k.to(keys.dtype), v.to(keys.dtype)
         rows, at = np.unique(self.who), torch.from_numpy(self.at)
         if len(rows) == 1:
             q, at = q.transpose(0, 1)[None], at[None]
@@ -195,6 +198,8 @@ CASES = {
     "VLM blockwise": ("qwen3_vl", torch.float32, "blockwise", False),
     "VLM rowwise BF16": ("qwen3_vl", torch.bfloat16, "rowwise", False),
     "VLM mxfp8": ("qwen3_vl", torch.float32, "mxfp8", False),
+    "VLM autocast": ("qwen3_vl", torch.float32, "rowwise", False),
+    "MoE autocast": ("qwen3_moe", torch.float32, None, False),
     "windows": ("qwen2_5_vl", torch.float32, "blockwise", False),
     "MoE": ("qwen3_moe", torch.float32, None, False),
     "MoE blockwise BF16": ("qwen3_moe", torch.bfloat16, "blockwise", False),
@@ -235,11 +240,12 @@ def test_rollouts_have_the_bits_of_training(folder, case: str, threads: int):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert differing(model), "the case finds no difference to take away"
-        with fp8.invariant(model):
-            assert [differing(model), differing(model, head=True)] == [0, 0]
-            if not models.describe(model).has_vision:
-                assert differing(model, left=True) == 0
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in case):
+            assert differing(model), "the case finds no difference to take away"
+            with fp8.invariant(model):
+                assert [differing(model), differing(model, head=True)] == [0, 0]
+                if not models.describe(model).has_vision:
+                    assert differing(model, left=True) == 0
     finally:
         torch.set_num_threads(before)
 
