@@ -129,6 +129,7 @@ def test_rows_of_experts(threads: int) -> None:
         (lambda: torch.einsum("bij,bjk->bik", random(2, 3, 4), random(2, 4, 5)), "einsum"),
         (lambda: torch.baddbmm(random(2, 3, 5), random(2, 3, 4), random(2, 4, 5)), "baddbmm"),
         (lambda: F.scaled_dot_product_attention(*[random(1, 2, 3, 4)] * 3, dropout_p=0.1), "attention_dropout"),
+        (lambda: F.dropout(random(3), 0.2), "drops 0.2"),
     ],
 )
 def test_what_depends_on_other_rows_is_refused_by_name(call, said: str) -> None:
