@@ -271,9 +271,10 @@ def test_fused_blocks_that_run_again_and_are_watched(folder, saved: str):
         (lambda m: fp8.apply(m, fp8.plan(m, "delayed")), r"q_proj runs by delayed.*amax histories"),
         (lambda m: fp8.apply(m, fp8.plan(m, fp8.Policy("rowwise", backend="triton"))), "runs on triton.*reference"),
         (lambda m: m.model.layers[0].compile(), r"layers\.0 is compiled.*train\.compile: false"),
+        (lambda m: m.model.add_module("drop", torch.nn.Dropout(0.1)), r"model\.drop drops 0\.1.*lora\.dropout"),
         (lambda m: m.set_attn_implementation("eager"), r"computes attention by eager.*sdpa"),
     ],
-    ids=["tensorwise", "delayed", "backend", "compiled", "eager"],
+    ids=["tensorwise", "delayed", "backend", "compiled", "dropout", "eager"],
 )
 def test_a_model_that_cannot_be_is_refused_by_name(folder, spoil, said: str):
     model = models.load(folder("qwen3"))

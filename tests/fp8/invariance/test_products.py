@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from octavo import fp8
 from octavo.fp8.invariance import ROWS, Rows, active, row_linear
 
-COUNTS = (1, 2, 3, 5, 8, 16, 17, 31, 64, 127, 200)
+COUNTS = (1, 2, 3, 5, 16, 17, 64, 127, 200)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.long)])
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -129,6 +129,7 @@ def test_rows_of_experts(threads: int) -> None:
         (lambda: torch.einsum("bij,bjk->bik", random(2, 3, 4), random(2, 4, 5)), "einsum"),
         (lambda: torch.baddbmm(random(2, 3, 5), random(2, 3, 4), random(2, 4, 5)), "baddbmm"),
         (lambda: F.scaled_dot_product_attention(*[random(1, 2, 3, 4)] * 3, dropout_p=0.1), "attention_dropout"),
+        (lambda: F.dropout(random(3), 0.2), "drops 0.2"),
     ],
 )
 def test_what_depends_on_other_rows_is_refused_by_name(call, said: str) -> None:
