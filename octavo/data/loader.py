@@ -30,9 +30,14 @@ WAITS = 0.75  # of the timeout a row may take: its worker is named before other 
 class Encoded(Protocol):
     """A row as numbers: a `Sample`, a `PromptSample`, a `Pair`."""
 
-    file: str
-    row: int
-    id: str | None
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def row(self) -> int: ...
+
+    @property
+    def id(self) -> str | None: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -47,7 +52,7 @@ class Encodes(Protocol):
     @property
     def pad_id(self) -> int: ...
 
-    def encode(self, row: Any) -> Encoded: ...
+    def encode(self, row: Any, /) -> Encoded: ...
 
 
 Numbered = Sequence[tuple[int, Any]]  # (number in the stream, what was made of that row, or None where it is left out)

@@ -8,7 +8,8 @@ Pairs are `chosen` and `rejected`, as TRL, LLaMA-Factory and rows of messages wr
     {"instruction", "input"?, "system"?, "chosen": TEXT, "rejected": TEXT}                 LLaMA-Factory (alpaca)
 
 An ANSWER is a text, an assistant turn or a list of turns; turns have role/content or from/value. Where `chosen` and
-`rejected` are whole conversations, what they share at the beginning is the prompt. `images` as in `prompts.py`.
+`rejected` are whole conversations, what they share at the beginning is the prompt, and a `prompt` beside them repeats
+it. `images` as in `prompts.py`.
 
 Labelled rows, for KTO, have `prompt`, `completion` and `label` (true: good), or a conversation and `label`.
 """

@@ -10,6 +10,7 @@ row with `prompt` that places none stand before its first user turn. All other k
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,6 +57,11 @@ class PromptSample(Sample):
     answer: str | list[str] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     number: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays, and about that of the columns."""
+        return super().nbytes + len(json.dumps(self.columns))
 
 
 class PromptEncoder(Encoder):

@@ -85,7 +85,7 @@ def checked(
     to be those of the model. Raises ModelError."""
     paired = pair(shards.stored.values(), quantization, folder)
     rows = fp8.topology(model, describe(model).components)
-    weights = {_parameter(row): row for row in rows}
+    weights = {row.parameter: row for row in rows}
     experts = {name for name, row in weights.items() if row.kind == "experts"}
     found = sources(model, paired.weights, experts)
     _complete(folder, model, found)
@@ -115,10 +115,6 @@ def frozen_names(
             stream = Stream(shards, model, paired.scales, quantization, {}, lambda name: torch.bfloat16, cpu)
             out |= {origin.name: stream.scales_of(origin)[0] for origin in codes if origin.converter is None}
     return out
-
-
-def _parameter(row: fp8.Row) -> str:
-    return row.name if row.kind == "experts" else f"{row.name}.weight" if row.name else "weight"
 
 
 def _complete(folder: Path, model: PreTrainedModel, found: Sources) -> None:

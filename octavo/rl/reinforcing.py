@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,17 +70,22 @@ class Reinforcing(Phase):
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, RlStepper) and self.rewards is not None and self._loader is not None
+        if stepper.settings.section.invariant and (why := fp8.not_invariant(stepper.model)):
+            raise TrainError(f"rl.invariant: true cannot be: {why}")
         settings = stepper.settings
         forward = stepper.forward
         own = settings.section.prompts * settings.section.group // stepper.world.size
+
+        def dummy_image(needed: bool) -> None:
+            forward.images = not needed
+
         stepper.engine = generation.Engine(
             stepper.model,
             processor.tokenizer,
-            generation.Context(
-                forward.autocast, forward.dtype, stepper.world, lambda needed: setattr(forward, "images", not needed)
-            ),
+            generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
             slots=min(settings.section.slots or own, own),
             kv=settings.section.kv,
+            invariant=settings.section.invariant,
         )
         encoder = self._loader.encoder
         stepper.tokenizer, stepper.pad_id, stepper.places = encoder.tokenizer, encoder.pad_id, encoder.places
@@ -132,7 +138,7 @@ class RlStepper(Stepper):
         updates = self._cut(rollout)
         if self.settings.updates > 1 or (self.settings.beta and self.settings.kl_in == "reward"):
             self._remember([batch for part in updates for batch in part])
-        figures |= self._judge(rollout, updates)
+        figures |= {"kl": None, **self._judge(rollout, updates)}
         self.told = []
         results = []
         for _ in range(self.settings.section.epochs):
@@ -216,7 +222,7 @@ class RlStepper(Stepper):
         """Log-probabilities before the first update of the step, by the trainer and by the reference."""
         for batch in batches:
             keep, target, _ = self.judged(batch, 1.0)
-            with watched_by_nobody(self.model):
+            with watched_by_nobody(self.model), self._rows():
                 old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
             batch["experience"].old = _spread(old, keep, batch)
             self._refer(batch, keep, target)
@@ -284,9 +290,10 @@ class RlStepper(Stepper):
         settings, n, device = self.settings, self.counts, self.world.device
         experience: Experience = batch["experience"]
         assert n is not None
-        logs, entropy = log_probs(
-            self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
-        )
+        with self._rows():
+            logs, entropy = log_probs(
+                self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
+            )
         assert entropy is not None
         mask = self._mask(batch, target).to(device)
         sampled = experience.sampled[:, keep].to(device)
@@ -314,9 +321,14 @@ class RlStepper(Stepper):
         self.told.append(figures | more)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
+    def _rows(self) -> AbstractContextManager[object]:
+        """Around a forward whose log-probabilities are held against the rollout's."""
+        return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
+
     def _hold(self, largest: Tensor) -> None:
         """Stop before weights are updated by what another policy wrote."""
-        limit = self.settings.section.max_gap
+        section = self.settings.section
+        limit = 0.0 if section.invariant and section.max_gap is None else section.max_gap
         if limit is not None and float(largest) > limit:
             raise TrainError(
                 f"step {self.number}: log-probabilities of rollout and trainer differ by up to {float(largest):.3g} "
@@ -327,7 +339,7 @@ class RlStepper(Stepper):
     def _means(self, updates: int) -> dict[str, Any]:
         """Figures of all updates of the step: means over them, or the smallest and largest."""
         found = whole(add_up(self.told), self.world)
-        return {"kl": None} | {name: v / updates if kind(name) == "sum" else v for name, v in found.items()}
+        return {name: v / updates if kind(name) == "sum" else v for name, v in found.items()}
 
     def forwards(self, batches: Batches) -> dict[str, int]:
         """Component -> micro-batches of the first update that reach it; of prompts that nothing was learnt from yet,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
+from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.config.sections import FITTING
 from octavo.fp8.weights import plain
@@ -196,15 +197,11 @@ def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
     whose ranks all hold the whole model each rank computes its part, which makes it a collective."""
     found = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not fp8.is_frozen(p)]
     share = found if world is None else found[world.rank :: world.size]
-    mine = {_stock(name): _digest(plain(p)) for name, p in share}
+    mine = {stock_name(name): _digest(plain(p)) for name, p in share}
     if world is None:
         return mine
     parts = world.gather_objects(mine)
     return {name: digest for part in parts for name, digest in part.items()}
-
-
-def _stock(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def _digest(values: Tensor) -> str:

@@ -40,6 +40,8 @@ ONE = {
                       "chosen": {"from": "gpt", "value": "Left."}, "rejected": {"from": "gpt", "value": "Right."}},
     "llama-factory, alpaca": {"instruction": "Which?", "input": "", "chosen": "Left.", "rejected": "Right."},
     "messages": {"messages": [USER], "chosen": LEFT, "rejected": RIGHT},
+    "parts": {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Which?"}]}], "rejected": [RIGHT],
+              "chosen": [{"role": "assistant", "content": [{"type": "text", "text": "Left."}]}]},
 }  # fmt: skip
 
 

@@ -34,9 +34,10 @@ def test_sft_rows_give_their_last_answer(folder):
     assert own[0].answer == "4.5" and len(own[0].conversation.turns) == 2
     assert own[1].answer == "x" and len(own[1].conversation.turns) == 5
     drawn = [{"role": "assistant", "content": "Look: <image>"}]
+    behind = {"messages": [*chat, *said, {"role": "user", "content": "<image>"}], "images": [image]}
     two = prompts(folder, [{"messages": chat + drawn + chat[1:] + said, "images": [image]},
-                           {"messages": chat + drawn, "images": [image]}])  # fmt: skip
-    assert len(two[0].conversation.images) == 1
+                           {"messages": chat + drawn, "images": [image]}, behind])  # fmt: skip
+    assert len(two[0].conversation.images) == 1 and two[2].conversation.images == ()
     with pytest.raises(BadSample, match="row 1: has an image in its last answer, and completions are text"):
         two[1]
 
@@ -117,6 +118,18 @@ def test_tokens_are_those_of_the_stock_processor(folder, models, family):
     assert (sample.labels == -100).all() and sample.answers == () and sample.answer == "A dot."
     if vision:
         assert np.array_equal(sample.pixel_values, whole.pixel_values) and sample.images == 1
+
+
+def test_what_a_model_cannot_see_is_refused(folder, models):
+    row = prompts(folder, [{"prompt": "Which?", "image": folder.image(), "answer": "x"}])[0]
+    with pytest.raises(BadSample, match="row 0: holds an image, but the model is text-only; use a vision-language"):
+        PromptEncoder(models("qwen3"), 100).encode(row)
+
+
+def test_columns_count_in_the_cache(folder, models):
+    small, large = prompts(folder, [{"prompt": "q", "tests": "x" * size} for size in (1, 5001)])
+    encoder = PromptEncoder(models("qwen3"), 100)
+    assert encoder.encode(large).nbytes == encoder.encode(small).nbytes + 5000
 
 
 def test_a_prompt_leaves_room_for_its_answer(folder, models):

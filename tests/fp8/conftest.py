@@ -1,9 +1,8 @@
-"""Shared by the tests of FP8: a mesh of one process; collecting cycles looks at what a test made, not at everything
-that was imported; Triton's interpreter looks for the functions that it replaces once."""
+"""Shared by the tests of FP8: a mesh of one process; Triton's interpreter looks for the functions that it replaces
+once."""
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 from collections.abc import Iterator
@@ -13,15 +12,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_older() -> None:
-    """The accountant of saved bytes, and many tests of what dies when, call ``gc.collect``. With torch, transformers
-    and all tests in one process that takes half a second; without what was there before the module, a few
-    milliseconds."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -677,6 +677,102 @@ area(
 )  # fmt: skip
 
 area(
+    "rewards",
+    (
+        "prompt-without-its-opening", "data/encode.py",
+        "rendered(turns, self._render, given is None)", "rendered(turns, self._render)",
+        "a prompt ends before what opens the answer",
+        "data/test_prompts.py",
+    ),
+    (
+        "given-answers-are-learned", "data/template.py",
+        "answers[given:]", "answers",
+        "answers of the shared prompt of a pair have labels",
+        "data/test_pairs.py",
+    ),
+    (
+        "prompt-numbers-of-a-rank", "data/loader.py",
+        "first = self.rows + self.rank * mine", "first = self.rows",
+        "two ranks draw the same random numbers for other prompts",
+        "data/test_prompts.py",
+    ),
+    (
+        "rejected-before-chosen", "data/pairs.py",
+        "[pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]",
+        "[pair.rejected for pair in pairs] + [pair.chosen for pair in pairs]",
+        "the worse answer is preferred",
+        "data/test_pairs.py",
+    ),
+    (
+        "labelled-rows-crossed-with-themselves", "data/pairs.py",
+        "before = before[-1:] + before[:-1]", "before = before[:]",
+        "the KL term of KTO sees the answers that belong to the prompts",
+        "data/test_pairs.py",
+    ),
+    (
+        "images-of-the-answer", "data/prompts.py",
+        "find_images(names[:count], images)", "find_images(names, images)",
+        "images behind the prompt are given to it",
+        "data/test_prompts.py",
+    ),
+    (
+        "rewards-of-a-group-shifted", "data/prompts.py",
+        "for sample in samples for _ in range(group)", "for _ in range(group) for sample in samples",
+        "completions are judged by the references of other prompts",
+        "data/test_prompts.py",
+    ),
+    (
+        "nan-is-a-reward", "rl/rewards/rewards.py",
+        "if isinstance(value, str) or not math.isfinite(value)", "if isinstance(value, str)",
+        "NaN and infinity are rewards",
+        "rl/test_rewards.py",
+    ),
+    (
+        "reward-counts-not-compared", "rl/rewards/worker.py",
+        "if len(values) != len(completions):", "if not values:",
+        "fewer rewards than completions are taken",
+        "rl/test_rewards.py",
+    ),
+    (
+        "rewards-without-weights", "rl/rewards/rewards.py",
+        "totals += entry.weight * each", "totals += each",
+        "weights of rewards do nothing",
+        "rl/test_rewards.py",
+    ),
+    (
+        "reward-time-limit", "rl/rewards/process.py",
+        "self._socket.settimeout(max(1e-3, until - time.monotonic()))", "self._socket.settimeout(None)",
+        "a reward may hang for ever",
+        "rl/test_rewards.py",
+    ),
+    (
+        "worker-outlives-its-trainer", "rl/rewards/worker.py",
+        "while os.getppid() == trainer:", "while True:",
+        "a reward that hangs goes on after kill -9",
+        "rl/test_rewards.py",
+    ),
+    (
+        "rewards-changed-unseen", "rl/rewards/entry.py",
+        'else _hash(self.source)', 'else _hash(self.reward)',
+        "a run goes on with another reward function",
+        "rl/test_rewards.py",
+    ),
+    (
+        "reward-model-reads-the-prompt-alone", "rl/rewards/model.py",
+        '[*turns, {"role": "assistant", "content": completion}]', '[*turns]',
+        "a reward model does not see what it judges",
+        "rl/test_reward_model.py",
+    ),
+    (
+        "reward-model-sees-padding", "rl/rewards/model.py",
+        "[row + [pad] * (longest - len(row)) for row in rows]",
+        "[[pad] * (longest - len(row)) + row for row in rows]",
+        "a reward depends on its neighbours' lengths",
+        "rl/test_reward_model.py",
+    ),
+)  # fmt: skip
+
+area(
     "training",
     (
         "targets-shift", "train/losses.py",
@@ -1062,7 +1158,7 @@ area(
     "configuration",
     (
         "config-batches", "config/rules.py",
-        "if train.global_batch % train.micro_batch:", "if train.global_batch < train.micro_batch:",
+        "train.global_batch % train.micro_batch:", "train.global_batch < train.micro_batch:",
         "a global batch that is no multiple of the micro-batch is taken",
         "config/test_errors.py",
     ),

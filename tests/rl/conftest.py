@@ -12,6 +12,7 @@ from octavo.config import Config
 from tests.train.conftest import make, place
 
 __all__ = ["make", "place"]
+DIGIT = "[0-9a-e]"  # often enough in what a model says that has learnt nothing
 
 
 def asked(row: dict) -> tuple[dict, str]:
@@ -36,6 +37,18 @@ def preferring(make: Callable[..., Config], pairs: Path) -> Callable[..., Config
 
     def build(*overrides: str, dir: str = "run") -> Config:
         of = (f"data.train=[{{path: {pairs}}}]", "train.phase=preference", "train.steps=3", "data.eval=[]")
+        return make(*of, *overrides, dir=dir)
+
+    return build
+
+
+@pytest.fixture
+def reinforcing(make: Callable[..., Config]) -> Callable[..., Config]:
+    """reinforcing("rl.algorithm=dapo", ..., dir="a") -> three steps that reward answers with a digit in them."""
+
+    def build(*overrides: str, dir: str = "run") -> Config:
+        rl = f"rl={{prompts: 4, group: 4, max_new_tokens: 4, rewards: [{{reward: regex, pattern: '{DIGIT}'}}]}}"
+        of = ("train.phase=rl", "train.steps=3", "train.micro_batch=8", "train.global_batch=8", "data.eval=[]", rl)
         return make(*of, *overrides, dir=dir)
 
     return build

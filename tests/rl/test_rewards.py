@@ -63,6 +63,11 @@ def dies(completions, **columns):
 def killed(completions, **columns):
     os.kill(os.getpid(), 9)
 
+def sulks(completions, **columns):
+    if len(completions) == 1:
+        time.sleep(60)
+    raise ValueError("all of them")
+
 def hangs(completions, **columns):
     if "hang" in completions:
         time.sleep(60)
@@ -111,24 +116,26 @@ def test_a_function_of_a_file(make, capfd):
          r"\(line 27\), for the batch but for no row of it alone", [0, 1]),
         ("mixed", list("abcdefghi"), r"Row 3 .*: returned NoneType None, which is no number\. .*; 3 more reasons",
          [3, 4, 5, 6, 7, 8]),
+        ("sulks", ["a", "b"], r"Rows 0 to 1 .*: raised ValueError: all of them \(line \d+\)\. Mend", [0, 1]),
         ("few", ["a", "b", "c"], "Rows 0 to 2 .*: returned 1 values for 3 completions", [0, 1, 2]),
         ("one", ["a"], "returned float 0.5 where a list of 1 numbers belongs", [0]),
         ("needs", ["a"], "takes tests, and the columns of the rows are answer", [0]),
         ("leaves", ["a", "b"], "raised SystemExit: 3", [0, 1]),
         ("dies", ["a", "b"], r"ended its process \(exit code 3\)", [0, 1]),
         ("killed", ["a"], r"ended its process \(signal 9\)", [0]),
-        ("hangs", ["a", "hang"], r"gave no answer within 0\.5 s, and was ended", [0, 1]),
+        ("hangs", ["a", "hang"], r"gave no answer within 1\.5 s, and was ended", [0, 1]),
     ],
 )  # fmt: skip
 def test_faults_are_named_with_their_rows(make, function, completions, reason, rows):
     entry = {"reward": f"rewards.py:{function}", "name": "mine"}
     columns, where = {"answer": completions}, [f"train, row {n}" for n in range(len(completions))]
-    strict = make(entry, timeout=0.5)
+    limit = 1.5 if function in ("hangs", "sulks") else 60.0
+    strict = make(entry, timeout=limit)
     with pytest.raises(RewardError, match=rf"reward mine \(rewards.py:{function}\) gave no number for {len(rows)} of "
                        rf"{len(completions)} completions\. .*{reason}") as seen:  # fmt: skip
         strict.score(completions, columns, where)
     assert [row for row, _, _ in seen.value.bad] == rows and "on_bad_reward: zero" in str(seen.value)
-    lenient = make(entry, {"reward": "exact_match", "weight": 2.0}, on_bad="zero", timeout=0.5)
+    lenient = make(entry, {"reward": "exact_match", "weight": 2.0}, on_bad="zero", timeout=limit)
     table = lenient.score(completions, columns)
     assert [row for row, _, _ in table.bad] == rows and (table.each["mine"][rows] == 0).all()
     assert np.isfinite(table.totals).all() and (table.totals[rows] == 2.0).all()
@@ -140,7 +147,7 @@ def test_faults_are_named_with_their_rows(make, function, completions, reason, r
 
 
 def test_what_is_run_is_what_was_read(make, folder):
-    rewards = make({"reward": "rewards.py:hangs", "weight": 1}, on_bad="zero", timeout=0.5)
+    rewards = make({"reward": "rewards.py:hangs", "weight": 1}, on_bad="zero", timeout=1.5)
     (folder / "rewards.py").write_text("raise SystemExit")
     rewards.score(["hang"], {})
     assert rewards.score(["a"], {}).each["hangs"].tolist() == [1.0]
@@ -176,6 +183,20 @@ def test_entries_that_cannot_be_used(folder, entry, message):
     os.mkfifo(folder / "pipe.py")
     with pytest.raises(RewardError, match=message):
         Rewards([entry], folder)
+
+
+def test_a_file_that_hangs_is_named(folder, monkeypatch):
+    monkeypatch.setattr("octavo.rl.rewards.process.STARTING", 0.5)
+    (folder / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(
+        RewardError, match=r"slow\.py cannot be used: the file gave no answer within 0\.5 s, and was ended"
+    ):
+        Rewards(["slow.py:f"], folder)
+
+
+def test_texts_larger_than_any_buffer_pass(make):
+    texts = ["a" * 300_000 + "é" * n for n in range(20)]
+    assert make("rewards.py:score").score(texts, {"answer": texts}).totals.tolist() == [300_000 + n for n in range(20)]
 
 
 def test_what_cannot_be_asked_for(folder):

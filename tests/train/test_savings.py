@@ -75,7 +75,13 @@ def test_stock_transformers_loads_what_was_trained(make, over):
         assert torch.equal(getattr(parameter, "master", parameter).detach(), theirs[name].detach()), name
 
 
-@pytest.mark.parametrize("over", [ROUNDED, EXACT], ids=["after backward", "in backward"])
+@pytest.mark.parametrize(
+    "over",
+    [
+        pytest.param(ROUNDED, id="after backward"),
+        pytest.param(EXACT, id="in backward", marks=pytest.mark.long),
+    ],
+)
 def test_second_moments_that_became_zero_are_counted(make, over, monkeypatch):
     rows = read_rows(train.run(make(SHORT, *over, "run.health_every=2")).dir / "metrics.jsonl")
     assert [row["zeroed_v"] for row in rows if "health" in row] == [0] * 3

@@ -73,6 +73,11 @@ class Row:
     module: str = ""
     codes: CastSpec | None = None
 
+    @property
+    def parameter(self) -> str:
+        """The name of the weight among the model's parameters."""
+        return self.name if self.kind == "experts" else f"{self.name}.weight" if self.name else "weight"
+
     def to_json(self) -> dict[str, Any]:
         out = {**asdict(self), "shape": list(self.shape), "tied": list(self.tied)}
         del out["codes"]
@@ -94,7 +99,7 @@ def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None 
     for name, module in modules.items():
         for row in _rows_of(name, module, modules, head):
             weight = _weight_of(row, module)
-            tied = tuple(n for n in shared[id(weight)] if n != _parameter_name(row))
+            tied = tuple(n for n in shared[id(weight)] if n != row.parameter)
             where = "lm_head" if row.kind == "lm_head" else component(row.module)
             codes = codes_cast(weight)
             rows.append(replace(row, component=where, tied=tied, frozen=not weight.requires_grad, codes=codes))
@@ -183,10 +188,6 @@ def _names_by_weight(model: nn.Module) -> dict[int, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return names
-
-
-def _parameter_name(row: Row) -> str:
-    return row.name if row.kind == "experts" else f"{row.name}.weight" if row.name else "weight"
 
 
 def _weight_of(row: Row, module: nn.Module) -> torch.Tensor:

@@ -59,7 +59,7 @@ class Entry:
                 "sha256": content}  # fmt: skip
 
 
-def entries(given: Sequence[Any], directory: Path) -> list[Entry]:
+def read_entries(given: Sequence[Any], directory: Path) -> list[Entry]:
     """The entries of a configuration. Raises `RewardError`, which names the entry, what was found and the fix."""
     if not given:
         raise RewardError(
@@ -76,7 +76,7 @@ def entries(given: Sequence[Any], directory: Path) -> list[Entry]:
 
 
 def _entry(given: Any, directory: Path) -> Entry:
-    raw = {"reward": given} if isinstance(given, str) else given
+    raw: Any = {"reward": given} if isinstance(given, str) else given
     if not isinstance(raw, Mapping) or not isinstance(raw.get("reward"), str) or not raw["reward"]:
         raise RewardError(
             f"rl.rewards has the entry {_shown(given)}; expected a name, or {{reward: NAME, weight: 1.0, ...}}"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from octavo.reading import printable
-from octavo.rl.rewards.entry import Entry, RewardError, entries
+from octavo.rl.rewards.entry import Entry, RewardError, read_entries
 from octavo.rl.rewards.process import Fault, Worker
 
 TOLD = 3  # reasons that an error lists; the others are counted
@@ -45,7 +45,7 @@ class Rewards:
 
     def __init__(
         self,
-        given: Sequence[Any],
+        entries: Sequence[Any],
         directory: str | Path,
         on_bad: str = "error",
         timeout: float = 60.0,
@@ -56,7 +56,7 @@ class Rewards:
         if not (timeout > 0 and math.isfinite(timeout)):
             raise RewardError(f"the time limit of rewards is {timeout!r}; expected seconds over 0")
         self.on_bad, self.timeout = on_bad, timeout
-        self.entries = entries(given, Path(directory))
+        self.entries = read_entries(entries, Path(directory))
         self._digest = [entry.digest() for entry in self.entries]
         self._workers: dict[Path, Worker] = {}
         self._ask: dict[str, Callable[[list[str], dict[str, list[Any]]], Sequence[Any]]] = {}

@@ -56,13 +56,14 @@ def _watch(child: int, trainer: int) -> NoReturn:
 
 def _serve(trainer: socket.socket) -> None:
     functions: dict[str, Callable[..., Any]] = {}
-    path = ""
+    path, answer = "", dict[str, Any]()
     for line in trainer.makefile("rb"):
         asked = json.loads(line)
         try:
             if "source" in asked:
                 path = asked["path"]
-                functions, answer = _load(path, asked["source"], asked["functions"]), {"ready": True}
+                functions = _load(path, asked["source"], asked["functions"])
+                answer = {"ready": True}
             else:
                 answer = {"values": _values(functions[asked["function"]], asked, path)}
         except _Wrong as cause:

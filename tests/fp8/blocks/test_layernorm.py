@@ -14,7 +14,6 @@ from octavo import fp8
 from octavo.fp8.blocks import layernorm
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.memory.accounting import count_saved
-from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
 KINDS = {
     "rms": lambda k: Qwen3RMSNorm(k),

@@ -20,7 +20,6 @@ from octavo.fp8.blocks import mlp as saved_mlp
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.memory.accounting import count_saved
-from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
 ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu2", "mish", "linear")
 

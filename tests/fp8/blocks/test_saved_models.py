@@ -14,7 +14,6 @@ from octavo import fp8, models
 from octavo.fp8.dense.swap import Swapped
 from octavo.fp8.memory.accounting import count_saved
 from octavo.models.tiny_configs import tiny_config
-from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 
 
 def made(family, dtype=torch.float32):

@@ -1,7 +1,5 @@
 """What FP8 layers and blocks keep in common: codes of any activation, and an input that a backward makes again."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -13,15 +11,6 @@ from octavo.fp8.dense import inputs, sources
 from octavo.fp8.dense.inputs import Source, forget
 from octavo.fp8.dense.sources import SPEC
 from octavo.fp8.memory.accounting import count_saved
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_objects():
-    """The accountant collects garbage, which is quick where modules that were imported need no look."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("k", [1, 16, 72, 80, 127, 128, 129, 300])

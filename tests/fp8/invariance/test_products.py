@@ -180,3 +180,38 @@ def test_a_library_that_counts_rows_gets_pieces(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(products.torch, "mm", lambda a, b: stock(a, b) + torch.arange(len(a))[:, None])
     with pytest.raises(fp8.InvarianceError, match="another place"):
         products.mm(x, w)
+
+
+@pytest.mark.parametrize("size", [4100, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_are_the_same_with_logits_and_without(threads: int, dtype: torch.dtype, size: int) -> None:
+    """4100 leaves a block of 4 columns over."""
+    h, w = random(300, 48, dtype=dtype), random(size, 48, seed=1, dtype=dtype)
+    target = torch.randint(0, size, (300,), generator=torch.Generator().manual_seed(2))
+    with Rows():
+        without = fp8.token_log_probs(h, w, target, temperature=0.7, entropy=True)
+        for start, count in ((0, 300), (3, 1), (10, 5)):
+            part = slice(start, start + count)
+            logits = F.linear(h[part], w)
+            there = fp8.log_probs(logits, target[part], temperature=0.7, entropy=True)
+            assert all(torch.equal(a[part], b) for a, b in zip(without, there, strict=True))
+    stock = (F.linear(h, w).float() / 0.7).log_softmax(-1)
+    assert torch.allclose(without[0], stock.gather(1, target[:, None])[:, 0], atol=1e-4)
+    assert torch.allclose(without[1], -(stock.exp() * stock).sum(-1), atol=1e-4)
+
+
+def test_gradients_of_log_probabilities_of_logits() -> None:
+    x, target = random(3, 5, 300).requires_grad_(), torch.tensor([[0, 299, -100, 7, 8]] * 3)
+    stock = (x / 1.3).log_softmax(-1)
+    known = target != -100
+    at = stock.gather(2, target.clamp(min=0)[..., None])[..., 0].where(known, 0)
+    entropy = -(stock.exp() * stock).sum(-1).where(known, 0)
+    ours = fp8.log_probs(x, target, temperature=1.3, entropy=True)
+    weights = random(2, 3, 5, seed=1)
+    given = [torch.autograd.grad((a * weights[0] + b * weights[1]).sum(), x)[0] for a, b in ((at, entropy), ours)]
+    assert torch.allclose(ours[0], at, atol=1e-5) and torch.allclose(ours[1], entropy, atol=1e-5)
+    assert torch.allclose(*given, atol=1e-5) and not given[1][:, 2].any()
+    with pytest.raises(ValueError, match="temperature"):
+        fp8.log_probs(x, target, temperature=0.0)
+    with pytest.raises(ValueError, match="each row"):
+        fp8.log_probs(x, target[:2])

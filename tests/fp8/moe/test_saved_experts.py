@@ -11,7 +11,6 @@ from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe import experts as saved_experts
 from tests.fp8.blocks.test_mlp import Rounded, cosine
-from tests.fp8.dense.test_sources import few_objects  # noqa: F401
 from tests.fp8.moe.expert_modules import FAMILIES, H, routed
 from tests.fp8.moe.test_experts import convert
 

@@ -1,0 +1,188 @@
+"""The phase of reinforcement learning: what its rows say, what it depends on and what not, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo import rl
+from octavo.config import Config, ConfigError, override
+from octavo.data import DataError
+from octavo.rl.rewards import RewardError
+from octavo.rl.shown import COMPLETIONS
+from octavo.train import TrainError
+from octavo.train.rundir import read_rows
+from tests.train.conftest import at
+
+Make = Callable[..., Config]
+LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
+COLUMNS = {"reward", "reward_std", "length", "entropy", "kl", "logp_gap_mean", "logp_gap_max", "rollout_tokens_per_s"}
+
+
+def rows_of(cfg: Config) -> list[dict]:
+    return read_rows(Path(cfg.run.dir) / "metrics.jsonl")
+
+
+def said(cfg: Config) -> list[tuple]:
+    lines = [json.loads(line) for line in (Path(cfg.run.dir) / COMPLETIONS).read_text().splitlines()]
+    return [(line["step"], line["row"], line["sample"], line["completion"], line["reward"]) for line in lines]
+
+
+@pytest.mark.parametrize("over", [(), LORA, ("fp8.recipe=off",)], ids=["full", "lora", "high"])
+def test_a_step_says_what_was_rewarded_and_how_far_rollout_and_trainer_are(reinforcing: Make, over: tuple[str, ...]):
+    cfg = reinforcing(*over, "rl.show=16")
+    result = rl.run(cfg)
+    rows = rows_of(cfg)
+    assert all(row.keys() >= COLUMNS for row in rows) and len(rows) == 3
+    for row in rows:
+        assert 0 < row["reward"] < 1 and 0 < row["length"] <= 4 and 0 < row["entropy"] < math.log(512)
+        near = 0.2 if over == LORA else 1e-4  # a base in BF16 rounds, as products of other shapes do
+        assert row["logp_gap_mean"] <= row["logp_gap_max"] < near
+        assert row["kl"] is None, "nobody asked for a reference"
+    found = said(cfg)
+    assert len(found) == 48 and rows[0]["reward"] == pytest.approx(sum(line[-1] for line in found[:16]) / 16)
+    assert not json.loads((result.dir / "proof.json").read_text())["pending"]
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        (),
+        (*LORA, "rl.mini_batches=2", "train.micro_batch=3"),
+        ("fp8.recipe=rowwise", "train.logits=full", "fp8.activations=fp8", "train.recompute=full"),
+    ],
+    ids=["full", "lora", "rowwise"],
+)
+def test_invariant_rollouts_are_the_trainers_to_the_bit(reinforcing: Make, over: tuple[str, ...]):
+    cfg = reinforcing(*over, "rl.invariant=true", "train.steps=2", "train.warmup=1", "rl.slots=5")
+    rl.run(cfg)
+    for row in rows_of(cfg):
+        assert row["logp_gap_max"] == 0 and row["sampling/importance_sampling_ratio/max"] == 1
+
+
+def test_completions_do_not_depend_on_slots_micro_batches_or_page_of_the_cache(reinforcing: Make):
+    """High precision, whose results for a row hardly depend on the others: the first rollout is the same, each time."""
+    first = []
+    for name, over in (("all", ()), ("three", ("rl.slots=3",)), ("small", ("train.micro_batch=3",))):
+        cfg = reinforcing(*over, "fp8.recipe=off", "train.steps=1", "train.warmup=0", "rl.show=16", dir=name)
+        rl.run(cfg)
+        first.append((said(cfg), pytest.approx(rows_of(cfg)[0]["grad_norm"], rel=1e-4)))
+    assert first[0] == first[1] == first[2]
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(reinforcing: Make):
+    over = (*LORA, "rl.kl=0.1", "rl.mini_batches=2")
+    whole = rl.run(reinforcing(*over, dir="whole"))
+    cfg = reinforcing(*over)
+    rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    result = rl.run(override(cfg, ["run.resume=auto"]))
+    assert result.losses() == whole.losses() and said(cfg) == said(reinforcing(*over, dir="whole"))
+    assert rows_of(cfg)[0]["kl"] == 0 < rows_of(cfg)[1]["kl"]
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        ("rl.algorithm=rloo",),  # its KL is in the reward
+        ("rl.algorithm=dapo", "rl.overlong=2"),  # takes further prompts
+        ("rl.algorithm=gspo", "rl.epochs=2", "rl.mini_batches=2"),
+        ("rl.algorithm=cispo", "rl.correction=mask", "rl.correction_level=geometric", "rl.entropy=0.01"),
+        ("rl.algorithm=dr_grpo", "rl.kl=0.1", "rl.kl_estimator=k2", "rl.mask_truncated=true", "rl.stop=[a, e, i, o]"),
+        ("rl.algorithm=bnpo", "rl.kv=fp8", "train.logits=full"),
+    ],
+    ids=lambda over: over[0].partition("=")[2],
+)
+def test_algorithms_and_their_settings_run(reinforcing: Make, over: tuple[str, ...]):
+    cfg = reinforcing(*over, "fp8.recipe=off", "train.steps=2", "train.warmup=1")
+    assert rl.run(cfg).status == "finished"
+    for row in rows_of(cfg):
+        assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+        assert (row["kl"] is None) == ("rl.kl" not in str(over) and "rloo" not in over[0])
+        assert ("sampling/draws" in row) == ("dapo" in over[0])
+
+
+def test_rewards_that_are_all_equal_teach_nothing(reinforcing: Make):
+    rewards = "rl.rewards=[{reward: regex, pattern: '.?'}]"
+    cfg = reinforcing(rewards, "train.steps=1", "train.warmup=0")
+    rl.run(cfg)
+    (row,) = rows_of(cfg)
+    assert (
+        row["reward"] == row["frac_reward_zero_std"] == 1 and row["grad_norm"] == row["loss"] == row["reward_std"] == 0
+    )
+
+
+def test_a_gap_beyond_the_limit_stops_the_run_before_it_learns(reinforcing: Make):
+    cfg = reinforcing("rl.kv=fp8", "rl.max_gap=1e-5")
+    with pytest.raises(TrainError, match=r"step 1: .* differ by up to .* nats, and rl.max_gap is 1e-05"):
+        rl.run(cfg)
+    assert not rows_of(cfg)
+
+
+def test_rewards_of_a_file_are_run_and_held_to_at_a_resume(reinforcing: Make, tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def score(completions, answer, **columns):\n    return [len(c) - len(a) for c, a in zip(completions, answer)]"
+    )
+    over = (f"rl.rewards=[{{reward: '{file}:score', weight: 0.5}}, exact_match]",)
+    cfg = reinforcing(*over)
+    rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    row = rows_of(cfg)[0]
+    assert row["reward"] == pytest.approx(0.5 * row["rewards/score/mean"] + row["rewards/exact_match/mean"])
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(TrainError, match="made with another reward score"):
+        rl.run(override(cfg, ["run.resume=auto"]))
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("return [float('nan')] * len(completions)", "returned nan"),
+        ("return [1.0]", "16 completions"),
+        ("import time; time.sleep(60)", "1 s"),
+        ("raise KeyError('x')", "KeyError"),
+    ],
+)
+def test_a_reward_that_gives_no_number_is_named(reinforcing: Make, tmp_path: Path, body: str, found: str):
+    file = tmp_path / "own.py"
+    file.write_text(f"def score(completions, **columns):\n    {body}")
+    cfg = reinforcing(f"rl.rewards=['{file}:score']", "rl.reward_timeout=1")
+    with pytest.raises(RewardError, match="reward score") as caught:
+        rl.run(cfg)
+    assert found in str(caught.value)
+    assert rl.run(override(cfg, ["rl.on_bad_reward=zero", "train.steps=1", "train.warmup=0"])).status == "finished"
+    assert rows_of(cfg)[0]["reward"] == 0
+
+
+@pytest.mark.parametrize(
+    ("over", "key", "found"),
+    [
+        (["rl.rewards=[{reward: format}]"], "rl.rewards.0", "needs a pattern"),
+        (["rl.rewards=[{reward: exact_match, tolerance: 1.0}]"], "rl.rewards.0.tolerance", "has no effect"),
+        (["rl.rewards=[exact]"], "rl.rewards.0", "there is no reward `exact`"),
+        (["rl.group=1"], "rl.group", "no others to be better than"),
+        (["rl.mini_batches=3"], "rl.mini_batches", "cannot be cut into 3"),
+        (["rl.max_new_tokens=128"], "rl.max_new_tokens", "leave no place for a prompt"),
+        (["rl.invariant=true", "fp8.recipe=tensorwise"], "fp8.recipe", "share a scale between rows"),
+        (["rl.invariant=true", "rl.kv=fp8"], "rl.kv", "other keys and values"),
+        (["rl.reference=base"], "rl.reference", "there are none"),
+        (["train.global_batch=16"], "train.global_batch", "a step is rl.prompts x rl.group"),
+        (["train.compile=true"], "train.compile", "is not for phase rl"),
+        (["run.gain_steps=2"], "run.gain_steps", "is not for phase rl"),
+        (["optimizer.update=backward"], "optimizer.update", "still need them"),
+        (["train.phase=sft"], "rl", "has no effect in phase sft"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(reinforcing: Make, over: list[str], key: str, found: str):
+    with pytest.raises(ConfigError, match=found) as caught:
+        reinforcing(*over)
+    assert key in str(caught.value)
+
+
+def test_images_for_a_model_without_eyes_are_refused_by_row(reinforcing: Make, place: Path):
+    with pytest.raises(DataError, match="row .*holds an image, but the model is text-only"):
+        rl.run(reinforcing(f"model.path={place / 'text'}"))
