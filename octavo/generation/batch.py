@@ -49,6 +49,7 @@ class Batch:
         """Refill and make a step; False when all is done, on every rank."""
         few = len(self.slots.active) * 8 <= len(self.slots) * 7  # slots to fill: prompts run better together
         starts = self._next() if few and (self.open or self.waiting) else []
+        assert starts or len(self.slots.active) or not (self.open or self.waiting), "a sequence has no room alone"
         new = [group for group, _ in starts if not group.pages]
         if self.caller.anyone(bool(new)):
             self._prefill(new) if new else self.caller.idle()
@@ -214,13 +215,15 @@ class Batch:
         tokens = tokens if self.given is None else self.given[made]
         slots.tokens[at, made], slots.logps[at, made], slots.entropies[at, made] = tokens, logps, entropies
         slots.made[active] += 1
-        chosen = tokens.cpu().numpy()
-        self._refuse_nan(active, logps.isnan().cpu().numpy())
+        chosen = tokens.where(~logps.isnan(), -1).cpu().numpy()  # the one wait for the device in a step
+        self._refuse_nan(active, chosen < 0)
         ended = self.stops.by_token(chosen)
         reasons = dict.fromkeys(active[ended].tolist(), "stop")
         if self.stops.texts:
-            for slot in active[~ended].tolist():
-                if self.stops.by_text(slots.tokens[slot, : slots.made[slot]].tolist()):
+            going = active[~ended]
+            rows = slots.tokens[self._device(going)].tolist()
+            for slot, row in zip(going.tolist(), rows, strict=True):
+                if self.stops.by_text(row[: slots.made[slot]]):
                     reasons[slot] = "stop_string"
         for slot in active[slots.made[active] == self.sampling.max_new_tokens].tolist():
             reasons.setdefault(slot, "length")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class Reinforcing(Phase):
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, RlStepper) and self.rewards is not None and self._loader is not None
+        if stepper.settings.section.invariant and (why := fp8.not_invariant(stepper.model)):
+            raise TrainError(f"rl.invariant: true cannot be: {why}")
         settings = stepper.settings
         forward = stepper.forward
         own = settings.section.prompts * settings.section.group // stepper.world.size
@@ -85,6 +88,7 @@ class Reinforcing(Phase):
             generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
             slots=min(settings.section.slots or own, own),
             kv=settings.section.kv,
+            invariant=settings.section.invariant,
         )
         encoder = self._loader.encoder
         stepper.tokenizer, stepper.pad_id, stepper.places = encoder.tokenizer, encoder.pad_id, encoder.places
@@ -236,7 +240,7 @@ class RlStepper(Stepper):
         """Log-probabilities before the first update of the step, by the trainer and by the reference."""
         for batch in batches:
             keep, target, _ = self.judged(batch, 1.0)
-            with watched_by_nobody(self.model):
+            with watched_by_nobody(self.model), self._rows():
                 old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
             batch["experience"].old = _spread(old, keep, batch)
             self._refer(batch, keep, target)
@@ -304,9 +308,10 @@ class RlStepper(Stepper):
         settings, n, device = self.settings, self.counts, self.world.device
         experience: Experience = batch["experience"]
         assert n is not None
-        logs, entropy = log_probs(
-            self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
-        )
+        with self._rows():
+            logs, entropy = log_probs(
+                self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
+            )
         assert entropy is not None
         mask = self._mask(batch, target).to(device)
         sampled = experience.sampled[:, keep].to(device)
@@ -334,9 +339,14 @@ class RlStepper(Stepper):
         self.told.append(figures | more)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
+    def _rows(self) -> AbstractContextManager[object]:
+        """Around a forward whose log-probabilities are held against the rollout's."""
+        return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
+
     def _hold(self, batch: dict[str, Any], gaps: Tensor) -> None:
         """Stop before weights are updated by what another policy wrote. `gaps` [B, P]: |d log p|. A collective."""
-        limit = self.settings.section.max_gap
+        section = self.settings.section
+        limit = 0.0 if section.invariant and section.max_gap is None else section.max_gap
         if limit is None:
             return
         each = gaps.amax(dim=1)
@@ -347,25 +357,29 @@ class RlStepper(Stepper):
         found = self._parting(batch, int(each.argmax()) if worst == self.world.rank else None)
         raise TrainError(
             f"step {self.number}: log-probabilities of rollout and trainer differ by up to {max(every):.3g} nats, and "
-            f"rl.max_gap is {limit:g}: {self.world.gather_objects(found)[worst]}. The last checkpoint stands. Raise "
-            "rl.max_gap, or take what makes both differ out of the run (rl.kv: fp8, recipes whose scales span rows)"
+            f"{'rl.invariant allows none' if section.max_gap is None else f'rl.max_gap is {limit:g}'}: "
+            f"{self.world.gather_objects(found)[worst]}. The last checkpoint stands. Raise rl.max_gap, or take what "
+            "makes both differ out of the run (rl.kv: fp8, recipes whose scales span rows)"
         )
 
     def _parting(self, batch: dict[str, Any], row: int | None) -> str:
         """Where rollout and trainer part in a row of a micro-batch; a rank with none (None) runs along."""
         assert self.engine is not None and self.rollout is not None
-        engine, forward, prompt, tokens = self.engine, self.forward, None, np.zeros(0, dtype=np.int64)
+        engine, prompt, tokens = self.engine, None, np.zeros(0, dtype=np.int64)
         if row is not None:
             completion = self.rollout.completions[batch["experience"].rows[row]]
             sample, tokens = self.rollout.prompts[completion.prompt], completion.tokens
             prompt, batch = prompt_of(sample), data.collate([with_completion(sample, completion)], self.pad_id)
         keep, *_ = self.judged(batch, 1.0)
+
+        def train() -> None:
+            with self._rows():
+                self.forward(batch, keep)
+
         limit = 0.0 if engine.caller.invariant else rounding(engine.caller.dtype)
         with torch.no_grad(), fp8.uncounted():
-            found = first_difference(
-                self.model, lambda: forward(batch, keep), lambda: engine.replay(prompt, tokens), limit
-            )
-        return str(found or "in what this completion alone computes, all layers agree to the bit")
+            found = first_difference(self.model, train, lambda: engine.replay(prompt, tokens), limit)
+        return str(found or "run again by itself, this completion is the same in all layers to the bit")
 
     def _means(self, updates: int) -> dict[str, Any]:
         """Figures of all updates of the step: means over them, or the smallest and largest."""

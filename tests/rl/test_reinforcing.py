@@ -51,6 +51,22 @@ def test_a_step_says_what_was_rewarded_and_how_far_rollout_and_trainer_are(reinf
     assert not json.loads((result.dir / "proof.json").read_text())["pending"]
 
 
+@pytest.mark.parametrize(
+    "over",
+    [
+        (),
+        (*LORA, "rl.mini_batches=2", "train.micro_batch=3"),
+        ("fp8.recipe=rowwise", "train.logits=full", "fp8.activations=fp8", "train.recompute=full"),
+    ],
+    ids=["full", "lora", "rowwise"],
+)
+def test_invariant_rollouts_are_the_trainers_to_the_bit(reinforcing: Make, over: tuple[str, ...]):
+    cfg = reinforcing(*over, "rl.invariant=true", "train.steps=2", "train.warmup=1", "rl.slots=5")
+    rl.run(cfg)
+    for row in rows_of(cfg):
+        assert row["logp_gap_max"] == 0 and row["sampling/importance_sampling_ratio/max"] == 1
+
+
 def test_completions_do_not_depend_on_slots_micro_batches_or_page_of_the_cache(reinforcing: Make):
     """High precision, whose results for a row hardly depend on the others: the first rollout is the same, each time."""
     first = []
@@ -146,6 +162,8 @@ def test_a_reward_that_gives_no_number_is_named(reinforcing: Make, tmp_path: Pat
         (["rl.group=1"], "rl.group", "no others to be better than"),
         (["rl.mini_batches=3"], "rl.mini_batches", "cannot be cut into 3"),
         (["rl.max_new_tokens=128"], "rl.max_new_tokens", "leave no place for a prompt"),
+        (["rl.invariant=true", "fp8.recipe=tensorwise"], "fp8.recipe", "share a scale between rows"),
+        (["rl.invariant=true", "rl.kv=fp8"], "rl.kv", "other keys and values"),
         (["rl.reference=base"], "rl.reference", "there are none"),
         (["train.global_batch=16"], "train.global_batch", "a step is rl.prompts x rl.group"),
         (["train.compile=true"], "train.compile", "is not for phase rl"),

@@ -51,10 +51,11 @@ def test_codes_are_seen_by_themselves():
     assert name.startswith("0.weight (the scales of its codes in")
 
 
-def test_sums_do_not_depend_on_how_many_words_are_added_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_pieces_that_change_places_are_seen_and_any_length_has_a_sum(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sums, "_WORDS_ON_CPU", 8)
     m = model()
-    m.register_parameter("odd", nn.Parameter(torch.arange(7, dtype=torch.float16)))
+    m.register_parameter("odd", nn.Parameter(torch.arange(1, 8, dtype=torch.float16)))
     m.register_parameter("none", nn.Parameter(torch.zeros(0)))
-    whole = fp8.weight_sums(m)
-    monkeypatch.setattr(sums, "_WORDS", 5)
-    assert fp8.weight_sums(m) == whole and whole["none"] == 0 != whole["odd"]
+    assert not changed(m, lambda: m.odd.neg_().neg_()) and fp8.weight_sums(m)["none"] == 0
+    assert changed(m, lambda: m.odd[6].add_(1)) == ["odd"]
+    assert changed(m, lambda: m[0].weight.copy_(m[0].weight.flatten().roll(16).view(32, 64))) == ["0.weight"]
