@@ -33,9 +33,10 @@ class Batch:
 
     def __init__(
         self, caller: Caller, cache: Cache, slots: int, prompts: Sequence[Prompt], sampling: Sampling, group: int,
-        stops: Stops,
+        stops: Stops, given: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.caller, self.cache, self.sampling, self.stops = caller, cache, sampling, stops
+        self.given = given  # int64 [T]: tokens that are taken whatever the model would choose
         self.page, self.pool = cache.page, Pool(cache.pages)
         longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
         width = pages_of(longest + sampling.max_new_tokens - 1, self.page)
@@ -211,6 +212,7 @@ class Batch:
         """The next token of sequences; those that end leave."""
         slots, made = self.slots, self._device(self.slots.made[active])
         tokens, logps, entropies = choose(logits, self.sampling, slots.uniforms[at, made], self.caller.invariant)
+        tokens = tokens if self.given is None else self.given[made]
         slots.tokens[at, made], slots.logps[at, made], slots.entropies[at, made] = tokens, logps, entropies
         slots.made[active] += 1
         chosen = tokens.where(~logps.isnan(), -1).cpu().numpy()  # the one wait for the device in a step
@@ -234,10 +236,11 @@ class Batch:
         slot = active[bad.argmax()]
         group = self.slots.groups[slot]
         assert group is not None
+        who = group.prompt.name or f"prompt {group.index}"
         raise GenerationError(
-            f"the model gives NaN or infinity as the score of token {self.slots.made[slot]} after prompt "
-            f"{group.index}: it computes no numbers, and would answer with any token. Take an earlier checkpoint, or "
-            "compute in high precision (recipe off)."
+            f"the model gives NaN or infinity as the score of token {self.slots.made[slot]} after {who}: it computes "
+            "no numbers, and would answer with any token. Take an earlier checkpoint, or compute in high precision "
+            "(recipe off)."
         )
 
     def _finish(self, reasons: dict[int, str]) -> None:

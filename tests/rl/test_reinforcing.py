@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from octavo import rl
 from octavo.config import Config, ConfigError, override
 from octavo.data import DataError
+from octavo.generation import GenerationError
 from octavo.rl.rewards import RewardError
 from octavo.rl.shown import COMPLETIONS
 from octavo.train import TrainError
@@ -116,13 +118,6 @@ def test_rewards_that_are_all_equal_teach_nothing(reinforcing: Make):
     )
 
 
-def test_a_gap_beyond_the_limit_stops_the_run_before_it_learns(reinforcing: Make):
-    cfg = reinforcing("rl.kv=fp8", "rl.max_gap=1e-5")
-    with pytest.raises(TrainError, match=r"step 1: .* differ by up to .* nats, and rl.max_gap is 1e-05"):
-        rl.run(cfg)
-    assert not rows_of(cfg)
-
-
 def test_rewards_of_a_file_are_run_and_held_to_at_a_resume(reinforcing: Make, tmp_path: Path):
     file = tmp_path / "own.py"
     file.write_text(
@@ -186,3 +181,30 @@ def test_what_makes_no_sense_is_refused(reinforcing: Make, over: list[str], key:
 def test_images_for_a_model_without_eyes_are_refused_by_row(reinforcing: Make, place: Path):
     with pytest.raises(DataError, match="row .*holds an image, but the model is text-only"):
         rl.run(reinforcing(f"model.path={place / 'text'}"))
+
+
+def test_a_prompt_that_the_model_has_no_room_for_is_named_by_row(reinforcing: Make, place: Path, tmp_path: Path):
+    shutil.copytree(place / "text", tmp_path / "short")
+    file = tmp_path / "short" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 40}))
+    rows = [{"prompt": "Say one.", "answer": "1"}, {"prompt": "Say " + "one, " * 30, "answer": "1"}]
+    (tmp_path / "talk.json").write_text(json.dumps(rows))
+    over = (f"model.path={tmp_path / 'short'}", f"data.train=[{{path: {tmp_path / 'talk.json'}}}]")
+    with pytest.raises(GenerationError, match=r"talk\.json, row 1 has \d+ tokens .* 4 more, .* context is 40 tokens"):
+        rl.run(reinforcing(*over))
+
+
+def test_a_resumed_run_with_other_prompts_is_refused(reinforcing: Make, place: Path, tmp_path: Path):
+    rows = json.loads((place / "digits" / "train.json").read_text())
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(rows))
+    over = (f"data.train=[{{path: {mine}, images: {place / 'digits'}}}]",)
+    cfg = reinforcing(*over)
+    rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    again = override(cfg, ["run.resume=auto"])
+    before = said(cfg)
+    for path, found in ((place / "digits/test.json", r"other settings: data\.train was"), (mine, "mine.json had")):
+        mine.write_text(json.dumps(rows[1:]))
+        with pytest.raises(TrainError, match=found):
+            rl.run(override(again, [f"data.train=[{{path: {path}, images: {place / 'digits'}}}]"]))
+    assert said(cfg) == before
