@@ -64,18 +64,16 @@ class Display:
 
 
 def _figures(row: Mapping[str, Any]) -> str:
-    rate = f"lr {row['lr']:.2e}"
     if "reward" in row:  # of reinforcement learning, whose loss says nothing
-        parts = [f"reward {row['reward']:.3f}", f"length {row['length']:.1f}", rate]
-        parts += [f"rollout {row['rollout_tokens_per_s']:.0f} tokens/s"]
-        parts += [f"training {row['training_tokens_per_s']:.0f} tokens/s"]
+        rates = f"{row['rollout_tokens_per_s']:.0f} rollout, {row['training_tokens_per_s']:.0f} training"
+        parts = [f"reward {row['reward']:.3f}", f"length {row['length']:.1f}", f"tokens/s {rates}"]
     else:
         parts = [f"loss {row['loss']:.4f}"]
         if "rewards/accuracies" in row:
             parts.append(f"accuracy {row['rewards/accuracies']:.1%}")
         if "rewards/margins" in row:
             parts.append(f"margin {row['rewards/margins']:.3f}")
-        parts += [rate, f"{row['tokens_per_s']:.0f} tokens/s"]
+        parts += [f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:.0f} tokens/s"]
     if row.get("skipped"):
         parts.append("skipped: not finite")
     if "eval" in row:
