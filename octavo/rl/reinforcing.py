@@ -140,6 +140,7 @@ class RlStepper(Stepper):
         began = time.perf_counter()
         self.rollout, figures = rollout, _ = self.rolled([*batches])
         seconds = time.perf_counter() - began
+        self.world.at(f"step {self.number}, forward and backward")
         updates = self._cut(rollout)
         if self.settings.updates > 1 or (self.settings.beta and self.settings.kl_in == "reward"):
             self._remember([batch for part in updates for batch in part])
@@ -184,6 +185,7 @@ class RlStepper(Stepper):
     def _roll(self, prompts: list[data.PromptSample]) -> Rollout:
         section = self.settings.section
         assert self.engine is not None and self.rewards is not None
+        self.world.at(f"step {self.number}, rollout")
         with fp8.uncounted():
             completions = self.engine.generate(
                 [prompt_of(p) for p in prompts], self.settings.sampling(self.number, self.places), section.group
@@ -192,6 +194,7 @@ class RlStepper(Stepper):
         self.same.wrote(self.number)
         texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
         where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
+        self.world.at(f"step {self.number}, rewards")
         table = self.rewards.score(texts, data.reward_columns(prompts, section.group), where)
         rollout = Rollout(prompts, completions, texts, table.totals.copy(), dict(table.each))
         if self.settings.overlong:
