@@ -58,7 +58,7 @@ def main() -> None:
     for number, prompt in enumerate(prompts):
         own = texts[number * asked.samples : (number + 1) * asked.samples]
         right = [text for text in own if text == prompt.answer]
-        wrong = [text for text in own if text != prompt.answer]
+        wrong = [text for text in own if text and text != prompt.answer]  # a turn without words is none
         if right and wrong:
             images = [os.path.relpath(path, asked.out.resolve().parent) for path in prompt.columns["images"]]
             rows.append({

@@ -30,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-savings", action="store_true", help="leave out the runs that tell what each memory saving cost"
     )
     parser.add_argument(
-        "--forks", type=arguments.natural, default=3, metavar="N",
-        help="forks of high precision at two thirds of the run, in each precision; they decide the loss (default 3)",
+        "--forks", type=arguments.natural, metavar="N",
+        help="forks of high precision at two thirds of the run, in each precision; they decide the loss "
+        "(default 3; phases rl and preference, where held-out answers decide, have none)",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", type=arguments.positive, default=1, metavar="N",

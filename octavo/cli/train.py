@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
 
 def conclude(result: Any) -> None:
     """How the run ended, in a few lines."""
-    pairs = {name: terminal.number(result.final[name]) for name in ("loss", "tokens_per_s") if name in result.final}
+    first = ("reward",) if "reward" in result.final else ("loss", "rewards/accuracies", "rewards/margins")
+    told = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
+    pairs = {name: terminal.number(result.final[name]) for name in told if name in result.final}
     if result.eval:
         pairs["held-out loss"] = terminal.number(result.eval["loss"])
         pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"

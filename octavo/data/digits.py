@@ -42,8 +42,8 @@ that asks for each by its place: first and second above third and fourth. LLaVA 
 {example}
 ```
 
-`train_prompts.json` asks each question of a training image by itself: `prompt` (the turns up to it), `images`, `answer`.
-That is what reinforcement learning takes.
+`train_prompts.json` asks each question of a training image by itself, for reinforcement learning: `prompt` (the turns
+up to it), `images`, `answer`.
 
 `train_text.json` and `test_text.json` hold the same samples for text-only models: one digit a row, drawn as 8 lines of
 8 characters, and the question which digit it is.

@@ -29,8 +29,10 @@ from typing import Any
 
 from octavo import atomic, reading
 from octavo.config import RECIPES, Config, Fp8Section, load_config, override
+from octavo.config.phases import BEYOND_SFT
 from octavo.config.sections import FITTING
-from octavo.report.claims import ACCURACY_MARGIN, LEAST_FORK, HeldOut
+from octavo.report import claims, outcomes
+from octavo.report.claims import LEAST_FORK, HeldOut
 from octavo.report.judge import Verdict, judge
 from octavo.report.rundir import ReportError, RunRecord, read, read_failed
 from octavo.report.savings import ablation, storable, without
@@ -38,6 +40,7 @@ from octavo.report.training import forks_begin
 from octavo.report.trial import Run, Trial
 
 HIGH = "high precision"
+FORKS = 3  # in each precision, where losses decide
 
 
 def compare(
@@ -48,17 +51,18 @@ def compare(
     fresh: bool = False,
     jobs: int = 1,
     savings: bool = True,
-    forks: int = 3,
+    forks: int | None = None,
     seeds: int = 1,
-    accuracy_margin: float = ACCURACY_MARGIN,
+    accuracy_margin: float | None = None,
 ) -> Verdict:
     """Run the trial and write the report.
 
     ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``savings`` trains the runs that
     tell what each memory saving cost, where the trial is of one recipe and has any on. ``console`` is a rich console
     (None: silent). ``jobs`` runs train at a time, more than one in processes of their own (a CPU's cores; a GPU serves
-    one). ``forks`` from high precision's checkpoint at two thirds, in each precision (0: none); ``seeds`` whole runs in
-    each precision, of which one makes no interval. ``accuracy_margin``: a share, how much lower FP8's may be.
+    one). ``forks`` from high precision's checkpoint at two thirds, in each precision (0: none; None: 3, and none in the
+    phases rl and preference, whose losses decide nothing); ``seeds`` whole runs in each precision, of which one makes
+    no interval. ``accuracy_margin``: a share, how much lower FP8's may be (None: 0.01, in those phases 0.02).
     An FP8 run whose training fails is judged so and the others go on; a high-precision run that fails ends the
     trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
     nothing in FP8 was asked for, a recipe is unknown, an existing run was trained with another configuration, a run
@@ -70,8 +74,18 @@ def compare(
             f"compare was started on {ranks} processes; it runs in one. Start it without torchrun, or train each run "
             "with `torchrun ... -m octavo train`"
         )
+    beyond = cfg.train.phase in BEYOND_SFT
+    if forks is None:
+        forks = 0 if beyond else FORKS
     if min(jobs, seeds) < 1 or forks < 0:
         raise ReportError(f"jobs={jobs}, seeds={seeds}, forks={forks}: jobs and seeds are at least 1, forks at least 0")
+    if beyond and forks:
+        raise ReportError(
+            f"forks={forks}: they hold losses against each other, and in phase {cfg.train.phase} losses decide "
+            "nothing. Leave forks out; --seeds 3 trains whole runs of several seeds"
+        )
+    if accuracy_margin is None:
+        accuracy_margin = (outcomes if beyond else claims).ACCURACY_MARGIN
     from octavo.train import base
 
     cfg, directory = base.settled(cfg), Path(directory)
@@ -93,7 +107,7 @@ def compare(
         _say(console, f"{len(runs)} runs, {', '.join(told)}")
     started = time.monotonic()
     records = _trained(runs, jobs, console)
-    held = _held_out(cfg, records, directory, console)
+    held = _held_out(cfg, records, directory, console, seeds)
     trial = Trial(held, 0 if no_forks else forks, no_forks, seeds, accuracy_margin, jobs)
     verdict = judge(records, trial)
     write(verdict, [(run, record) for run, record in records if run.kind != "fork"], directory / "report")
@@ -121,8 +135,11 @@ def _trained(runs: Sequence[Run], jobs: int, console: Any) -> list[tuple[Run, Ru
     return records
 
 
-def _held_out(cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: Path, console: Any) -> HeldOut | None:
-    """What the claims need of the held-out data; None where the configuration names none."""
+def _held_out(
+    cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: Path, console: Any, seeds: int
+) -> HeldOut | None:
+    """What the claims need of the held-out data; None where the configuration names none. Beyond SFT that is all seeds
+    of both precisions; else the first, and the weights that it trained in FP8 in high precision as well."""
     if not cfg.data.eval:
         return None
     from octavo.report import held_out
@@ -130,9 +147,12 @@ def _held_out(cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: 
     reference = next(run for run, _ in records if run.kind == "reference")
     found = HeldOut(held_out.judge_model(reference.cfg, directory, console))
     found.runs[reference.name] = held_out.judge_run(reference, directory, console)
+    beyond = cfg.train.phase in BEYOND_SFT
+    kinds = ("fp8", "noise", "seed") if beyond and seeds > 1 else ("fp8",)
     for run, record in records:
-        if run.kind == "fp8" and not record.failure:
+        if run.kind in kinds and not record.failure:
             found.runs[run.name] = held_out.judge_run(run, directory, console)
+        if run.kind == "fp8" and not record.failure and not beyond:
             found.high[run.name] = held_out.judge_run(run, directory, console, high=True)
     return found
 

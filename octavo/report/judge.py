@@ -12,13 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from octavo.report import outcomes, training
 from octavo.report import verdict as rows
+from octavo.report.claims import Judged
 from octavo.report.rundir import LayerHealth, ReportError, RunRecord, common
 from octavo.report.savings import base_of
-from octavo.report.training import CLAIMS, Sides, claims_of, gap_of
+from octavo.report.training import Sides, claims_of, gap_of
 from octavo.report.trial import Run, Trial
-from octavo.report.verdict import FAIL, PASS, UNDECIDED, WARN, Check, percent
+from octavo.report.verdict import FAIL, PASS, REPORTED, UNDECIDED, WARN, Check, percent
+from octavo.rl.settings import Settings
 
+CLAIMS = (*training.CLAIMS, *outcomes.CLAIMS[1:])
 #: what two runs must share; the rest of the record (free memory, variables) may differ
 _SAME_MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
 
@@ -46,7 +50,8 @@ class Verdict:
         told = []
         for claim in self.claims:
             whose = f"{claim.run}: " if several else ""
-            figure = "" if claim.low is None else f" {claim.shown}, passes with a {claim.threshold}"
+            passes = "" if claim.margin is None else f", passes with a {claim.threshold}"
+            figure = "" if claim.low is None and claim.status != REPORTED else f" {claim.shown}{passes}"
             told.append(f"{claim.status}: {whose}{claim.title}{figure}: {claim.sentence}")
         return [self.line, *(f"  {text}" for text in (*told, *self.reasons))]
 
@@ -158,18 +163,19 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     if missing:
         raise ReportError(f"a verdict needs a reference, a noise and an FP8 run; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]
-    noise = noise_of(ref, [r for _, r in by_kind["noise"]])
+    beyond = outcomes.beyond_sft(ref_run)
+    noise = math.nan if beyond else noise_of(ref, [r for _, r in by_kind["noise"]])
     whole = [(a, r) for a, r in runs if a.kind != "fork"]
     checks: list[Check] = []
     for run, record in by_kind["fp8"]:
         if record.failure:
             continue
-        checks += claims_of(Sides((run, record), (ref_run, ref), runs), trial, noise)
+        sides = Sides((run, record), (ref_run, ref), runs)
+        checks += outcomes.claims_of(sides, trial) if beyond else claims_of(sides, trial, noise)
         checks.append(rows.check_gemms(run.label, record.proof))
         checks += _health_checks(run, record)
         checks.append(rows.check_states(run.label, run.cfg.optimizer.states, record.zeroed))
-        mine_at, ref_at = common(record, ref)
-        checks.append(rows.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at]))
+        checks += _same_data((run, record), ref)
         checks.append(_same_machine(run, record.environment, ref.environment))
     for run, record in whole:
         checks += _complete(run, record)
@@ -185,13 +191,32 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
         return same_seed[run.cfg.run.seed] if run.kind == "seed" else ref
 
     data = {
+        "phase": ref_run.cfg.train.phase,
         "noise": noise,
+        "before": None if trial.held is None else _before(trial.held.before),
         "jobs": trial.jobs,
         "reference_dtype": dtype_of(ref_run, ref),
         "arms": [{"status": by_run[run.label], **_run_data(run, record, beside(run))} for run, record in whole],
         "forks": [_fork_data(run, record) for run, record in runs if run.kind == "fork"],
     }
     return Verdict(status, line, reasons, tuple(checks), data)
+
+
+def _same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:
+    """Whether both runs read the same. In phase rl tokens are what each run wrote itself, so prompts are held together;
+    where groups of equal rewards make room for further prompts, runs part in these too, and nothing can be said."""
+    run, record = fp8
+    if run.cfg.rl is None:
+        mine_at, ref_at = common(record, ref)
+        return [rows.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at])]
+    return [] if Settings.of(run.cfg).refill else [outcomes.same_prompts(run.label, record, ref)]
+
+
+def _before(judged: Judged) -> dict[str, Any]:
+    """The model that the trial found, as a run's evaluation is told."""
+    right = [bool(piece["right"]) for piece in judged.pieces if piece["right"] is not None]
+    share = sum(right) / len(right) if right else None
+    return {"loss": judged.loss, "exact_match": share, "questions": len(right)}
 
 
 def last_step(record: RunRecord) -> int:
@@ -228,7 +253,7 @@ def _line(
         other = f" with its {base_of(ref_run.cfg)}" if ref_run.cfg.lora is not None else ""
         text = f"{run.label}{f' ({by_run[run.label]})' if len(fp8) > 1 else ''}{beside}"
         text += f" beside {dtype_of(ref_run, ref)}{other}: "
-        told = [c for c in checks if c.run == run.label and c.name in CLAIMS]
+        told = [c for c in checks if c.run == run.label and c.name in CLAIMS and c.status != REPORTED]
         text += ", ".join(f"{c.title[0].lower()}{c.title[1:]} {c.status}" for c in told)
         if (share := record.proof.get("share")) is not None:
             text += f"; {percent(float(share), 1)} of linear FLOPs counted in FP8"
@@ -250,6 +275,29 @@ def _fork_data(run: Run, record: RunRecord) -> dict[str, Any]:
     }
 
 
+def _gap(run: Run, record: RunRecord, reference: RunRecord) -> float:
+    """Gap of the mean loss; NaN where losses say nothing."""
+    if outcomes.beyond_sft(run):
+        return math.nan
+    return 0.0 if run.kind == "reference" else gap_of(record, reference)
+
+
+def _outcome(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
+    """What a run of reinforcement learning or preferences came to: figures at its end, and its gap of rewards."""
+    if not outcomes.beyond_sft(run):
+        return {}
+    panels = outcomes.PANELS[run.cfg.train.phase]
+    return {
+        "end": {panel.key: outcomes.at_the_end(record, panel.key) for panel in panels},
+        "reward_gap": outcomes.end_gap(record, reference, panels[0].key),
+        "rates": {
+            key: float(np.nanmedian(record.figures[key]))
+            for key in ("rollout_tokens_per_s", "training_tokens_per_s") if key in record.figures
+        },
+        "figures": {key: values.tolist() for key, values in record.figures.items()},
+    }  # fmt: skip
+
+
 def _run_data(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
     tail = record.losses[-max(1, len(record.losses) // 20) :]
     return {
@@ -263,7 +311,8 @@ def _run_data(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, An
         "steps": last_step(record),
         "mean_loss": record.mean_loss,
         "last_loss": float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan,
-        "gap": 0.0 if run.kind == "reference" else gap_of(record, reference),
+        "gap": _gap(run, record, reference),
+        **_outcome(run, record, reference),
         "eval": dict(record.eval) if record.eval else None,
         "tokens_per_s": record.speed,
         "speed_ratio": record.speed / reference.speed,

@@ -21,11 +21,11 @@ from markupsafe import Markup
 
 import octavo
 from octavo import atomic
-from octavo.report import figures, savings
+from octavo.report import completions, figures, learning, outcomes, savings
 from octavo.report.claims import LOSS_MARGIN
-from octavo.report.judge import Verdict, accuracy, last_step
+from octavo.report.judge import CLAIMS, Verdict, accuracy, last_step
 from octavo.report.rundir import ReportError, RunRecord
-from octavo.report.training import CLAIMS
+from octavo.report.training import Sides
 from octavo.report.trial import Run
 from octavo.report.verdict import Check, percent
 from octavo.train.metrics import finite
@@ -53,7 +53,7 @@ ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad":
 def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ...]:
     """Write the report of a trial into ``directory``; returns the paths, the page first."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = document(verdict) | {"savings": finite(savings_of(verdict, records))}
+    data = document(verdict) | {"savings": finite(savings_of(verdict, records)), "completions": spoken(records)}
     drawings, images = draw(records, directory, verdict.claims)
     page, numbers = directory / "report.html", directory / "report.json"
     atomic.write_text(page, render(verdict, records, drawings, data["created"]))
@@ -92,9 +92,15 @@ def curves_of(records: Records) -> list[figures.Curve]:
     return curves
 
 
+def spoken(records: Records) -> list[dict[str, Any]]:
+    """Completions of each FP8 recipe beside high precision's; empty where none were kept."""
+    reference = next(r for a, r in records if a.kind == "reference")
+    every = ((a.label, completions.side_by_side(reference, r)) for a, r in records if a.kind == "fp8")
+    return [{"label": label, "steps": steps} for label, steps in every if steps]
+
+
 def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tuple[dict[str, str], list[Path]]:
     """Draw every plot: SVG by name for the page, and the PNG files written beside it."""
-    curves = curves_of(records)
     fp8 = [(run, record) for run, record in records if run.kind == "fp8"]
     drawings, images = {}, []
 
@@ -103,10 +109,21 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
         drawings[name] = figures.save(figure, images[-1])
 
     with matplotlib.rc_context(figures.STYLE):
-        if any(claim.low is not None for claim in claims):
+        if any(claim.low is not None and claim.margin for claim in claims):
             keep("claims", figures.claims_figure(claims))
-        keep("loss", figures.loss_figure(curves))
-        keep("gap", figures.gap_figure(curves, LOSS_MARGIN))
+        if (panels := outcomes.PANELS.get(fp8[0][0].cfg.train.phase)) is not None:
+            pairs = learning.sides_of(records)
+            keep(
+                "learning",
+                learning.learning_figure(
+                    [*learning.unpaired(records), *(ours for ours, _ in pairs), pairs[0][1]], panels
+                ),
+            )
+            keep("gap", learning.reward_gap_figure(pairs, panels[0]))
+        else:
+            curves = curves_of(records)
+            keep("loss", figures.loss_figure(curves))
+            keep("gap", figures.gap_figure(curves, LOSS_MARGIN))
         for run, record in fp8:
             if record.health:
                 name = "health" if len(fp8) == 1 else f"health-{run.name}"
@@ -189,12 +206,18 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     if record.failure:
         return [{"figure": "failed", "word": f"after step {last_step(record)} of {run.cfg.train.steps}"}]
     runs = {run["label"]: run for run in verdict.data["arms"]}
-    _, reference = next((a, r) for a, r in records if a.kind == "reference")
-    dtype = verdict.data["reference_dtype"]
-    word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
-    found = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
-    mine, theirs = accuracy(record), accuracy(reference)
-    if mine is not None and theirs is not None:
+    reference = next((a, r) for a, r in records if a.kind == "reference")
+    dtype, pairs = verdict.data["reference_dtype"], [(record, reference[1])]
+    if (panels := outcomes.PANELS.get(verdict.data["phase"])) is not None:  # means over the seeds
+        pairs = outcomes.pairs_of(Sides((run, record), reference, records))
+        ours, theirs = (_mean([outcomes.at_the_end(pair[at], panels[0].key) for pair in pairs]) for at in (0, 1))
+        word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {_fixed(theirs, 3)}"
+        found = [{"figure": _fixed(ours, 3), "word": word}]
+    else:
+        word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
+        found = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
+    mine, theirs = (_mean([accuracy(pair[at]) for pair in pairs]) for at in (0, 1))
+    if math.isfinite(mine) and math.isfinite(theirs):
         found.append({"figure": percent(mine, 1), "word": f"held-out answers right; {dtype}: {percent(theirs, 1)}"})
     if record.proof.get("share") is not None:
         share = percent(float(record.proof["share"]), 1)
@@ -204,6 +227,11 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
         where = "on this GPU" if record.environment.get("gpus") else "with FP8 emulated on this CPU"
         found.append({"figure": f"{ratio:.2f} x", "word": f"the speed of {dtype}, {where}"})
     return found
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """NaN where any of them is missing."""
+    return float(np.mean([math.nan if value is None else value for value in values]))
 
 
 def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
@@ -256,7 +284,8 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"percent": percent, "bytes": bytes_text, "fixed": _fixed, "svg": Markup, "dotted": _dotted}
+    environment.filters |= {"percent": percent, "bytes": bytes_text, "fixed": _fixed, "short": _short}
+    environment.filters |= {"svg": Markup, "dotted": _dotted}
     shown = [(label, record.memory) for label, record in ((a.label, r) for a, r in records) if record.memory]
     fp8 = [
         {
@@ -289,6 +318,11 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         runs=verdict.data["arms"],
         noise=verdict.data["noise"],
         dtype=verdict.data["reference_dtype"],
+        panels=outcomes.PANELS.get(verdict.data["phase"], ()),
+        no_losses=outcomes.NO_LOSSES.get(verdict.data["phase"], ""),
+        before=verdict.data["before"],
+        spoken=spoken(records),
+        rollouts=verdict.data["phase"] == "rl",
         evaluated=any(run["eval"] for run in verdict.data["arms"]),
         drawings=drawings,
         fp8=fp8,
@@ -305,6 +339,11 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
 def _dotted(name: str) -> Markup:
     """A module name that may break after its dots."""
     return Markup(".<wbr>").join(name.split("."))
+
+
+def _short(value: float) -> str:
+    """A number with four digits that tell; a dash where there is none."""
+    return f"{value:.4g}" if math.isfinite(value) else "\N{EN DASH}"
 
 
 def _fixed(value: float | None, digits: int = 2) -> str:

@@ -1,8 +1,8 @@
 """What a run left behind, read once into a value that the verdict, the plots and the page share.
 
 A run directory holds ``metrics.jsonl`` (one JSON object a line, in the order of writing), ``plan.json``,
-``proof.json``, ``environment.json``, ``config.yaml`` and ``result.json``. Only this file knows their layout. Arrays
-have one entry for each recorded step.
+``proof.json``, ``environment.json``, ``config.yaml`` and ``result.json``; one of phase rl ``completions.jsonl`` too.
+Only this file knows their layout. Arrays have one entry for each recorded step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ from octavo import reading
 from octavo.reading import COUNT, FINITE, NUMBER, TEXT, Is
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
+#: what rows of reinforcement learning and of preferences have beside those of every phase
+FIGURES = (
+    "reward", "length", "entropy", "kl", "logp_gap_mean", "logp_gap_max", "rollout_tokens_per_s",
+    "training_tokens_per_s", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected",
+)  # fmt: skip
 
 # The forms of what a run writes: what the verdict and the page take without asking.
 _EVAL = {...: NUMBER}
 _HEALTH = {...: {**dict.fromkeys(ROLES, {...: NUMBER}), "dw_cosine": NUMBER, "nan_codes": COUNT}}
 _ROW = {
     "step!": COUNT, "loss": NUMBER, "tokens": NUMBER, "tokens_per_s": NUMBER, "zeroed_v": COUNT,
-    "memory": {...: FINITE}, "health": _HEALTH, "eval": _EVAL,
+    "memory": {...: FINITE}, "health": _HEALTH, "eval": _EVAL, **dict.fromkeys(FIGURES, NUMBER),
+}  # fmt: skip
+_COMPLETION = {
+    "step!": COUNT, "file!": TEXT, "row!": COUNT, "sample!": COUNT, "completion!": TEXT, "reward!": NUMBER,
+    "tokens": COUNT, "ended": TEXT,
 }  # fmt: skip
 _PLAN_ROW = {
     "name!": TEXT, "component": TEXT, "kind": TEXT, "reason": TEXT, "share": FINITE,
@@ -66,7 +75,8 @@ class RunRecord:
     """A run directory as a value. ``eval`` is the last evaluation, or None where nothing was evaluated; ``finished``
     says whether the run reached its end with everything written; ``failure`` is the sentence that its training failed
     with, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if
-    nobody did; ``rates`` are learning rates."""
+    nobody did; ``rates`` are learning rates. ``figures`` has those of ``FIGURES`` that the run recorded, and
+    ``exact_match`` of its evaluations, NaN at steps without; ``completions`` are the rows of ``completions.jsonl``."""
 
     directory: Path
     steps: np.ndarray
@@ -86,6 +96,8 @@ class RunRecord:
     failure: str | None = None
     zeroed: int | None = None
     rates: np.ndarray = field(default_factory=lambda: np.array([]))
+    figures: Mapping[str, np.ndarray] = field(default_factory=dict)
+    completions: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def mean_loss(self) -> float:
@@ -116,7 +128,7 @@ def read(directory: str | Path) -> RunRecord:
     directory = Path(directory)
     if not directory.is_dir():
         raise ReportError(f"{directory} is not a directory; give the run directory that `octavo train` wrote")
-    rows = _lines(directory / "metrics.jsonl")
+    rows = _lines(directory / "metrics.jsonl", _ROW)
     trained = [row for row in rows if "loss" in row]
     if not trained:
         raise ReportError(
@@ -146,6 +158,8 @@ def read(directory: str | Path) -> RunRecord:
         environment=_json(directory / "environment.json"),
         config=_text(directory / "config.yaml"),
         finished=result.get("status") == "finished" and not trained[-1].get("skipped"),
+        figures=_figures(trained),
+        completions=tuple(_lines(shown, _COMPLETION)) if (shown := directory / "completions.jsonl").exists() else (),
     )
 
 
@@ -173,13 +187,13 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path, form: Any) -> list[dict[str, Any]]:
     if not path.exists():
         raise ReportError(f"{path} does not exist; is {path.parent} a run directory of Octavo?")
     rows = []
     for number, row in reading.json_lines(path, ReportError):
         if "step" in row:
-            reading.check_form(row, _ROW, f"{path}:{number}", ReportError)
+            reading.check_form(row, form, f"{path}:{number}", ReportError)
             rows.append(row)
     return rows
 
@@ -187,6 +201,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
     values = (row.get(key) for row in rows)
     return np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
+
+
+def _figures(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    judged = [{"exact_match": (row.get("eval") or {}).get("exact_match")} for row in rows]
+    columns = {key: _column(rows, key) for key in FIGURES} | {"exact_match": _column(judged, "exact_match")}
+    return {key: column for key, column in columns.items() if np.isfinite(column).any()}
 
 
 def _memory(rows: list[dict[str, Any]]) -> dict[str, int]:

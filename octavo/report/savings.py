@@ -39,6 +39,7 @@ def switches(cfg: Config) -> list[Switch]:
         (optimizer.master != "fp32", f"weights as {optimizer.master}", _fp32_weights),
         (activations, "activations in FP8", lambda c: _fp8(c, {"activations": "bf16"}, {"activations": None})),
         (param, "FP8 weights between steps", lambda c: _fp8(c, {"param": False}, {"param": None})),
+        (cfg.rl is not None and cfg.rl.kv == "fp8", "keys and values of rollouts in FP8", _set("rl", kv="bf16")),
         (fp8.weight_codes == "recast", "weights cast at each use", lambda c: _fp8(c, {"weight_codes": "keep"}, {})),
         (recompute != RecomputeSection(), f"recompute: {word}", _set("train", recompute=RecomputeSection())),
         (optimizer.update == "backward", "update in backward", _set("optimizer", update="step")),
@@ -134,6 +135,9 @@ def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str)
         row["saved"] = None if before is None else before["bytes"] - size
         # Gaps are relative to the same reference, so the ratio of two mean losses follows from them.
         row["loss_change"] = None if before is None else (1 + row["gap"]) / (1 + before["gap"]) - 1
+        if "reward_gap" in run:  # where losses say nothing
+            row["reward_gap"] = run["reward_gap"]
+            row["reward_change"] = None if before is None else run["reward_gap"] - before["reward_gap"]
         row["speed_change"] = None if before is None else row["speed_ratio"] / before["speed_ratio"] - 1
         rows.append(row)
     return rows

@@ -36,7 +36,7 @@ def claims_of(sides: Sides, trial: Trial, noise: float) -> list[Check]:
     """The four claims for one FP8 run; ``noise`` is how far apart the seed alone moves mean losses."""
     idle = _learned_nothing(sides.reference[1], trial)
     return [
-        _accuracy(sides, trial, idle),
+        accuracy_claim(sides, trial, idle),
         _same_weights(sides, trial),
         _forks(sides, trial, idle),
         _trajectories(sides, trial, idle, noise),
@@ -57,9 +57,8 @@ def forks_begin(steps: int) -> int:
 
 def _learned_nothing(record: RunRecord, trial: Trial) -> str:
     """Why training in high precision shows nothing that FP8 could have lost; empty where it learned."""
-    applied = ~np.isin(record.steps, record.skipped)
-    if record.rates.size and not np.nan_to_num(record.rates[applied]).any():
-        return "no step of high precision changed a weight: the learning rate was 0, or every step was skipped"
+    if why := changed_nothing(record):
+        return why
     if trial.held is not None:
         before, after = trial.held.before, _reference(trial)
         found = claims.relative_loss(after.pieces, before.pieces)
@@ -79,20 +78,45 @@ def _learned_nothing(record: RunRecord, trial: Trial) -> str:
     return "high precision learned nothing that its losses show, so agreeing with it says nothing; train more steps"
 
 
+def changed_nothing(record: RunRecord) -> str:
+    """Why no step can have changed a weight; empty where some did."""
+    applied = ~np.isin(record.steps, record.skipped)
+    if record.rates.size and not np.nan_to_num(record.rates[applied]).any():
+        return "no step of high precision changed a weight: the learning rate was 0, or every step was skipped"
+    return ""
+
+
+def judged_pairs(sides: Sides, trial: Trial) -> list[tuple[Judged, Judged]]:
+    """What FP8 and what high precision trained, on the held-out data: the trial's own seed, and others that both were
+    judged of."""
+    assert trial.held is not None
+    name, runs = sides.fp8[0].name, trial.held.runs
+    high = {run.cfg.run.seed: runs[run.name] for run, _ in sides.runs if run.kind == "noise" and run.name in runs}
+    others = [run for run, _ in sides.runs if run.kind == "seed" and run.of == name and run.name in runs]
+    pairs = [(runs[run.name], high[run.cfg.run.seed]) for run in others if run.cfg.run.seed in high]
+    return [(runs[name], _reference(trial)), *pairs]
+
+
 def _reference(trial: Trial) -> Judged:
     assert trial.held is not None
     return next(iter(trial.held.runs.values()))  # high precision is judged first
 
 
-def _accuracy(sides: Sides, trial: Trial, idle: str) -> Check:
+def accuracy_claim(sides: Sides, trial: Trial, idle: str) -> Check:
+    """The claim on held-out accuracy, over all seeds that were judged; ``idle`` says why high precision learned
+    nothing (empty: it did)."""
     run = sides.fp8[0]
     found, why, seen = None, NO_DATA, ""
     if trial.held is not None:
-        ours, theirs = trial.held.runs[run.name].pieces, _reference(trial).pieces
-        found = claims.paired_accuracy(ours, theirs)
+        pairs = judged_pairs(sides, trial)
+        ours, others = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
+        found = claims.paired_accuracy(ours, others)
+        theirs = pairs[0][1].pieces
         asked = [piece for piece in theirs if piece["right"] is not None]
-        mine, right = (sum(bool(p["right"]) for p in pieces) for pieces in (ours, asked))
-        seen = f"{mine} of {len(asked)} right, high precision {right}"
+        mine, right = (sum(bool(p["right"]) for p in pieces) for pieces in (ours, others))
+        seen = f"{mine} of {len(asked) * len(pairs)} right, high precision {right}"
+        seen += f", over {len(pairs)} seeds" if len(pairs) > 1 else ""
+        right = sum(bool(piece["right"]) for piece in asked)
         why = idle
         if found is None:
             why = f"{len(asked)} held-out questions about fewer than two images or documents have no interval"
@@ -111,7 +135,7 @@ def _accuracy(sides: Sides, trial: Trial, idle: str) -> Check:
             seen += f", about {found.units} sources"
     return decide(
         ACCURACY, TITLES[ACCURACY], run.label, found, trial.accuracy_margin,
-        unit="sources of questions", scale=_points, worse=-1, why_not=why, seen=seen,
+        unit="sources of questions", scale=points, worse=-1, why_not=why, seen=seen,
     )  # fmt: skip
 
 
@@ -146,7 +170,7 @@ def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
         )
     forks = [(a, r) for a, r in sides.runs if a.kind == "fork" and a.of == run.name]
     high = {a.number: (a, r) for a, r in sides.runs if a.kind == "fork" and not a.of}
-    if wrong := _unsound(sides, [*forks, *high.values()]):
+    if wrong := unsound(sides, [*forks, *high.values()]):
         return Check(name, title, run.label, None, "failed", "every fork is sound", FAIL, wrong)
     gaps = []
     for fork, record in forks:
@@ -162,7 +186,7 @@ def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
     )  # fmt: skip
 
 
-def _unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
+def unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
     """Why forks or runs of other seeds cannot stand beside the FP8 run: one failed, skipped steps, did not run FP8
     where its plan says, or was planned otherwise (as a trial that an earlier version began). Empty where all can."""
     plan = _planned(sides.fp8[1])
@@ -200,7 +224,7 @@ def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
         status = WARN if far else UNTRIED
         say += "; that is further than seeds explain" if far else ""
         return Check(SEEDS, title, run.label, pairs[0], _percent(pairs[0]), threshold, status, say)
-    if wrong := _unsound(sides, others):
+    if wrong := unsound(sides, others):
         return Check(SEEDS, title, run.label, None, "failed", "every run is sound", FAIL, wrong)
     found = claims.mean_gap(pairs)
     why = idle if found is not None else "a run has no finite losses"
@@ -210,7 +234,7 @@ def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
     )  # fmt: skip
 
 
-def _points(share: float) -> str:
+def points(share: float) -> str:
     return f"{100 * share:+.2f} points"
 
 

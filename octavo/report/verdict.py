@@ -16,6 +16,7 @@ import numpy as np
 
 PASS, WARN, UNDECIDED, FAIL = "pass", "warn", "undecided", "fail"
 UNTRIED = "untried"  # a claim that nobody asked for: it says how it could be tried, and weighs nothing
+REPORTED = "reported"  # a figure with its interval and no margin: it weighs nothing either
 _RANK = {PASS: 0, WARN: 1, UNDECIDED: 2, FAIL: 3}
 
 # Stretches that a run is cut into to estimate the noise -> how many standard deviations hold 19 times out of 20, by
@@ -53,7 +54,7 @@ class Check:
 
 def worst(statuses: Sequence[str]) -> str:
     """The worst of several statuses; pass where there is none."""
-    return max((s for s in statuses if s != UNTRIED), key=_RANK.__getitem__, default=PASS)
+    return max((s for s in statuses if s not in (UNTRIED, REPORTED)), key=_RANK.__getitem__, default=PASS)
 
 
 def percent(value: float, digits: int = 2) -> str:

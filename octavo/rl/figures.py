@@ -18,10 +18,13 @@ from torch import Tensor
 
 Figures = dict[str, Tensor]
 
-# What TRL logs under another name, for readers who compare: ours -> TRL's. All other names are TRL's or ours alone.
+# Names in TensorBoard, for readers who compare with TRL: ours -> TRL's of the same figure. All other names are TRL's or
+# ours alone, but for reward_std: ours is the mean of the groups' deviations, TRL's the deviation of all completions.
 TRL_NAMES = {
+    "length": "completions/mean_length",
     "logp_gap_mean": "sampling/sampling_logp_difference/mean",
     "logp_gap_max": "sampling/sampling_logp_difference/max",
+    "reward_std": "reward_std_of_groups",
 }
 
 

@@ -29,7 +29,7 @@ from octavo.rl.corrections import gap, weights
 from octavo.rl.differing import first_difference, rounding
 from octavo.rl.experience import Experience, Rollout, micro_batches, prompt_of
 from octavo.rl.experience import whole as with_completion
-from octavo.rl.figures import Figures, add_up, kind, whole
+from octavo.rl.figures import TRL_NAMES, Figures, add_up, kind, whole
 from octavo.rl.objectives import Batch, Counts, policy_loss
 from octavo.rl.penalties import difference_of, kl, overlong, without_truncated
 from octavo.rl.proving import SameWeights
@@ -51,6 +51,7 @@ class Reinforcing(Phase):
     """`train.phase: rl`."""
 
     names = ("rl",)
+    tensorboard = TRL_NAMES
 
     def __init__(self) -> None:
         self.stepper = RlStepper
@@ -139,8 +140,9 @@ class RlStepper(Stepper):
         """One step from this rank's prompts."""
         began = time.perf_counter()
         self.rollout, figures = rollout, _ = self.rolled([*batches])
-        seconds = time.perf_counter() - began
+        rolled = time.perf_counter()
         self.world.at(f"step {self.number}, forward and backward")
+        self.doing("training")
         updates = self._cut(rollout)
         if self.settings.updates > 1 or (self.settings.beta and self.settings.kl_in == "reward"):
             self._remember([batch for part in updates for batch in part])
@@ -154,7 +156,9 @@ class RlStepper(Stepper):
                     self.learnt = batches, part
                 results.append(super().run(part, lr, observe if not results else Observe()))
         figures |= self._means(len(results))
-        figures["rollout_tokens_per_s"] = figures["length"] * figures.pop("completions") / self._slowest(seconds)
+        spent = self._slowest(rolled - began, time.perf_counter() - rolled)
+        figures["rollout_tokens_per_s"] = figures["length"] * figures.pop("completions") / spent[0]
+        figures["training_tokens_per_s"] = sum(result.tokens for result in results) / spent[1]
         lines = self.world.gather_objects(shown_lines(self.number, rollout, self.settings.section.show))
         if self.shown is not None:
             self.shown.write(sum(lines, []))
@@ -188,13 +192,17 @@ class RlStepper(Stepper):
         self.world.at(f"step {self.number}, rollout")
         with fp8.uncounted():
             completions = self.engine.generate(
-                [prompt_of(p) for p in prompts], self.settings.sampling(self.number, self.places), section.group
+                [prompt_of(p) for p in prompts],
+                self.settings.sampling(self.number, self.places),
+                section.group,
+                lambda done, total: self.doing(f"rollout {done}/{total}"),
             )
         self.engine.release()
         self.same.wrote(self.number)
+        self.world.at(f"step {self.number}, rewards")
+        self.doing("rewards")
         texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
         where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
-        self.world.at(f"step {self.number}, rewards")
         table = self.rewards.score(texts, data.reward_columns(prompts, section.group), where)
         rollout = Rollout(prompts, completions, texts, table.totals.copy(), dict(table.each))
         if self.settings.overlong:
@@ -220,8 +228,8 @@ class RlStepper(Stepper):
             name: value / max(prompts if name in of_prompts else completions, 1.0) for name, value in named.items()
         } | {"completions": completions}
 
-    def _slowest(self, seconds: float) -> float:
-        return float(self.world.all_reduce_max(torch.tensor([seconds], dtype=torch.float64)))
+    def _slowest(self, *seconds: float) -> list[float]:
+        return list(self.world.all_reduce_max(torch.tensor(seconds, dtype=torch.float64)).tolist())
 
     # --- from rewards to what is learnt from --------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class Run:
         if self.log is not None:
             self.log.close()
             rundir.truncate_metrics(self.directory / rundir.METRICS, self.step - 1)
-            self.log = MetricsLog(self.directory, self.cfg.run.tensorboard, self.first)
+            self.log = MetricsLog(self.directory, self.cfg.run.tensorboard, self.first, self.job.phase.tensorboard)
 
     def notify(self, event: str, *given: Any) -> list[Any]:
         """Call a method of all callbacks, in their order; what they return."""

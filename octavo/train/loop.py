@@ -93,7 +93,8 @@ def _begin(
     job = build.build(cfg, world, start, phase, display.say)
     rundir.settle(start, world)
     first = job.progress.step + 1
-    log = MetricsLog(start.directory, cfg.run.tensorboard, first) if world.is_main else None
+    job.stepper.doing = display.doing
+    log = MetricsLog(start.directory, cfg.run.tensorboard, first, phase.tensorboard) if world.is_main else None
     rows = rundir.read_rows(start.directory / rundir.METRICS)
     return Run(
         job, display, request, first, log,

@@ -15,10 +15,12 @@ from octavo.train.rundir import METRICS, truncate_metrics
 class MetricsLog:
     """Appends rows to metrics.jsonl and their numbers to TensorBoard. Only the main rank makes one.
 
-    A row is JSON without NaN or infinity: what is not finite is written as null.
+    A row is JSON without NaN or infinity: what is not finite is written as null. `names`: figures of the row that
+    TensorBoard has under another name.
     """
 
-    def __init__(self, directory: Path, tensorboard: bool, first_step: int) -> None:
+    def __init__(self, directory: Path, tensorboard: bool, first_step: int, names: Mapping[str, str] = {}) -> None:
+        self._names = names
         self._path = directory / METRICS
         self._file = self._path.open("a", encoding="utf-8")
         self._events = None
@@ -35,7 +37,8 @@ class MetricsLog:
         if self._events is None:
             return
         step = row["step"]
-        flat = {f"train/{k}": v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        flat = {f"train/{self._names.get(k, k)}": v for k, v in numbers.items()}
         for group, values in (("memory", row.get("memory")), ("eval", row.get("eval")), ("fp8", summary)):
             flat.update({f"{group}/{k}": v for k, v in (values or {}).items()})
         for name, value in flat.items():

@@ -22,10 +22,12 @@ class Phase:
 
     names    values of `train.phase` that it is for
     stepper  makes a step of a loader's batches; called as :class:`Stepper` is
+    tensorboard  figures of its rows that TensorBoard has under another name
     """
 
     names: tuple[str, ...] = ("pretrain", "sft")
     stepper: Callable[..., Stepper] = Stepper
+    tensorboard: Mapping[str, str] = {}
 
     def check(self, cfg: Config) -> None:
         """Raises TrainError where the configuration asks for another phase."""

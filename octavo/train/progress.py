@@ -17,6 +17,7 @@ class Display:
         self._bar: Any = None
         self._task: Any = None
         self._last = 0.0
+        self._figures = self._doing = ""
 
     def begin(self, done: int) -> None:
         """Start at `done` steps of `steps`."""
@@ -36,12 +37,19 @@ class Display:
         if self.console is None:
             return
         if self._bar is not None:
-            self._bar.update(self._task, completed=row["step"], figures=_figures(row))
+            self._figures, self._doing = _figures(row), ""
+            self._bar.update(self._task, completed=row["step"], figures=self._figures)
             return
         now = time.monotonic()
         if row["step"] in (1, self.steps) or "eval" in row or now - self._last >= SECONDS:
             self._last = now
             self.say(f"step {row['step']}/{self.steps}  {_figures(row)}")
+
+    def doing(self, what: str) -> None:
+        """What of a step is done now; the bar shows it, lines do not."""
+        if self._bar is not None and what != self._doing:
+            self._doing = what
+            self._bar.update(self._task, figures=f"{what}  {self._figures}")
 
     def say(self, text: str) -> None:
         """A line beside the bar."""
@@ -56,7 +64,16 @@ class Display:
 
 
 def _figures(row: Mapping[str, Any]) -> str:
-    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:.0f} tokens/s"]
+    if "reward" in row:  # of reinforcement learning, whose loss says nothing
+        rates = f"{row['rollout_tokens_per_s']:.0f} rollout, {row['training_tokens_per_s']:.0f} training"
+        parts = [f"reward {row['reward']:.3f}", f"length {row['length']:.1f}", f"tokens/s {rates}"]
+    else:
+        parts = [f"loss {row['loss']:.4f}"]
+        if "rewards/accuracies" in row:
+            parts.append(f"accuracy {row['rewards/accuracies']:.1%}")
+        if "rewards/margins" in row:
+            parts.append(f"margin {row['rewards/margins']:.3f}")
+        parts += [f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:.0f} tokens/s"]
     if row.get("skipped"):
         parts.append("skipped: not finite")
     if "eval" in row:

@@ -5,7 +5,7 @@ What a linear layer does in it: :mod:`octavo.fp8.dense.linear`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +64,8 @@ class StepResult:
 @dataclass
 class Stepper:
     """Everything a step touches. `run` is the step. `balance` multiplies the routers' loss (0: there is none); `head`
-    gives losses in place of logits, where the model allows that. `number` is that of the step under way."""
+    gives losses in place of logits, where the model allows that. `number` is that of the step under way; `doing` hears
+    what of it is done now, where a step has parts that take time."""
 
     cfg: Config
     model: nn.Module
@@ -77,6 +78,7 @@ class Stepper:
     head: fp8.ChunkedHead | None = None
     graphs: Graphs | None = None
     number: int = 0
+    doing: Callable[[str], None] = lambda what: None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -66,6 +66,8 @@ def write_run(
     zeroed: int | None = None,
     lr: float = 1e-3,
     begins: int = 0,
+    figures: dict[str, Any] | None = None,
+    completions: list[dict] | None = None,
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
@@ -75,6 +77,7 @@ def write_run(
             "memory": memory or {"weights": 4_800_000, "gradients": 4_800_000, "optimizer": 9_600_000,
                        "codes": 1_200_000 if tables else 0, "activations": 9_000_000, "peak_rss": 900_000_000},
         }  # fmt: skip
+        row |= {key: float(values[step - 1]) for key, values in (figures or {}).items()}
         if step in skipped:
             row["skipped"] = True
         if zeroed is not None and step == 1:
@@ -92,6 +95,8 @@ def write_run(
         json.dumps(environment if environment is not None else {"torch": "2.13", "cpu": "some <cpu>", "threads": 2})
     )
     (directory / "config.yaml").write_text(config)
+    if completions is not None:
+        (directory / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in completions))
     if plan_json is not None:
         (directory / "plan.json").write_text(json.dumps(plan_json))
     if proof is not None:

@@ -1,0 +1,57 @@
+"""Completions of both precisions side by side: what each answered to the same prompt at chosen steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.report.rundir import RunRecord
+
+LENGTH = 600  # characters of a text that the page shows; completions.jsonl has them all
+
+
+def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
+    """The first, the middle and the last step of which both runs kept completions.
+
+    ``[{"step", "rows": [{"prompt", "answer", "high", "fp8"}]}]``; ``high`` and ``fp8`` are ``{"text", "reward",
+    "ended"}``, or None where that run was not asked this prompt at this step.
+    """
+    ours, theirs = _by_step(fp8), _by_step(high)
+    steps = sorted(ours.keys() & theirs.keys())
+    chosen = dict.fromkeys(steps[place] for place in (0, len(steps) // 2, -1)) if steps else {}
+    found = []
+    for step in chosen:
+        asked = dict.fromkeys([*theirs[step], *ours[step]])
+        rows = [
+            {
+                "prompt": _text((first := theirs[step].get(key) or ours[step][key]).get("prompt")),
+                "answer": _text(first.get("answer")),
+                "high": _shown(theirs[step].get(key)),
+                "fp8": _shown(ours[step].get(key)),
+            }
+            for key in asked
+        ]
+        found.append({"step": step, "rows": rows})
+    return found
+
+
+def _by_step(record: RunRecord) -> dict[int, dict[tuple[str, int, int], Mapping[str, Any]]]:
+    found: dict[int, dict[tuple[str, int, int], Mapping[str, Any]]] = {}
+    for row in record.completions:
+        found.setdefault(row["step"], {})[row["file"], row["row"], row["sample"]] = row
+    return found
+
+
+def _shown(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    return {"text": _text(row["completion"]), "reward": row["reward"], "ended": row.get("ended", "")}
+
+
+def _text(value: Any) -> str:
+    """A text, or several as JSON, cut at LENGTH characters."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LENGTH else f"{text[:LENGTH]} ..."

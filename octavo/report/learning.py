@@ -1,0 +1,109 @@
+"""The plots of reinforcement learning and of preferences: what a step's figures did, in FP8 and in high precision.
+
+Every run is a faint line, smoothed; over several seeds their mean is the strong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from octavo.report.figures import PALETTE, smooth, window_for
+from octavo.report.outcomes import Panel, pairs_of
+from octavo.report.rundir import RunRecord, common
+from octavo.report.training import Sides
+from octavo.report.trial import Run
+
+
+@dataclass(frozen=True)
+class Side:
+    """The runs of one precision, one a seed; ``color`` is a name in ``PALETTE``."""
+
+    label: str
+    color: str
+    records: Sequence[RunRecord]
+    dashed: bool = False
+
+
+def sides_of(records: Sequence[tuple[Run, RunRecord]]) -> list[tuple[Side, Side]]:
+    """Each FP8 recipe beside high precision, over the seeds that both have; FP8 runs count through five colours."""
+    reference = next((run, record) for run, record in records if run.kind == "reference")
+    found = []
+    for number, fp8 in enumerate((run, record) for run, record in records if run.kind == "fp8"):
+        ours, theirs = zip(*pairs_of(Sides(fp8, reference, records)), strict=True)
+        found.append((Side(fp8[0].label, f"fp8-{number % 5}", ours), Side("high precision", "base", theirs, True)))
+    return found
+
+
+def unpaired(records: Sequence[tuple[Run, RunRecord]]) -> list[Side]:
+    """High precision of a seed that FP8 was not trained with: how far the seed alone goes."""
+    seeds = {run.cfg.run.seed for run, _ in records if run.kind in ("fp8", "seed")}
+    every = [(run, record) for run, record in records if run.kind == "noise" and run.cfg.run.seed not in seeds]
+    return [Side(run.label, "noise", [record]) for run, record in every]
+
+
+def learning_figure(sides: Sequence[Side], panels: Sequence[Panel]) -> Figure:
+    """A panel for each figure that any run recorded."""
+    shown = [panel for panel in panels if any(panel.key in r.figures for side in sides for r in side.records)]
+    rows = max(1, -(-len(shown) // 2))
+    figure = Figure(figsize=(9, 0.5 + 2.3 * rows), layout="constrained")
+    every = figure.subplots(rows, 2, squeeze=False).flatten()
+    for axes, panel in zip(every, shown, strict=False):
+        for side in sides:
+            _lines(axes, side, [(r.steps, r.figures[panel.key]) for r in side.records if panel.key in r.figures])
+        values = np.concatenate([line.get_ydata() for line in axes.get_lines()])
+        values = values[np.isfinite(values)]
+        if panel.log and values.size and values.min() > 0:
+            axes.set_yscale("log")
+        axes.set_title(panel.title, fontsize=10)
+        axes.set(ylabel=panel.unit, xlabel="step")
+        axes.margins(x=0.01)
+    for axes in every[len(shown) :]:
+        axes.set_axis_off()
+    if shown:
+        handles, labels = every[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=min(len(labels), 4))
+    return figure
+
+
+def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel) -> Figure:
+    """FP8 minus high precision, step by step, in pairs of one seed: each run of the first side with its own of the
+    second."""
+    figure = Figure(figsize=(9, 2.9), layout="constrained")
+    axes = figure.subplots()
+    for fp8, high in pairs:
+        gaps = []
+        for ours, theirs in zip(fp8.records, high.records, strict=True):
+            if panel.key in ours.figures and panel.key in theirs.figures:
+                mine, other = common(ours, theirs)
+                gaps.append((ours.steps[mine], ours.figures[panel.key][mine] - theirs.figures[panel.key][other]))
+        _lines(axes, fp8, gaps)
+    axes.axhline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
+    axes.margins(x=0.01)
+    axes.set(title=f"{panel.title}: FP8 minus high precision, seed by seed", xlabel="step", ylabel=panel.unit)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, borderpad=0)
+    return figure
+
+
+def _lines(axes: Axes, side: Side, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Each curve (steps, values), and the mean of all at the steps that all have; what is rare, as evaluations are, has
+    a dot at each value."""
+    if not curves:
+        return
+    color, style = PALETTE[side.color], (0, (4, 2)) if side.dashed else "-"
+    curves = [(steps[np.isfinite(values)], values[np.isfinite(values)]) for steps, values in curves]
+    rare = max(len(steps) for steps, _ in curves) <= 12
+    found = []
+    for steps, values in curves:
+        drawn = values if rare else smooth(values, window_for(len(values)))
+        found.append(dict(zip(steps.tolist(), drawn.tolist(), strict=True)))
+        if len(curves) > 1:
+            axes.plot(steps, drawn, color=color, lw=0.8, alpha=0.35, marker="o" if rare else "", ms=2.5)
+    steps = sorted(set.intersection(*(set(one) for one in found)))
+    mean = [float(np.mean([one[step] for one in found])) for step in steps]
+    axes.plot(steps, mean, color=color, lw=1.9, ls=style, label=side.label, marker="o" if rare else "", ms=4)

@@ -1,0 +1,204 @@
+"""What a trial claims of reinforcement learning and of preferences, where held-out answers decide and losses do not.
+
+    accuracy         the same held-out questions, answered by what FP8 and what high precision trained, over all seeds
+    accuracy_seeds   the differences of single seeds: how sure they are of other seeds; reported
+    accuracy_gained  the same questions after training in FP8 and before; reported
+    reward_gap       FP8's reward minus high precision's at the end of training, in pairs of one seed; reported
+
+Only the first has a margin; its interval is that of other questions, asked of these seeds. What is reported has an
+interval and weighs nothing: a reward is what the run was told to raise, and what a gap of it is worth depends on the
+reward.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from octavo.config.phases import BEYOND_SFT
+from octavo.report import claims
+from octavo.report.claims import Interval
+from octavo.report.rundir import RunRecord, common
+from octavo.report.training import (
+    ACCURACY,
+    NO_DATA,
+    TITLES,
+    Sides,
+    accuracy_claim,
+    changed_nothing,
+    judged_pairs,
+    points,
+    unsound,
+)
+from octavo.report.trial import Run, Trial
+from octavo.report.verdict import FAIL, PASS, REPORTED, WARN, Check
+
+ACCURACY_MARGIN = 0.02  # two points: what these phases learn varies more from seed to seed than what SFT does
+LAST = 3  # the end of training is its last third
+CLAIMS = (ACCURACY, "accuracy_seeds", "accuracy_gained", "reward_gap")
+
+
+class Panel(NamedTuple):
+    """A figure of these phases: its key in a record, its title and its word in tables, its unit, and whether it spans
+    orders of magnitude."""
+
+    key: str
+    title: str
+    word: str
+    unit: str
+    log: bool = False
+
+
+_HELD_OUT = Panel("exact_match", "Held-out answers right", "right", "share")
+#: phase -> what its curves show, and its table at the end of training; the first is what gaps are taken of
+PANELS = {
+    "rl": (
+        Panel("reward", "Reward", "reward", "mean of a step"),
+        _HELD_OUT,
+        Panel("length", "Length of completions", "length", "tokens"),
+        Panel("entropy", "Entropy", "entropy", "nats per token"),
+        Panel("kl", "KL to the reference", "KL", "nats per token"),
+        Panel("logp_gap_mean", "|d log p|, rollout and trainer: mean", "mean |d log p|", "nats", log=True),
+        Panel("logp_gap_max", "|d log p|, rollout and trainer: largest", "largest", "nats", log=True),
+    ),
+    "preference": (
+        Panel("rewards/margins", "Margin of rewards", "margin", "chosen minus rejected"),
+        Panel("rewards/accuracies", "Pairs told apart", "told apart", "share"),
+        _HELD_OUT,
+        Panel("rewards/chosen", "Reward of chosen answers", "chosen", "mean of a step"),
+        Panel("rewards/rejected", "Reward of rejected answers", "rejected", "mean of a step"),
+    ),
+}
+#: phase -> why losses decide nothing in it
+NO_LOSSES = {
+    "rl": "The loss of reinforcement learning weighs completions by how much better than the others of their step they "
+    "are: it stays about 0 whatever the policy is worth. So there are no claims on losses of forks, of trajectories or "
+    "at the same weights.",
+    "preference": "The loss of preferences is relative to a reference and tends to 0 once answers are told apart, so a "
+    "gap of it says little of what the model answers. So there are no claims on losses of forks, of trajectories or at "
+    "the same weights.",
+}
+
+
+def beyond_sft(run: Run) -> bool:
+    """Whether a run is of a phase that this file judges."""
+    return run.cfg.train.phase in BEYOND_SFT
+
+
+def claims_of(sides: Sides, trial: Trial) -> list[Check]:
+    """The claims for one FP8 run and its other seeds."""
+    run = sides.fp8[0]
+    others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
+    if wrong := unsound(sides, others):
+        failed = Check(ACCURACY, TITLES[ACCURACY], run.label, None, "failed", "every run is sound", FAIL, wrong)
+        return [failed]
+    found = accuracy_claim(sides, trial, changed_nothing(sides.reference[1]))
+    if trial.held is None:
+        found = replace(found, sentence=f"{NO_DATA}: held-out answers alone decide in phase {run.cfg.train.phase}")
+    return [found, *_seeds(sides, trial), _gained(sides, trial), _reward(sides)]
+
+
+def pairs_of(sides: Sides) -> list[tuple[RunRecord, RunRecord]]:
+    """(FP8, high precision) of each seed that both have, the trial's own first."""
+    run = sides.fp8[0]
+    high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
+    others = [(r, high[a.cfg.run.seed]) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
+    return [(sides.fp8[1], sides.reference[1]), *others]
+
+
+def at_the_end(record: RunRecord, key: str) -> float:
+    """Mean of a figure over the last third of the recorded steps; NaN where none of them has it."""
+    values = record.figures.get(key, np.array([]))[-max(1, record.steps.size // LAST) :]
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if values.size else math.nan
+
+
+def end_gap(ours: RunRecord, theirs: RunRecord, key: str) -> float:
+    """Ours minus theirs, the mean over the last third of the steps that both recorded."""
+    if key not in ours.figures or key not in theirs.figures:
+        return math.nan
+    mine, other = common(ours, theirs)
+    last = max(1, len(mine) // LAST)
+    gaps = ours.figures[key][mine][-last:] - theirs.figures[key][other][-last:]
+    gaps = gaps[np.isfinite(gaps)]
+    return float(gaps.mean()) if gaps.size else math.nan
+
+
+def same_prompts(run: str, ours: RunRecord, theirs: RunRecord) -> Check:
+    """Whether both runs were asked the same: the prompts of the completions that they kept, step by step."""
+    name, title, threshold = "same_data", "Same data", "equal prompts at every step"
+    mine, other = (_asked(record) for record in (ours, theirs))
+    both = mine.keys() & other.keys()
+    if not both:
+        say = "the runs kept no completions of the same step; set rl.show"
+        return Check(name, title, run, None, "not recorded", threshold, WARN, say)
+    if differ := sorted(step for step in both if mine[step] != other[step]):
+        say = f"{len(differ)} steps asked other prompts than high precision, the first is {differ[0]}"
+        return Check(name, title, run, float(len(differ)), f"{len(differ)} differ", threshold, FAIL, say)
+    say = f"the prompts shown of all {len(both)} steps are those of high precision"
+    return Check(name, title, run, 0.0, "0 differ", threshold, PASS, say)
+
+
+def _asked(record: RunRecord) -> dict[int, list[tuple[str, int, int]]]:
+    found: dict[int, list[tuple[str, int, int]]] = {}
+    for row in record.completions:
+        found.setdefault(row["step"], []).append((row["file"], row["row"], row["sample"]))
+    return found
+
+
+def _seeds(sides: Sides, trial: Trial) -> list[Check]:
+    """FP8's accuracy minus high precision's, one difference a seed; nothing with one seed."""
+    pairs = [] if trial.held is None else judged_pairs(sides, trial)
+    if len(pairs) < 2:
+        return []
+    each = [paired.estimate for a, b in pairs if (paired := claims.paired_accuracy(a.pieces, b.pieces)) is not None]
+    found = claims.mean_gap(each)
+    say = f"{', '.join(map(points, each))}: what other seeds would give"
+    return [_reported("accuracy_seeds", "Held-out accuracy by seed", sides.fp8[0].label, found, _told(found), say)]
+
+
+def _gained(sides: Sides, trial: Trial) -> Check:
+    """What training in FP8 added to held-out accuracy."""
+    name, title, run = "accuracy_gained", "Held-out accuracy gained", sides.fp8[0].label
+    if trial.held is None:
+        return _reported(name, title, run, None, "", NO_DATA)
+    ours = [mine for mine, _ in judged_pairs(sides, trial)]
+    found = claims.paired_accuracy(
+        [piece for judged in ours for piece in judged.pieces], [*trial.held.before.pieces] * len(ours)
+    )
+    asked = [piece for piece in trial.held.before.pieces if piece["right"] is not None]
+    say = f"{sum(bool(p['right']) for p in asked)} of {len(asked)} right before training"
+    if found is None:
+        return _reported(name, title, run, None, "", f"{say}; questions of fewer than two sources have no interval")
+    return _reported(name, title, run, found, _told(found), f"after training in FP8 minus before it; {say}")
+
+
+def _reward(sides: Sides) -> Check:
+    """FP8's reward minus high precision's at the end, over pairs of one seed."""
+    panel = PANELS[sides.fp8[0].cfg.train.phase][0]
+    name, title, run = "reward_gap", f"Gap of the {panel.title.lower()}", sides.fp8[0].label
+    pairs = pairs_of(sides)
+    gaps = [end_gap(ours, theirs, panel.key) for ours, theirs in pairs]
+    mine, other = (np.mean([at_the_end(pair[side], panel.key) for pair in pairs]) for side in (0, 1))
+    say = f"{mine:.4g} in FP8, {other:.4g} in high precision over the last third of the steps, {len(pairs)} seed(s)"
+    found = claims.mean_gap(gaps)
+    if found is None:
+        one = "one pair of seeds has no interval: --seeds 3 gives one" if len(gaps) == 1 else "a run has no figures"
+        shown = f"{gaps[0]:+.4g}" if math.isfinite(gaps[0]) else ""
+        return _reported(name, title, run, None, shown, f"{say}; {one}")
+    return _reported(name, title, run, found, f"{found.estimate:+.4g} ({found.low:+.4g} to {found.high:+.4g})", say)
+
+
+def _told(found: Interval | None) -> str:
+    return "" if found is None else f"{points(found.estimate)} ({points(found.low)} to {points(found.high)})"
+
+
+def _reported(name: str, title: str, run: str, found: Interval | None, shown: str, say: str) -> Check:
+    bounds = {} if found is None else {"low": found.low, "high": found.high}
+    figure = None if found is None else found.estimate
+    return Check(
+        name, title, run, figure, shown or "no interval", "no margin: it decides nothing", REPORTED, say, **bounds
+    )

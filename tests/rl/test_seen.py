@@ -1,0 +1,57 @@
+"""What people see of runs in these phases: TensorBoard, the terminal, evaluation, and a whole trial with its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from octavo import report, rl, train
+from octavo.config import Config
+from octavo.rl.figures import TRL_NAMES
+from octavo.train.rundir import read_rows
+
+Make = Callable[..., Config]
+
+
+def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, place: Path, monkeypatch) -> None:
+    test = f"data.eval=[{{path: {place / 'digits' / 'test.json'}, max_samples: 4}}]"
+    cfg = reinforcing("run.tensorboard=true", "train.steps=2", "train.warmup=1", test)
+    heard: list[str] = []
+    monkeypatch.setattr("octavo.train.progress.Display.doing", lambda self, what: heard.append(what))
+    result = rl.run(cfg)
+    rows = read_rows(result.dir / "metrics.jsonl")
+    assert all(row["training_tokens_per_s"] > 0 < row["rollout_tokens_per_s"] for row in rows)
+    events = EventAccumulator(str(result.dir / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    for ours, theirs in TRL_NAMES.items():
+        assert f"train/{ours}" not in tags, "a figure has one name"
+        assert [e.value for e in events.Scalars(f"train/{theirs}")] == pytest.approx([row[ours] for row in rows])
+    assert {"train/reward", "train/entropy", "train/rewards/regex/mean", "eval/exact_match"} <= tags
+    assert list(dict.fromkeys(what.split()[0] for what in heard)) == ["rollout", "rewards", "training"]
+    assert heard.count("training") == 2 and "rollout 16/16" in heard
+    again = train.evaluate_run(result.dir)
+    assert {key: again[key] for key in result.eval} == pytest.approx(dict(result.eval))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["rl", "preference"])
+def test_a_whole_trial(reinforcing: Make, preferring: Make, place: Path, tmp_path: Path, phase: str) -> None:
+    test = f"data.eval=[{{path: {place / 'digits' / 'test.json'}, max_samples: 8}}]"
+    cfg = (reinforcing if phase == "rl" else preferring)("run.health_every=2", test)
+    verdict = report.compare(cfg, None, tmp_path / "trial", seeds=2)
+    assert [claim.name for claim in verdict.claims] == list(report.outcomes.CLAIMS)
+    data = json.loads((tmp_path / "trial" / "report" / "report.json").read_text())
+    assert [run["kind"] for run in data["arms"]] == ["reference", "noise", "fp8", "seed"]
+    assert all(run["eval"]["questions"] == data["before"]["questions"] for run in data["arms"])
+    gap = next(claim for claim in verdict.claims if claim.name == "reward_gap")
+    assert gap.low <= gap.figure <= gap.high
+    assert {check.status for check in verdict.checks if check.name == "same_data"} == {"pass"}
+    if phase == "rl":
+        assert [step["step"] for step in data["completions"][0]["steps"]] == [1, 2, 3]
+        first = data["completions"][0]["steps"][0]["rows"]
+        assert len(first) == cfg.rl.show and all(row["high"] and row["fp8"] for row in first)

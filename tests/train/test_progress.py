@@ -1,0 +1,75 @@
+"""What a terminal, lines and TensorBoard show of steps in each phase."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from octavo.cli.train import conclude
+from octavo.train.metrics import MetricsLog
+from octavo.train.progress import Display
+
+SFT = {"step": 1, "loss": 0.5, "lr": 1e-3, "tokens_per_s": 1500.0}
+RL = SFT | {"loss": 1e-9, "reward": 0.25, "length": 7.5, "rollout_tokens_per_s": 900.0, "training_tokens_per_s": 4000.0}
+PAIRS = SFT | {"rewards/accuracies": 0.75, "rewards/margins": 0.125}
+TOLD = {
+    "sft": (SFT, "loss 0.5000  lr 1.00e-03  1500 tokens/s"),
+    "rl": (RL, "reward 0.250  length 7.5  tokens/s 900 rollout, 4000 training"),
+    "preference": (PAIRS, "loss 0.5000  accuracy 75.0%  margin 0.125  lr 1.00e-03  1500 tokens/s"),
+    "kto": (SFT | {"rewards/margins": 0.125}, "loss 0.5000  margin 0.125  lr 1.00e-03  1500 tokens/s"),
+}
+
+
+@pytest.mark.parametrize("phase", TOLD)
+def test_lines_say_what_a_phase_is_about(phase: str) -> None:
+    row, text = TOLD[phase]
+    console = Console(record=True, width=200, force_terminal=False, file=io.StringIO())
+    display = Display(console, "", 3)
+    display.begin(0)
+    display.doing("rollout 1/2")  # is for bars alone
+    display.step(row)
+    assert console.export_text().strip() == f"step 1/3  {text}"
+
+
+def test_the_bar_says_what_is_done_now_until_the_step_is_over() -> None:
+    console = Console(width=200, force_terminal=True, file=io.StringIO())
+    display = Display(console, "", 3)
+    display.begin(0)
+    try:
+        task = display._bar.tasks[0]
+        display.doing("rollout 3/8")
+        assert task.fields["figures"].strip() == "rollout 3/8"
+        display.step(RL)
+        assert task.fields["figures"] == TOLD["rl"][1] and task.completed == 1
+        display.doing("training")
+        assert task.fields["figures"] == f"training  {TOLD['rl'][1]}"
+    finally:
+        display.end()
+
+
+def test_tensorboard_has_a_figure_under_one_name(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, True, 1, {"length": "completions/mean_length"})
+    log.write(RL)
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = {f"train/{key}" for key in RL if key not in ("step", "length")} | {"train/completions/mean_length"}
+    assert set(events.Tags()["scalars"]) == tags
+    assert events.Scalars("train/completions/mean_length")[0].value == 7.5
+    assert '"length": 7.5' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_the_closing_lines_say_the_reward_and_not_the_loss_of_rl(capsys) -> None:
+    def closing(final: dict) -> str:
+        ended = {"status": "finished", "steps": 3, "dir": "run", "eval": None, "gain": None, "skipped": 0}
+        conclude(SimpleNamespace(final=final, **ended))
+        return capsys.readouterr().out
+
+    assert "reward " in (said := closing(RL)) and "loss" not in said and "rollout_tokens_per_s" in said
+    assert "rewards/accuracies  0.75" in (said := closing(PAIRS)) and "loss" in said and "rewards/margins" in said
+    assert "reward" not in closing(SFT)
