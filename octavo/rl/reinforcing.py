@@ -141,6 +141,7 @@ class RlStepper(Stepper):
         began = time.perf_counter()
         self.rollout, figures = rollout, _ = self.rolled([*batches])
         rolled = time.perf_counter()
+        self.world.at(f"step {self.number}, forward and backward")
         self.doing("training")
         updates = self._cut(rollout)
         if self.settings.updates > 1 or (self.settings.beta and self.settings.kl_in == "reward"):
@@ -188,6 +189,7 @@ class RlStepper(Stepper):
     def _roll(self, prompts: list[data.PromptSample]) -> Rollout:
         section = self.settings.section
         assert self.engine is not None and self.rewards is not None
+        self.world.at(f"step {self.number}, rollout")
         with fp8.uncounted():
             completions = self.engine.generate(
                 [prompt_of(p) for p in prompts],
@@ -197,6 +199,7 @@ class RlStepper(Stepper):
             )
         self.engine.release()
         self.same.wrote(self.number)
+        self.world.at(f"step {self.number}, rewards")
         self.doing("rewards")
         texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
         where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
