@@ -146,13 +146,18 @@ class RlSection(Section):
         gt=0,
         le=1e3,
         description="Stop the run where log-probabilities of rollout and trainer differ by more than this, in nats, "
-        "and name the layer that differs first. Absent: no limit.",
+        "and name the layer that differs first. Absent: no limit; with invariant: none at all.",
     )
     kv: Literal["bf16", "fp8"] = Field(
         default="bf16", description="Keys and values of rollouts: as computed, or FP8 with a scale a token and head."
     )
     slots: int | None = Field(
         default=None, ge=1, le=2**16, description="Sequences that are generated at a time, a process. Absent: all."
+    )
+    invariant: bool = Field(
+        default=False,
+        description="Compute rollout and update so that a row's result depends on neither batch nor length: their "
+        "log-probabilities are then the same bits, and a difference stops the run. On a CPU; takes longer.",
     )
     reference: Literal["auto", "base", "copy"] = Field(
         default="auto",

@@ -91,6 +91,12 @@ def _rl(config: Sections) -> Iterator[Finding]:
         if entry.reward not in BUILT_IN and not is_reward_path(entry.reward):
             fix = f"use {', '.join(BUILT_IN)}, FILE.py:FUNCTION, or the path of a folder such as ./reward_model"
             yield finding(where, f"there is no reward `{entry.reward}`", fix)
+    if rl.invariant and rl.kv == "fp8":
+        found = "rollouts would read other keys and values than training does"
+        yield finding("rl.kv", found, "use `kv: bf16`, or leave invariant out", "rl.invariant")
+    if rl.invariant and config.fp8.recipe in ("tensorwise", "delayed"):
+        found = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
+        yield finding("fp8.recipe", found, "use blockwise, rowwise or mxfp8, or leave invariant out", "rl.invariant")
     if rl.reference == "base" and config.lora is None:
         fix = "use `reference: copy`, or train adapters (lora)"
         yield finding("rl.reference", "base is the model without its adapters, and there are none", fix, "lora")

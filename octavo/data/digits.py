@@ -5,6 +5,7 @@
     train.json       LLaVA rows: id, image, conversations
     test.json
     images/train/00000.png ...   16 x 16 grey PNG: four 8 x 8 digits, first and second above third and fourth
+    train_prompts.json           the training images once for each question, with those before it and their answers
     train_text.json  the same handwriting for models without eyes: one digit a row, drawn in characters
     test_text.json
 
@@ -30,7 +31,7 @@ PLACES = ("First?", "Second?", "Third?", "Fourth?")
 SIDE = 8
 WHITE = 16  # scikit-learn's grey values are counts of 0 to 16
 INK = " .+#"  # four shades, for the rows that draw a digit in characters
-LAYOUT = 3  # rises when the same settings give other files
+LAYOUT = 4  # rises when the same settings give other files
 
 CARD = """# Octavo digits
 
@@ -40,6 +41,9 @@ that asks for each by its place: first and second above third and fourth. LLaVA 
 ```json
 {example}
 ```
+
+`train_prompts.json` asks each question of a training image by itself, for reinforcement learning: `prompt` (the turns
+up to it), `images`, `answer`.
 
 `train_text.json` and `test_text.json` hold the same samples for text-only models: one digit a row, drawn as 8 lines of
 8 characters, and the question which digit it is.
@@ -100,7 +104,8 @@ def _accept(directory: Path, settings: dict[str, int]) -> None:
         raise DataError(f"{directory} holds a digits set with other settings ({changed}); {fix}")
     for part in ("train", "test"):
         images = len(list((directory / "images" / part).glob("*.png")))
-        listed = all((directory / f"{part}{kind}.json").is_file() for kind in ("", "_text"))
+        kinds = ("", "_text", "_prompts") if part == "train" else ("", "_text")
+        listed = all((directory / f"{part}{kind}.json").is_file() for kind in kinds)
         if images != settings[part] or not listed:
             raise DataError(f"{directory} is not complete ({images} of {settings[part]} {part} images); remove it")
 
@@ -124,6 +129,9 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
                 Image.fromarray(_grid(greys[four])).save(directory / name)
                 rows.append(_row(f"{part}-{index:05d}", name, bunch.target[four], four))
             (directory / f"{part}.json").write_text(_listed(rows))
+            if part == "train":
+                asked = [prompt for row in rows for prompt in _prompts(row)]
+                (directory / "train_prompts.json").write_text(_listed(asked))
             drawn = [_drawn(f"{part}-text-{i:05d}", bunch.images[i], bunch.target[i]) for i in pool]
             (directory / f"{part}_text.json").write_text(_listed(drawn))
     sizes = {f"{part}_samples": len(pool) for part, pool in pools.items()}
@@ -144,6 +152,19 @@ def _row(identity: str, image: str, digits: np.ndarray, samples: np.ndarray) -> 
         asked = place if turns else "<image>" + place
         turns += [{"from": "human", "value": asked}, {"from": "gpt", "value": str(digit)}]
     return {"id": identity, "image": image, "source": samples.tolist(), "conversations": turns}
+
+
+def _prompts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row's questions one by one."""
+    turns = [
+        {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
+        for turn in row["conversations"]
+    ]
+    return [
+        {"id": f"{row['id']}-{place}", "prompt": turns[: 2 * place + 1], "images": [row["image"]],
+         "answer": turns[2 * place + 1]["content"]}
+        for place in range(len(PLACES))
+    ]  # fmt: skip
 
 
 def _drawn(identity: str, grey: np.ndarray, digit: int) -> dict[str, Any]:

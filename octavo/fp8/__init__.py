@@ -62,6 +62,7 @@ from octavo.fp8.weights.frozen import (
 )
 from octavo.fp8.weights.shards import is_whole
 from octavo.fp8.weights.state import fp8_state_dict, load_fp8_state_dict
+from octavo.fp8.weights.sums import changed_weights, weight_sums
 
 __all__ = [
     "FROZEN",
@@ -100,6 +101,7 @@ __all__ = [
     "apply",
     "backends",
     "calc_diff",
+    "changed_weights",
     "chunked_head",
     "code_bytes",
     "codes_of_frozen",
@@ -154,6 +156,7 @@ __all__ = [
     "token_log_probs",
     "topology",
     "uncounted",
+    "weight_sums",
     "underflow",
     "unfuse",
 ]

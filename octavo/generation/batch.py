@@ -33,9 +33,10 @@ class Batch:
 
     def __init__(
         self, caller: Caller, cache: Cache, slots: int, prompts: Sequence[Prompt], sampling: Sampling, group: int,
-        stops: Stops,
+        stops: Stops, given: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.caller, self.cache, self.sampling, self.stops = caller, cache, sampling, stops
+        self.given = given  # int64 [T]: tokens that are taken whatever the model would choose
         self.page, self.pool = cache.page, Pool(cache.pages)
         longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
         width = pages_of(longest + sampling.max_new_tokens - 1, self.page)
@@ -48,6 +49,7 @@ class Batch:
         """Refill and make a step; False when all is done, on every rank."""
         few = len(self.slots.active) * 8 <= len(self.slots) * 7  # slots to fill: prompts run better together
         starts = self._next() if few and (self.open or self.waiting) else []
+        assert starts or len(self.slots.active) or not (self.open or self.waiting), "a sequence has no room alone"
         new = [group for group, _ in starts if not group.pages]
         if self.caller.anyone(bool(new)):
             self._prefill(new) if new else self.caller.idle()
@@ -210,15 +212,18 @@ class Batch:
         """The next token of sequences; those that end leave."""
         slots, made = self.slots, self._device(self.slots.made[active])
         tokens, logps, entropies = choose(logits, self.sampling, slots.uniforms[at, made], self.caller.invariant)
+        tokens = tokens if self.given is None else self.given[made]
         slots.tokens[at, made], slots.logps[at, made], slots.entropies[at, made] = tokens, logps, entropies
         slots.made[active] += 1
-        chosen = tokens.cpu().numpy()
-        self._refuse_nan(active, logps.isnan().cpu().numpy())
+        chosen = tokens.where(~logps.isnan(), -1).cpu().numpy()  # the one wait for the device in a step
+        self._refuse_nan(active, chosen < 0)
         ended = self.stops.by_token(chosen)
         reasons = dict.fromkeys(active[ended].tolist(), "stop")
         if self.stops.texts:
-            for slot in active[~ended].tolist():
-                if self.stops.by_text(slots.tokens[slot, : slots.made[slot]].tolist()):
+            going = active[~ended]
+            rows = slots.tokens[self._device(going)].tolist()
+            for slot, row in zip(going.tolist(), rows, strict=True):
+                if self.stops.by_text(row[: slots.made[slot]]):
                     reasons[slot] = "stop_string"
         for slot in active[slots.made[active] == self.sampling.max_new_tokens].tolist():
             reasons.setdefault(slot, "length")
@@ -231,10 +236,11 @@ class Batch:
         slot = active[bad.argmax()]
         group = self.slots.groups[slot]
         assert group is not None
+        who = group.prompt.name or f"prompt {group.index}"
         raise GenerationError(
-            f"the model gives NaN or infinity as the score of token {self.slots.made[slot]} after prompt "
-            f"{group.index}: it computes no numbers, and would answer with any token. Take an earlier checkpoint, or "
-            "compute in high precision (recipe off)."
+            f"the model gives NaN or infinity as the score of token {self.slots.made[slot]} after {who}: it computes "
+            "no numbers, and would answer with any token. Take an earlier checkpoint, or compute in high precision "
+            "(recipe off)."
         )
 
     def _finish(self, reasons: dict[int, str]) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context
@@ -73,12 +75,27 @@ class Engine:
             raise GenerationError(f"group is {group}; at least 1 completion of each prompt is made.")
         for number, prompt in enumerate(prompts):
             self._check(number, prompt, sampling, group)
+        stops = Stops.of(self.caller.model, self.tokenizer, sampling.stop)
+        return self._run(prompts, sampling, group, stops, progress)
+
+    @torch.no_grad()
+    def replay(self, prompt: Prompt | None, tokens: np.ndarray) -> None:
+        """Run a prompt and the tokens [T] that followed it through the model in the way of :meth:`generate`, for
+        whoever watches its modules. Where ranks share the model's parameters, a collective: None has no prompt."""
+        sampling = Sampling(max(len(tokens), 1), temperature=0.0)
+        given = torch.from_numpy(tokens).to(self.caller.device)
+        nothing_ends = Stops(np.zeros(0, dtype=np.int64), (), self.tokenizer)
+        self._run([] if prompt is None else [prompt], sampling, 1, nothing_ends, given=given)
+
+    def _run(
+        self, prompts: Sequence[Prompt], sampling: Sampling, group: int, stops: Stops,
+        progress: Callable[[int, int], None] = lambda done, total: None, given: Tensor | None = None,
+    ) -> list[Completion]:  # fmt: skip
         total = len(prompts) * group
         slots = min(self.slots, max(total, 1))
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
         cache = self._cache(self.pages or Shape(slots, longest, sampling.max_new_tokens, group, self.page).pages)
-        stops = Stops.of(self.caller.model, self.tokenizer, sampling.stop)
-        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops)
+        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, given)
         self.bytes = {"cache": cache.nbytes, "slots": batch.slots.nbytes}
         with self.caller.generating():
             while batch.work():
@@ -96,26 +113,27 @@ class Engine:
 
     def _check(self, number: int, prompt: Prompt, sampling: Sampling, group: int) -> None:
         count, new, shape = len(prompt.input_ids), sampling.max_new_tokens, self.caller.shape
+        who = prompt.name or f"prompt {number}"
         if prompt.images and not self.caller.family.has_vision:
             raise GenerationError(
-                f"prompt {number} holds {prompt.images} images, and {type(self.caller.model).__name__} is text-only. "
+                f"{who} holds {prompt.images} images, and {type(self.caller.model).__name__} is text-only. "
                 "Leave the images out, or take a vision-language model."
             )
         if count + new > shape.context:
             raise GenerationError(
-                f"prompt {number} has {count} tokens and may get {new} more, and the model's context is "
+                f"{who} has {count} tokens and may get {new} more, and the model's context is "
                 f"{shape.context} tokens (max_position_embeddings). Shorten the prompt, or lower max_new_tokens."
             )
         if outside := sorted({int(i) for i in prompt.input_ids if not 0 <= i < shape.vocabulary}):
             raise GenerationError(
-                f"prompt {number} holds the token {outside[0]}, and the model's vocabulary has {shape.vocabulary}. "
+                f"{who} holds the token {outside[0]}, and the model's vocabulary has {shape.vocabulary}. "
                 "Take the tokenizer that belongs to the model."
             )
         # beside a sample that writes, the page of its prompt that other samples copy
         need = pages_of(count + new - 1, self.page) + (group > 1 and count % self.page > 0)
         if self.pages is not None and need > self.pages:
             raise GenerationError(
-                f"the key-value cache has {self.pages} pages of {self.page} tokens, and one sequence of prompt "
-                f"{number} may need {need} ({count} tokens and {new} new ones). Give it more pages, lower "
+                f"the key-value cache has {self.pages} pages of {self.page} tokens, and one sequence of "
+                f"{who} may need {need} ({count} tokens and {new} new ones). Give it more pages, lower "
                 "max_new_tokens, or keep the cache in FP8 (kv: fp8), which takes half the bytes or less."
             )

@@ -61,6 +61,7 @@ class Prompt:
 
     `input_ids` [P] int64 · `number`: its identity for randomness, e.g. the row's position in the data stream ·
     `pixel_values` float32 or None · `image_grid_thw` [images, 3] int64 or None · `mm_token_type_ids` [P] int64 or None
+    `name`: what errors call it, such as its file and row (else its place in the list)
     """
 
     input_ids: np.ndarray
@@ -69,6 +70,7 @@ class Prompt:
     image_grid_thw: np.ndarray | None = None
     mm_token_type_ids: np.ndarray | None = None
     images: int = 0
+    name: str = ""
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 1 or not len(self.input_ids):

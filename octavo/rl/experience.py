@@ -94,7 +94,7 @@ def prompt_of(sample: data.PromptSample) -> Prompt:
     """What the engine is asked."""
     return Prompt(
         sample.input_ids, sample.number, sample.pixel_values, sample.image_grid_thw, sample.mm_token_type_ids,
-        sample.images,
+        sample.images, f"{sample.file}, row {sample.row}",
     )  # fmt: skip
 
 

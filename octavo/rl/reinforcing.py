@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,17 @@ from octavo import data, fp8, generation
 from octavo.config import Config
 from octavo.rl.advantages import ADVANTAGES, informative
 from octavo.rl.corrections import gap, weights
+from octavo.rl.differing import first_difference, rounding
 from octavo.rl.experience import Experience, Rollout, micro_batches, prompt_of
+from octavo.rl.experience import whole as with_completion
 from octavo.rl.figures import TRL_NAMES, Figures, add_up, kind, whole
 from octavo.rl.objectives import Batch, Counts, policy_loss
-from octavo.rl.penalties import kl, overlong, without_truncated
+from octavo.rl.penalties import difference_of, kl, overlong, without_truncated
+from octavo.rl.proving import SameWeights
 from octavo.rl.rewards import Rewards
 from octavo.rl.roles import Reference, reference_for, watched_by_nobody
 from octavo.rl.settings import Settings
-from octavo.rl.shown import Shown
+from octavo.rl.shown import Shown, shown_lines
 from octavo.train import Observe, TrainError, losses
 from octavo.train.forward import log_probs
 from octavo.train.phase import Phase
@@ -70,6 +74,8 @@ class Reinforcing(Phase):
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, RlStepper) and self.rewards is not None and self._loader is not None
+        if stepper.settings.section.invariant and (why := fp8.not_invariant(stepper.model)):
+            raise TrainError(f"rl.invariant: true cannot be: {why}")
         settings = stepper.settings
         forward = stepper.forward
         own = settings.section.prompts * settings.section.group // stepper.world.size
@@ -83,6 +89,7 @@ class Reinforcing(Phase):
             generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
             slots=min(settings.section.slots or own, own),
             kv=settings.section.kv,
+            invariant=settings.section.invariant,
         )
         encoder = self._loader.encoder
         stepper.tokenizer, stepper.pad_id, stepper.places = encoder.tokenizer, encoder.pad_id, encoder.places
@@ -126,11 +133,13 @@ class RlStepper(Stepper):
 
     def __post_init__(self) -> None:
         self.settings = Settings.of(self.cfg)
+        self.same = SameWeights(self.model)
+        self.rollout: Rollout | None = None
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """One step from this rank's prompts."""
         began = time.perf_counter()
-        rollout, figures = self.rolled([*batches])
+        self.rollout, figures = rollout, _ = self.rolled([*batches])
         rolled = time.perf_counter()
         self.doing("training")
         updates = self._cut(rollout)
@@ -138,6 +147,7 @@ class RlStepper(Stepper):
             self._remember([batch for part in updates for batch in part])
         figures |= {"kl": None, **self._judge(rollout, updates)}
         self.told = []
+        self.same.learns(self.number)
         results = []
         for _ in range(self.settings.section.epochs):
             for part in updates:
@@ -148,8 +158,9 @@ class RlStepper(Stepper):
         spent = self._slowest(rolled - began, time.perf_counter() - rolled)
         figures["rollout_tokens_per_s"] = figures["length"] * figures.pop("completions") / spent[0]
         figures["training_tokens_per_s"] = sum(result.tokens for result in results) / spent[1]
+        lines = self.world.gather_objects(shown_lines(self.number, rollout, self.settings.section.show))
         if self.shown is not None:
-            self.shown.write(self.number, rollout)
+            self.shown.write(sum(lines, []))
         return _joined(results, figures)
 
     # --- rollout ------------------------------------------------------------------------------------------------------
@@ -160,12 +171,19 @@ class RlStepper(Stepper):
         figures = self._of_rollout(rollout)
         if not self.settings.refill:
             return rollout, figures
-        wanted, kept, draws = len(prompts), _informative(rollout), 1
-        while self.world.any(len(kept.prompts) < wanted) and draws < DRAWS:
+        wanted, kept, draws = len(self._numbers(rollout)), _informative(rollout), 1
+        while len(self._numbers(kept)) < wanted and draws < DRAWS:
             assert self.more is not None
             kept = kept.and_then(_informative(self._roll([*next(self.more)])))
             draws += 1
-        return kept.of(range(min(wanted, len(kept.prompts)))), figures | {"sampling/draws": float(draws)}
+        first = set(self._numbers(kept)[:wanted])  # of all ranks, so that they are those that one rank would take
+        kept = kept.of([p for p, prompt in enumerate(kept.prompts) if prompt.number in first])
+        return kept, figures | {"sampling/draws": float(draws)}
+
+    def _numbers(self, rollout: Rollout) -> list[int]:
+        """The numbers of the prompts of all ranks in the data's order."""
+        every = self.world.gather_objects([prompt.number for prompt in rollout.prompts])
+        return sorted(number for mine in every for number in mine)
 
     def _roll(self, prompts: list[data.PromptSample]) -> Rollout:
         section = self.settings.section
@@ -178,6 +196,7 @@ class RlStepper(Stepper):
                 lambda done, total: self.doing(f"rollout {done}/{total}"),
             )
         self.engine.release()
+        self.same.wrote(self.number)
         self.doing("rewards")
         texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
         where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
@@ -214,11 +233,14 @@ class RlStepper(Stepper):
     def _cut(self, rollout: Rollout) -> list[list[dict[str, Any]]]:
         """The micro-batches of each mini-batch; every rank has as many."""
         parts, size = self.settings.section.mini_batches, self.cfg.train.micro_batch
-        prompts = np.array_split(np.arange(len(rollout.prompts)), parts)
+        # dealt out in the data's order, whichever rank has them: the same updates on any number of ranks
+        part_of = {number: n % parts for n, number in enumerate(self._numbers(rollout))}
+        mine = [part_of[prompt.number] for prompt in rollout.prompts]
+        prompts = [[p for p, own in enumerate(mine) if own == part] for part in range(parts)]
         most = torch.tensor([len(part) * rollout.group for part in prompts], dtype=torch.float64)
         numbers = [max(1, -(-int(n) // size)) for n in self.world.all_reduce_max(most)]
         return [
-            micro_batches(rollout, [*map(int, part)], size, number, self.pad_id)
+            micro_batches(rollout, part, size, number, self.pad_id)
             for part, number in zip(prompts, numbers, strict=True)
         ]
 
@@ -226,7 +248,7 @@ class RlStepper(Stepper):
         """Log-probabilities before the first update of the step, by the trainer and by the reference."""
         for batch in batches:
             keep, target, _ = self.judged(batch, 1.0)
-            with watched_by_nobody(self.model):
+            with watched_by_nobody(self.model), self._rows():
                 old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
             batch["experience"].old = _spread(old, keep, batch)
             self._refer(batch, keep, target)
@@ -294,15 +316,16 @@ class RlStepper(Stepper):
         settings, n, device = self.settings, self.counts, self.world.device
         experience: Experience = batch["experience"]
         assert n is not None
-        logs, entropy = log_probs(
-            self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
-        )
+        with self._rows():
+            logs, entropy = log_probs(
+                self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
+            )
         assert entropy is not None
         mask = self._mask(batch, target).to(device)
         sampled = experience.sampled[:, keep].to(device)
         old = logs.detach() if experience.old is None else experience.old[:, keep].to(device)
         figures = gap(old, sampled, mask, n.tokens)
-        self._hold(figures["logp_gap_max"])
+        self._hold(batch, difference_of(old, sampled, mask).abs())
         corrected = None
         if settings.correction is not None:
             corrected, more = weights(old, sampled, mask, settings.correction, n.tokens, n.sequences)
@@ -324,15 +347,47 @@ class RlStepper(Stepper):
         self.told.append(figures | more)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
-    def _hold(self, largest: Tensor) -> None:
-        """Stop before weights are updated by what another policy wrote."""
-        limit = self.settings.section.max_gap
-        if limit is not None and float(largest) > limit:
-            raise TrainError(
-                f"step {self.number}: log-probabilities of rollout and trainer differ by up to {float(largest):.3g} "
-                f"nats, and rl.max_gap is {limit:g}. The last checkpoint stands. Raise rl.max_gap, or take what makes "
-                "both differ out of the run (rl.kv: fp8, recipes whose scales span rows)"
-            )
+    def _rows(self) -> AbstractContextManager[object]:
+        """Around a forward whose log-probabilities are held against the rollout's."""
+        return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
+
+    def _hold(self, batch: dict[str, Any], gaps: Tensor) -> None:
+        """Stop before weights are updated by what another policy wrote. `gaps` [B, P]: |d log p|. A collective."""
+        section = self.settings.section
+        limit = 0.0 if section.invariant and section.max_gap is None else section.max_gap
+        if limit is None:
+            return
+        each = gaps.amax(dim=1)
+        every = self.world.gather_objects(float(each.max()))
+        if max(every) <= limit:
+            return
+        worst = every.index(max(every))
+        found = self._parting(batch, int(each.argmax()) if worst == self.world.rank else None)
+        raise TrainError(
+            f"step {self.number}: log-probabilities of rollout and trainer differ by up to {max(every):.3g} nats, and "
+            f"{'rl.invariant allows none' if section.max_gap is None else f'rl.max_gap is {limit:g}'}: "
+            f"{self.world.gather_objects(found)[worst]}. The last checkpoint stands. Raise rl.max_gap, or take what "
+            "makes both differ out of the run (rl.kv: fp8, recipes whose scales span rows)"
+        )
+
+    def _parting(self, batch: dict[str, Any], row: int | None) -> str:
+        """Where rollout and trainer part in a row of a micro-batch; a rank with none (None) runs along."""
+        assert self.engine is not None and self.rollout is not None
+        engine, prompt, tokens = self.engine, None, np.zeros(0, dtype=np.int64)
+        if row is not None:
+            completion = self.rollout.completions[batch["experience"].rows[row]]
+            sample, tokens = self.rollout.prompts[completion.prompt], completion.tokens
+            prompt, batch = prompt_of(sample), data.collate([with_completion(sample, completion)], self.pad_id)
+        keep, *_ = self.judged(batch, 1.0)
+
+        def train() -> None:
+            with self._rows():
+                self.forward(batch, keep)
+
+        limit = 0.0 if engine.caller.invariant else rounding(engine.caller.dtype)
+        with torch.no_grad(), fp8.uncounted():
+            found = first_difference(self.model, train, lambda: engine.replay(prompt, tokens), limit)
+        return str(found or "run again by itself, this completion is the same in all layers to the bit")
 
     def _means(self, updates: int) -> dict[str, Any]:
         """Figures of all updates of the step: means over them, or the smallest and largest."""

@@ -19,19 +19,24 @@ class Shown:
         self.file, self.count = directory / COMPLETIONS, count
         truncate_metrics(self.file, step)
 
-    def write(self, step: int, rollout: Rollout) -> None:
-        """A line each: step, `weights` (steps behind the weights that wrote it), file, row, prompt, answer, completion,
-        how it ended, rewards by name, their sum and the advantage."""
-        lines = []
-        for number, completion in enumerate(rollout.completions[: self.count]):
-            prompt = rollout.prompts[completion.prompt]
-            line: dict[str, Any] = {
-                "step": step, "weights": step - 1, "file": prompt.file, "row": prompt.row, "sample": completion.sample,
-                "prompt": prompt.columns.get("prompt"), "answer": prompt.answer, "completion": rollout.texts[number],
-                "tokens": len(completion.tokens), "ended": completion.reason, "reward": float(rollout.rewards[number]),
-                "rewards": {name: float(scores[number]) for name, scores in rollout.scores.items()},
-                "advantage": None if rollout.advantages is None else float(rollout.advantages[number]),
-            }  # fmt: skip
-            lines.append(json.dumps(line) + "\n")
+    def write(self, lines: list[str]) -> None:
+        """The first lines of a step, of those that :func:`shown_lines` made on each rank, in the order of ranks."""
         with self.file.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+            file.writelines(lines[: self.count])
+
+
+def shown_lines(step: int, rollout: Rollout, count: int) -> list[str]:
+    """A line for each of the first `count` completions of this rank: step, `weights` (the step whose weights wrote it),
+    file, row, prompt, answer, completion, how it ended, rewards by name, their sum and the advantage."""
+    lines = []
+    for number, completion in enumerate(rollout.completions[:count]):
+        prompt = rollout.prompts[completion.prompt]
+        line: dict[str, Any] = {
+            "step": step, "weights": step - 1, "file": prompt.file, "row": prompt.row, "sample": completion.sample,
+            "prompt": prompt.columns.get("prompt"), "answer": prompt.answer, "completion": rollout.texts[number],
+            "tokens": len(completion.tokens), "ended": completion.reason, "reward": float(rollout.rewards[number]),
+            "rewards": {name: float(scores[number]) for name, scores in rollout.scores.items()},
+            "advantage": None if rollout.advantages is None else float(rollout.advantages[number]),
+        }  # fmt: skip
+        lines.append(json.dumps(line) + "\n")
+    return lines

@@ -36,6 +36,16 @@ def test_real_digits_in_reading_order_and_a_clean_split(made):
     assert asked == ["<image>First?", "Second?", "Third?", "Fourth?"]
 
 
+def test_questions_one_by_one_for_reinforcement_learning(made):
+    rows, asked = (json.loads((made.directory / f"train{kind}.json").read_text()) for kind in ("", "_prompts"))
+    assert len(asked) == 4 * len(rows)
+    third = asked[4 + 2]
+    turns = rows[1]["conversations"]
+    assert third["images"] == [rows[1]["image"]] and third["answer"] == turns[5]["value"]
+    assert [turn["content"] for turn in third["prompt"]] == [turn["value"] for turn in turns[:5]]
+    assert third["prompt"][0]["role"] == third["prompt"][-1]["role"] == "user"
+
+
 def test_short_enough_to_train_fast(folder, models, made):
     for family in ("qwen3_vl", "qwen2_5_vl", "internvl"):
         encoder = Encoder(models(family), 40)

@@ -95,13 +95,14 @@ def same(one, other, close: float = 1e-5) -> bool:
     )
 
 
-def test_completions_do_not_depend_on_the_batch(small):
+def test_completions_do_not_depend_on_the_batch(small, monkeypatch):
     model, tokenizer, prompts = small
     whole = Engine(model, tokenizer, slots=64).generate(prompts, SAMPLED, group=4)
     assert len({tuple(c.tokens) for c in whole}) > 20
     for slots, page, pages in ((1, 4, None), (3, 3, None), (7, 16, None), (7, 4, 30), (5, 64, 3)):
         engine = Engine(model, tokenizer, slots=slots, page=page, pages=pages)
         assert same(engine.generate(prompts, SAMPLED, group=4), whole), (slots, page, pages)
+    monkeypatch.setattr("octavo.generation.batch.PREFILL", 1)  # one prompt at a time
     # other company, another order, and as much of it as is left after a stop
     turned = Engine(model, tokenizer, slots=6).generate(prompts[::-1], SAMPLED, group=4)
     again = [replace(c, prompt=5 - c.prompt) for c in turned]
@@ -240,6 +241,19 @@ def test_the_fp8_cache_holds_casts_of_what_the_plain_one_holds(small):
     long = [engine.generate(prompts, Sampling(8, temperature=0)) for engine in (plain, coded)]
     first = [abs(a.logps[1] - b.logps[1]) for a, b in zip(*long, strict=True) if a.tokens[0] == b.tokens[0]]
     assert 0 < max(first) < 0.2
+
+
+def test_the_fewest_pages_for_a_sequence(small):
+    """A sample that writes needs a page beside the one of its prompt that the other samples will copy."""
+    model, tokenizer, prompts = small
+    prompt = next(p for p in prompts if len(p.input_ids) % 4)
+    whole = -(-(len(prompt.input_ids) + 3 - 1) // 4)
+    wanted = Engine(model, tokenizer, slots=4).generate([prompt], Sampling(3, seed=1), group=2)
+    for group, pages in ((1, whole), (2, whole + 1)):
+        engine = Engine(model, tokenizer, slots=4, page=4, pages=pages)
+        assert same(engine.generate([prompt], Sampling(3, seed=1), group), wanted[:group])
+        with pytest.raises(GenerationError, match=f"has {pages - 1} pages of 4 tokens.* may need {pages} "):
+            Engine(model, tokenizer, slots=4, page=4, pages=pages - 1).generate([prompt], Sampling(3, seed=1), group)
 
 
 def broken(model):

@@ -99,6 +99,9 @@ def whole(model, given: list[Sequence], left: bool = False, head: bool = False) 
 
 
 def dtype_of(model) -> torch.dtype:
+    """What it computes in."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
@@ -114,7 +117,7 @@ class Cache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [T, H, D]: one sequence's prompt, or one token of each of several."""
         keys, values = self.keys[layer], self.values[layer]
-        keys[self.who, :, self.at], values[self.who, :, self.at] = k, v
+        keys[self.who, :, self.at], values[self.who, :, self.at] = k.to(keys.dtype), v.to(keys.dtype)
         rows, at = np.unique(self.who), torch.from_numpy(self.at)
         if len(rows) == 1:
             q, at = q.transpose(0, 1)[None], at[None]
@@ -195,6 +198,8 @@ CASES = {
     "VLM blockwise": ("qwen3_vl", torch.float32, "blockwise", False),
     "VLM rowwise BF16": ("qwen3_vl", torch.bfloat16, "rowwise", False),
     "VLM mxfp8": ("qwen3_vl", torch.float32, "mxfp8", False),
+    "VLM autocast": ("qwen3_vl", torch.float32, "rowwise", False),
+    "MoE autocast": ("qwen3_moe", torch.float32, None, False),
     "windows": ("qwen2_5_vl", torch.float32, "blockwise", False),
     "MoE": ("qwen3_moe", torch.float32, None, False),
     "MoE blockwise BF16": ("qwen3_moe", torch.bfloat16, "blockwise", False),
@@ -235,10 +240,50 @@ def test_rollouts_have_the_bits_of_training(folder, case: str, threads: int):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert differing(model), "the case finds no difference to take away"
-        with fp8.invariant(model):
-            assert [differing(model), differing(model, head=True)] == [0, 0]
-            if not models.describe(model).has_vision:
-                assert differing(model, left=True) == 0
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in case):
+            assert differing(model), "the case finds no difference to take away"
+            with fp8.invariant(model):
+                assert [differing(model), differing(model, head=True)] == [0, 0]
+                if not models.describe(model).has_vision:
+                    assert differing(model, left=True) == 0
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("saved", ["bf16", "fp8"])
+def test_fused_blocks_that_run_again_and_are_watched(folder, saved: str):
+    model = models.load(folder("qwen3"), dtype=torch.bfloat16)
+    fp8.apply(model, fp8.plan(model, fp8.Policy("blockwise", activations=saved)))
+    assert saved == "fp8" or not any(fusion.reason for fusion in fp8.fuse(model))
+    fp8.recompute(models.describe(model).layers(model), "selective")
+    with fp8.invariant(model):
+        assert differing(model) == 0
+        with fp8.health():  # who looks inside takes the layers one by one
+            given = sequences(model.config)
+            watched = whole(model, given)
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(watched, whole(model, given), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda m: fp8.apply(m, fp8.plan(m, "tensorwise")), r"q_proj runs by tensorwise.*share a scale between rows"),
+        (lambda m: fp8.apply(m, fp8.plan(m, "delayed")), r"q_proj runs by delayed.*amax histories"),
+        (lambda m: fp8.apply(m, fp8.plan(m, fp8.Policy("rowwise", backend="triton"))), "runs on triton.*reference"),
+        (lambda m: m.model.layers[0].compile(), r"layers\.0 is compiled.*train\.compile: false"),
+        (lambda m: m.model.add_module("drop", torch.nn.Dropout(0.1)), r"model\.drop drops 0\.1.*lora\.dropout"),
+        (lambda m: m.set_attn_implementation("eager"), r"computes attention by eager.*sdpa"),
+    ],
+    ids=["tensorwise", "delayed", "backend", "compiled", "dropout", "eager"],
+)
+def test_a_model_that_cannot_be_is_refused_by_name(folder, spoil, said: str):
+    model = models.load(folder("qwen3"))
+    assert fp8.not_invariant(model) is None
+    spoil(model)
+    with pytest.raises(fp8.InvarianceError, match=said), fp8.invariant(model):
+        pass
+
+
+def test_a_model_that_has_attention_of_its_own_is_refused(folder):
+    with pytest.raises(fp8.InvarianceError, match="eager"):
+        fp8.invariant(models.load(folder("mpt")))

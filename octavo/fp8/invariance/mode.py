@@ -50,6 +50,15 @@ def again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return nullcontext(), Rows() if active() else nullcontext()
 
 
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if p and training:
+        raise InvarianceError(
+            f"invariant: the model drops {p} of an input by random numbers that belong to a batch. Set the dropout in "
+            "its configuration to 0"
+        )
+    return input
+
+
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -91,6 +100,7 @@ REPLACED: Mapping[Any, Callable[..., Any]] = {
         (f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f), products.grouped_mm
     ),
     F.scaled_dot_product_attention: _sdpa,
+    F.dropout: _dropout,
     F.silu: pointwise.silu,
     F.gelu: pointwise.gelu,
     F.softplus: pointwise.softplus,

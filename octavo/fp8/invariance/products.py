@@ -32,14 +32,15 @@ class InvarianceError(RuntimeError):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., K] @ weight [N, K].T + bias [N] -> [..., N], rows by themselves; autocast as ever."""
-    x, weight, bias = _lowered(x, weight, bias)
+    if _autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return linear(*_lowered(x, weight, bias))
     lead, rows = x.shape[:-1], x.shape[:-1].numel()
-    with torch.autocast(x.device.type, enabled=False):
-        x_MK = x.reshape(rows, x.shape[-1])
-        if rows % ROWS == 0 and weight.shape[0] >= ROWS and _even(x_MK, weight.t()):
-            y_MN = F.linear(x_MK, weight, bias)
-        else:
-            y_MN = _Linear.apply(x_MK, weight, bias)
+    x_MK = x.reshape(rows, x.shape[-1])
+    if rows % ROWS == 0 and weight.shape[0] >= ROWS and _even(x_MK, weight.t()):
+        y_MN = F.linear(x_MK, weight, bias)
+    else:
+        y_MN = _Linear.apply(x_MK, weight, bias)
     return y_MN.view(*lead, weight.shape[0])
 
 
@@ -63,18 +64,19 @@ def addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of rows and a matrix. Raises InvarianceError for batches of matrices on both sides, such as attention
     written out, unless they contract one element, which is no sum."""
-    a, b, _ = _lowered(a, b, None)
-    with torch.autocast(a.device.type, enabled=False):
-        if b.dim() == 1 and a.dim() == 1:
-            return mm(a.unsqueeze(0), b.unsqueeze(1)).view(())
-        if b.dim() == 1:
-            return matmul(a, b.unsqueeze(1)).squeeze(-1)
-        if a.dim() == 1:
-            return matmul(a.unsqueeze(0), b).squeeze(-2)
-        if b.dim() == 2:
-            return mm(a.reshape(a.shape[:-1].numel(), a.shape[-1]), b).view(*a.shape[:-1], b.shape[1])
-        if a.shape[-1] == 1:
-            return torch.matmul(a, b)
+    if _autocast(a):
+        with torch.autocast(a.device.type, enabled=False):
+            return matmul(*_lowered(a, b))
+    if b.dim() == 1 and a.dim() == 1:
+        return mm(a.unsqueeze(0), b.unsqueeze(1)).view(())
+    if b.dim() == 1:
+        return matmul(a, b.unsqueeze(1)).squeeze(-1)
+    if a.dim() == 1:
+        return matmul(a.unsqueeze(0), b).squeeze(-2)
+    if b.dim() == 2:
+        return mm(a.reshape(a.shape[:-1].numel(), a.shape[-1]), b).view(*a.shape[:-1], b.shape[1])
+    if a.shape[-1] == 1:
+        return torch.matmul(a, b)
     raise InvarianceError(
         f"invariant: a product of batches of matrices, {list(a.shape)} @ {list(b.shape)}, was found in the model, and "
         "its rows would depend on their number. Attention written out is one: load the model with "
@@ -195,10 +197,13 @@ def _trial(dtype: torch.dtype, b: Tensor) -> bool:
     return all(torch.equal(torch.mm(x[: n * ROWS], w), piece[: n * ROWS]) for n in _TRIED)
 
 
-def _lowered(a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast makes of the operands of a product: all in its dtype, float64 left alone."""
-    device = a.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)) or a.dtype == torch.float64:
-        return a, b, c
-    dtype = torch.get_autocast_dtype(device)
-    return a.to(dtype), b.to(dtype), None if c is None else c.to(dtype)
+def _autocast(x: Tensor) -> bool:
+    """Whether autocast would lower a product of x; it leaves float64 alone."""
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return on and x.dtype != torch.float64
+
+
+def _lowered(*given: Tensor | None) -> tuple[Any, ...]:
+    """The operands of a product in autocast's dtype."""
+    return tuple(None if t is None else t.to(torch.get_autocast_dtype(t.device.type)) for t in given)

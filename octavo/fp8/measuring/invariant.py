@@ -45,6 +45,11 @@ def not_invariant(model: nn.Module) -> str | None:
         for site in sites:
             if (reason := _spans_rows(site.recipe)) is not None:
                 return f"{site.name} runs by {site.recipe.name}, {reason}. Use fp8.recipe blockwise, rowwise or mxfp8"
+            backend = site.selections["fwd"].backend.name if site.recipe.fwd is not None else "reference"
+            if backend != "reference":
+                return f"{site.name} runs on {backend}, which tiles by the number of rows. Use fp8.backend: reference"
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return f"{name} drops {module.p} of its input while it trains, and nothing in rollouts. Set lora.dropout: 0"
         forward = module.__dict__.get("forward")
         if getattr(module, "_compiled_call_impl", None) is not None or hasattr(forward, "_torchdynamo_orig_callable"):
             return (

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import compute_dtype, transformed, without_autocast
-from octavo.fp8.invariance import ROWS, active
+from octavo.fp8.invariance import active
 from octavo.fp8.memory.head_gemms import Call, Head, begin, wide_of, width_in_fp8
 from octavo.fp8.weights.shards import is_whole
 
@@ -258,7 +258,7 @@ def _statistics(
         raise ValueError(f"chunk is {chunk}; at least the logits of one token must exist: use 1 or more, or None")
     rows, size = max(len(tokens.hidden), 1), tokens.hidden.shape[1] if weight is None else weight.shape[0]
     if active():
-        width = _fixed_width(size)
+        width = _FIXED
     elif chunk is None:
         width = max(_LEAST, _ELEMENTS.get(tokens.hidden.device.type, _ELEMENTS["cuda"]) // rows)
     else:
@@ -268,15 +268,6 @@ def _statistics(
     call = Call(width, low, site, torch.is_grad_enabled())
     with without_autocast(tokens.hidden):
         return _Found(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, needs, call))
-
-
-def _fixed_width(size: int) -> int:
-    """Of blocks of a vocabulary: the same for any number of rows, and no block of a few columns is left over, which a
-    product would take apart from the others."""
-    width = _FIXED
-    while 0 < size % width < ROWS:
-        width += 128
-    return width
 
 
 class _Statistics(torch.autograd.Function):

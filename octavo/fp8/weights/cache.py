@@ -331,7 +331,7 @@ def code_bytes(model: nn.Module) -> int:
     modules = [m for m in model.modules() if isinstance(m, CachesWeights)]
     caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
     codes = [q for c in caches for held in (c._codes, c._for_dgrad) for q in held.values()]
-    rows = {id(h): h.rows.nbytes for m in modules for h in _held(m) if h.rows is not None}
+    rows = {id(h): h.rows.nbytes for m in modules for h in masters(m) if h.rows is not None}
     weights: list[Any] = [p for m in modules for p in m._parameters.values() if isinstance(p, Fp8Weight)]
     theirs = [q for p in weights if p.frozen is not None for q in p.frozen.codes]
     frozen = {t.untyped_storage()._cdata for q in theirs for t in (q.data, q.scale)}
@@ -340,7 +340,7 @@ def code_bytes(model: nn.Module) -> int:
     return sum(size for (storage, _), size in each.items() if storage not in frozen) + sum(rows.values())
 
 
-def _held(module: CachesWeights) -> list[Held]:
+def masters(module: CachesWeights) -> list[Held]:
     """The masters of a module's FP8 weights, also of those that FSDP2 has exchanged for gathered ones."""
     found = []
     for name, codes in module._weight_codes().items():

@@ -84,9 +84,16 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient() -> None:
     assert all(torch.isfinite(d).all() and not d[2].any() for d in torch.autograd.grad(y.sum(), (q, k, v)))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("heads", "kv", "size"), [(6, 2, 24), (4, 4, 72), (5, 1, 128)])
-def test_a_query_has_its_bits_in_any_company(threads: int, heads: int, kv: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv", "size", "threads"),
+    [
+        *((6, 2, 24, 1), (4, 4, 72, 1), (5, 1, 128, 1)),
+        pytest.param(5, 1, 128, 2, marks=pytest.mark.long),
+        pytest.param(6, 2, 24, 2, marks=pytest.mark.long),
+        pytest.param(4, 4, 72, 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_query_has_its_bits_in_any_company(heads: int, kv: int, size: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -98,7 +105,7 @@ def test_a_query_has_its_bits_in_any_company(threads: int, heads: int, kv: int, 
             shifted = [torch.cat([x[row : row + 1, :, length:], x[row : row + 1, :, :length]], 2) for x in (q, k, v)]
             left = attention(*shifted, mask=visible(300, [length], left=True))
             assert torch.equal(left[0, :, 300 - length :], whole[row, :, :length])
-        for t in (0, 1, 2, 5, 126, 127, 128, 129, 255, 256, 299):
+        for t in (0, 1, 5, 127, 128, 256, 299):
             alone = attention(
                 q[1:2, :, t : t + 1], k[1:2, :, : t + 1], v[1:2, :, : t + 1], positions=torch.tensor([[t]])
             )

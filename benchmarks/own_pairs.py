@@ -1,0 +1,72 @@
+"""Preference pairs out of a model's own samples: of each prompt, an answer that is right and one that is wrong.
+
+    octavo train examples/digits_rl_base.yaml
+    python benchmarks/own_pairs.py runs/digits_rl_base/hf build/digits/train_prompts.json build/digits/pairs.json
+    octavo train examples/digits_dpo.yaml
+
+A prompt whose samples are all right, or all wrong, gives no pair. The same for the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from octavo import data, generation, models
+from octavo.config import load_config_text
+from octavo.rl.experience import prompt_of
+
+CONFIG = """
+model: {{path: {model}}}
+data: {{train: [{{path: {file}}}]}}
+train: {{phase: rl, steps: 1, seq_length: {length}}}
+rl: {{prompts: {prompts}, group: {samples}, max_new_tokens: {new}, rewards: [exact_match]}}
+run: {{seed: {seed}}}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="Hugging Face folder")
+    parser.add_argument("file", type=Path, help="prompts with answers")
+    parser.add_argument("out", type=Path, help="the pairs")
+    parser.add_argument("--prompts", type=int, default=4000)
+    parser.add_argument("--samples", type=int, default=4, help="of each prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=2)
+    parser.add_argument("--seq-length", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    cfg = load_config_text(CONFIG.format(
+        model=asked.model.resolve(), file=asked.file.resolve(), length=asked.seq_length, prompts=asked.prompts,
+        samples=asked.samples, new=asked.max_new_tokens, seed=asked.seed,
+    ))  # fmt: skip
+    processor = models.load_processor(cfg.model.path)
+    loader = data.prompt_loader(cfg, processor, prompts=asked.prompts, max_new_tokens=asked.max_new_tokens)
+    torch.set_num_threads(1)  # two wait for each other at every small matrix
+    model = models.load(cfg.model.path)
+    engine = generation.Engine(model, processor.tokenizer, slots=64)
+    sampling = generation.Sampling(asked.max_new_tokens, seed=asked.seed, never=loader.encoder.places)
+    prompts = next(loader)
+    found = engine.generate([prompt_of(prompt) for prompt in prompts], sampling, asked.samples)
+    texts = [processor.tokenizer.decode(c.tokens, skip_special_tokens=True).strip() for c in found]
+    rows = []
+    for number, prompt in enumerate(prompts):
+        own = texts[number * asked.samples : (number + 1) * asked.samples]
+        right = [text for text in own if text == prompt.answer]
+        wrong = [text for text in own if text and text != prompt.answer]  # a turn without words is none
+        if right and wrong:
+            images = [os.path.relpath(path, asked.out.resolve().parent) for path in prompt.columns["images"]]
+            rows.append({
+                "prompt": prompt.columns["messages"], "images": images, "chosen": right[0], "rejected": wrong[0],
+            })  # fmt: skip
+    asked.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    Console().print(f"{len(rows)} pairs of {len(prompts)} prompts, {asked.samples} samples each: {asked.out}")
+
+
+if __name__ == "__main__":
+    main()

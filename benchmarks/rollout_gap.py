@@ -1,0 +1,61 @@
+"""How far log-probabilities of rollout and trainer are apart, by recipe, cache and precision: |d log p| in nats.
+
+    octavo train examples/digits_rl_base.yaml
+    python benchmarks/rollout_gap.py --json benchmarks/results/rollout_gap.json
+
+A few steps of examples/digits_rl.yaml each; the model is the same everywhere, and moves as it trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from octavo import rl
+from octavo.config import load_config
+from octavo.train.rundir import read_rows
+
+LORA = ("lora={rank: 16}", "model.load_in_fp8=blockwise")
+CASES: dict[str, tuple[str, ...]] = {
+    "high precision": ("fp8.recipe=off",),
+    "blockwise": (),
+    "rowwise": ("fp8.recipe=rowwise",),
+    "mxfp8": ("fp8.recipe=mxfp8",),
+    "tensorwise": ("fp8.recipe=tensorwise",),
+    "delayed": ("fp8.recipe=delayed",),
+    "blockwise, kv in FP8": ("rl.kv=fp8",),
+    "LoRA on FP8, BF16 elsewhere": LORA,
+    "blockwise, invariant": ("rl.invariant=true",),
+    "LoRA on FP8, BF16 elsewhere, invariant": (*LORA, "rl.invariant=true"),
+}
+FIGURES = ("logp_gap_mean", "logp_gap_max", "logp_gap_k3", "sampling/importance_sampling_ratio/max")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="examples/digits_rl.yaml")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    table = Table("", *FIGURES)
+    found = {}
+    for name, over in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            short = (f"train.steps={asked.steps}", "train.warmup=1", "data.eval=[]", "run.eval_every=0", "run.hf=false")
+            rl.run(load_config(asked.config, [*short, *over, f"run.dir={folder}/run", "run.tensorboard=false"]))
+            rows = read_rows(Path(folder) / "run" / "metrics.jsonl")
+        worst = {key: max(row[key] for row in rows) for key in FIGURES}
+        found[name] = {**worst, "logp_gap_mean": sum(row["logp_gap_mean"] for row in rows) / len(rows)}
+        table.add_row(name, *(f"{found[name][key]:.3g}" for key in FIGURES))
+    Console().print(table)
+    if asked.json:
+        asked.json.write_text(json.dumps({"steps": asked.steps, "cases": found}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Whether weights are what they were: a checksum of each, and of the codes that stand for it in a cache.
+
+A rollout and the update that learns from it must multiply by the same bits. What they multiply by are codes out of a
+layer's cache, or casts of what lies in its parameter: as long as neither changed, both did.
+
+The sum of a tensor is that of its words w_i times 2 i + 1, modulo 2^64: it changes with any one word and with words
+that change places, and stays by chance alone. It is no defence against somebody who wants it to stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from octavo.fp8.weights.cache import CachesWeights, masters
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
+from octavo.fp8.weights.shards import local_of, reshard
+
+_WORDS, _WORDS_ON_CPU = 1 << 22, 1 << 16
+"""Words of 8 bytes that are added up at once: few kernels on a GPU, what stays in the cache of a CPU."""
+_BASE = 6364136223846793005
+"""An odd number (Knuth's for LCGs), by powers of which the sums of such pieces are multiplied."""
+
+WeightSums = Mapping[str, int]
+
+
+@torch.no_grad()
+def weight_sums(model: nn.Module) -> WeightSums:
+    """Checksums of all parameters of a model and of the FP8 codes that their layers hold, of what lies on this rank.
+    Sharded parameters that a forward left gathered are put back first. Waits for the device once."""
+    reshard(model)
+    named = dict(_bits(model))
+    each = [_sum(tensor) for tensor in named.values()]
+    return dict(zip(named, torch.stack(each).tolist() if each else (), strict=True))
+
+
+def changed_weights(before: WeightSums, now: WeightSums) -> list[str]:
+    """The names of what differs, in the model's order. Codes that were cast or dropped meanwhile follow from their
+    parameter, and differ only where both hold them."""
+    return [name for name, value in now.items() if before.get(name, value) != value]
+
+
+def _bits(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            weight, path = local_of(parameter), f"{name}.{own}" if name else own
+            if isinstance(weight, Fp8Weight):
+                for number, q in enumerate(weight.frozen.codes if weight.frozen is not None else ()):
+                    yield f"{path} (its codes{'' if not number else f' {number + 1}'})", q.data
+                    yield f"{path} (the scales of its codes{'' if not number else f' {number + 1}'})", q.scale
+            elif weight is not None:
+                yield path, weight
+        if isinstance(module, CachesWeights):
+            yield from _cached(name, module)
+
+
+def _cached(name: str, module: CachesWeights) -> Iterator[tuple[str, Tensor]]:
+    for own, cache in module._weight_codes().items():
+        for kind, codes in (("", cache._codes), (", for dgrad", cache._for_dgrad)):
+            for (part, spec), q in codes.items():
+                which = "" if part.slot is None else f" of slot {part.slot}"
+                which += "" if part.rows is None else " of rows {} to {}".format(*part.rows)
+                yield f"{name}.{own} (its codes in {spec}{which}{kind})", q.data
+                yield f"{name}.{own} (the scales of its codes in {spec}{which}{kind})", q.scale
+    for number, held in enumerate(masters(module)):
+        yield f"{name} (the master of its FP8 weight {number})", local_of(held.tensor)
+        for kind, tensors in ({} if held.rows is None else held.rows._asdict()).items():
+            for cast, tensor in enumerate(tensors):
+                yield f"{name} ({kind} of the rows of its FP8 weight {number}, cast {cast})", tensor
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """A scalar int64 on the tensor's device."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    aligned = len(flat) % 8 == 0 and flat.storage_offset() % 8 == 0
+    words = flat.view(torch.int64) if aligned else flat.to(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    size = _WORDS_ON_CPU if flat.device.type == "cpu" else _WORDS
+    factors = torch.arange(1, 2 * max(1, min(size, len(words))), 2, device=flat.device)
+    for piece in words.split(size) if len(words) else ():
+        total = total * _BASE + (piece * factors[: len(piece)]).sum()
+    return total

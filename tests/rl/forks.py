@@ -1,0 +1,48 @@
+"""Two ranks that run a phase, as forks: torchrun's would import torch anew, which takes longer than the run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from octavo import rl
+from octavo.config import Config
+from tests import ranks
+
+
+def _nothing(rank: int) -> None:
+    pass
+
+
+def _rank(rank: int, port: int, cfg: Config, plant: Callable[[int], None]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="")
+    with Path(f"{cfg.run.dir}.rank_{rank}").open("w") as log:
+        os.dup2(log.fileno(), 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)  # pytest's is a file of its own
+    code = 1
+    try:
+        plant(rank)
+        code = rl.run(cfg).exit_code
+    except Exception:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def both(cfg: Config, plant: Callable[[int], None] = _nothing) -> list[tuple[int | None, str]]:
+    """Exit code and what was said on each of two ranks, which end within two minutes or are killed. `plant(rank)` runs
+    before the run, in the rank's process."""
+    context, port = multiprocessing.get_context("fork"), ranks.free_port()
+    made = [context.Process(target=_rank, args=(rank, port, cfg, plant)) for rank in (0, 1)]
+    for process in made:
+        process.start()
+    for process in made:
+        process.join(120)
+        process.kill()
+        process.join()
+    return [(process.exitcode, Path(f"{cfg.run.dir}.rank_{n}").read_text()) for n, process in enumerate(made)]

@@ -1,0 +1,141 @@
+"""What wrote a step's completions and what learns from them: other weights in between, and layers that differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import fp8, rl
+from octavo.config import Config
+from octavo.fp8.weights import CachesWeights
+from octavo.rl.differing import first_difference, rounding
+from octavo.rl.reinforcing import Reinforcing, RlStepper
+from octavo.train import TrainError
+from tests.rl.test_reinforcing import LORA, rows_of
+
+Make = Callable[..., Config]
+LAYER = "model.language_model.layers.1.mlp.down_proj"
+
+
+def to_weight(layer: nn.Module) -> None:
+    with torch.no_grad():
+        layer.weight[3, 5] += 1e-3
+
+
+def unseen(layer: nn.Module) -> None:
+    layer.weight.data[3, 5] += 1e-3
+
+
+def to_codes(layer: nn.Module) -> None:
+    assert isinstance(layer, CachesWeights)
+    (codes,) = layer._weight_codes()["weight"]._codes.values()
+    codes.data.view(torch.uint8)[3, 5] ^= 1
+
+
+def to_frozen(layer: nn.Module) -> None:
+    codes = fp8.codes_of_frozen(layer.get_submodule("base_layer").weight)
+    codes.scale[0] *= 2
+
+
+@pytest.mark.parametrize(
+    ("write", "over", "found"),
+    [
+        (to_weight, (), r"down_proj\.weight\. "),
+        (unseen, (), r"down_proj\.weight\. "),
+        (to_codes, (), r"down_proj\.weight \(its codes in"),
+        (to_weight, ("fp8.recipe=off",), r"down_proj\.weight\. "),
+        (to_frozen, LORA, r"down_proj\.base_layer\.weight \(the scales of its codes"),
+    ],
+    ids=["weight", "weight unseen", "codes", "high precision", "frozen codes"],
+)
+def test_weights_that_change_between_rollout_and_update_stop_the_run(
+    reinforcing: Make, monkeypatch: pytest.MonkeyPatch, write: Callable, over: tuple[str, ...], found: str
+):
+    cut = RlStepper._cut
+
+    def writing(stepper: RlStepper, rollout):
+        if stepper.number == 2:
+            write(stepper.model.get_submodule(LAYER))
+        return cut(stepper, rollout)
+
+    monkeypatch.setattr(RlStepper, "_cut", writing)
+    cfg = reinforcing(*over)
+    with pytest.raises(
+        fp8.ProofError, match=r"step 2: weights changed between its rollout and its update: " + LAYER
+    ) as caught:
+        rl.run(cfg)
+    assert re.search(found, str(caught.value)), caught.value
+    assert len(rows_of(cfg)) == 1
+
+
+def test_further_rollouts_of_a_step_are_by_the_same_weights(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
+    roll = RlStepper._roll
+
+    def writing(stepper: RlStepper, prompts):
+        found = roll(stepper, prompts)
+        unseen(stepper.model.get_submodule(LAYER))
+        return found
+
+    monkeypatch.setattr(RlStepper, "_roll", writing)
+    with pytest.raises(fp8.ProofError, match="between its first rollout and a further one"):
+        rl.run(reinforcing("rl.algorithm=dapo"))
+
+
+@pytest.mark.parametrize("over", [(), LORA, ("train.precision=bf16",)], ids=["full", "lora", "bf16"])
+def test_a_gap_names_the_layer_that_differs_first(reinforcing: Make, over: tuple[str, ...]):
+    """Keys and values of the rollout in FP8: attention of the first layer differs, in what it hands to its o_proj."""
+    cfg = reinforcing("rl.kv=fp8", "rl.max_gap=1e-5", *over)
+    found = r"differs first is model\.language_model\.layers\.0\.self_attn \(in what it hands to its o_proj\), by 0\.0"
+    with pytest.raises(TrainError, match=r"step 1: .* rl.max_gap is 1e-05: the layer that " + found):
+        rl.run(cfg)
+    assert not rows_of(cfg)
+
+
+def test_a_layer_that_computes_otherwise_in_rollouts_is_named(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
+    begin = Reinforcing.begin
+
+    def planted(phase, stepper, *rest):
+        begin(phase, stepper, *rest)
+        layer = stepper.model.get_submodule(LAYER)
+        layer.register_forward_hook(lambda module, given, out: out if module.training else 1.05 * out)
+
+    monkeypatch.setattr(Reinforcing, "begin", planted)
+    with pytest.raises(TrainError, match=rf"differs first is {re.escape(LAYER)}, by 0\.05 of") as caught:
+        rl.run(reinforcing("rl.max_gap=1e-3"))
+    assert "differ by up to" in str(caught.value)
+
+
+def test_rounding_is_no_layer_that_differs(reinforcing: Make):
+    with pytest.raises(TrainError, match=r"no layer differs by more than rounding.* largest difference is [0-9.]+e-0"):
+        rl.run(reinforcing("rl.max_gap=1e-9"))
+
+
+def test_modules_are_compared_call_by_call():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.extra = 0.0
+
+        def forward(self, x):
+            return self.last(self.shared(self.shared(x) + self.extra))
+
+    model, x = Model(), torch.randn(1, 5, 3)
+
+    def generate(extra: float) -> None:
+        model.extra = extra
+        for piece in (x[:, :3], x[:, 3:4]):
+            model(piece)
+        model.extra = 0.0
+
+    with torch.no_grad():
+        same = first_difference(model, lambda: model(x), lambda: generate(0.0), rounding(torch.float32))
+        assert same is None or not same.beyond
+        found = first_difference(model, lambda: model(x), lambda: generate(1.0), rounding(torch.float32))
+        assert found.beyond and found.where == "the model (in what it hands to its shared)" and found.by > 0.1
+        nan = first_difference(model, lambda: model(x), lambda: generate(float("nan")), rounding(torch.float32))
+        assert nan.by == float("inf")
