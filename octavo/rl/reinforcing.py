@@ -31,7 +31,8 @@ from octavo.rl.figures import Figures, add_up, kind, whole
 from octavo.rl.objectives import Batch, Counts, policy_loss
 from octavo.rl.penalties import kl, overlong, without_truncated
 from octavo.rl.rewards import Rewards
-from octavo.rl.roles import Reference, reference_for, watched_by_nobody
+from octavo.rl.roles import Reference, reference_for, watched_by_nobody, with_bytes
+from octavo.rl.room import free_bytes, slots_for
 from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown
 from octavo.train import Observe, TrainError, losses
@@ -74,7 +75,6 @@ class Reinforcing(Phase):
             raise TrainError(f"rl.invariant: true cannot be: {why}")
         settings = stepper.settings
         forward = stepper.forward
-        own = settings.section.prompts * settings.section.group // stepper.world.size
 
         def dummy_image(needed: bool) -> None:
             forward.images = not needed
@@ -83,7 +83,7 @@ class Reinforcing(Phase):
             stepper.model,
             processor.tokenizer,
             generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
-            slots=min(settings.section.slots or own, own),
+            slots=settings.section.slots or 1,  # each rollout says
             kv=settings.section.kv,
             invariant=settings.section.invariant,
         )
@@ -125,6 +125,7 @@ class RlStepper(Stepper):
     shown: Shown | None = None
     counts: Counts | None = None
     told: list[Figures] = field(default_factory=list)
+    cached: int = 0
     learnt: tuple[Batches, Batches] | None = None
 
     def __post_init__(self) -> None:
@@ -133,6 +134,7 @@ class RlStepper(Stepper):
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """One step from this rank's prompts."""
         began = time.perf_counter()
+        self.cached = 0
         rollout, figures = self.rolled([*batches])
         seconds = time.perf_counter() - began
         updates = self._cut(rollout)
@@ -150,6 +152,7 @@ class RlStepper(Stepper):
         figures["rollout_tokens_per_s"] = figures["length"] * figures.pop("completions") / self._slowest(seconds)
         if self.shown is not None:
             self.shown.write(self.number, rollout)
+        results[0] = with_bytes(results[0], self.reference, kv_cache=self.cached)
         return _joined(results, figures)
 
     # --- rollout ------------------------------------------------------------------------------------------------------
@@ -168,13 +171,14 @@ class RlStepper(Stepper):
         return kept.of(range(min(wanted, len(kept.prompts)))), figures | {"sampling/draws": float(draws)}
 
     def _roll(self, prompts: list[data.PromptSample]) -> Rollout:
-        section = self.settings.section
-        assert self.engine is not None and self.rewards is not None
+        section, engine = self.settings.section, self.engine
+        assert engine is not None and self.rewards is not None
+        asked = [prompt_of(p) for p in prompts]
+        engine.slots = slots_for(engine, asked, section, free_bytes(self.world.device))
         with fp8.uncounted():
-            completions = self.engine.generate(
-                [prompt_of(p) for p in prompts], self.settings.sampling(self.number, self.places), section.group
-            )
-        self.engine.release()
+            completions = engine.generate(asked, self.settings.sampling(self.number, self.places), section.group)
+        self.cached = max(self.cached, sum(engine.bytes.values()))
+        engine.release()
         texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
         where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
         table = self.rewards.score(texts, data.reward_columns(prompts, section.group), where)

@@ -29,6 +29,11 @@ class Tokens:
         return max(1, self.counts.get("foundation", 0) // self.row)
 
 
+def rows_of(cfg: Config) -> int:
+    """Rows of a micro-batch: pairs, and labelled answers with what they are compared with, are two each."""
+    return cfg.train.micro_batch * (2 if cfg.train.phase == "preference" else 1)
+
+
 def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
     """The mean over the first micro-batches of the training data, padding included, since GEMMs run over it too;
     towers over those with an image. Rounded up to a multiple of 16, or from 1024 on of 128: near sizes cost the same,
@@ -75,7 +80,7 @@ def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Token
     counts.setdefault("lm_head", asked.get("foundation", 0))
     if "image_projector" in family.components:
         counts.setdefault("image_projector", asked.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
-    rows = cfg.train.micro_batch
+    rows = rows_of(cfg)
     return Tokens(counts, max(1, counts.get("foundation", 0) // rows), counts.get("image_encoder", 0) // rows)
 
 
