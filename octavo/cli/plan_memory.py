@@ -140,7 +140,7 @@ def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
             }
         )
         return 0 if found.best is not None else 1
-    print(f"{message}; {ASSUMED}")
+    print(f"{message}; {ASSUMED}{'; of rollouts, no time' if sizes.cfg.train.phase == 'rl' else ''}")
     if found.best is None:
         small = found.smallest
         print(f"nothing fits: {found.tried} settings, and the smallest needs {gb(small.over(card))} more:")
@@ -183,7 +183,8 @@ def _about(kind: str, footprint: Any) -> str:
     if kind == "activations":
         return ", ".join(f"{n / 1024:.1f} KiB a token of {name}" for name, n in footprint.per_token.items())
     if kind == "workspace":
-        return ", ".join(f"{name} {gb(n)}" for name, n in footprint.parts.items())
+        when = "" if footprint.rollout is None else "in the update: "
+        return when + ", ".join(f"{name} {gb(n)}" for name, n in footprint.parts.items())
     return ""
 
 
