@@ -12,7 +12,8 @@ from octavo.cli.main import main
 from octavo.config import load_config
 from octavo.models import shapes
 from octavo.train import base, planning
-from octavo.train.memory_plan import Card, Footprints, assumed
+from octavo.train.memory_plan import Card, Footprints
+from octavo.train.tokens import assumed
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.cli import terminal
-from octavo.train.memory_plan import ASSUMED, KINDS, Card, Footprints, assumed, gb, propose, savings, settings_of
+from octavo.train.memory_plan import ASSUMED, KINDS, Card, Footprints, gb, propose, savings, settings_of
+from octavo.train.tokens import assumed
 
 BEYOND = ("reference", "kv_cache")  # kinds of phases rl and preference alone
 

@@ -15,7 +15,7 @@ from octavo.rl.room import slots_for
 from octavo.train import TrainError, losses, planning
 from octavo.train.memory_plan.footprint import Footprint, Footprints
 from octavo.train.rundir import read_rows
-from octavo.train.tokens import Tokens, _patches
+from octavo.train.tokens import Tokens, _patches, assumed, count
 from tests.generation.test_memory import Peak
 
 Make = Callable[..., Config]
@@ -118,3 +118,13 @@ def test_a_rollout_takes_as_many_sequences_as_there_is_room_for(reinforcing: Mak
         said.append((Path(cfg.run.dir) / "completions.jsonl").read_text())
         assert used == [16] if free is None else 1 < used[0] < 16
     assert said[0] == said[1]
+
+
+def test_where_rows_hold_no_answer_the_longest_micro_batch_is_planned_for(reinforcing: Make, preferring: Make) -> None:
+    """A measured plan asks for it; prompts and pairs are no rows of SFT."""
+    for make, rows in ((reinforcing, 8), (preferring, 4)):
+        cfg = make("data.train=[{path: /nowhere/rows.jsonl}]", "train.seq_length=64")
+        model, family = planning.model_of(cfg)
+        found = count(cfg, None, family, model.config)
+        assert found == assumed(cfg, family.components, model.config)[0] and found.rows == rows
+        assert found.counts["lm_head"] == rows * (4 if make is reinforcing else 64)

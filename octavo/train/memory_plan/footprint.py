@@ -116,7 +116,7 @@ class Footprints:
         self.frozen = states.frozen_of(self.held)
         self._forwards: dict[Any, FakeForward] = {}
         self._standing: dict[Any, int] = {}
-        self._gathered: dict[Any, int] = {}
+        self._gathered: dict[Any, tuple[int, ...]] = {}
         self._plans: dict[Any, fp8.Plan] = {_of_plan(cfg): plan}
         self._flops: dict[Any, Mapping[str, float]] = {}
 
@@ -212,7 +212,8 @@ class Footprints:
         if self._rollouts is not None:
             always = {name: size for name, size in still.items() if name != "gradients" and kinds[name]}
             dtype, autocast = self.forward_of(self.computing(cfg, ranks))
-            more = sum(parts.get(name, 0) for name in ("codes", "values", "gathered"))
+            more = sum(parts.get(name, 0) for name in ("codes", "values"))
+            more += self._gather(cfg, plan)[0] if ranks > 1 else 0
             rollout = self._rollouts.of(cfg, always, tokens, torch.bfloat16 if autocast else dtype, more, ranks)
         return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout)
 
@@ -285,10 +286,7 @@ class Footprints:
         if self.frozen:
             parts["values"] = low * self._dequantized
         if ranks > 1:
-            key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg))
-            if key not in self._gathered:
-                self._gathered[key] = self._gather(cfg, plan)
-            parts["gathered"] = self._gathered[key]
+            parts["gathered"] = sum(self._gather(cfg, plan))
         if cfg.optimizer.offload:
             parts["stream"] = STREAM
         return {name: size for name, size in parts.items() if size}
@@ -304,10 +302,15 @@ class Footprints:
                 sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
         return max(sizes)
 
-    def _gather(self, cfg: Config, plan: fp8.Plan) -> int:
-        both = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
-        blocks = [max((size for name, size in found.items() if name), default=0) for found in both]
-        return sum(found.get("", 0) for found in both) + 2 * sum(blocks)
+    def _gather(self, cfg: Config, plan: fp8.Plan) -> tuple[int, ...]:
+        """Bytes of (weights, gradients) that are whole: the root's, and those of two blocks."""
+        key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg))
+        if key not in self._gathered:
+            both = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
+            self._gathered[key] = tuple(
+                found.get("", 0) + 2 * max((size for name, size in found.items() if name), default=0) for found in both
+            )
+        return self._gathered[key]
 
     @cached_property
     def elements(self) -> int:
