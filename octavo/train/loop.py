@@ -51,6 +51,13 @@ def run(
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
     cfg = base.settled(cfg)
     phase.check(cfg)
+    try:
+        return _run(cfg, console, label, users, phase)
+    finally:
+        phase.close()
+
+
+def _run(cfg: Config, console: Any, label: str, users: Sequence[Callback], phase: Phase) -> RunResult:
     world = parallel.setup(cfg.run.threads, cfg.run.timeout)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
     _refuse_early(cfg)
@@ -120,7 +127,6 @@ def _train(run: Run) -> RunResult:
     finally:
         run.display.end()
         run.job.loader.close()
-        run.job.phase.close()
         if run.log is not None:
             run.log.close()
     # Stopped at the last step: finished, unless its evaluation is still due (made when the run goes on).

@@ -69,8 +69,7 @@ def test_asking_goes_on_with_the_models_own_answers(tmp_path: Path, monkeypatch)
     heard: list[list[dict]] = []
 
     def answers(model, processor, conversations, sampling):
-        ((messages, images),) = conversations
-        assert len(images) == 1 and sampling.temperature == 0
+        ((messages, _),) = conversations
         heard.append([dict(m) for m in messages])
         return [[str(len(heard))]]
 

@@ -21,6 +21,7 @@ from octavo.rl.reinforcing import RlStepper
 from octavo.rl.shown import COMPLETIONS
 from octavo.train.update import AfterBackward
 from tests import ranks
+from tests.rl.forks import both
 from tests.rl.test_reinforcing import LORA, rows_of
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(ranks.START != "fork", reason="what is killed is a fork")]
@@ -181,3 +182,20 @@ def test_a_run_of_preferences_that_was_killed_goes_on_as_if_nothing_had_been(
     rl.run(override(cfg, ["run.resume=auto"]))
     assert without_times(rows_of(cfg)) == without_times(rows_of(whole))
     assert json.loads((Path(cfg.run.dir) / "result.json").read_text())["status"] == "finished"
+
+
+def in_rollout_of_one(rank: int) -> None:
+    if rank == 1:
+        in_rollout(Path())
+
+
+def test_two_ranks_of_which_one_was_killed_go_on_bit_for_bit(reinforcing: Make):
+    over = ("rl.mini_batches=2", "train.steps=4", "run.save_every=1", "rl.show=16", "run.timeout=30")
+    whole, cfg = reinforcing(*over, dir="whole"), reinforcing(*over)
+    assert [code for code, _ in both(whole)] == [0, 0]
+    (code, first), (killed, _) = both(cfg, in_rollout_of_one)
+    assert (code, killed) == (1, -signal.SIGKILL) and "step 3, rollout" in first
+    assert [code for code, _ in both(override(cfg, ["run.resume=auto"]))] == [0, 0]
+    assert without_times(rows_of(cfg)) == without_times(rows_of(whole))
+    there, expected = ((Path(c.run.dir) / COMPLETIONS).read_text() for c in (cfg, whole))
+    assert there == expected

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import rl
+from octavo import rl, train
 from octavo.config import Config, ConfigError, override
 from octavo.data import DataError
 from octavo.generation import GenerationError
@@ -208,3 +208,18 @@ def test_a_resumed_run_with_other_prompts_is_refused(reinforcing: Make, place: P
         with pytest.raises(TrainError, match=found):
             rl.run(override(again, [f"data.train=[{{path: {path}, images: {place / 'digits'}}}]"]))
     assert said(cfg) == before
+
+
+def test_processes_of_rewards_end_with_a_run_that_never_began(reinforcing: Make, tmp_path: Path):
+    (tmp_path / "own.py").write_text("def score(completions, **columns):\n    return [1.0] * len(completions)")
+    cfg = reinforcing(f"rl.rewards=['{tmp_path}/own.py:score']")
+    Path(cfg.run.dir).mkdir()
+    (Path(cfg.run.dir) / "thesis.txt").write_text("years of work")
+    phase, before = rl.phase_of(cfg), set(_children())
+    with pytest.raises(TrainError, match="not empty"):
+        train.run(cfg, phase=phase)
+    assert phase.rewards is not None and set(_children()) == before
+
+
+def _children() -> list[str]:
+    return [line for task in Path("/proc/self/task").iterdir() for line in (task / "children").read_text().split()]
