@@ -12,13 +12,15 @@ LENGTH = 600  # characters of a text that the page shows; completions.jsonl has 
 
 
 def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
-    """The first, the middle and the last step of which both runs kept completions.
+    """The first, the middle and the last step of which both runs kept completions of one prompt (if there is none, of
+    any).
 
     ``[{"step", "rows": [{"prompt", "answer", "high", "fp8"}]}]``; ``high`` and ``fp8`` are ``{"text", "reward",
     "ended"}``, or None where that run was not asked this prompt at this step.
     """
     ours, theirs = _by_step(fp8), _by_step(high)
-    steps = sorted(ours.keys() & theirs.keys())
+    both = sorted(ours.keys() & theirs.keys())
+    steps = [step for step in both if ours[step].keys() & theirs[step].keys()] or both
     chosen = dict.fromkeys(steps[place] for place in (0, len(steps) // 2, -1)) if steps else {}
     found = []
     for step in chosen:
