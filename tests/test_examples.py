@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from octavo import rl
 from octavo.cli.main import main
 from octavo.config import load_config
+from octavo.models import shapes
+from octavo.train import base, planning
+from octavo.train.memory_plan import Card, Footprints
+from octavo.train.tokens import assumed
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))
@@ -18,6 +23,53 @@ TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))
 def test_an_example_is_a_valid_configuration(path: Path) -> None:
     cfg = load_config(path)
     assert cfg.fp8.recipe != "off"
+
+
+COLUMNS = {
+    "weights": ("weights",),
+    "optimizer": ("master", "gradients", "optimizer"),
+    "codes": ("codes",),
+    "reference": ("reference",),
+    "cache": ("kv_cache",),
+    "activations": ("activations", "logits"),
+    "workspace": ("workspace",),
+}
+
+
+def table(path: Path) -> list[str]:
+    """The comment of an example that names a published shape and a card: what is predicted, which must fit."""
+    command = next(line for line in path.read_text().split("\n") if "--shape" in line).split()
+    shape, card = (command[command.index(option) + 1] for option in ("--shape", "--card"))
+    cfg = load_config(path, [f"model.path={shape}"])
+    model, family = shapes.shape_model(shape)
+    base.prepare(model, family, cfg)
+    plan, family, _ = planning.plan_model(cfg, model, family)
+    tokens, _ = assumed(cfg, family.components, model.config)
+    usable = Card.parse(card).usable
+    sizes = Footprints(cfg, model, family, plan, tokens, copy=rl.reference_of(cfg) == "copy", usable=usable).of(cfg)
+    assert sizes.total <= usable
+    moments = {"update": sizes.kinds}
+    if sizes.rollout is not None:
+        moments = {f"rollout, {sizes.rollout.sequences} at a time": sizes.rollout.kinds} | moments
+    rows = [[name, *(sum(kinds.get(k, 0) for k in of) for of in COLUMNS.values())] for name, kinds in moments.items()]
+    heads = [n for n, name in enumerate(COLUMNS, 1) if any(row[n] >= 5e7 for row in rows)]
+    lines = [["", *([*COLUMNS][n - 1] for n in heads), "total"]]
+    lines += [[row[0], *(f"{row[n] / 1e9:.1f}" for n in heads), f"{sum(row[1:]) / 1e9:.1f}"] for row in rows]
+    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "  ".join([name.ljust(wide[0]), *(cell.rjust(w) for cell, w in zip(cells, wide[1:], strict=True))])
+        for name, *cells in lines
+    ]
+    return ["# Predicted, not measured, in GB of 10^9 bytes:", *(f"#   {line}" for line in shown)]
+
+
+PREDICTED = [path for path in sorted(EXAMPLES.glob("*.yaml")) if "Predicted, not measured" in path.read_text()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", PREDICTED, ids=lambda p: p.stem)
+def test_the_memory_that_an_example_names_is_what_is_predicted(path: Path) -> None:
+    assert "\n".join(table(path)) + "\n" in path.read_text()
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from typing import Any
 
 from octavo.cli import arguments, terminal
 from octavo.config import load_config
+from octavo.config.phases import BEYOND_SFT
 from octavo.config.problems import named
 
 
@@ -90,23 +91,25 @@ def _run(args: argparse.Namespace) -> int:
     elif args.tokens is not None:
         tokens = count()
     plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, tokens, measurements)
+    steps, reference = _of_phase(cfg, args.ranks)
     kernel = _attention(cfg, model)
     notes = notes if kernel is None else (*notes, str(kernel))
     if args.fit is not None:
-        sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens)
+        sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.fit, reference)
         held = [pair.partition("=")[0] for pair in arguments.overrides(args)]
         return plan_memory.show_fit(sizes, message, args, held)
     prediction = None if tokens is None else planning.predict(plan, model, tokens)
     if args.measure and not planning.leaves_open(cfg):
         notes = (*notes, _HINT)
-    sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens)
+    sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.card, reference)
     if args.json:
         more: dict[str, Any] = {} if prediction is None else {"prediction": prediction.to_json()}
+        more |= {"step": steps} if steps else {}
         more["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, message, args), args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
     else:
         show(plan, notes, everything=args.all, why=args.why)
-        for sentence in [] if prediction is None else prediction.sentences():
+        for sentence in [*steps, *([] if prediction is None else prediction.sentences())]:
             print(sentence)
         _unless_impossible(lambda: plan_memory.show(sizes, message, args), args)
     if args.save is not None:  # last: whatever becomes of the file, the plan has been shown
@@ -149,6 +152,15 @@ def _unless_impossible(work: Callable[[], Any], args: argparse.Namespace) -> Any
             raise
         terminal.note(f"note: memory is not predicted: {error}")
         return None
+
+
+def _of_phase(cfg: Any, ranks: int) -> tuple[list[str], str | None]:
+    """Of phases beyond SFT: a step in words, and what is the reference."""
+    if cfg.train.phase not in BEYOND_SFT:
+        return [], None
+    from octavo import rl
+
+    return rl.sentences(cfg, ranks), rl.reference_of(cfg)
 
 
 _HINT = (

@@ -3,21 +3,28 @@ fits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.cli import terminal
-from octavo.train.memory_plan import ASSUMED, KINDS, Card, Footprints, assumed, gb, propose, savings, settings_of
+from octavo.train.memory_plan import ASSUMED, KINDS, Card, Footprints, gb, propose, savings, settings_of
+from octavo.train.tokens import assumed
+
+BEYOND = ("reference", "kv_cache")  # kinds of phases rl and preference alone
 
 
-def predicted(cfg: Any, model: Any, family: Any, plan: Any, given: Any) -> tuple[Any, str]:
-    """(what sizes configurations of this model, the sentence on the tokens that it assumes)."""
+def predicted(
+    cfg: Any, model: Any, family: Any, plan: Any, given: Any, card: str | None = None, reference: str | None = None
+) -> tuple[Any, str]:
+    """(what sizes configurations of this model, the sentence on the tokens that it assumes). ``card``: what rollouts
+    are to fit into; ``reference``: base, copy or none."""
     if given is None:
         tokens, message = assumed(cfg, family.components, model.config)
     else:
         counts = ", ".join(f"{name} {n}" for name, n in given.counts.items())
         tokens, message = given, f"tokens of one micro-batch: {counts}"
-    return Footprints(cfg, model, family, plan, tokens), message
+    usable = None if card is None else Card.parse(card).usable
+    return Footprints(cfg, model, family, plan, tokens, copy=reference == "copy", usable=usable), message
 
 
 def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
@@ -36,18 +43,15 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
 def show(sizes: Any, message: str, args: Any) -> None:
     """The table, whether it fits, and what switches buy."""
     one = sizes.of(sizes.cfg, 1)
-    columns, found = ["memory", "one GPU"], [one]
+    found = {"one GPU": one}
     if args.ranks > 1:
-        found.append(sizes.of(sizes.cfg, args.ranks))
-        columns.append(f"each of {args.ranks}")
-    rows = [[kind, *(gb(f.kinds[kind]) for f in found), _about(kind, one)] for kind in KINDS]
-    rows.append(["total", *(gb(f.total) for f in found), ""])
-    if any(f.host for f in found):
-        rows.append(["in host memory", *(gb(f.host) for f in found), ""])
-    print()
-    terminal.show_table([*columns, ""], rows, right=tuple(range(1, len(columns))))
+        found[f"each of {args.ranks}"] = sizes.of(sizes.cfg, args.ranks)
+    _table(found)
     print()
     print(message)
+    last = [*found.values()][-1]
+    if last.rollout is not None:
+        print(_at_a_time(last.rollout, sizes.cfg, args.card))
     if args.ranks > 1:
         wire = {name: gb(size) for name, size in sizes.wire(sizes.cfg, args.ranks).items()}
         print(
@@ -55,7 +59,7 @@ def show(sizes: Any, message: str, args: Any) -> None:
             f"{wire['again']} backward, {wire['gradients']} of gradients (train.gather: {sizes.cfg.train.gather})"
         )
     if args.card:
-        print(fits(Card.parse(args.card), found[-1].total, args.ranks))
+        print(fits(Card.parse(args.card), last.total, args.ranks))
     listed = list(savings(sizes, args.ranks))
     if listed:
         print()
@@ -68,6 +72,37 @@ def show(sizes: Any, message: str, args: Any) -> None:
             ],
             right=(2,),
         )
+
+
+def _table(found: Mapping[str, Any]) -> None:
+    """The bytes of footprints by kind; of phase rl in its two moments."""
+    one = next(iter(found.values()))
+    columns: dict[str, Mapping[str, int]] = {}
+    for name, f in found.items():
+        if f.rollout is None:
+            columns[name] = f.kinds
+        else:
+            columns |= {f"{name}, rollout": f.rollout.kinds, f"{name}, update": f.kinds}
+    there = [kind for kind in KINDS if kind not in BEYOND or any(kinds.get(kind) for kinds in columns.values())]
+    rows = [[kind, *(gb(kinds.get(kind, 0)) for kinds in columns.values()), _about(kind, one)] for kind in there]
+    rows.append(["total", *(gb(sum(kinds.values())) for kinds in columns.values()), ""])
+    if any(f.host for f in found.values()):
+        of = [gb(f.host) for f in found.values() for _ in range(1 + (f.rollout is not None))]
+        rows.append(["in host memory", *of, ""])
+    print()
+    terminal.show_table(["memory", *columns, ""], rows, right=tuple(range(1, 1 + len(columns))))
+
+
+def _at_a_time(rollout: Any, cfg: Any, card: str | None) -> str:
+    """One sentence: how many completions are written at a time, and why so many."""
+    token = f"{rollout.token / 1024:.4g} KiB of cache a token (rl.kv: {cfg.rl.kv})"
+    if rollout.sequences == rollout.of:
+        why = "all of a step"
+    elif cfg.rl.slots is not None:
+        why = f"rl.slots, of {rollout.of} of a step"
+    else:
+        why = f"as many of a step's {rollout.of} as {card} has room for; a run decides by what is free"
+    return f"rollout: {rollout.sequences} completions at a time ({why}), {token}"
 
 
 def _saved(size: int) -> str:
@@ -106,7 +141,7 @@ def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
             }
         )
         return 0 if found.best is not None else 1
-    print(f"{message}; {ASSUMED}")
+    print(f"{message}; {ASSUMED}{'; of rollouts, no time' if sizes.cfg.train.phase == 'rl' else ''}")
     if found.best is None:
         small = found.smallest
         print(f"nothing fits: {found.tried} settings, and the smallest needs {gb(small.over(card))} more:")
@@ -149,7 +184,8 @@ def _about(kind: str, footprint: Any) -> str:
     if kind == "activations":
         return ", ".join(f"{n / 1024:.1f} KiB a token of {name}" for name, n in footprint.per_token.items())
     if kind == "workspace":
-        return ", ".join(f"{name} {gb(n)}" for name, n in footprint.parts.items())
+        when = "" if footprint.rollout is None else "in the update: "
+        return when + ", ".join(f"{name} {gb(n)}" for name, n in footprint.parts.items())
     return ""
 
 

@@ -152,7 +152,11 @@ class RlSection(Section):
         default="bf16", description="Keys and values of rollouts: as computed, or FP8 with a scale a token and head."
     )
     slots: int | None = Field(
-        default=None, ge=1, le=2**16, description="Sequences that are generated at a time, a process. Absent: all."
+        default=None,
+        ge=1,
+        le=2**16,
+        description="Sequences that are generated at a time, a process. Absent: all of a step, or as many as a GPU has "
+        "room for; what is generated does not depend on it.",
     )
     invariant: bool = Field(
         default=False,

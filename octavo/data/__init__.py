@@ -130,12 +130,14 @@ def eval_set(
     report_path: str | Path | None = None,
     micro_batch: int | None = None,
 ) -> EvalSet | None:
-    """The held-out data of a configuration; None where it names none. Raises `DataError`."""
+    """The held-out data of a configuration; None where it names none. In phase rl rows may be `prompt` and `answer`.
+    Raises `DataError`."""
     if not cfg.data.eval:
         return None
+    kind = "answered" if cfg.train.phase == "rl" else "conversations"
     return EvalSet(
-        [read(d) for d in cfg.data.eval], encoder(cfg, processor), micro_batch or cfg.train.micro_batch, rank, world,
-        cfg.data.on_bad_sample, report_path,
+        [read(d, kind) for d in cfg.data.eval], encoder(cfg, processor), micro_batch or cfg.train.micro_batch, rank,
+        world, cfg.data.on_bad_sample, report_path,
     )  # fmt: skip
 
 

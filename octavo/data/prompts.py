@@ -27,6 +27,7 @@ from octavo.data.conversations import (
     check_turns,
     find_images,
     naming,
+    parse,
     read_turns,
     shown,
 )
@@ -105,6 +106,20 @@ def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: P
         words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
         conversation = Conversation(tuple(prompt), files, str(file), row, identity)
         return PromptRow(conversation, answer, columns | words | {"images": [str(path) for path in files]})
+
+
+def parse_answered(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
+    """A held-out row as a conversation: one with `prompt` ends with its `answer`, the first where several are right;
+    all others are read as for SFT. Raises `BadSample`."""
+    if format != "prompt":
+        return parse(raw, format, file=file, row=row, images=images)
+    found = parse_prompt(raw, format, file=file, row=row, images=images)
+    answer = found.answer[0] if isinstance(found.answer, list) else found.answer
+    if answer is None:
+        with naming(raw, file, row):
+            raise RowProblem("has no answer to be held against; give it one, or leave it out of data.eval")
+    asked = found.conversation
+    return replace(asked, turns=(*asked.turns, Turn("assistant", (Text(answer),))))
 
 
 def numbered(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[PromptSample]:

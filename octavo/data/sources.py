@@ -10,7 +10,7 @@ from octavo.data.conversations import parse, shown
 from octavo.data.errors import BadSample, DataError
 from octavo.data.files import Rows, open_rows
 from octavo.data.pairs import parse_labelled, parse_pair
-from octavo.data.prompts import parse_prompt
+from octavo.data.prompts import parse_answered, parse_prompt
 
 if TYPE_CHECKING:
     from octavo.config import Dataset
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 LOOKED_AT = 200
 # What a row is taken for; each reads it as its file says.
 KINDS: dict[str, Callable[..., Any]] = {
-    "conversations": parse, "prompts": parse_prompt, "pairs": parse_pair, "labelled": parse_labelled,
+    "conversations": parse, "prompts": parse_prompt, "answered": parse_answered, "pairs": parse_pair,
+    "labelled": parse_labelled,
 }  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def read(dataset: Dataset, kind: str = "conversations") -> Source:
         if format != "auto":
             raise DataError(f"{rows.path}: format is {format}, and preferences are told by their keys; leave it out")
     elif format == "auto":
-        format = recognise(rows, kind == "prompts")
+        format = recognise(rows, kind in ("prompts", "answered"))
     return Source(rows, format, images, dataset.max_samples, kind)
 
 

@@ -3,7 +3,7 @@
 from octavo.generation.caller import Context
 from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError
-from octavo.generation.memory import Bytes, Shape, predict, sequences_that_fit
+from octavo.generation.memory import Bytes, Shape, bytes_of_token, predict, sequences_that_fit
 from octavo.generation.prompts import answers, prompt_of
 from octavo.generation.request import Completion, Prompt, Sampling
 
@@ -17,6 +17,7 @@ __all__ = [
     "Sampling",
     "Shape",
     "answers",
+    "bytes_of_token",
     "predict",
     "prompt_of",
     "sequences_that_fit",

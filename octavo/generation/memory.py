@@ -4,6 +4,7 @@
     slots       of each sequence a token, a random number, a log-probability and an entropy for each new token
     workspace   the most that a decode step makes beside the model's own activations: either one layer's keys and values
                 in fp32 with the scores over them, or the logits and what is made of them to choose
+    prefill     what prompts make that run through the model at once, inside one layer; an estimate
 
 A token of Qwen3-8B (36 layers, 8 heads of 128) is 144 KiB in BF16 and 74.25 KiB in FP8.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from octavo import models
+from octavo.generation.batch import PREFILL
 from octavo.generation.pages import PAGE, pages_of
 from octavo.generation.request import Sampling
 from octavo.generation.sampling import bytes_to_choose
@@ -26,13 +28,14 @@ _OF_A_NEW_TOKEN = 8 + 8 + 4 + 4
 @dataclass(frozen=True)
 class Shape:
     """Sequences at a time, and how they share: prompts of at most `prompt` tokens, each with `group` samples of at most
-    `new` tokens; `page` tokens a page."""
+    `new` tokens; `page` tokens a page; `patches` of images in each prompt."""
 
     sequences: int
     prompt: int
     new: int
     group: int = 1
     page: int = PAGE
+    patches: int = 0
 
     @property
     def whole(self) -> int:
@@ -56,24 +59,40 @@ class Shape:
         shared = self.groups * (self.prompt // self.page) if self.group > 1 else 0
         return shared + self.sequences * self.own + (self.group > 1)
 
+    @property
+    def together(self) -> int:
+        """Prompts that run through the model at once: those that fill the slots, up to `PREFILL` tokens of them."""
+        return min(-(-self.sequences // self.group), max(1, PREFILL // self.prompt))
+
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of generation beside the model: what is held (`cache`, `slots`) and the most that a decode step adds."""
+    """Of generation beside the model: what is held (`cache`, `slots`), and the most that a decode step or the prompts
+    add."""
 
     cache: int
     slots: int
     workspace: int
+    prefill: int
+
+    @property
+    def held(self) -> int:
+        return self.cache + self.slots
 
     @property
     def total(self) -> int:
-        return self.cache + self.slots + self.workspace
+        return self.held + max(self.workspace, self.prefill)
 
 
 def cache_bytes(shape: models.CacheShape, pages: int, page: int, kv: str, dtype: torch.dtype) -> int:
     """Bytes of a cache of so many pages."""
     number = shape.dim + 4 if kv == "fp8" else shape.dim * dtype.itemsize
     return shape.layers * 2 * shape.heads * pages * page * number
+
+
+def bytes_of_token(config: Any, kv: str = "bf16", dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes that a token takes in the cache."""
+    return cache_bytes(models.cache_shape(config), 1, 1, kv, dtype)
 
 
 def predict(
@@ -85,19 +104,22 @@ def predict(
         cache_bytes(model, shape.pages, shape.page, kv, dtype),
         shape.sequences * shape.new * _OF_A_NEW_TOKEN,
         max(_attention(model, shape, kv, dtype), _choice(model, shape, dtype, sampling or Sampling(shape.new))),
+        _prefill(config, model, shape, dtype),
     )
 
 
 def sequences_that_fit(
     budget: int, config: Any, prompt: int, new: int, group: int = 1, page: int = PAGE, kv: str = "bf16",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, patches: int = 0, most: int = 1 << 31,
 ) -> int:  # fmt: skip
-    """The most sequences at a time whose generation takes at most `budget` bytes; 0 where none does."""
-    low, high = 0, 1
+    """The most sequences at a time, up to `most`, whose generation takes at most `budget` bytes; 0 where none does."""
 
     def fits(count: int) -> bool:
-        return predict(config, Shape(count, prompt, new, group, page), kv, dtype).total <= budget
+        return predict(config, Shape(count, prompt, new, group, page, patches), kv, dtype).total <= budget
 
+    if fits(most):
+        return most
+    low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
@@ -114,6 +136,26 @@ def _attention(model: models.CacheShape, shape: Shape, kv: str, dtype: torch.dty
     kept = model.dim + 4 if kv == "fp8" else 0 if dtype == torch.float32 else model.dim * dtype.itemsize
     scores = model.queries * shape.sequences * (shape.prompt + shape.new) * 4
     return fp32 + max(2 * model.heads * max(own, shared) * kept, 2 * scores)
+
+
+def _prefill(config: Any, model: models.CacheShape, shape: Shape, dtype: torch.dtype) -> int:
+    """Prompts together: the larger of what a layer of the decoder and one of the tower make of them (the embeddings,
+    which the model's forward holds on to, the residual and its norm, cosines and sines; and gate, up and their product,
+    or queries, keys and values with what attention gives), images' patches as they come, and the logits behind each
+    prompt."""
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    each = getattr(text, "moe_intermediate_size", None)
+    inner = each * text.num_experts_per_tok if each else text.intermediate_size
+    attention = 2 * (2 * model.queries + 2 * model.heads) * model.dim
+    decoder = shape.prompt * (3 * text.hidden_size + 2 * model.dim + max(3 * inner, attention))
+    tower = pixels = 0
+    if vision is not None and shape.patches:
+        tower = shape.patches * (2 * vision.hidden_size + max(3 * vision.intermediate_size, 8 * vision.hidden_size))
+        side = vision.patch_size
+        area = side**2 if isinstance(side, int) else side[0] * side[1]
+        channels = getattr(vision, "in_channels", None) or vision.num_channels
+        pixels = shape.patches * area * channels * getattr(vision, "temporal_patch_size", 1)
+    return shape.together * dtype.itemsize * (max(decoder, tower) + pixels + model.vocabulary)
 
 
 def _choice(model: models.CacheShape, shape: Shape, dtype: torch.dtype, sampling: Sampling) -> int:

@@ -1,6 +1,6 @@
 """Published models by their dimensions alone, for planning without weights or network.
 
-Sources: the `config.json` of each checkpoint (Qwen/Qwen3-VL-*-Instruct, Qwen/Qwen2.5-VL-7B-Instruct,
+Sources: the `config.json` of each checkpoint (Qwen/Qwen3-VL-*-Instruct, Qwen/Qwen3-*, Qwen/Qwen2.5-VL-7B-Instruct,
 OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-0.5B) and LLM-Foundry's `mpt-1b.yaml`.
 `nvila_8b` has the parts of NVILA-Lite-8B: SigLIP-so400m at 448 pixels, 2 x 2 patches to a token, Qwen2-7B.
 transformers has no NVILA; these parts are put together as InternVL, whose tower, pixel shuffle and projector have the
@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen3Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -113,6 +114,12 @@ def _qwen2_5_0_5b() -> PreTrainedConfig:
     return Qwen2Config(**_decoder(151936, 896, 4864, 24, 14, 2, 32768, **more))
 
 
+def _qwen3(*sizes: int, tied: bool) -> PreTrainedConfig:
+    """hidden, intermediate, layers, heads, key-value heads."""
+    more = {"head_dim": 128, "rope_parameters": dict(_ROPE), "tie_word_embeddings": tied}
+    return Qwen3Config(**_decoder(151936, *sizes, 40960, **more))
+
+
 def _llama2_7b() -> PreTrainedConfig:
     return LlamaConfig(**_decoder(32000, 4096, 11008, 32, 32, 32, 4096, rms_norm_eps=1e-5, tie_word_embeddings=False))
 
@@ -129,6 +136,9 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_5_vl_7b": _qwen2_5_vl_7b,
     "internvl3_5_8b": _internvl3_5_8b,
     "nvila_8b": _nvila_8b,
+    "qwen3_1_7b": lambda: _qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "qwen3_8b": lambda: _qwen3(4096, 12288, 36, 32, 8, tied=False),
+    "qwen3_14b": lambda: _qwen3(5120, 17408, 40, 40, 8, tied=False),
     "llama2_7b": _llama2_7b,
     "qwen2_5_0_5b": _qwen2_5_0_5b,
     "mpt_1b": _mpt_1b,

@@ -1,5 +1,6 @@
 """Reinforcement learning and preferences: objectives as papers write them, rewards, roles and the phases of a run."""
 
+from octavo.rl.planned import reference_of, sentences
 from octavo.rl.run import phase_of, run
 
-__all__ = ["phase_of", "run"]
+__all__ = ["phase_of", "reference_of", "run", "sentences"]

@@ -21,7 +21,7 @@ from octavo.rl.algorithms import PREFERENCES, Preference
 from octavo.rl.figures import Figures, add_up, whole
 from octavo.rl.kto import AnswerCounts, baseline, kto
 from octavo.rl.preference import PairCounts, Pairs, answer_logps
-from octavo.rl.roles import Reference, reference_for
+from octavo.rl.roles import Reference, reference_for, with_bytes
 from octavo.train import Observe, losses
 from octavo.train.forward import log_probs
 from octavo.train.phase import Phase
@@ -75,7 +75,7 @@ class PreferenceStepper(Stepper):
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         self.told = []
         result = super().run(batches, lr, observe)
-        return replace(result, figures=whole(add_up(self.told), self.world))
+        return replace(with_bytes(result, self.reference), figures=whole(add_up(self.told), self.world))
 
     def totals(self, batches: Batches) -> Tensor:
         """[pairs or labelled answers, tokens, loss tokens] over all ranks."""

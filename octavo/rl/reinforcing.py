@@ -34,7 +34,8 @@ from octavo.rl.objectives import Batch, Counts, policy_loss
 from octavo.rl.penalties import difference_of, kl, overlong, without_truncated
 from octavo.rl.proving import SameWeights
 from octavo.rl.rewards import Rewards
-from octavo.rl.roles import Reference, reference_for, watched_by_nobody
+from octavo.rl.roles import Reference, reference_for, watched_by_nobody, with_bytes
+from octavo.rl.room import free_bytes, slots_for
 from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown, shown_lines
 from octavo.train import Observe, TrainError, losses
@@ -78,7 +79,6 @@ class Reinforcing(Phase):
             raise TrainError(f"rl.invariant: true cannot be: {why}")
         settings = stepper.settings
         forward = stepper.forward
-        own = settings.section.prompts * settings.section.group // stepper.world.size
 
         def dummy_image(needed: bool) -> None:
             forward.images = not needed
@@ -87,7 +87,7 @@ class Reinforcing(Phase):
             stepper.model,
             processor.tokenizer,
             generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
-            slots=min(settings.section.slots or own, own),
+            slots=settings.section.slots or 1,  # each rollout says
             kv=settings.section.kv,
             invariant=settings.section.invariant,
         )
@@ -129,6 +129,7 @@ class RlStepper(Stepper):
     shown: Shown | None = None
     counts: Counts | None = None
     told: list[Figures] = field(default_factory=list)
+    cached: int = 0
     learnt: tuple[Batches, Batches] | None = None
 
     def __post_init__(self) -> None:
@@ -139,6 +140,7 @@ class RlStepper(Stepper):
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """One step from this rank's prompts."""
         began = time.perf_counter()
+        self.cached = 0
         self.rollout, figures = rollout, _ = self.rolled([*batches])
         rolled = time.perf_counter()
         self.world.at(f"step {self.number}, forward and backward")
@@ -162,6 +164,7 @@ class RlStepper(Stepper):
         lines = self.world.gather_objects(shown_lines(self.number, rollout, self.settings.section.show))
         if self.shown is not None:
             self.shown.write(sum(lines, []))
+        results[0] = with_bytes(results[0], self.reference, kv_cache=self.cached)
         return _joined(results, figures)
 
     # --- rollout ------------------------------------------------------------------------------------------------------
@@ -187,17 +190,20 @@ class RlStepper(Stepper):
         return sorted(number for mine in every for number in mine)
 
     def _roll(self, prompts: list[data.PromptSample]) -> Rollout:
-        section = self.settings.section
-        assert self.engine is not None and self.rewards is not None
+        section, engine = self.settings.section, self.engine
+        assert engine is not None and self.rewards is not None
         self.world.at(f"step {self.number}, rollout")
+        asked = [prompt_of(p) for p in prompts]
+        engine.slots = slots_for(engine, asked, section, free_bytes(self.world.device))
         with fp8.uncounted():
-            completions = self.engine.generate(
-                [prompt_of(p) for p in prompts],
+            completions = engine.generate(
+                asked,
                 self.settings.sampling(self.number, self.places),
                 section.group,
                 lambda done, total: self.doing(f"rollout {done}/{total}"),
             )
-        self.engine.release()
+        self.cached = max(self.cached, sum(engine.bytes.values()))
+        engine.release()
         self.same.wrote(self.number)
         self.world.at(f"step {self.number}, rewards")
         self.doing("rewards")

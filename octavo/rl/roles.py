@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,15 +18,20 @@ from torch import Tensor, nn
 
 from octavo import fp8, models, parallel
 from octavo.config import Config
-from octavo.config.sections import FITTING
+from octavo.train import base
 from octavo.train.forward import Forward, autocasts, keep_towers_running, log_probs, model_dtype
-from octavo.train.step import Stepper
+from octavo.train.memory import weight_bytes
+from octavo.train.step import Stepper, StepResult
 
 
 class Reference(Protocol):
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-probabilities [B, P] of `target` at the positions `keep`, as `train.forward.log_probs` gives them,
         without a graph."""
+
+    @property
+    def bytes(self) -> int:
+        """That it takes beside the policy."""
 
 
 def reference_for(asked: str, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Reference:
@@ -34,15 +40,24 @@ def reference_for(asked: str, stepper: Stepper, plan_file: Path, say: Callable[[
     Raises TrainError where it cannot be, and what loading raises.
     """
     cfg = stepper.cfg
-    if asked == "base" or (asked == "auto" and cfg.lora is not None):
+    if kind_of(asked, cfg) == "base":
         if cfg.lora is not None and cfg.lora.adapter is not None:
             say(f"note: the reference is the base without adapters, not with those of {cfg.lora.adapter}")
         return Base(stepper)
     return Copy.of(stepper, plan_file, say)
 
 
+def kind_of(asked: str, cfg: Config) -> str:
+    """`base` or `copy`, of auto as well."""
+    if asked != "auto":
+        return asked
+    return "copy" if cfg.lora is None else "base"
+
+
 class Base:
     """The policy without its adapters."""
+
+    bytes = 0
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
@@ -67,7 +82,7 @@ class Copy:
         model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_as_it_is(cfg))
         model.requires_grad_(False).eval()
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
-        into_codes(model, plan)
+        base.into_codes(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocasts(cfg, world.device))
         keep_towers_running(model, family, forward, world)
@@ -81,24 +96,21 @@ class Copy:
     def model(self) -> nn.Module:
         return self.forward.model
 
+    @property
+    def bytes(self) -> int:
+        return weight_bytes(self.model)
+
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
         with watched_by_nobody(self.model):
             return log_probs(self.forward, self.head, batch, keep, target, temperature)[0]
 
 
-def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
-    """Make codes of the weights of all layers that a plan has in FP8 by a recipe that multiplies by frozen ones; the
-    head stays, whose weight may be the embedding's."""
-    kinds = {recipe: kind for kind, fitting in FITTING.items() for recipe in fitting}
-    for row in plan.rows:
-        if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
-            continue
-        path, _, name = (row.name if row.kind == "experts" else f"{row.name}.weight").rpartition(".")
-        module = model.get_submodule(path)
-        weight = module._parameters[name]
-        assert weight is not None
-        turned = weight.dim() == 3 and bool(getattr(module, "is_transposed", False))
-        module._parameters[name] = fp8.freeze_weight(weight, fp8.FROZEN[kinds[row.recipe.name]], transposed=turned)
+def with_bytes(result: StepResult, reference: Reference | None, **more: int) -> StepResult:
+    """The result of a step whose memory, where it was counted, has these kinds besides, and `reference`."""
+    if result.memory is None:
+        return result
+    held = {} if reference is None else {"reference": reference.bytes}
+    return replace(result, memory={**result.memory, **more, **held})
 
 
 def _as_it_is(cfg: Config) -> dict[str, Any]:

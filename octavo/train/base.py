@@ -95,6 +95,21 @@ def _not_cast_twice(asked: Mapping[str, fp8.CastSpec], there: Mapping[str, fp8.C
             )
 
 
+def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
+    """Make codes of the weights of all layers that a plan has in FP8 by a recipe that multiplies by frozen ones; the
+    head stays, whose weight may be the embedding's."""
+    kinds = {recipe: kind for kind, fitting in FITTING.items() for recipe in fitting}
+    for row in plan.rows:
+        if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
+            continue
+        path, _, name = (row.name if row.kind == "experts" else f"{row.name}.weight").rpartition(".")
+        module = model.get_submodule(path)
+        weight = module._parameters[name]
+        assert weight is not None
+        turned = weight.dim() == 3 and bool(getattr(module, "is_transposed", False))
+        module._parameters[name] = fp8.freeze_weight(weight, fp8.FROZEN[kinds[row.recipe.name]], transposed=turned)
+
+
 def keeps_codes(cfg: Config) -> bool:
     """Whether the codes of a checkpoint in FP8 stay codes: only where nothing trains its weights."""
     return cfg.lora is not None and cfg.model.keep_fp8

@@ -46,7 +46,8 @@ class Memory:
 
     def report(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """weights, master (what makes weights exact beside them), gradients, optimizer (moments), codes (FP8 codes of
-        weights), activations, logits, peak_rss (of the process); on CUDA peak_cuda too."""
+        weights), activations, logits, peak_rss (of the process); on CUDA peak_cuda too. Phases that hold more add it:
+        reference (weights of a frozen copy), kv_cache (what the rollout's sequences took, until it was released)."""
         weights = list(self.model.parameters())
         states = [(key, v) for s in optimizer.state.values() for key, v in s.items() if isinstance(v, Tensor)]
         kinds = {
@@ -62,6 +63,11 @@ class Memory:
         if torch.cuda.is_available():
             kinds["peak_cuda"] = torch.cuda.max_memory_allocated()
         return kinds
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Parameters of a model that nobody trains, and FP8 codes beside them."""
+    return _bytes(model.parameters()) + fp8.code_bytes(model)
 
 
 def made_by_model(found: SavedBytes) -> Iterator[Row]:

@@ -114,7 +114,14 @@ def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
 
 def micro_steps_of(cfg: Config, ranks: int = 1) -> int:
     """Forwards of one rank in an optimizer step."""
-    return max(1, -(-cfg.train.global_batch // (ranks * cfg.train.micro_batch)))
+    return max(1, -(-samples_of(cfg) // (ranks * cfg.train.micro_batch)))
+
+
+def samples_of(cfg: Config) -> int:
+    """Samples that an optimizer step learns from: rows, pairs, or completions."""
+    if cfg.train.phase == "rl" and cfg.rl is not None:
+        return cfg.rl.prompts // cfg.rl.mini_batches * cfg.rl.group
+    return cfg.train.global_batch
 
 
 def predict(plan: fp8.Plan, model: nn.Module, tokens: Tokens) -> fp8.Prediction | None:

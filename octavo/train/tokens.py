@@ -9,9 +9,11 @@ from typing import Any
 
 from octavo import data, models
 from octavo.config import Config
+from octavo.config.phases import BEYOND_SFT
 from octavo.train.errors import TrainError
 
 MICRO_BATCHES = 8  # that are looked at
+_PIXELS = 1024 * 1024  # of an image where data.max_pixels does not say
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,21 @@ class Tokens:
         return max(1, self.counts.get("foundation", 0) // self.row)
 
 
+def rows_of(cfg: Config) -> int:
+    """Rows of a micro-batch: pairs, and labelled answers with what they are compared with, are two each."""
+    return cfg.train.micro_batch * (2 if cfg.train.phase == "preference" else 1)
+
+
 def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
     """The mean over the first micro-batches of the training data, padding included, since GEMMs run over it too;
     towers over those with an image. Rounded up to a multiple of 16, or from 1024 on of 128: near sizes cost the same,
     and a measurement made for one serves the other.
 
-    Raises DataError as training on these rows would.
+    Of phases whose rows have no answers of their own, or two, what :func:`assumed` says. Raises DataError as training
+    on these rows would.
     """
+    if cfg.train.phase in BEYOND_SFT:
+        return assumed(cfg, family.components, config)[0]
     train = cfg.train.model_copy(update={"global_batch": cfg.train.micro_batch})
     plain = cfg.model_copy(update={"train": train, "data": cfg.data.model_copy(update={"workers": 0})})
     loader = data.train_loader(plain, processor)
@@ -75,8 +85,42 @@ def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Token
     counts.setdefault("lm_head", asked.get("foundation", 0))
     if "image_projector" in family.components:
         counts.setdefault("image_projector", asked.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
-    rows = cfg.train.micro_batch
+    rows = rows_of(cfg)
     return Tokens(counts, max(1, counts.get("foundation", 0) // rows), counts.get("image_encoder", 0) // rows)
+
+
+def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
+    """The longest micro-batch that a configuration allows, and the sentence that says what was assumed.
+
+    Rows of `train.seq_length` tokens; where the model sees, an image of `data.max_pixels` in each (1 megapixel where it
+    says nothing), as far as the row has room.
+    """
+    rows, row, answer = rows_of(cfg), cfg.train.seq_length, 0
+    message = f"assumed: train.micro_batch {cfg.train.micro_batch} x train.seq_length {row} tokens, rows of one length"
+    if cfg.train.phase == "preference":
+        message += ", two for each sample"
+    if cfg.train.phase == "rl" and cfg.rl is not None:
+        answer = cfg.rl.max_new_tokens
+        message += f", {answer} of them (rl.max_new_tokens) a completion"
+    counts = {"foundation": rows * row, "lm_head": rows * (answer or row)}
+    image = 0
+    vision = getattr(config, "vision_config", None)
+    if "image_encoder" in components and vision is not None:
+        pixels = cfg.data.max_pixels or _PIXELS
+        if hasattr(vision, "spatial_merge_size"):
+            merge = vision.spatial_merge_size**2
+            image = min(pixels // vision.patch_size**2 // merge, row - answer - 2) * merge
+            out = image // merge
+        else:
+            (height, width), (ph, pw) = vision.image_size, vision.patch_size
+            cells = (height // ph) * (width // pw)
+            length = int(cells * config.downsample_ratio**2)
+            tiles = max(1, min(pixels // (height * width), (row - answer - 2) // (length + 1)))
+            image, out = tiles * (cells + 1), tiles * length
+        counts |= {"image_encoder": rows * max(0, image), "image_projector": rows * max(0, out)}
+        message += f", in each an image of {max(0, image)} patches ({max(0, out)} of its tokens)"
+    known = {name: n for name, n in counts.items() if name in components}
+    return Tokens(known, row, max(0, image)), f"{message}; --tokens says otherwise"
 
 
 def attention_flops(config: Any, tokens: Tokens) -> float | None:

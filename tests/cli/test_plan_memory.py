@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from octavo import rl
 from octavo.cli import plan_memory
 from octavo.cli.main import main
+from octavo.config import load_config
 from octavo.train.memory_plan import Switch
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama2_7b_coat.yaml"
@@ -60,3 +62,44 @@ def test_fit_proposes_yaml(capsys) -> None:
     assert "\n  states: fp8\n" in out and "by an estimate of FLOPs and bytes (not a measurement)" in out
     assert main(["plan", "--shape", "llama2_7b", "--fit", "4GB", "train.global_batch=1", *held]) == 1
     assert "nothing fits" in capsys.readouterr().out
+
+
+EXAMPLES = EXAMPLE.parent
+
+
+def test_a_step_of_rl_in_its_two_moments(capsys, monkeypatch) -> None:
+    """Of a card too small for all completions of a step, as many at a time as there is room for."""
+    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: [])
+    file = EXAMPLES / "qwen3_1_7b_grpo_lora_5gb.yaml"
+    small = ["rl.slots=null", "rl.kl=0.1", "train.seq_length=512", "rl.max_new_tokens=384", "rl.prompts=16"]
+    command = ["plan", str(file), "--shape", "qwen3_1_7b", "--card", "4.5GB", *small]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert (
+        "a step: 16 prompts x 8 completions of up to 384 tokens, rewarded by math; 1 update by grpo, each of 128 "
+        "completions in 128 micro-batches of 1\nreference: the base without its adapters: a forward more, and no memory"
+    ) in out
+    assert "one GPU, rollout  one GPU, update" in out and "384 of them (rl.max_new_tokens) a completion" in out
+    assert "57.75 KiB of cache a token (rl.kv: fp8)" in out and "as many of a step's 128 as 4.5GB has room for" in out
+    assert main([*command, "--json", "rl.reference=copy"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    memory = found["memory"]
+    rollout = memory["rollout"]
+    assert rollout["total"] == sum(rollout["bytes"].values()) and 0 < rollout["sequences"] < rollout["of"] == 128
+    assert memory["total"] == max(memory["update"], rollout["total"])
+    assert memory["bytes"]["reference"] == rollout["bytes"]["reference"] > 1.4e9 and "frozen copy" in found["step"][1]
+    assert memory["bytes"]["kv_cache"] == 0 < rollout["bytes"]["kv_cache"]
+
+
+def test_a_step_of_preferences_has_two_rows_a_pair(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: [])
+    file = EXAMPLES / "qwen3_vl_8b_dpo_lora.yaml"
+    command = ["plan", str(file), "--shape", "qwen3_1_7b", "--json", "fp8.image_encoder=null", "train.seq_length=256"]
+    assert main([*command, "train.recompute=none"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == [
+        "a step: 16 pairs in 16 micro-batches of 1, each two rows of a forward; one update by sigmoid",
+        "reference: the base without its adapters: a forward more, and no memory",
+    ]
+    assert found["memory"]["tokens"]["foundation"] == 512 and found["memory"]["tokens"]["row"] == 256
+    assert rl.sentences(load_config(file, ["preference={loss: orpo}"]))[1] == "reference: none: orpo needs none"

@@ -8,10 +8,10 @@ import pytest
 from octavo.data import BadSample, DataError, Encoder, LongSample, PromptEncoder, prompt_loader, read, reward_columns
 
 
-def prompts(folder, rows, name="rows.json", **more):
+def prompts(folder, rows, name="rows.json", kind="prompts", **more):
     path = folder.json(rows, name)
     dataset = SimpleNamespace(**{"path": str(path), "images": None, "max_samples": None, "format": "auto", **more})
-    return read(dataset, "prompts")
+    return read(dataset, kind)
 
 
 def test_sft_rows_give_their_last_answer(folder):
@@ -40,6 +40,22 @@ def test_sft_rows_give_their_last_answer(folder):
     assert len(two[0].conversation.images) == 1 and two[2].conversation.images == ()
     with pytest.raises(BadSample, match="row 1: has an image in its last answer, and completions are text"):
         two[1]
+
+
+def test_held_out_rows_end_with_their_answer(folder):
+    image = folder.image()
+    rows = [
+        {"prompt": "6 x 7?", "answer": 42},
+        {"prompt": "Which?", "image": image, "answer": ["seven", 7]},
+        {"prompt": "Which?", "image": image},
+    ]
+    number, several, none = (lambda n=n: prompts(folder, rows, kind="answered")[n] for n in range(3))
+    assert [(turn.role, turn.text) for turn in number().turns] == [("user", "6 x 7?"), ("assistant", "42")]
+    assert several().turns[-1].text == "seven" and len(several().images) == 1
+    with pytest.raises(BadSample, match=r"row 2: has no answer to be held against"):
+        none()
+    sft = [folder.llava("<image>\nWhat?", "One", "And now?", "Two", image=image)]
+    assert prompts(folder, sft, kind="answered")[0] == prompts(folder, sft, kind="conversations")[0]
 
 
 def test_rows_with_a_prompt(folder):

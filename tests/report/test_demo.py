@@ -68,15 +68,16 @@ def test_picture_in_colour_and_without(image: Image.Image) -> None:
 def test_asking_goes_on_with_the_models_own_answers(tmp_path: Path, monkeypatch) -> None:
     heard: list[list[dict]] = []
 
-    def generate(model, processor, messages, images, max_new_tokens):
+    def answers(model, processor, conversations, sampling):
+        ((messages, _),) = conversations
         heard.append([dict(m) for m in messages])
-        return str(len(heard))
+        return [[str(len(heard))]]
 
     Image.new("L", (16, 16), 200).save(tmp_path / "a.png")
     messages = [{"from": "human", "value": "<image>First?"}, {"from": "gpt", "value": "1"},
             {"from": "human", "value": "Second?"}, {"from": "gpt", "value": "9"}]  # fmt: skip
     (tmp_path / "test.json").write_text(json.dumps([{"image": "a.png", "conversations": messages}]))
-    monkeypatch.setattr("octavo.models.generate", generate)
+    monkeypatch.setattr("octavo.generation.answers", answers)
     monkeypatch.setattr("octavo.train.load_run", lambda run: (None, None, None))
     found = demo.ask(tmp_path, tmp_path / "test.json", 0)
     assert [(a.question, a.answer, a.truth, a.right) for a in found.answers] == [

@@ -207,11 +207,15 @@ def test_page(planted, tmp_path: Path) -> None:
 
 
 def test_page_of_preferences(planted, tmp_path: Path) -> None:
-    records = planted("preference", gaps=(0.01,))
+    cfg = configured("preference", "fp8.recipe=blockwise", "optimizer.states=fp8")
+    records = planted("preference", gaps=(0.01,), cfg=cfg)
     html = write(judge(records, Trial()), records, tmp_path / "report")[0].read_text()
     heads = re.findall(r"<h2>(.*?)</h2>", html)
     assert "Learning" in heads and "Completions" not in heads and "Margin of rewards" in html
-    assert "Pairs told apart" in html and "high precision, seed 1" in html and not re.search(r"\bnan\b", html)
+    drawing = next(d for d in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL) if "Pairs told apart" in d)
+    assert "high precision, seed 1" in drawing and not re.search(r"\bnan\b", html)
+    costs = html.split("What each saving cost")[1].split("</table>")[0]
+    assert "margin, by this saving" in costs and re.search(r"\+ optimizer.*?0\.0100", costs, flags=re.DOTALL)
 
 
 def test_completions_of_other_prompts_are_told_apart(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from octavo.train.memory_plan.fit import ASSUMED, Fit, Setting, gb, propose, settings_of
 from octavo.train.memory_plan.footprint import KINDS, Card, Footprint, Footprints, changed
-from octavo.train.memory_plan.switches import Switch, assumed, savings
+from octavo.train.memory_plan.switches import Switch, savings
 
 __all__ = [
-    "ASSUMED", "KINDS", "Card", "Fit", "Footprint", "Footprints", "Setting", "Switch", "assumed", "changed", "gb",
+    "ASSUMED", "KINDS", "Card", "Fit", "Footprint", "Footprints", "Setting", "Switch", "changed", "gb",
     "propose", "savings", "settings_of",
 ]  # fmt: skip

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import adapters, fp8, models
 from octavo.config import Config
+from octavo.config.phases import BEYOND_SFT
 from octavo.fp8.dense import backends_for
 from octavo.fp8.memory import ACTIVATION, SavedBytes, count_saved
 from octavo.train import base, build, losses, routing
@@ -173,6 +174,8 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: fp8.Chunk
     target = batch["input_ids"][:, keep]
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
     more: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
+    if cfg.train.phase in BEYOND_SFT:
+        return _of_log_probs(model, batch, keep if trims else None, target, head, cfg)
     smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
     if head is None:
         out = model(**batch, **more, use_cache=False)
@@ -183,6 +186,20 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: fp8.Chunk
             loss = given.take(out.logits).sum()
     balance = getattr(out, "aux_loss", None)
     return loss if balance is None else loss + balance
+
+
+def _of_log_probs(
+    model: nn.Module, batch: dict[str, Any], keep: Tensor | None, target: Tensor, head: fp8.ChunkedHead | None,
+    cfg: Config,
+) -> Tensor:  # fmt: skip
+    """The same in phases that learn from log-probabilities; what their objectives keep is a few numbers a token."""
+    more: dict[str, Any] = {"use_cache": False} | ({} if keep is None else {"logits_to_keep": keep})
+    entropy = cfg.train.phase == "rl"
+    if head is not None:
+        with head.log_probs(target, entropy=entropy, chunk=target.numel()) as given:
+            return given.take(model(**batch, **more).logits).sum()
+    logits = model(**batch, **more).logits
+    return fp8.log_probs(logits if keep is not None else logits[:, : target.shape[1]], target).sum()
 
 
 # --- one block for all of its kind ------------------------------------------------------------------------------------

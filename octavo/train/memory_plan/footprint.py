@@ -5,11 +5,13 @@
     gradients     as they stand after backward
     optimizer     both moments
     codes         FP8 codes of weights that live from step to step
+    reference     phases rl and preference: a frozen copy that the policy is held to (none with LoRA)
+    kv_cache      phase rl, while completions are written (`rollout`), when there are no gradients and no activations
     activations   what a forward keeps for its backward, tokens of the largest micro-batch
     logits        what the head and the loss keep
     workspace     the largest of what comes and goes within a step
 
-The first five follow from shapes and the plan (`states`), to the byte. Activations and logits are counted in a forward
+The first six follow from shapes and the plan (`states`), to the byte. Activations and logits are counted in a forward
 without values (`activations`). The workspace is estimated here, formula by formula; nothing of it is measured. A run
 reports the same kinds (:mod:`octavo.train.memory`), the workspace excepted.
 """
@@ -36,9 +38,13 @@ from octavo.train.errors import TrainError
 from octavo.train.forward import autocasts, gathers_bf16, model_dtype
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.activations import FakeForward, fake_forward
+from octavo.train.memory_plan.rollout import Rollout, Rollouts, copied
 from octavo.train.tokens import Tokens, attention_flops
 
-KINDS = ("weights", "master", "gradients", "optimizer", "codes", "activations", "logits", "workspace")
+KINDS = (
+    "weights", "master", "gradients", "optimizer", "codes", "reference", "kv_cache",
+    "activations", "logits", "workspace",
+)  # fmt: skip
 
 # Largest number of elements of logits that a chunk of the head makes (octavo.fp8.memory.chunked_loss), by device.
 CHUNK = {"cuda": 2**25, "cpu": 2**23}
@@ -49,7 +55,8 @@ STREAM = 3 * (64 << 20)
 @dataclass(frozen=True)
 class Footprint:
     """``kinds``: kind -> bytes on the rank that holds most. ``per_token``: component -> bytes of activations a token of
-    that component. ``host``: bytes in host memory (offloaded). ``parts``: what the workspace consists of."""
+    that component. ``host``: bytes in host memory (offloaded). ``parts``: what the workspace consists of. ``rollout``:
+    of phase rl, whose other moment this is then."""
 
     kinds: Mapping[str, int]
     per_token: Mapping[str, float]
@@ -57,12 +64,19 @@ class Footprint:
     parts: Mapping[str, int]
     tokens: Tokens
     ranks: int
+    rollout: Rollout | None = None
+
+    @property
+    def update(self) -> int:
+        return sum(self.kinds.values())
 
     @property
     def total(self) -> int:
-        return sum(self.kinds.values())
+        """Of the moment that needs most."""
+        return max(self.update, self.rollout.total if self.rollout else 0)
 
     def to_json(self) -> dict[str, Any]:
+        more = {} if self.rollout is None else {"update": self.update, "rollout": self.rollout.to_json()}
         return {
             "ranks": self.ranks,
             "tokens": {**self.tokens.counts, "row": self.tokens.row, "image": self.tokens.image},
@@ -71,6 +85,7 @@ class Footprint:
             "per_token": dict(self.per_token),
             "host": self.host,
             "workspace": dict(self.parts),
+            **more,
         }
 
 
@@ -83,22 +98,31 @@ class Footprints:
         plan: that of ``cfg``.
         tokens: of one micro-batch of ``cfg``.
         device: the type of device that will train, "cuda" or "cpu".
+        copy: whether a frozen copy of the model stands beside it, as a reference.
+        usable: bytes of the card that rollouts are to fit into; None: whatever they take.
     """
 
     def __init__(
-        self, cfg: Config, model: nn.Module, family: models.Family, plan: fp8.Plan, tokens: Tokens, device: str = "cuda"
-    ) -> None:
+        self, cfg: Config, model: nn.Module, family: models.Family, plan: fp8.Plan, tokens: Tokens,
+        device: str = "cuda", copy: bool = False, usable: int | None = None,
+    ) -> None:  # fmt: skip
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
+        self._copied = copied(self.config, family, plan) if copy else None
+        self._rollouts = Rollouts(self.config, usable) if cfg.train.phase == "rl" else None
         self.dressed = base.with_adapters(model, family, cfg)  # what is trained, and what runs
         self.held = states.held(self.dressed, family)
         self.reached = states.backward_reaches(self.dressed)
         self.frozen = states.frozen_of(self.held)
         self._forwards: dict[Any, FakeForward] = {}
         self._standing: dict[Any, int] = {}
-        self._gathered: dict[Any, int] = {}
+        self._gathered: dict[Any, tuple[int, ...]] = {}
         self._plans: dict[Any, fp8.Plan] = {_of_plan(cfg): plan}
         self._flops: dict[Any, Mapping[str, float]] = {}
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
 
     def plan_of(self, cfg: Config) -> fp8.Plan:
         """The plan of a configuration: the recipes and backends of the first, other things that are kept."""
@@ -173,6 +197,7 @@ class Footprints:
         parts = self._workspace(cfg, plan, kept, tokens, ranks)
         kinds = {
             **still,
+            "kv_cache": 0,
             "activations": min(activations, resident),
             "logits": kept.logits,
             "workspace": sum(parts.values()),
@@ -183,7 +208,14 @@ class Footprints:
             kinds["master"] = kinds["optimizer"] = 0
         of = {name: kept.blocks.get(name, 0) + kept.outside.get(name, 0) for name in tokens.counts}
         per_token = {name: of[name] / count for name, count in tokens.counts.items() if count and of[name]}
-        return Footprint(kinds, per_token, host, parts, tokens, ranks)
+        rollout = None
+        if self._rollouts is not None:
+            always = {name: size for name, size in still.items() if name != "gradients" and kinds[name]}
+            dtype, autocast = self.forward_of(self.computing(cfg, ranks))
+            more = sum(parts.get(name, 0) for name in ("codes", "values"))
+            more += self._gather(cfg, plan)[0] if ranks > 1 else 0
+            rollout = self._rollouts.of(cfg, always, tokens, torch.bfloat16 if autocast else dtype, more, ranks)
+        return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout)
 
     def standing(self, cfg: Config, ranks: int = 1) -> int:
         """Bytes on the device between steps, and gradients."""
@@ -199,6 +231,10 @@ class Footprints:
             "gradients": ((each, how.update), lambda: states.gradients(cfg, held, ranks)),
             "optimizer": (how.states, lambda: states.states(cfg, held, ranks)),
             "codes": (_of_plan(cfg), lambda: states.codes(plan, self.reached, ranks, self.frozen)),
+            "reference": (
+                (each, _of_plan(cfg)),
+                lambda: 0 if self._copied is None else self._copied(cfg, plan, ranks),
+            ),
         }
         for kind, (on, count) in kinds.items():
             if (kind, ranks, on) not in self._standing:
@@ -218,7 +254,8 @@ class Footprints:
         gathered   under FSDP2: the root's weights and gradients whole, those of two blocks (one is fetched ahead)
         stream     buffers of an optimizer whose states come and go
 
-        The first two are at different times: the larger counts, and with `update: backward` the head's gradient belongs
+        A reference's forward, while activations are there, makes less than the backward does. The first two are at
+        different times: the larger counts, and with `update: backward` the head's gradient belongs
         to the first.
         """
         each, about = states.width(cfg), self._about
@@ -249,10 +286,7 @@ class Footprints:
         if self.frozen:
             parts["values"] = low * self._dequantized
         if ranks > 1:
-            key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg))
-            if key not in self._gathered:
-                self._gathered[key] = self._gather(cfg, plan)
-            parts["gathered"] = self._gathered[key]
+            parts["gathered"] = sum(self._gather(cfg, plan))
         if cfg.optimizer.offload:
             parts["stream"] = STREAM
         return {name: size for name, size in parts.items() if size}
@@ -268,10 +302,15 @@ class Footprints:
                 sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
         return max(sizes)
 
-    def _gather(self, cfg: Config, plan: fp8.Plan) -> int:
-        both = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
-        blocks = [max((size for name, size in found.items() if name), default=0) for found in both]
-        return sum(found.get("", 0) for found in both) + 2 * sum(blocks)
+    def _gather(self, cfg: Config, plan: fp8.Plan) -> tuple[int, ...]:
+        """Bytes of (weights, gradients) that are whole: the root's, and those of two blocks."""
+        key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg))
+        if key not in self._gathered:
+            both = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
+            self._gathered[key] = tuple(
+                found.get("", 0) + 2 * max((size for name, size in found.items() if name), default=0) for found in both
+            )
+        return self._gathered[key]
 
     @cached_property
     def elements(self) -> int:

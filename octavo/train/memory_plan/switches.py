@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.config import Config
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan.footprint import Footprints, changed, refused, value_of
-from octavo.train.tokens import Tokens
 
 # switch -> (values from the most memory to the least, or pairs of them; what it costs)
 SWITCHES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -63,37 +61,3 @@ def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
                 continue
             on = other == values[0] and at > 0
             yield Switch(key, found if on else other, on, saved if on else -saved, cost)
-
-
-# --- tokens without data ----------------------------------------------------------------------------------------------
-
-_PIXELS = 1024 * 1024  # of an image where data.max_pixels does not say
-
-
-def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
-    """The longest micro-batch that a configuration allows, and the sentence that says what was assumed.
-
-    Rows of `train.seq_length` tokens; where the model sees, an image of `data.max_pixels` in each (1 megapixel where it
-    says nothing), as far as the row has room.
-    """
-    rows, row = cfg.train.micro_batch, cfg.train.seq_length
-    counts = {"foundation": rows * row, "lm_head": rows * row}
-    message = f"assumed: train.micro_batch {rows} x train.seq_length {row} tokens, rows of one length"
-    image = 0
-    vision = getattr(config, "vision_config", None)
-    if "image_encoder" in components and vision is not None:
-        pixels = cfg.data.max_pixels or _PIXELS
-        if hasattr(vision, "spatial_merge_size"):
-            merge = vision.spatial_merge_size**2
-            image = min(pixels // vision.patch_size**2 // merge, row - 2) * merge
-            out = image // merge
-        else:
-            (height, width), (ph, pw) = vision.image_size, vision.patch_size
-            cells = (height // ph) * (width // pw)
-            length = int(cells * config.downsample_ratio**2)
-            tiles = max(1, min(pixels // (height * width), (row - 2) // (length + 1)))
-            image, out = tiles * (cells + 1), tiles * length
-        counts |= {"image_encoder": rows * max(0, image), "image_projector": rows * max(0, out)}
-        message += f", in each an image of {max(0, image)} patches ({max(0, out)} of its tokens)"
-    known = {name: n for name, n in counts.items() if name in components}
-    return Tokens(known, row, max(0, image)), f"{message}; --tokens says otherwise"

@@ -9,8 +9,8 @@ from octavo.train import planning
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.footprint import Card, Footprints, changed
-from octavo.train.memory_plan.switches import assumed, savings
-from octavo.train.tokens import Tokens
+from octavo.train.memory_plan.switches import savings
+from octavo.train.tokens import Tokens, assumed
 
 
 def sizes(cfg, tokens: Tokens) -> Footprints:

@@ -1,0 +1,59 @@
+"""What a run in these phases will do, said before it begins: its steps in words, and whether it holds a reference."""
+
+from __future__ import annotations
+
+from octavo.config import Config
+from octavo.rl.algorithms import PREFERENCES
+from octavo.rl.preferring import settings
+from octavo.rl.roles import kind_of
+from octavo.rl.settings import Settings
+from octavo.train.planning import micro_steps_of, samples_of
+
+
+def reference_of(cfg: Config) -> str | None:
+    """`base`, `copy`, or None where nothing is held to a reference."""
+    if cfg.train.phase == "rl":
+        rl = Settings.of(cfg)
+        return kind_of(rl.section.reference, cfg) if rl.beta else None
+    if cfg.train.phase == "preference":
+        section = settings(cfg)
+        return kind_of(section.reference, cfg) if PREFERENCES[section.loss].reference else None
+    return None
+
+
+_REFERENCES = {
+    "base": "the base without its adapters: a forward more, and no memory",
+    "copy": "a frozen copy of the model: a forward more; FP8 layers as codes, a byte a parameter",
+}
+
+
+def sentences(cfg: Config, ranks: int = 1) -> list[str]:
+    """What a step is, for people; nothing in the other phases."""
+    if cfg.train.phase not in ("rl", "preference"):
+        return []
+    asked = reference_of(cfg)
+    parts = f"in {_count(micro_steps_of(cfg, ranks), 'micro-batch', 'es')} of {cfg.train.micro_batch}"
+    parts += f" on each of {ranks} ranks" if ranks > 1 else ""
+    if cfg.train.phase == "rl":
+        found = Settings.of(cfg)
+        rl = found.section
+        rewards = ", ".join(entry.name or entry.reward for entry in rl.rewards)
+        said = [
+            f"a step: {_count(rl.prompts, 'prompt')} x {rl.group} completions of up to {rl.max_new_tokens} tokens, "
+            f"rewarded by {rewards}; {_count(found.updates, 'update')} by {rl.algorithm}, each of "
+            f"{samples_of(cfg)} completions {parts}"
+            + (", every completion learnt from " + _count(rl.epochs, "time") if rl.epochs > 1 else "")
+        ]
+        why = f"none, since the factor of its KL is 0 (rl.kl, or what {rl.algorithm} has where that is absent)"
+    else:
+        section = settings(cfg)
+        rows = "labelled answers" if section.loss == "kto" else "pairs"
+        said = [
+            f"a step: {cfg.train.global_batch} {rows} {parts}, each two rows of a forward; one update by {section.loss}"
+        ]
+        why = f"none: {section.loss} needs none"
+    return [*said, f"reference: {_REFERENCES[asked] if asked else why}"]
+
+
+def _count(n: int, what: str, many: str = "s") -> str:
+    return f"{n} {what}{many if n != 1 else ''}"

@@ -1,0 +1,49 @@
+"""How many sequences a rollout generates at a time where `rl.slots` does not say: all, or what a GPU has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from octavo import generation
+from octavo.config.phases import RlSection
+from octavo.generation import Engine, Prompt
+from octavo.train import TrainError
+from octavo.train.memory_plan import gb
+
+SHARE = 0.9
+"""Of what is free: the rest is what an allocator cannot use."""
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that tensors could still take on a GPU, those that torch holds and nobody uses among them; None elsewhere,
+    where everything is in host memory."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(SHARE * (torch.cuda.mem_get_info(device)[0] + unused))
+
+
+def slots_for(engine: Engine, prompts: Sequence[Prompt], rl: RlSection, free: int | None) -> int:
+    """Sequences at a time for these prompts in `free` bytes (None: there is room for all). What is generated does not
+    depend on it.
+
+    Raises TrainError where there is no room for one.
+    """
+    own = max(1, len(prompts) * rl.group)
+    if rl.slots is not None or free is None or not prompts:
+        return min(rl.slots or own, own)
+    caller, longest = engine.caller, max(len(prompt.input_ids) for prompt in prompts)
+    grids = [int(p.image_grid_thw.prod(-1).sum()) for p in prompts if p.image_grid_thw is not None]
+    given = (caller.model.config, longest, rl.max_new_tokens, rl.group, engine.page, rl.kv, caller.dtype)
+    found = generation.sequences_that_fit(free, *given, patches=max(grids, default=0), most=own)
+    if not found:
+        shape = generation.Shape(1, longest, rl.max_new_tokens, rl.group, engine.page, max(grids, default=0))
+        needs = generation.predict(caller.model.config, shape, rl.kv, caller.dtype).total
+        raise TrainError(
+            f"a rollout has {gb(free)} free, and one completion of a prompt of {longest} tokens with "
+            f"{rl.max_new_tokens} new ones takes {gb(needs)}. Lower rl.max_new_tokens, keep keys and values "
+            "in FP8 (rl.kv: fp8), or save memory elsewhere: octavo plan FILE --card SIZE"
+        )
+    return found
