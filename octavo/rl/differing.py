@@ -57,8 +57,9 @@ def first_difference(
         if not pieces or len(pieces) != len(theirs[place]):
             continue
         other = torch.cat(pieces)
-        count = min(len(whole), len(other))  # the last token was chosen, and is not looked back at
-        distance = _distance(whole[:count], other[:count])
+        if len(whole) - len(other) not in (0, 1):  # the last token was chosen, and is not looked back at
+            continue
+        distance = _distance(whole[: len(other)], other)
         if distance > limit:
             return Difference(_in_words(place), distance, True)
         if distance and (most is None or distance > most.by):
@@ -82,6 +83,11 @@ def _in_words(place: Place) -> str:
     return f"{parent or 'the model'} (in what it hands to its {own})"
 
 
+def _sorts(module: nn.Module) -> bool:
+    """Experts, whose weights have three dimensions: tokens stand in the order of experts inside."""
+    return any(p is not None and p.dim() == 3 for p in module._parameters.values())
+
+
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[dict[Place, list[Tensor]]]:
     """What goes into and comes out of each module, in host memory: a tensor [tokens, ...] for each forward of the
@@ -97,8 +103,10 @@ def _watched(model: nn.Module) -> Iterator[dict[Place, list[Tensor]]]:
             flat = tensor[0] if tensor.dim() > 2 and tensor.shape[0] == 1 else tensor
             found[name, end, call].append(flat.detach().cpu().clone())
 
-    for name, module in model.named_modules():
-        if not name:
+    modules = dict(model.named_modules())
+    sorted_inside = tuple(f"{name}." for name, module in modules.items() if _sorts(module))
+    for name, module in modules.items():
+        if not name or name.startswith(sorted_inside):
             continue
 
         def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:

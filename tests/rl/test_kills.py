@@ -26,7 +26,13 @@ from tests.rl.test_reinforcing import LORA, rows_of
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(ranks.START != "fork", reason="what is killed is a fork")]
 Make = Callable[..., Config]
-TIMES = ("tokens_per_s", "rollout_tokens_per_s", "memory", "base")  # and what is measured in the first step of a start
+TIMES = (
+    "tokens_per_s",
+    "rollout_tokens_per_s",
+    "training_tokens_per_s",
+    "memory",
+    "base",
+)  # and what is measured in the first step of a start
 STEP = 3  # which is killed; 2 was saved
 
 REWARD = """
@@ -141,14 +147,14 @@ def without_times(rows: list[dict]) -> list[dict]:
         (in_rollout, LORA),
         (in_reward, ("rl.algorithm=dapo",)),
         (in_update, ("rl.mini_batches=2", "rl.epochs=2", "rl.kl=0.1")),
-        (before_metrics, ("rl.algorithm=dapo", "data.workers=1")),
+        (before_metrics, ("rl.algorithm=dapo", "data.workers=1", "run.save_every=0")),  # from the beginning, then
     ],
 )
 def test_a_run_of_rl_that_was_killed_goes_on_as_if_nothing_had_been(
     reinforcing: Make, tmp_path: Path, plant: Callable[[Path], None], over: tuple[str, ...]
 ):
     (tmp_path / "own.py").write_text(REWARD)
-    over = (*over, f"rl.rewards=['{tmp_path}/own.py:score']", "rl.show=16", "train.steps=4", "run.save_every=1")
+    over = ("run.save_every=1", *over, f"rl.rewards=['{tmp_path}/own.py:score']", "rl.show=16", "train.steps=4")
     whole, cfg = reinforcing(*over, dir="whole"), reinforcing(*over)
     rl.run(whole)
     killed(plant, tmp_path, cfg)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from octavo import fp8, rl
 from octavo.config import Config
 from octavo.fp8.weights import CachesWeights
+from octavo.models import tiny
 from octavo.rl.differing import first_difference, rounding
 from octavo.rl.reinforcing import Reinforcing, RlStepper
 from octavo.train import TrainError
@@ -95,18 +97,21 @@ def test_a_gap_names_the_layer_that_differs_first(reinforcing: Make, over: tuple
     assert not rows_of(cfg)
 
 
-def test_a_layer_that_computes_otherwise_in_rollouts_is_named(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
-    begin = Reinforcing.begin
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_a_layer_that_computes_otherwise_in_rollouts_is_named(
+    reinforcing: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
+):
+    begin, layer = Reinforcing.begin, "model.language_model.layers.1.self_attn.v_proj"
 
     def planted(phase, stepper, *rest):
         begin(phase, stepper, *rest)
-        layer = stepper.model.get_submodule(LAYER)
-        layer.register_forward_hook(lambda module, given, out: out if module.training else 1.05 * out)
+        planted_in = stepper.model.get_submodule(layer)
+        planted_in.register_forward_hook(lambda module, given, out: out if module.training else 1.05 * out)
 
     monkeypatch.setattr(Reinforcing, "begin", planted)
-    with pytest.raises(TrainError, match=rf"differs first is {re.escape(LAYER)}, by 0\.05 of") as caught:
-        rl.run(reinforcing("rl.max_gap=1e-3"))
-    assert "differ by up to" in str(caught.value)
+    tiny.write(family, tmp_path / "model", size="mini")
+    with pytest.raises(TrainError, match=rf"differs first is {re.escape(layer)}, by 0\.05 of"):
+        rl.run(reinforcing("rl.max_gap=1e-3", f"model.path={tmp_path / 'model'}"))
 
 
 def test_rounding_is_no_layer_that_differs(reinforcing: Make):

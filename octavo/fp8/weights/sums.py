@@ -33,7 +33,8 @@ def weight_sums(model: nn.Module) -> WeightSums:
     reshard(model)
     named = dict(_bits(model))
     each = [_sum(tensor) for tensor in named.values()]
-    return dict(zip(named, torch.stack(each).tolist() if each else (), strict=True))
+    there = [value.to(each[0].device) for value in each]  # a weight may lie in host memory
+    return dict(zip(named, torch.stack(there).tolist() if there else (), strict=True))
 
 
 def changed_weights(before: WeightSums, now: WeightSums) -> list[str]:
