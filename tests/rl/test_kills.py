@@ -17,8 +17,8 @@ from octavo import rl
 from octavo.config import Config, override
 from octavo.generation.batch import Batch
 from octavo.rl.preferring import PreferenceStepper
-from octavo.rl.reinforcing import RlStepper
 from octavo.rl.shown import COMPLETIONS
+from octavo.rl.step import RlStepper
 from octavo.train.update import AfterBackward
 from tests import ranks
 from tests.rl.forks import both

@@ -15,7 +15,8 @@ from octavo.config import Config
 from octavo.fp8.weights import CachesWeights
 from octavo.models import tiny
 from octavo.rl.differing import first_difference, rounding
-from octavo.rl.reinforcing import Reinforcing, RlStepper
+from octavo.rl.reinforcing import Reinforcing
+from octavo.rl.step import RlStepper
 from octavo.train import TrainError
 from tests.rl.test_reinforcing import LORA, rows_of
 

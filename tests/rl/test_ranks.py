@@ -10,8 +10,9 @@ import pytest
 
 from octavo import rl
 from octavo.config import Config
-from octavo.rl.reinforcing import Reinforcing, RlStepper
+from octavo.rl.reinforcing import Reinforcing
 from octavo.rl.shown import COMPLETIONS
+from octavo.rl.step import RlStepper
 from tests import ranks
 from tests.rl.forks import both
 from tests.rl.test_proving import LAYER

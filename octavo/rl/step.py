@@ -1,0 +1,373 @@
+"""A step of reinforcement learning, for this rank's prompts:
+
+    roll      the training modules write completions (:mod:`octavo.generation`), rewards judge them
+    remember  log-probabilities of the trainer with these weights, and of the reference, where the objective needs them
+    judge     rewards become advantages, over the groups of all ranks
+    update    forward, objective, backward, weights: `epochs` times over `mini_batches` parts
+
+The rollout belongs to (seed, step, prompt, sample, position) and to the weights alone, so a run that is stopped or
+killed anywhere in a step does the same step again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo import data, fp8, generation
+from octavo.rl.advantages import ADVANTAGES, informative
+from octavo.rl.corrections import gap, weights
+from octavo.rl.differing import first_difference, rounding
+from octavo.rl.experience import Experience, Rollout, micro_batches, prompt_of
+from octavo.rl.experience import whole as with_completion
+from octavo.rl.figures import Figures, add_up, kind, whole
+from octavo.rl.objectives import Batch, Counts, policy_loss
+from octavo.rl.penalties import difference_of, kl, overlong, without_truncated
+from octavo.rl.proving import SameWeights
+from octavo.rl.rewards import Rewards
+from octavo.rl.roles import Reference, watched_by_nobody, with_bytes
+from octavo.rl.room import free_bytes, slots_for
+from octavo.rl.settings import Settings
+from octavo.rl.shown import Shown, shown_lines
+from octavo.train import Observe, TrainError, losses
+from octavo.train.forward import log_probs
+from octavo.train.step import VISION, Batches, Stepper, StepResult
+from octavo.train.update import Loss
+
+DRAWS = 4  # rollouts of a step at most, where groups of equal rewards make room for others
+
+
+@dataclass
+class RlStepper(Stepper):
+    """Makes a step of prompts."""
+
+    engine: generation.Engine | None = None
+    rewards: Rewards | None = None
+    reference: Reference | None = None
+    tokenizer: Any = None
+    pad_id: int = 0
+    places: tuple[int, ...] = ()
+    more: Iterator[Sequence[data.PromptSample]] | None = None
+    shown: Shown | None = None
+    counts: Counts | None = None
+    told: list[Figures] = field(default_factory=list)
+    cached: int = 0
+    learnt: tuple[Batches, Batches] | None = None
+
+    def __post_init__(self) -> None:
+        self.settings = Settings.of(self.cfg)
+        self.same = SameWeights(self.model)
+        self.rollout: Rollout | None = None
+
+    def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
+        """One step from this rank's prompts."""
+        began = time.perf_counter()
+        self.cached = 0
+        self.rollout, figures = rollout, _ = self.rolled([*batches])
+        rolled = time.perf_counter()
+        self.world.at(f"step {self.number}, forward and backward")
+        self.doing("training")
+        updates = self._cut(rollout)
+        if self.settings.updates > 1 or (self.settings.beta and self.settings.kl_in == "reward"):
+            self._remember([batch for part in updates for batch in part])
+        figures |= {"kl": None, **self._judge(rollout, updates)}
+        self.told = []
+        self.same.learns(self.number)
+        results = []
+        for _ in range(self.settings.section.epochs):
+            for part in updates:
+                if not results:
+                    self.learnt = batches, part
+                results.append(super().run(part, lr, observe if not results else Observe()))
+        figures |= self._means(len(results))
+        spent = self._slowest(rolled - began, time.perf_counter() - rolled)
+        figures["rollout_tokens_per_s"] = figures["length"] * figures.pop("completions") / spent[0]
+        figures["training_tokens_per_s"] = sum(result.tokens for result in results) / spent[1]
+        lines = self.world.gather_objects(shown_lines(self.number, rollout, self.settings.section.show))
+        if self.shown is not None:
+            self.shown.write(sum(lines, []))
+        results[0] = with_bytes(results[0], self.reference, kv_cache=self.cached)
+        return _joined(results, figures)
+
+    # --- rollout ------------------------------------------------------------------------------------------------------
+
+    def rolled(self, prompts: list[data.PromptSample]) -> tuple[Rollout, dict[str, Any]]:
+        """Completions of this step with their rewards, and figures of them over all ranks."""
+        rollout = self._roll(prompts)
+        figures = self._of_rollout(rollout)
+        if not self.settings.refill:
+            return rollout, figures
+        wanted, kept, draws = len(self._numbers(rollout)), _informative(rollout), 1
+        while len(self._numbers(kept)) < wanted and draws < DRAWS:
+            assert self.more is not None
+            kept = kept.and_then(_informative(self._roll([*next(self.more)])))
+            draws += 1
+        first = set(self._numbers(kept)[:wanted])  # of all ranks, so that they are those that one rank would take
+        kept = kept.of([p for p, prompt in enumerate(kept.prompts) if prompt.number in first])
+        return kept, figures | {"sampling/draws": float(draws)}
+
+    def _numbers(self, rollout: Rollout) -> list[int]:
+        """The numbers of the prompts of all ranks in the data's order."""
+        every = self.world.gather_objects([prompt.number for prompt in rollout.prompts])
+        return sorted(number for mine in every for number in mine)
+
+    def _roll(self, prompts: list[data.PromptSample]) -> Rollout:
+        section, engine = self.settings.section, self.engine
+        assert engine is not None and self.rewards is not None
+        self.world.at(f"step {self.number}, rollout")
+        asked = [prompt_of(p) for p in prompts]
+        engine.slots = slots_for(engine, asked, section, free_bytes(self.world.device))
+        with fp8.uncounted():
+            completions = engine.generate(
+                asked,
+                self.settings.sampling(self.number, self.places),
+                section.group,
+                lambda done, total: self.doing(f"rollout {done}/{total}"),
+            )
+        self.cached = max(self.cached, sum(engine.bytes.values()))
+        engine.release()
+        self.same.wrote(self.number)
+        self.world.at(f"step {self.number}, rewards")
+        self.doing("rewards")
+        texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
+        where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
+        table = self.rewards.score(texts, data.reward_columns(prompts, section.group), where)
+        rollout = Rollout(prompts, completions, texts, table.totals.copy(), dict(table.each))
+        if self.settings.overlong:
+            lengths = torch.from_numpy(rollout.lengths)
+            rollout.rewards += overlong(lengths, section.max_new_tokens, self.settings.overlong).double().numpy()
+        return rollout
+
+    def _of_rollout(self, rollout: Rollout) -> dict[str, Any]:
+        """Rewards, lengths and how completions ended, over all ranks."""
+        groups = rollout.rewards.reshape(-1, max(rollout.group, 1))
+        of_groups = groups.std(axis=1, ddof=1) if groups.size else np.zeros(0)
+        sums = {
+            "reward": rollout.rewards.sum(),
+            "length": float(rollout.lengths.sum()),
+            "completions/clipped_ratio": float(rollout.truncated.sum()),
+            **{f"rewards/{name}/mean": scores.sum() for name, scores in rollout.scores.items()},
+        }
+        of_prompts = {"reward_std": of_groups.sum(), "frac_reward_zero_std": float((of_groups == 0).sum())}
+        every = [*sums.values(), *of_prompts.values(), len(rollout.completions), len(rollout.prompts)]
+        *values, completions, prompts = self.world.sum(torch.tensor(every, dtype=torch.float64)).tolist()
+        named = dict(zip([*sums, *of_prompts], values, strict=True))
+        return {
+            name: value / max(prompts if name in of_prompts else completions, 1.0) for name, value in named.items()
+        } | {"completions": completions}
+
+    def _slowest(self, *seconds: float) -> list[float]:
+        return list(self.world.all_reduce_max(torch.tensor(seconds, dtype=torch.float64)).tolist())
+
+    # --- from rewards to what is learnt from --------------------------------------------------------------------------
+
+    def _cut(self, rollout: Rollout) -> list[list[dict[str, Any]]]:
+        """The micro-batches of each mini-batch; every rank has as many."""
+        parts, size = self.settings.section.mini_batches, self.cfg.train.micro_batch
+        # dealt out in the data's order, whichever rank has them: the same updates on any number of ranks
+        part_of = {number: n % parts for n, number in enumerate(self._numbers(rollout))}
+        mine = [part_of[prompt.number] for prompt in rollout.prompts]
+        prompts = [[p for p, own in enumerate(mine) if own == part] for part in range(parts)]
+        most = torch.tensor([len(part) * rollout.group for part in prompts], dtype=torch.float64)
+        numbers = [max(1, -(-int(n) // size)) for n in self.world.all_reduce_max(most)]
+        return [
+            micro_batches(rollout, part, size, number, self.pad_id)
+            for part, number in zip(prompts, numbers, strict=True)
+        ]
+
+    def _remember(self, batches: Sequence[dict[str, Any]]) -> None:
+        """Log-probabilities before the first update of the step, by the trainer and by the reference."""
+        for batch in batches:
+            keep, target, _ = self.judged(batch, 1.0)
+            with watched_by_nobody(self.model), self._rows():
+                old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
+            batch["experience"].old = _spread(old, keep, batch)
+            self._refer(batch, keep, target)
+
+    def _refer(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> Tensor | None:
+        """The reference's log-probabilities [B, P], computed once a step; None where there is no reference."""
+        if self.reference is None:
+            return None
+        experience: Experience = batch["experience"]
+        if experience.ref is None:
+            found = self.reference(batch, keep, target, self.settings.section.temperature)
+            experience.ref = _spread(found, keep, batch)
+        return experience.ref[:, keep].to(self.world.device)
+
+    def _judge(self, rollout: Rollout, updates: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+        """Give every completion its advantage; what the KL took from rewards, if it is counted there."""
+        batches, taken = [batch for part in updates for batch in part], {}
+        if self.settings.beta and self.settings.kl_in == "reward":
+            taken = {"kl": self._kl_of_rewards(rollout, batches)}
+        mine = rollout.rewards.reshape(-1, self.settings.section.group)
+        every = self.world.gather_objects(mine.tolist())
+        before = sum(len(groups) for groups in every[: self.world.rank])
+        rewards = torch.tensor([group for groups in every for group in groups], dtype=torch.float64)
+        found = ADVANTAGES[self.settings.advantage](rewards) if len(rewards) else rewards.float()
+        rollout.advantages = found[before : before + len(mine)].flatten().numpy()
+        for batch in batches:
+            experience: Experience = batch["experience"]
+            experience.advantages[: len(experience.rows)] = torch.from_numpy(rollout.advantages[[*experience.rows]])
+        return taken
+
+    def _kl_of_rewards(self, rollout: Rollout, batches: Sequence[dict[str, Any]]) -> float:
+        """Take beta times the KL of each completion from its reward; the mean KL of a token, over all ranks."""
+        total = torch.zeros(2, dtype=torch.float64)
+        for batch in batches:
+            experience: Experience = batch["experience"]
+            mask = losses.targets(batch["labels"]) != losses.IGNORE
+            assert experience.old is not None and experience.ref is not None
+            each = kl(experience.old, experience.ref, mask, self.settings.kl)
+            for row, place in enumerate(experience.rows):
+                rollout.rewards[place] -= self.settings.beta * float(each[row].double().sum())
+            total += torch.tensor([float(each.double().sum()), float(mask.sum())], dtype=torch.float64)
+        divergence, tokens = self.world.sum(total).tolist()
+        return divergence / max(tokens, 1.0)
+
+    # --- update -------------------------------------------------------------------------------------------------------
+
+    def totals(self, batches: Batches) -> Tensor:
+        """[completions, tokens, tokens learnt from] of an update, over all ranks; sets `counts`."""
+        real = [batch for batch in batches if batch["experience"].rows]
+        masks = [self._mask(batch, losses.targets(batch["labels"])) for batch in real]
+        mine = Counts.of(masks, self.settings.section.max_new_tokens)
+        more = [sum(batch["meta"].tokens for batch in batches), sum(int(mask.sum()) for mask in masks)]
+        *counts, seen, judged = self.world.sum(torch.tensor([*mine, *more], dtype=torch.float64)).tolist()
+        self.counts = Counts(*counts)
+        return torch.tensor([self.counts.sequences, seen, judged], dtype=torch.float64)
+
+    def _mask(self, batch: dict[str, Any], target: Tensor) -> Tensor:
+        known = target != losses.IGNORE
+        if self.settings.section.mask_truncated:
+            return without_truncated(known, batch["experience"].truncated)
+        return known
+
+    def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
+        """The objective of a micro-batch, its part of the update's."""
+        settings, n, device = self.settings, self.counts, self.world.device
+        experience: Experience = batch["experience"]
+        assert n is not None
+        with self._rows():
+            logs, entropy = log_probs(
+                self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
+            )
+        assert entropy is not None
+        mask = self._mask(batch, target).to(device)
+        sampled = experience.sampled[:, keep].to(device)
+        old = logs.detach() if experience.old is None else experience.old[:, keep].to(device)
+        figures = gap(old, sampled, mask, n.tokens)
+        self._hold(batch, difference_of(old, sampled, mask).abs())
+        corrected = None
+        if settings.correction is not None:
+            corrected, more = weights(old, sampled, mask, settings.correction, n.tokens, n.sequences)
+            figures |= more
+        ref = self._refer(batch, keep, target)
+        entropy = entropy if settings.section.entropy else entropy.detach()
+        parts = Batch(logs, old, mask, experience.advantages.to(device), ref, corrected, entropy)
+        terms = settings.algorithm.objective(parts, settings.clip, n)
+        in_loss = settings.beta if settings.kl_in == "loss" else 0.0
+        loss, more = policy_loss(
+            parts,
+            terms,
+            n,
+            beta=in_loss,
+            estimator=settings.kl,
+            kl_weighted=settings.kl != "k2",
+            entropy_bonus=settings.section.entropy,
+        )
+        self.told.append(figures | more)
+        return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
+
+    def _rows(self) -> AbstractContextManager[object]:
+        """Around a forward whose log-probabilities are held against the rollout's."""
+        return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
+
+    def _hold(self, batch: dict[str, Any], gaps: Tensor) -> None:
+        """Stop before weights are updated by what another policy wrote. `gaps` [B, P]: |d log p|. A collective."""
+        section = self.settings.section
+        limit = 0.0 if section.invariant and section.max_gap is None else section.max_gap
+        if limit is None:
+            return
+        each = gaps.amax(dim=1)
+        every = self.world.gather_objects(float(each.max()))
+        if max(every) <= limit:
+            return
+        worst = every.index(max(every))
+        found = self._parting(batch, int(each.argmax()) if worst == self.world.rank else None)
+        raise TrainError(
+            f"step {self.number}: log-probabilities of rollout and trainer differ by up to {max(every):.3g} nats, and "
+            f"{'rl.invariant allows none' if section.max_gap is None else f'rl.max_gap is {limit:g}'}: "
+            f"{self.world.gather_objects(found)[worst]}. The last checkpoint stands. Raise rl.max_gap, or take what "
+            "makes both differ out of the run (rl.kv: fp8, recipes whose scales span rows)"
+        )
+
+    def _parting(self, batch: dict[str, Any], row: int | None) -> str:
+        """Where rollout and trainer part in a row of a micro-batch; a rank with none (None) runs along."""
+        assert self.engine is not None and self.rollout is not None
+        engine, prompt, tokens = self.engine, None, np.zeros(0, dtype=np.int64)
+        if row is not None:
+            completion = self.rollout.completions[batch["experience"].rows[row]]
+            sample, tokens = self.rollout.prompts[completion.prompt], completion.tokens
+            prompt, batch = prompt_of(sample), data.collate([with_completion(sample, completion)], self.pad_id)
+        keep, *_ = self.judged(batch, 1.0)
+
+        def train() -> None:
+            with self._rows():
+                self.forward(batch, keep)
+
+        limit = 0.0 if engine.caller.invariant else rounding(engine.caller.dtype)
+        with torch.no_grad(), fp8.uncounted():
+            found = first_difference(self.model, train, lambda: engine.replay(prompt, tokens), limit)
+        return str(found or "run again by itself, this completion is the same in all layers to the bit")
+
+    def _means(self, updates: int) -> dict[str, Any]:
+        """Figures of all updates of the step: means over them, or the smallest and largest."""
+        found = whole(add_up(self.told), self.world)
+        return {name: v / updates if kind(name) == "sum" else v for name, v in found.items()}
+
+    def forwards(self, batches: Batches) -> dict[str, int]:
+        """Component -> micro-batches of the first update that reach it; of prompts that nothing was learnt from yet,
+        whether any will."""
+        if self.learnt is not None and self.learnt[0] is batches:
+            return super().forwards(self.learnt[1])
+        if batches and isinstance(batches[0], dict):
+            return super().forwards(batches)
+        seen = any(sample.images for sample in batches)
+        return {name: int(seen) if name in VISION else 1 for name in self.family.components}
+
+
+def _informative(rollout: Rollout) -> Rollout:
+    """The groups whose rewards are not all equal."""
+    if not rollout.prompts:
+        return rollout
+    there = informative(torch.from_numpy(rollout.rewards.reshape(-1, rollout.group)))
+    return rollout.of([int(p) for p in there.nonzero().flatten()])
+
+
+def _spread(values: Tensor, keep: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Values [B, P] at the places `keep` of [B, T - 1], in host memory."""
+    ids = batch["input_ids"]
+    out = torch.zeros(ids.shape[0], ids.shape[1] - 1)
+    out[:, keep] = values.float().cpu()
+    return out
+
+
+def _joined(results: Sequence[StepResult], figures: Mapping[str, Any]) -> StepResult:
+    """The updates of a step as one result."""
+    first, n = results[0], len(results)
+    return replace(
+        first,
+        loss=sum(r.loss for r in results) / n,
+        grad_norm=sum(r.grad_norm for r in results) / n,
+        tokens=sum(r.tokens for r in results),
+        loss_tokens=sum(r.loss_tokens for r in results),
+        applied=all(r.applied for r in results),
+        figures=figures,
+    )
