@@ -10,7 +10,7 @@ import pytest
 from octavo import generation, models, rl
 from octavo.config import Config
 from octavo.rl import preferring as preferences
-from octavo.rl import reinforcing as rollouts
+from octavo.rl import step as rollouts
 from octavo.rl.room import slots_for
 from octavo.train import TrainError, losses, planning
 from octavo.train.memory_plan.footprint import Footprint, Footprints
