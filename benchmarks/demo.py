@@ -4,7 +4,7 @@
     octavo compare examples/digits_everything.yaml --jobs 2
     python benchmarks/demo.py runs/digits_everything-compare savings      # and benchmarks/lora_base.py says how: lora
 
-Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, savings or lora) and the plots beside it, which README
+Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, savings, lora or rl) and the plots beside it, which README
 quotes.
 """
 
@@ -36,8 +36,9 @@ COMMANDS = {
     "demo": "make demo",
     "savings": "octavo compare examples/digits_everything.yaml --jobs 2",
     "lora": "octavo compare examples/digits_lora.yaml --jobs 2",
+    "rl": "octavo compare examples/digits_rl.yaml --seeds 3 --jobs 2",
 }
-PLOTS = {"savings": ("loss", "memory")}  # of the others: loss and health
+PLOTS = {"savings": ("loss", "memory"), "rl": ("learning",)}  # of the others: loss and health
 
 
 def keep(trial: Path, name: str = "demo") -> Path:
