@@ -20,7 +20,6 @@ from octavo.report.savings import base_of
 from octavo.report.training import Sides, claims_of, gap_of
 from octavo.report.trial import Run, Trial
 from octavo.report.verdict import FAIL, PASS, REPORTED, UNDECIDED, WARN, Check, percent
-from octavo.rl.settings import Settings
 
 CLAIMS = (*training.CLAIMS, *outcomes.CLAIMS[1:])
 #: what two runs must share; the rest of the record (free memory, variables) may differ
@@ -209,6 +208,8 @@ def _same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:
     if run.cfg.rl is None:
         mine_at, ref_at = common(record, ref)
         return [rows.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at])]
+    from octavo.rl.settings import Settings  # torch comes with it, and a trial waits for runs without
+
     return [] if Settings.of(run.cfg).refill else [outcomes.same_prompts(run.label, record, ref)]
 
 

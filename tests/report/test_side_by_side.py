@@ -146,3 +146,8 @@ def test_an_fp8_run_that_failed_in_training_leaves_the_others_alone(cfg, tmp_pat
     (home / "metrics.jsonl").unlink()
     with pytest.raises(ReportError, match="failed"):
         side_by_side.train_together(runs, 2)
+
+
+def test_a_trial_waits_for_its_runs_without_torch() -> None:
+    code = "import octavo.report, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
