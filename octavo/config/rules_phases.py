@@ -74,9 +74,6 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.max_new_tokens >= config.train.seq_length:
         found = f"{rl.max_new_tokens} new tokens leave no place for a prompt in seq_length {config.train.seq_length}"
         yield finding("rl.max_new_tokens", found, "lower it, or raise train.seq_length", "train.seq_length")
-    if rl.reward_timeout > config.run.timeout:
-        found = f"{rl.reward_timeout:g} s are more than other ranks wait ({config.run.timeout:g} s)"
-        yield finding("rl.reward_timeout", found, "lower it, or raise run.timeout", "run.timeout")
     if config.data.on_long == "cut":
         found = "the end of a prompt is what is asked"
         yield finding("data.on_long", found, "use drop or error", "train.phase")

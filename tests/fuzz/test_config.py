@@ -22,6 +22,7 @@ from torch import nn
 
 from octavo import fp8, models
 from octavo.config import Config, ConfigError, load_config, load_config_text, to_yaml
+from octavo.config.phases import BEYOND_SFT
 from octavo.fp8.measuring.machine import Machine
 from octavo.models import chat
 from tests.fuzz import mutate
@@ -84,11 +85,13 @@ def _pieces(rng: random.Random, text: str, pieces: tuple[str, ...]) -> str:
 
 def _overrides(rng: random.Random) -> list[str]:
     """A few ``key=value``, most of them of keys that exist."""
-    keys = [f"{top}.{key}" for top, field in Config.model_fields.items() for key in _keys(field.annotation)]
+    every = [f"{top}.{key}" for top, field in Config.model_fields.items() for key in _keys(field.annotation)]
+    phases = [key for key in every if key.startswith(BEYOND_SFT)]  # which the file's phase mostly refuses
+    keys = [key for key in every if key not in phases]
     keys += ["data.train.0.path", "data.train.1", "fp8.rules.0.match", "fp8.rules.9", "model", "lora", "x", ".", "a..b"]
     found = []
     for _ in range(rng.choice((1, 1, 1, 1, 2, 30))):
-        key = rng.choice(keys)
+        key = rng.choice(phases if rng.random() < 0.1 else keys)
         if rng.random() < 0.5:
             found.append(f"{key}={rng.choice(USUAL)}")
             continue

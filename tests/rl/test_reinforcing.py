@@ -164,7 +164,6 @@ def test_a_reward_that_gives_no_number_is_named(reinforcing: Make, tmp_path: Pat
         (["rl.max_new_tokens=128"], "rl.max_new_tokens", "leave no place for a prompt"),
         (["rl.invariant=true", "fp8.recipe=tensorwise"], "fp8.recipe", "share a scale between rows"),
         (["rl.invariant=true", "rl.kv=fp8"], "rl.kv", "other keys and values"),
-        (["rl.reward_timeout=900"], "rl.reward_timeout", "more than other ranks wait"),
         (["data.on_long=cut"], "data.on_long", "the end of a prompt"),
         (["rl.reference=base"], "rl.reference", "there are none"),
         (["train.global_batch=16"], "train.global_batch", "a step is rl.prompts x rl.group"),
