@@ -8,14 +8,20 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
+from octavo.config.phases import RlSection
+from octavo.config.rules_phases import BUILT_IN
 from octavo.data import DataError
 from octavo.generation import GenerationError
+from octavo.rl.advantages import ADVANTAGES
+from octavo.rl.algorithms import ALGORITHMS
 from octavo.rl.rewards import RewardError
+from octavo.rl.rewards.builtin import BUILTIN
 from octavo.rl.shown import COMPLETIONS
 from octavo.train import TrainError
 from octavo.train.rundir import read_rows
@@ -224,3 +230,11 @@ def test_processes_of_rewards_end_with_a_run_that_never_began(reinforcing: Make,
 
 def _children() -> list[str]:
     return [line for task in Path("/proc/self/task").iterdir() for line in (task / "children").read_text().split()]
+
+
+def test_the_configuration_knows_the_names_that_there_are():
+    """It imports no torch, so it holds them a second time."""
+    algorithms = RlSection.model_fields["algorithm"].annotation
+    assert set(get_args(algorithms)) == {name for name, one in ALGORITHMS.items() if not one.critic}
+    advantage = get_args(get_args(RlSection.model_fields["advantage"].annotation)[0])
+    assert set(advantage) == set(ADVANTAGES) and set(BUILT_IN) == set(BUILTIN)
