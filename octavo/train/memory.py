@@ -11,6 +11,7 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +59,24 @@ class Memory:
             "codes": fp8.code_bytes(self.model),
             "activations": self.activations,
             "logits": self.logits,
-            "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+            "peak_rss": peak_rss(),
         }
         if torch.cuda.is_available():
             kinds["peak_cuda"] = torch.cuda.max_memory_allocated()
         return kinds
+
+
+def peak_rss() -> int:
+    """Bytes that this process ever held at once.
+
+    Linux counts them for the program itself (VmHWM). What getrusage tells there begins with the peak of the process
+    that started this one, which may be far larger.
+    """
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def weight_bytes(model: nn.Module) -> int:
