@@ -19,9 +19,10 @@ from octavo.config import Config
 from octavo.config.phases import OPTIONS, PreferenceSection
 from octavo.rl.algorithms import PREFERENCES, Preference
 from octavo.rl.figures import Figures, add_up, whole
+from octavo.rl.kept import Computed, Kept, kept_for
 from octavo.rl.kto import AnswerCounts, baseline, kto
 from octavo.rl.preference import PairCounts, Pairs, answer_logps
-from octavo.rl.roles import Reference, reference_for, with_bytes
+from octavo.rl.roles import kind_of, reference_for, with_bytes
 from octavo.train import Observe, losses
 from octavo.train.forward import log_probs
 from octavo.train.phase import Phase
@@ -44,9 +45,13 @@ class Preferring(Phase):
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
-        section = settings(stepper.cfg)
-        if stepper.how.reference:
-            stepper.reference = reference_for(section.reference, stepper, directory / PLAN, say)
+        asked = settings(stepper.cfg).reference
+        if not stepper.how.reference:
+            return
+        if kind_of(asked, stepper.cfg) == "disk":
+            stepper.reference = kept_for(stepper, processor, directory, step, None, say)
+        else:
+            stepper.reference = Computed(reference_for(asked, stepper, directory / PLAN, say))
 
 
 def settings(cfg: Config) -> PreferenceSection:
@@ -57,7 +62,7 @@ def settings(cfg: Config) -> PreferenceSection:
 class PreferenceStepper(Stepper):
     """Learns from pairs (or from labelled answers) in place of labels."""
 
-    reference: Reference | None = None
+    reference: Computed | Kept | None = None
     counts: PairCounts | AnswerCounts | None = None
     told: list[Figures] = field(default_factory=list)
 
@@ -98,7 +103,7 @@ class PreferenceStepper(Stepper):
         mask = (target != losses.IGNORE).to(logs.device)
         ref = None
         if self.reference is not None:
-            ref = answer_logps(self.reference(batch, keep, target), mask)[0]
+            ref = self.reference(batch, keep, target).to(logs.device)
         if isinstance(self.counts, PairCounts):
             loss, figures = self.how.loss(Pairs.of(logs, mask, ref), self.counts, **self.options)
         else:

@@ -57,7 +57,7 @@ def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     assert_near(one, two, ("loss", "grad_norm", "reward", "reward_std", "length", "entropy"))
 
 
-@pytest.mark.parametrize("over", [(), LORA], ids=["copy", "base"])
+@pytest.mark.parametrize("over", [(), LORA, ("preference={reference: disk}",)], ids=["copy", "base", "disk"])
 def test_two_ranks_prefer_as_one(preferring: Make, over: tuple[str, ...]):
     over = (*over, "train.micro_batch=1", "train.lr=5e-4", "train.steps=4")
     one, two = preferring(*over, dir="one"), preferring(*over, dir="two")
