@@ -48,10 +48,10 @@ def sentences(cfg: Config, ranks: int = 1) -> list[str]:
         why = f"none, since the factor of its KL is 0 (rl.kl, or what {rl.algorithm} has where that is absent)"
     else:
         section = settings(cfg)
-        rows = "labelled answers" if section.loss == "kto" else "pairs"
-        said = [
-            f"a step: {cfg.train.global_batch} {rows} {parts}, each two rows of a forward; one update by {section.loss}"
-        ]
+        rows, each = "pairs", "each two rows of a forward"
+        if section.loss == "kto":
+            rows, each = "labelled answers", "after a forward of as many answers to other prompts"
+        said = [f"a step: {cfg.train.global_batch} {rows} {parts}, {each}; one update by {section.loss}"]
         why = f"none: {section.loss} needs none"
     return [*said, f"reference: {_REFERENCES[asked] if asked else why}"]
 
