@@ -172,6 +172,12 @@ class RlSection(Section):
         "those of FP8 layers as frozen codes, a byte a parameter; auto, base where there are adapters, else copy. disk "
         "is for preferences.",
     )
+    eval_prompts: int = Field(
+        default=64,
+        ge=0,
+        le=2**20,
+        description="Held-out prompts, the first of data.eval, that each evaluation answers greedily for their reward.",
+    )
     show: int = Field(
         default=4, ge=0, le=2**16, description="Completions of a step that are kept in completions.jsonl."
     )

@@ -39,7 +39,7 @@ __all__ = [
     "IGNORE", "BadSample", "Conversation", "DataError", "Encoder", "EvalSet", "ImageRef", "LabelledEncoder",
     "LabelledSample", "Loader", "LongSample", "Meta", "Mixture", "Pair", "PairEncoder", "PromptEncoder", "PromptSample",
     "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "digits", "encoder", "eval_set", "pair_loader",
-    "pair_set", "parse", "prompt_loader", "read", "reward_columns", "train_loader",
+    "pair_set", "parse", "prompt_loader", "prompt_set", "read", "reward_columns", "train_loader",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
@@ -137,6 +137,19 @@ def eval_set(
     return EvalSet(
         [read(d, kind) for d in cfg.data.eval], encoder(cfg, processor), micro_batch or cfg.train.micro_batch, rank,
         world, cfg.data.on_bad_sample, report_path,
+    )  # fmt: skip
+
+
+def prompt_set(
+    cfg: Config, processor: Any, *, prompts: int | None, reserve: int, rank: int = 0, world: int = 1
+) -> EvalSet:
+    """This rank's part of the first `prompts` rows of the held-out data (None: of all), as `PromptSample`s that wait
+    for their last answer, which may take `reserve` tokens: an iteration yields lists of a row each, or of none. Raises
+    `DataError`."""
+    encodes = encoder(cfg, processor, PromptEncoder, reserve)
+    return EvalSet(
+        [read(d, "prompts") for d in cfg.data.eval], encodes, 1, rank, world, cfg.data.on_bad_sample, most=prompts,
+        collate=lambda samples, pad_id: samples,
     )  # fmt: skip
 
 
