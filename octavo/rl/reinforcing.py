@@ -89,6 +89,7 @@ class Reinforcing(Phase):
             generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
             slots=settings.section.slots or 1,  # each rollout says
             kv=settings.section.kv,
+            pages=settings.section.pages,
             invariant=settings.section.invariant,
         )
         encoder = self._loader.encoder

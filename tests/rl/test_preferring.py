@@ -107,6 +107,7 @@ def test_options_are_those_of_the_losses():
         (["train.phase=sft", "preference={beta: 0.2}"], "preference", "has no effect in phase sft"),
         (["rl={rewards: [exact_match]}"], "rl", "has no effect in phase preference"),
         (["train.phase=rl"], "rl", "nothing says what is rewarded"),
+        (["data.train=[{path: a, format: prompt}]"], "data.train.0.format", "rows that are asked are for phase rl"),
     ],
 )
 def test_what_makes_no_sense_is_refused(preferring: Make, over: list[str], key: str, found: str):
