@@ -44,7 +44,12 @@ _PLAN_ROW = {
 _FORMS: dict[str, Any] = {
     "result.json": {"eval": _EVAL, "status": TEXT},
     "plan.json": {"rows": [_PLAN_ROW], "notes": [TEXT]},
-    "proof.json": {"share": FINITE, "shares": {...: FINITE}, "components": {...: {...: {...: COUNT}}}},
+    "proof.json": {
+        "share": FINITE,
+        "shares": {...: FINITE},
+        "components": {...: {...: {...: COUNT}}},
+        "rollouts": {"first!": COUNT, "last!": COUNT},
+    },
     "environment.json": {},
 }
 
