@@ -4,12 +4,14 @@ octavo eval runs/first
 octavo eval runs/first --step 200 --recipe off         the same weights in high precision
 octavo eval ./served --config run.yaml                 a folder, plain or FP8, on the data.eval of that file
 octavo eval runs/lora/adapter --base ./Qwen3-VL-8B --config run.yaml
+octavo eval runs/grpo --answers 200                    and generate answers, for their rewards and lengths
 octavo eval runs/lora --base both                      over the FP8 base and over its high-precision weights: the gap
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
 from octavo.cli import arguments, generate, terminal
@@ -20,12 +22,24 @@ BOTH = "both"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a run, a Hugging Face folder, or an adapter folder")
     parser.add_argument("--config", metavar="FILE.yaml", help="whose data.eval is asked: needed where TARGET is no run")
+    parser.add_argument(
+        "--answers", metavar="N", type=arguments.natural, default=None,
+        help="also generate greedy answers to the last question of the first N rows (0: of all), and say what the "
+        "rewards of the configuration are for them (exact_match where it has none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-new-tokens", type=arguments.positive, metavar="N", help="of --answers; default: rl.max_new_tokens, or 64"
+    )
     generate.add_target_options(parser, base="FOLDER|both")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     both = args.base == BOTH
+    if both and args.answers is not None:
+        raise arguments.UsageError("--base both evaluates twice and generates nothing; leave --answers or both out")
+    if args.max_new_tokens is not None and args.answers is None:
+        raise arguments.UsageError("--max-new-tokens is of generated answers: add --answers N, or leave it out")
     if both and args.load_in_fp8 == "off":
         raise arguments.UsageError("--base both evaluates over FP8 and without; leave --load-in-fp8 off out")
     cfg = None
@@ -37,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.train import finished
 
-    work = finished.compare_bases if both else finished.evaluate_target
+    work: Any = finished.compare_bases if both else finished.evaluate_target
+    if args.answers is not None:
+        from octavo import rl
+
+        work = functools.partial(rl.evaluate_target, answers=args.answers, max_new_tokens=args.max_new_tokens)
     with terminal.progress("evaluating", bytes=False) as progress:
         result = work(
             found, cfg, load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step,

@@ -44,6 +44,8 @@ def conclude(result: Any) -> None:
     if result.eval:
         pairs["held-out loss"] = terminal.number(result.eval["loss"])
         pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"
+        if "reward" in result.eval:
+            pairs["held-out reward"] = f"{terminal.number(result.eval['reward'])} over {result.eval['completions']:.0f}"
     if result.gain and "failed" in result.gain:
         pairs["FP8 gain"] = f"not measured: {result.gain['failed']}"
     elif result.gain:

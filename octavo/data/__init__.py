@@ -39,7 +39,7 @@ __all__ = [
     "IGNORE", "BadSample", "Conversation", "DataError", "Encoder", "EvalSet", "ImageRef", "LabelledEncoder",
     "LabelledSample", "Loader", "LongSample", "Meta", "Mixture", "Pair", "PairEncoder", "PromptEncoder", "PromptSample",
     "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "digits", "encoder", "eval_set", "pair_loader",
-    "pair_set", "parse", "prompt_loader", "read", "reward_columns", "train_loader",
+    "pair_set", "parse", "prompt_loader", "prompt_set", "read", "reward_columns", "train_loader",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
@@ -104,16 +104,15 @@ def pair_loader(
     """The stream of preferences of a configuration: micro-batches of `train.micro_batch` pairs are 2 B rows, chosen
     before rejected (`collate_pairs`); of labelled rows, for KTO, see `labelled_batches`. Raises `DataError`."""
     labelled = kind == "labelled"
-    if labelled and cfg.train.global_batch // world < 2:
+    if labelled and cfg.train.global_batch < 2:
         raise DataError(
-            f"train.global_batch is {cfg.train.global_batch} for {world} process(es), and KTO compares rows with each "
-            "other; give each process 2 or more"
+            "train.global_batch is 1, and KTO compares the rows of a step with each other; give it 2 or more"
         )
     encodes: Encoder = encoder(cfg, processor, LabelledEncoder if labelled else PairEncoder)
     return Loader(
         _mixture(cfg, kind), encodes, cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
         cfg.data.workers, cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
-        gather=labelled_batches if labelled else PAIRED,
+        gather=partial(labelled_batches, longest=cfg.train.seq_length) if labelled else PAIRED, neighbours=labelled,
     )  # fmt: skip
 
 
@@ -138,6 +137,19 @@ def eval_set(
     return EvalSet(
         [read(d, kind) for d in cfg.data.eval], encoder(cfg, processor), micro_batch or cfg.train.micro_batch, rank,
         world, cfg.data.on_bad_sample, report_path,
+    )  # fmt: skip
+
+
+def prompt_set(
+    cfg: Config, processor: Any, *, prompts: int | None, reserve: int, rank: int = 0, world: int = 1
+) -> EvalSet:
+    """This rank's part of the first `prompts` rows of the held-out data (None: of all), as `PromptSample`s that wait
+    for their last answer, which may take `reserve` tokens: an iteration yields lists of a row each, or of none. Raises
+    `DataError`."""
+    encodes = encoder(cfg, processor, PromptEncoder, reserve)
+    return EvalSet(
+        [read(d, "prompts") for d in cfg.data.eval], encodes, 1, rank, world, cfg.data.on_bad_sample, most=prompts,
+        collate=lambda samples, pad_id: samples,
     )  # fmt: skip
 
 

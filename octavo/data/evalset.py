@@ -17,7 +17,8 @@ class EvalSet:
 
     Batch k holds the rows [k*B, (k+1)*B), B = `micro_batch`; rank r takes the batches r, r + world, ... Every rank
     yields `len(evalset)` batches; where the last ones do not go round, an empty one (fully masked, no rows in its
-    meta) stands in. Together the ranks see each row once. Samples stay in memory between evaluations.
+    meta) stands in. Together the ranks see each row once. Samples stay in memory between evaluations. `most`: only so
+    many rows, the first ones; None: all.
     """
 
     def __init__(
@@ -30,11 +31,12 @@ class EvalSet:
         on_bad: str = "error",
         report_path: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
-        collate: Callable[..., dict[str, Any]] = collate,
+        collate: Callable[..., Any] = collate,
+        most: int | None = None,
     ) -> None:
         self.sources, self.encoder, self.micro_batch, self.rank, self.world = (
             tuple(sources), encoder, micro_batch, rank, world)  # fmt: skip
-        self.collate = collate
+        self.collate, self.most = collate, most
         self._judge = Judge(self.sources, on_bad, report_path)
         self._processed = Processed(self.sources, encoder, cache_bytes)
 
@@ -45,7 +47,8 @@ class EvalSet:
     @property
     def rows(self) -> int:
         """Rows of all sources, over all ranks."""
-        return sum(len(source) for source in self.sources)
+        every = sum(len(source) for source in self.sources)
+        return every if self.most is None else min(every, self.most)
 
     def origin(self, file: str, row: int, answer: int | None) -> str:
         """What an answer is about, so that answers about the same thing count as ones that hang together: the row's own
@@ -63,8 +66,8 @@ class EvalSet:
     def __len__(self) -> int:
         return -(-self.rows // (self.micro_batch * self.world))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        places = [(source, row) for source, rows in enumerate(self.sources) for row in range(len(rows))]
+    def __iter__(self) -> Iterator[Any]:
+        places = [(source, row) for source, rows in enumerate(self.sources) for row in range(len(rows))][: self.rows]
         for turn in range(len(self)):
             first = (turn * self.world + self.rank) * self.micro_batch
             admitted = [self._judge.admit(p, self._processed[p]) for p in places[first : first + self.micro_batch]]

@@ -58,6 +58,7 @@ PANELS = {
     "rl": (
         Panel("reward", "Reward", "reward", "mean of a step"),
         _HELD_OUT,
+        Panel("held_out_reward", "Reward of held-out answers", "held out", "mean"),
         Panel("length", "Length of completions", "length", "tokens"),
         Panel("entropy", "Entropy", "entropy", "nats per token"),
         Panel("kl", "KL to the reference", "KL", "nats per token"),

@@ -76,7 +76,8 @@ class RunRecord:
     says whether the run reached its end with everything written; ``failure`` is the sentence that its training failed
     with, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if
     nobody did; ``rates`` are learning rates. ``figures`` has those of ``FIGURES`` that the run recorded, and
-    ``exact_match`` of its evaluations, NaN at steps without; ``completions`` are the rows of ``completions.jsonl``."""
+    ``exact_match`` and ``held_out_reward`` of its evaluations, NaN at steps without; ``completions`` are the rows of
+    ``completions.jsonl``."""
 
     directory: Path
     steps: np.ndarray
@@ -204,8 +205,9 @@ def _column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
 
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    judged = [{"exact_match": (row.get("eval") or {}).get("exact_match")} for row in rows]
-    columns = {key: _column(rows, key) for key in FIGURES} | {"exact_match": _column(judged, "exact_match")}
+    judged = [row.get("eval") or {} for row in rows]
+    columns = {key: _column(rows, key) for key in FIGURES}
+    columns |= {"exact_match": _column(judged, "exact_match"), "held_out_reward": _column(judged, "reward")}
     return {key: column for key, column in columns.items() if np.isfinite(column).any()}
 
 

@@ -12,9 +12,11 @@ import torch
 
 from octavo import data, fp8, generation
 from octavo.config import Config
+from octavo.config.phases import RlSection
 from octavo.rl.figures import TRL_NAMES
 from octavo.rl.rewards import Rewards
 from octavo.rl.roles import reference_for
+from octavo.rl.rolling import held_out
 from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown
 from octavo.rl.step import RlStepper
@@ -34,11 +36,12 @@ class Reinforcing(Phase):
         self.stepper = RlStepper
         self.rewards: Rewards | None = None
         self._loader: data.Loader | None = None
+        self._asked: data.EvalSet | None = None
 
     def check(self, cfg: Config) -> None:
         super().check(cfg)
         if self.rewards is None:  # before there is a run directory: a reward that cannot be used is found here
-            self.rewards = rewards_of(cfg)
+            self.rewards = rewards_of(Settings.of(cfg).section)
 
     def prints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
@@ -48,6 +51,27 @@ class Reinforcing(Phase):
         rl = Settings.of(cfg).section
         self._loader = data.prompt_loader(cfg, processor, prompts=rl.prompts, max_new_tokens=rl.max_new_tokens, **share)
         return self._loader
+
+    def evalset(self, cfg: Config, processor: Any, **share: Any) -> data.EvalSet | None:
+        rl = Settings.of(cfg).section
+        if cfg.data.eval and rl.eval_prompts:
+            ranks = {name: share[name] for name in ("rank", "world")}  # what is left out is listed once, by evalset
+            self._asked = data.prompt_set(cfg, processor, prompts=rl.eval_prompts, reserve=rl.max_new_tokens, **ranks)
+        return super().evalset(cfg, processor, **share)
+
+    def evaluate(self, stepper: Stepper, evalset: data.EvalSet) -> Mapping[str, Any]:
+        """And the reward of greedy answers to held-out prompts, under the names that a step's figures have."""
+        figures = super().evaluate(stepper, evalset)
+        if self._asked is None:
+            return figures
+        assert isinstance(stepper, RlStepper) and stepper.engine is not None and self.rewards is not None
+        section, sampling = stepper.settings.section, stepper.settings.sampling(stepper.number, stepper.places)
+        prompts = [prompt for batch in self._asked for prompt in batch]
+        told = held_out(
+            stepper.engine, self.rewards, stepper.tokenizer, prompts, sampling, section, stepper.world,
+            lambda at: stepper.doing(f"held-out answers {at}"),
+        )  # fmt: skip
+        return {**figures, **told}
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, RlStepper) and self.rewards is not None and self._loader is not None
@@ -80,10 +104,8 @@ class Reinforcing(Phase):
             self.rewards.close()
 
 
-def rewards_of(cfg: Config) -> Rewards:
-    """The rewards of a configuration, whose paths are absolute."""
-    rl = cfg.rl
-    assert rl is not None
+def rewards_of(rl: RlSection) -> Rewards:
+    """The rewards of a configuration's section, whose paths are absolute."""
     given = []
     for entry in rl.rewards:
         named = {name: value for name, value in entry.model_dump().items() if value is not None}

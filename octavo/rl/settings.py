@@ -57,12 +57,14 @@ class Settings:
 
     def sampling(self, step: int, never: tuple[int, ...]) -> Sampling:
         """Of the rollout of a step; `never`: tokens that stand for images."""
-        rl = self.section
-        return Sampling(
-            rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, self.seed, step, never
-        )
+        return sampling_of(self.section, self.seed, step, never)
 
     @property
     def updates(self) -> int:
         """Optimizer updates of a step."""
         return self.section.epochs * self.section.mini_batches
+
+
+def sampling_of(rl: RlSection, seed: int, step: int, never: tuple[int, ...]) -> Sampling:
+    """Of a step's completions; `never`: tokens that stand for images."""
+    return Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, seed, step, never)

@@ -33,7 +33,7 @@ from octavo.rl.penalties import difference_of, kl, overlong, without_truncated
 from octavo.rl.proving import SameWeights
 from octavo.rl.rewards import Rewards
 from octavo.rl.roles import Reference, watched_by_nobody, with_bytes
-from octavo.rl.room import free_bytes, slots_for
+from octavo.rl.rolling import means, of_groups, scored, written
 from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown, shown_lines
 from octavo.train import Observe, TrainError, losses
@@ -101,7 +101,7 @@ class RlStepper(Stepper):
     def rolled(self, prompts: list[data.PromptSample]) -> tuple[Rollout, dict[str, Any]]:
         """Completions of this step with their rewards, and figures of them over all ranks."""
         rollout = self._roll(prompts)
-        figures = self._of_rollout(rollout)
+        figures: dict[str, Any] = {**means(rollout, self.world), **of_groups(rollout, self.world)}
         if not self.settings.refill:
             return rollout, figures
         wanted, kept, draws = len(self._numbers(rollout)), _informative(rollout), 1
@@ -122,46 +122,17 @@ class RlStepper(Stepper):
         section, engine = self.settings.section, self.engine
         assert engine is not None and self.rewards is not None
         self.world.at(f"step {self.number}, rollout")
-        asked = [prompt_of(p) for p in prompts]
-        engine.slots = slots_for(engine, asked, section, free_bytes(self.world.device))
-        with fp8.uncounted():
-            completions = engine.generate(
-                asked,
-                self.settings.sampling(self.number, self.places),
-                section.group,
-                lambda done, total: self.doing(f"rollout {done}/{total}"),
-            )
-        self.cached = max(self.cached, sum(engine.bytes.values()))
-        engine.release()
+        sampling = self.settings.sampling(self.number, self.places)
+        completions, held = written(engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}"))
+        self.cached = max(self.cached, held)
         self.same.wrote(self.number)
         self.world.at(f"step {self.number}, rewards")
         self.doing("rewards")
-        texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
-        where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
-        table = self.rewards.score(texts, data.reward_columns(prompts, section.group), where)
-        rollout = Rollout(prompts, completions, texts, table.totals.copy(), dict(table.each))
+        rollout = scored(self.rewards, self.tokenizer, prompts, completions)
         if self.settings.overlong:
             lengths = torch.from_numpy(rollout.lengths)
             rollout.rewards += overlong(lengths, section.max_new_tokens, self.settings.overlong).double().numpy()
         return rollout
-
-    def _of_rollout(self, rollout: Rollout) -> dict[str, Any]:
-        """Rewards, lengths and how completions ended, over all ranks."""
-        groups = rollout.rewards.reshape(-1, max(rollout.group, 1))
-        of_groups = groups.std(axis=1, ddof=1) if groups.size else np.zeros(0)
-        sums = {
-            "reward": rollout.rewards.sum(),
-            "length": float(rollout.lengths.sum()),
-            "completions/clipped_ratio": float(rollout.truncated.sum()),
-            **{f"rewards/{name}/mean": scores.sum() for name, scores in rollout.scores.items()},
-        }
-        of_prompts = {"reward_std": of_groups.sum(), "frac_reward_zero_std": float((of_groups == 0).sum())}
-        every = [*sums.values(), *of_prompts.values(), len(rollout.completions), len(rollout.prompts)]
-        *values, completions, prompts = self.world.sum(torch.tensor(every, dtype=torch.float64)).tolist()
-        named = dict(zip([*sums, *of_prompts], values, strict=True))
-        return {
-            name: value / max(prompts if name in of_prompts else completions, 1.0) for name, value in named.items()
-        } | {"completions": completions}
 
     def _slowest(self, *seconds: float) -> list[float]:
         return list(self.world.all_reduce_max(torch.tensor(seconds, dtype=torch.float64)).tolist())

@@ -79,7 +79,7 @@ def build(
     asked = data_settings(cfg)
     share: dict[str, Any] = {"rank": world.rank, "world": world.size, "report_path": directory / "skipped.jsonl"}
     loader = phase.loader(asked, processor, start_row=start.rows, **share)
-    evalset = data.eval_set(asked, processor, **share)
+    evalset = phase.evalset(asked, processor, **share)
 
     def count(family: models.Family, model: nn.Module) -> Tokens:
         return tokens.count(asked, processor, family, model.config)

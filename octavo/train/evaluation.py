@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from octavo.parallel import World
 from octavo.train import losses
-from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward
-from octavo.train.nonfinite import refuse_weights
 
 
 def evaluate(
@@ -96,38 +94,6 @@ def _pieces(
         if tokens := int(rest[row].sum()):
             own = {"file": meta.files[row], "row": meta.rows[row], "answer": None}
             yield {**own, "loss": float(loss[row][rest[row]].sum()), "tokens": tokens, "right": None, "said": None}
-
-
-class Evaluation(Callback):
-    """Evaluates every `run.eval_every` steps and after the last one. What a stop leaves due is made on resume."""
-
-    def begin(self, run: Run) -> None:
-        done = run.row.get("step") == run.step
-        seen = done and "eval" in run.row
-        if not run.step or not due(run, run.step) or not run.world.any(run.world.is_main and not seen):
-            return
-        run.row = {**(run.row if done else {"step": run.step}), "eval": self._evaluate(run)}
-        run.reopen_log()
-        if run.log is not None:
-            run.log.write(run.row)
-
-    def after_step(self, run: Run, step: Step) -> None:
-        if due(run, step.number) and not run.stopping:
-            step.row["eval"] = self._evaluate(run)
-
-    def _evaluate(self, run: Run) -> Mapping[str, Any]:
-        assert run.job.evalset is not None
-        run.world.at(f"step {run.step}, evaluating")
-        refuse_weights(run.model, run.world, f"after step {run.step}")
-        run.eval = evaluate(run.model, run.job.evalset, run.job.stepper.forward, run.world)
-        run.notify("evaluated", run.eval)
-        return run.eval
-
-
-def due(run: Run, number: int) -> bool:
-    """Whether an evaluation belongs to a step."""
-    every = run.cfg.run.eval_every
-    return run.job.evalset is not None and (number == run.cfg.train.steps or (every > 0 and number % every == 0))
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from typing import Any
 
 from octavo import checkpoint, parallel
 from octavo.config import Config
-from octavo.train import base, build, evaluation, planning, rundir
+from octavo.train import base, build, planning, rundir
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.gain import GainWindow
 from octavo.train.lock import RunLock
 from octavo.train.metrics import MetricsLog, finite
-from octavo.train.observing import Figures, Proof
+from octavo.train.observing import Evaluation, Figures, Proof, due
 from octavo.train.phase import SFT, Phase
 from octavo.train.progress import Display
 from octavo.train.result import RunResult
@@ -109,7 +109,7 @@ def _begin(
 def _in_order(users: Sequence[Callback]) -> tuple[Callback, ...]:
     """A step is proven and measured, heard of, refused, evaluated, saved, and compared with high precision."""
     listening = Proof(), Figures(), *users, NotFinite(), NothingToLearn(), Stopping()
-    return *listening, evaluation.Evaluation(), Saving(), GainWindow()
+    return *listening, Evaluation(), Saving(), GainWindow()
 
 
 def _train(run: Run) -> RunResult:
@@ -130,7 +130,7 @@ def _train(run: Run) -> RunResult:
         if run.log is not None:
             run.log.close()
     # Stopped at the last step: finished, unless its evaluation is still due (made when the run goes on).
-    stopped = run.stopping and (run.step < steps or (evaluation.due(run, steps) and "eval" not in run.row))
+    stopped = run.stopping and (run.step < steps or (due(run, steps) and "eval" not in run.row))
     if not stopped and (in_a_row := run.job.progress.in_a_row):
         raise TrainError(
             f"the last {in_a_row} of {steps} steps were skipped, because loss or gradient were not finite: what they "

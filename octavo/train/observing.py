@@ -1,11 +1,16 @@
-"""What a run proves and measures of itself: GEMMs against the plan, FP8 health, memory by kind, load of experts."""
+"""What a run proves and measures of itself: GEMMs against the plan, FP8 health, memory by kind, load of experts,
+held-out data."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from octavo import fp8
 from octavo.train import rundir
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.metrics import finite
+from octavo.train.nonfinite import refuse_weights
 from octavo.train.result import RunResult
 from octavo.train.step import Batches, Observe
 
@@ -56,3 +61,35 @@ class Figures(Callback):
             run.job.progress.health = result.health.summary()
         if result.zeroed is not None:
             step.row["zeroed_v"] = result.zeroed
+
+
+class Evaluation(Callback):
+    """Evaluates every `run.eval_every` steps and after the last one. What a stop leaves due is made on resume."""
+
+    def begin(self, run: Run) -> None:
+        done = run.row.get("step") == run.step
+        seen = done and "eval" in run.row
+        if not run.step or not due(run, run.step) or not run.world.any(run.world.is_main and not seen):
+            return
+        run.row = {**(run.row if done else {"step": run.step}), "eval": self._evaluate(run)}
+        run.reopen_log()
+        if run.log is not None:
+            run.log.write(run.row)
+
+    def after_step(self, run: Run, step: Step) -> None:
+        if due(run, step.number) and not run.stopping:
+            step.row["eval"] = self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> Mapping[str, Any]:
+        assert run.job.evalset is not None
+        run.world.at(f"step {run.step}, evaluating")
+        refuse_weights(run.model, run.world, f"after step {run.step}")
+        run.eval = run.job.phase.evaluate(run.job.stepper, run.job.evalset)
+        run.notify("evaluated", run.eval)
+        return run.eval
+
+
+def due(run: Run, number: int) -> bool:
+    """Whether an evaluation belongs to a step."""
+    every = run.cfg.run.eval_every
+    return run.job.evalset is not None and (number == run.cfg.train.steps or (every > 0 and number % every == 0))

@@ -14,6 +14,7 @@ from typing import Any
 from octavo import data
 from octavo.config import Config
 from octavo.train.errors import TrainError
+from octavo.train.evaluation import evaluate
 from octavo.train.step import Stepper
 
 
@@ -45,8 +46,17 @@ class Phase:
         """The batches of each step: :class:`octavo.data.Loader`, or what is used as one."""
         return data.train_loader(cfg, processor, **share)
 
+    def evalset(self, cfg: Config, processor: Any, **share: Any) -> data.EvalSet | None:
+        """The held-out data; None where the configuration names none."""
+        return data.eval_set(cfg, processor, **share)
+
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         """Everything is assembled, and resumed after `step`. `directory` is the run's; `say` takes lines for people."""
+
+    def evaluate(self, stepper: Stepper, evalset: data.EvalSet) -> Mapping[str, Any]:
+        """What the weights as they stand make of the held-out data: numbers by name, `loss`, `exact_match`,
+        `questions` and `tokens` (:func:`octavo.train.evaluate`) among them. A collective."""
+        return evaluate(stepper.model, evalset, stepper.forward, stepper.world)
 
     def close(self) -> None:
         """The run ends, in whatever way: end processes and free memory."""

@@ -79,4 +79,6 @@ def _figures(row: Mapping[str, Any]) -> str:
     if "eval" in row:
         found = row["eval"]
         parts.append(f"eval loss {found['loss']:.4f}, exact match {found['exact_match']:.1%} of {found['questions']}")
+        if "reward" in found:
+            parts.append(f"held-out reward {found['reward']:.3f}")
     return "  ".join(parts)

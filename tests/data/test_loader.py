@@ -303,6 +303,9 @@ def test_eval_set_each_row_once_in_order(source, encoder):
     assert ranks[1][2]["meta"].samples == 0
     rows_of = [row for pair in zip(*ranks, strict=True) for batch in pair for row in batch["meta"].rows]
     assert rows_of == list(range(12)) * 2
+    first = [list(EvalSet([source, source], encoder, 2, rank=r, world=2, most=13)) for r in (0, 1)]
+    rows_of = [row for pair in zip(*first, strict=True) for batch in pair for row in batch["meta"].rows]
+    assert rows_of == [*range(12), 0]
 
 
 def test_eval_set_leaves_out_and_refuses_like_the_loader(folder, source, encoder):

@@ -19,7 +19,7 @@ Make = Callable[..., Config]
 
 def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, place: Path, monkeypatch) -> None:
     test = f"data.eval=[{{path: {place / 'digits' / 'test.json'}, max_samples: 4}}]"
-    cfg = reinforcing("run.tensorboard=true", "train.steps=2", "train.warmup=1", test)
+    cfg = reinforcing("run.tensorboard=true", "train.steps=2", "train.warmup=1", "rl.eval_prompts=3", test)
     heard: list[str] = []
     monkeypatch.setattr("octavo.train.progress.Display.doing", lambda self, what: heard.append(what))
     result = rl.run(cfg)
@@ -31,11 +31,11 @@ def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, 
     for ours, theirs in TRL_NAMES.items():
         assert f"train/{ours}" not in tags, "a figure has one name"
         assert [e.value for e in events.Scalars(f"train/{theirs}")] == pytest.approx([row[ours] for row in rows])
-    assert {"train/reward", "train/entropy", "train/rewards/regex/mean", "eval/exact_match"} <= tags
-    assert list(dict.fromkeys(what.split()[0] for what in heard)) == ["rollout", "rewards", "training"]
+    assert {"train/reward", "train/entropy", "train/rewards/regex/mean", "eval/exact_match", "eval/reward"} <= tags
+    assert list(dict.fromkeys(what.split()[0] for what in heard)) == ["rollout", "rewards", "training", "held-out"]
     assert heard.count("training") == 2 and "rollout 16/16" in heard
-    again = train.evaluate_run(result.dir)
-    assert {key: again[key] for key in result.eval} == pytest.approx(dict(result.eval))
+    again = rl.evaluate_target(train.finished.look(result.dir), answers=3)
+    assert again["completions"] == 3 and {key: again[key] for key in result.eval} == pytest.approx(dict(result.eval))
 
 
 @pytest.mark.long

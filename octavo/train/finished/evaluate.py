@@ -21,6 +21,7 @@ from octavo.train.forward import Forward, autocasts
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
+More = Callable[[nn.Module, Any, Forward, Config], Mapping[str, float]]
 
 
 def load_run(
@@ -62,12 +63,14 @@ def evaluate_target(
     say: Say = lambda text: None,
     progress: Progress = lambda done, total: None,
     pieces: list[dict[str, Any]] | None = None,
+    more: More = lambda model, processor, forward, cfg: {},
 ) -> dict[str, Any]:
     """Evaluate whatever `look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
 
     cfg       whose data.eval is asked; None: the run's own
     progress  gets batches done and batches in all
     pieces    gets what was judged, answer by answer, as `evaluate` says, and the `source` of each (`EvalSet.origin`)
+    more      makes further figures of the opened model
     others    as `Target.open` takes them
 
     Raises TrainError where there is no held-out data, and what opening raises.
@@ -76,7 +79,7 @@ def evaluate_target(
     step = _step(found, step, say)
     opened = found.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, say=say)
     say(f"{found.path}: {', '.join(opened.notes)}")
-    result = _judge(found, cfg, opened.model, progress, pieces)
+    result = _judge(found, cfg, opened.model, progress, pieces, more)
     return result if step is None else {"step": step, **result}
 
 
@@ -171,18 +174,24 @@ def _asked(found: Target, cfg: Config | None) -> Config:
 
 
 def _judge(
-    found: Target, cfg: Config, model: nn.Module, progress: Progress, pieces: list[dict[str, Any]] | None = None
+    found: Target,
+    cfg: Config,
+    model: nn.Module,
+    progress: Progress,
+    pieces: list[dict[str, Any]] | None = None,
+    more: More = lambda model, processor, forward, cfg: {},
 ) -> dict[str, Any]:
     processor = models.load_processor(found.base, cfg.data.max_pixels, cfg.data.min_pixels)
     evalset = data.eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)
     wide = autocasts(found.cfg or cfg, world.device) and next(model.parameters()).dtype == torch.float32
+    forward = Forward(model, world, wide)
     with fp8.count_gemms() as counts:
-        result = evaluate(model, _with_progress(evalset, progress), Forward(model, world, wide), world, pieces)
+        result = evaluate(model, _with_progress(evalset, progress), forward, world, pieces)
     for piece in pieces or ():
         piece["source"] = evalset.origin(piece["file"], piece["row"], piece["answer"])
-    return {**result, "fp8_gemms": counts.total(fp8=True)}
+    return {**result, **more(model, processor, forward, cfg), "fp8_gemms": counts.total(fp8=True)}
 
 
 def _with_progress(evalset: data.EvalSet, progress: Progress) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,90 @@
+"""Completions of prompts, and what they are worth: what a step learns from, and how held-out prompts are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo import data, fp8
+from octavo.config.phases import RlSection
+from octavo.generation import Completion, Engine, Sampling
+from octavo.parallel import World
+from octavo.rl.experience import Rollout, prompt_of
+from octavo.rl.rewards import Rewards
+from octavo.rl.room import free_bytes, slots_for
+
+
+def written(
+    engine: Engine,
+    prompts: Sequence[data.PromptSample],
+    sampling: Sampling,
+    rl: RlSection,
+    doing: Callable[[str], None] = lambda text: None,
+) -> tuple[list[Completion], int]:
+    """`rl.group` completions of each prompt, and the bytes that generating them held, which are free again. A
+    collective where ranks share parameters. Raises what :meth:`octavo.generation.Engine.generate` does."""
+    asked = [prompt_of(p) for p in prompts]
+    engine.slots = slots_for(engine, asked, rl, free_bytes(engine.caller.device))
+    with fp8.uncounted():
+        found = engine.generate(asked, sampling, rl.group, lambda done, total: doing(f"{done}/{total}"))
+    held = sum(engine.bytes.values())
+    engine.release()
+    return found, held
+
+
+def scored(
+    rewards: Rewards, tokenizer: Any, prompts: Sequence[data.PromptSample], completions: Sequence[Completion]
+) -> Rollout:
+    """Completions with what rewards say of them. Raises RewardError."""
+    group = len(completions) // max(len(prompts), 1)
+    texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
+    where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
+    table = rewards.score(texts, data.reward_columns(prompts, group), where)
+    return Rollout([*prompts], [*completions], texts, table.totals.copy(), dict(table.each))
+
+
+def means(rollout: Rollout, world: World) -> dict[str, float]:
+    """Of the completions of all ranks: how many, mean reward and length, the share that was cut off, and the mean of
+    each reward. A collective."""
+    sums = {
+        "reward": rollout.rewards.sum(),
+        "length": float(rollout.lengths.sum()),
+        "completions/clipped_ratio": float(rollout.truncated.sum()),
+        **{f"rewards/{name}/mean": scores.sum() for name, scores in rollout.scores.items()},
+    }
+    every = torch.tensor([*sums.values(), len(rollout.completions)], dtype=torch.float64)
+    *values, count = world.sum(every).tolist()
+    return {name: value / max(count, 1.0) for name, value in zip(sums, values, strict=True)} | {"completions": count}
+
+
+def of_groups(rollout: Rollout, world: World) -> dict[str, float]:
+    """Of the groups of all ranks: the mean of their standard deviations, and the share whose rewards are all equal. A
+    collective."""
+    groups = rollout.rewards.reshape(-1, max(rollout.group, 1))
+    apart = groups.std(axis=1, ddof=1) if groups.size else np.zeros(0)
+    every = torch.tensor([apart.sum(), float((apart == 0).sum()), len(rollout.prompts)], dtype=torch.float64)
+    spread, equal, prompts = world.sum(every).tolist()
+    return {"reward_std": spread / max(prompts, 1.0), "frac_reward_zero_std": equal / max(prompts, 1.0)}
+
+
+def held_out(
+    engine: Engine,
+    rewards: Rewards,
+    tokenizer: Any,
+    prompts: Sequence[data.PromptSample],
+    sampling: Sampling,
+    rl: RlSection,
+    world: World,
+    doing: Callable[[str], None] = lambda text: None,
+) -> dict[str, float]:
+    """What :func:`means` says of one greedy answer to each held-out prompt; how `sampling` ends it stays. A
+    collective."""
+    one = rl.model_copy(update={"group": 1})
+    greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    prompts = [replace(prompt, number=place) for place, prompt in enumerate(prompts)]
+    completions, _ = written(engine, prompts, greedy, one, doing)
+    return means(scored(rewards, tokenizer, prompts, completions), world)
