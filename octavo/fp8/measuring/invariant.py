@@ -39,6 +39,12 @@ def invariant(model: nn.Module) -> AbstractContextManager[object]:
 
 def not_invariant(model: nn.Module) -> str | None:
     """Why this model cannot be invariant, with what fixes it; None if nothing is known against it."""
+    other = next(((n, p.device) for n, p in model.named_parameters() if p.device.type not in ("cpu", "meta")), None)
+    if other is not None:
+        return (
+            f"{other[0]} is on {other[1]}, where products of more rows than decoding has, attention of whole sequences "
+            "and torch's sums and means of a row may depend on other rows. Use rl.invariant: false there"
+        )
     for name, module in model.named_modules():
         sites = [module._site] if isinstance(module, Linear) else []
         sites += list(module._sites.values()) if isinstance(module, Experts) else []
@@ -58,11 +64,6 @@ def not_invariant(model: nn.Module) -> str | None:
         kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if isinstance(kind, str) and kind.startswith(_OWN):
             return f"{name or 'the model'} computes attention by {kind}. Use model.attention: sdpa"
-    other = next(
-        ((n, p.device.type) for n, p in model.named_parameters() if p.device.type not in ("cpu", "meta")), None
-    )
-    if other is not None:
-        return f"{other[0]} is on {other[1]}, and invariant products are for the CPU. Use rl.invariant: false there"
     return None
 
 
