@@ -4,8 +4,8 @@
     octavo compare examples/digits_everything.yaml --jobs 2
     python benchmarks/demo.py runs/digits_everything-compare savings      # and benchmarks/lora_base.py says how: lora
 
-Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, savings, lora or rl) and the plots beside it, which README
-quotes.
+Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, savings, lora, rl, rl_lora or dpo) and the plots beside it,
+which README quotes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ COMMANDS = {
     "savings": "octavo compare examples/digits_everything.yaml --jobs 2",
     "lora": "octavo compare examples/digits_lora.yaml --jobs 2",
     "rl": "octavo compare examples/digits_rl.yaml --seeds 3 --jobs 2",
+    "rl_lora": "octavo compare examples/digits_rl_lora.yaml --seeds 3 --jobs 2",
+    "dpo": "octavo compare examples/digits_dpo.yaml --seeds 3",
 }
-PLOTS = {"savings": ("loss", "memory"), "rl": ("learning",)}  # of the others: loss and health
+# of the others: loss and health
+PLOTS = {"savings": ("loss", "memory"), **dict.fromkeys(("rl", "rl_lora", "dpo"), ("learning",))}
 
 
 def keep(trial: Path, name: str = "demo") -> Path:

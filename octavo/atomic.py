@@ -26,10 +26,15 @@ _LITTLE = 1 << 20
 
 def write_text(file: Path, text: str, shared: bool = False) -> None:
     """Write a file, also safe from a power cut. `shared`: processes may write it at once, and the last one wins."""
+    write_bytes(file, text.encode(), shared)
+
+
+def write_bytes(file: Path, content: bytes, shared: bool = False) -> None:
+    """The same of bytes."""
     aside = file.with_name(f".{file.name}.{uuid4().hex}.tmp" if shared else f".{file.name}.tmp")
     try:
-        with open(aside, "w", encoding="utf-8") as out:
-            out.write(text)
+        with open(aside, "wb") as out:
+            out.write(content)
             out.flush()
             os.fsync(out.fileno())
         os.replace(aside, file)

@@ -23,7 +23,7 @@ __all__ = ["SUITES", "Bench", "BenchError", "Result", "folder", "keep", "load", 
 #: suite -> what it measures
 SUITES: Mapping[str, str] = {
     "cast": "casts and fused layers, as bandwidth against a copy",
-    "gemm": "the three GEMMs alone, on operands that are FP8 already",
+    "gemm": "the three GEMMs alone, on operands that are FP8 already, and forwards of few rows as in decoding",
     "linear": "a linear layer with quantization: fwd, dgrad, wgrad, sum; torchao and TransformerEngine beside it",
     "moe": "a layer of experts, forward and backward",
     "optimizer": "a step of AdamW for every format of states and master, as bandwidth against torch's fused AdamW",

@@ -1,4 +1,5 @@
-"""``gemm``: the three GEMMs alone on operands that are already FP8, against the same product in high precision."""
+"""``gemm``: the three GEMMs alone on operands that are already FP8, against the same product in high precision; and
+forwards of few rows without a gradient, as decoding runs them, which are worth the bytes of their weights."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ SHAPES = (
     ("qwen2.5-vl gate", 3420, 1280),
 )
 SMALL = (("small", 80, 144), ("odd", 43, 72))
+DECODED = (("qwen3-8b gate", 12288, 4096), *SHAPES[2:4])
 TOKENS, FEW = 16384, 64
+ROWS, SMALL_ROWS = (1, 8, 32, 64), (1, 8)
 
 
 def run(bench: Bench) -> None:
@@ -37,6 +40,23 @@ def run(bench: Bench) -> None:
                     candidates[f"{name} {backend}"] = partial(_fp8, bench, gemm, recipe, backend, m, n, k)
             case = f"{label} {gemm} M={m} N={n} K={k}"
             bench.case("gemm", case, bench.high, candidates, Work(flops=2.0 * m * n * k))
+    for label, n, k in SMALL[:1] if bench.small else DECODED:
+        for rows in SMALL_ROWS if bench.small else ROWS:
+            _decode(bench, label, rows, n, k)
+
+
+def _decode(bench: Bench, label: str, m: int, n: int, k: int) -> None:
+    """One forward of few rows; where a backend has a kernel for them, its product of many rows stands beside it. Bytes
+    are those that FP8 has to move, for all candidates, so that ratios are ratios of time."""
+    candidates = {bench.high: partial(_plain, bench, "fwd", m, n, k)}
+    work = Work(flops=2.0 * m * n * k, bytes=float(n * k + m * k + m * n * bench.dtype.itemsize))
+    for name in peers.RECIPES:
+        for backend in peers.able(bench, name):
+            own = type(kernels.get(backend)).gemm_decode is not kernels.Backend.gemm_decode
+            for more, product in (("", "decode"), (", tiles of many rows", "fwd"))[: 1 + own]:
+                made = partial(_fp8, bench, "fwd", fp8.recipe(name), backend, m, n, k, product)
+                candidates[f"{name} {backend}{more}"] = made
+    bench.case("gemm", f"{label} decode M={m} N={n} K={k}", bench.high, candidates, work)
 
 
 def _operands(bench: Bench, gemm: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,11 +69,11 @@ def _plain(bench: Bench, gemm: str, m: int, n: int, k: int) -> Call:
     return {"fwd": lambda: a @ b.t(), "dgrad": lambda: a @ b, "wgrad": lambda: a.t() @ b}[gemm]
 
 
-def _fp8(bench: Bench, gemm: str, recipe: Recipe, backend: str, m: int, n: int, k: int) -> Call:
+def _fp8(bench: Bench, gemm: str, recipe: Recipe, backend: str, m: int, n: int, k: int, product: str = "") -> Call:
     chosen, casts = kernels.get(backend), recipe.gemm(gemm)
     assert casts is not None
     a, b = _operands(bench, gemm, m, n, k)
     a_dim, b_dim = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}[gemm]
     a_q, b_q = chosen.quantize(a, casts.a, a_dim), chosen.quantize(b, casts.b, b_dim)
-    multiply = getattr(chosen, f"gemm_{gemm}")
+    multiply = getattr(chosen, f"gemm_{product or gemm}")
     return lambda: multiply(a_q, b_q, bench.dtype)

@@ -13,6 +13,9 @@ from octavo.config.texts import FilePath, Text
 BEYOND_SFT = ("rl", "preference")
 
 
+Reference = Literal["auto", "base", "copy", "disk"]
+
+
 class RewardSection(Section):
     """One reward: a function of completions and of the columns of their rows."""
 
@@ -163,10 +166,11 @@ class RlSection(Section):
         description="Compute rollout and update so that a row's result depends on neither batch nor length: their "
         "log-probabilities are then the same bits, and a difference stops the run. On a CPU; takes longer.",
     )
-    reference: Literal["auto", "base", "copy"] = Field(
+    reference: Reference = Field(
         default="auto",
         description="Who the policy is held to: base, the model without its adapters (lora); copy, its first weights, "
-        "those of FP8 layers as frozen codes, a byte a parameter; auto, base where there are adapters, else copy.",
+        "those of FP8 layers as frozen codes, a byte a parameter; auto, base where there are adapters, else copy. disk "
+        "is for preferences.",
     )
     eval_prompts: int = Field(
         default=64,
@@ -205,8 +209,10 @@ class PreferenceSection(Section):
     gamma: float | None = Field(default=None, ge=0, le=1e6, description="Of simpo: the margin of rewards; absent: 1.")
     desirable_weight: float | None = Field(default=None, ge=0, le=1e6, description="Of kto: factor of good answers.")
     undesirable_weight: float | None = Field(default=None, ge=0, le=1e6, description="Of kto: factor of bad answers.")
-    reference: Literal["auto", "base", "copy"] = Field(
-        default="auto", description="As rl.reference. orpo and simpo have none."
+    reference: Reference = Field(
+        default="auto",
+        description="As rl.reference; or disk: what the first weights say of the answers, computed once before the "
+        "first step and kept in the run's directory, so that no second model is held. orpo and simpo have none.",
     )
 
 

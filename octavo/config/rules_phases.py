@@ -100,6 +100,9 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.invariant and config.fp8.recipe in ("tensorwise", "delayed"):
         found = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
         yield finding("fp8.recipe", found, "use blockwise, rowwise or mxfp8, or leave invariant out", "rl.invariant")
+    if rl.reference == "disk":
+        found = "completions are new in every step, so nothing about them can be computed before the first"
+        yield finding("rl.reference", found, "use copy, or base beside adapters (lora)", "train.phase")
     if rl.reference == "base" and config.lora is None:
         fix = "use `reference: copy`, or train adapters (lora)"
         yield finding("rl.reference", "base is the model without its adapters, and there are none", fix, "lora")
@@ -118,3 +121,6 @@ def _preference(config: Sections) -> Iterator[Finding]:
     if preference.reference == "base" and config.lora is None:
         fix = "use `reference: copy`, or train adapters (lora)"
         yield finding("preference.reference", "base is the model without its adapters, and there are none", fix, "lora")
+    if preference.reference == "disk" and preference.loss == "kto":
+        found = "kto also asks of answers to other prompts of a step, which are other ones in each epoch"
+        yield finding("preference.reference", found, "use copy, or base beside adapters (lora)", "preference.loss")

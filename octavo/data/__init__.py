@@ -104,16 +104,15 @@ def pair_loader(
     """The stream of preferences of a configuration: micro-batches of `train.micro_batch` pairs are 2 B rows, chosen
     before rejected (`collate_pairs`); of labelled rows, for KTO, see `labelled_batches`. Raises `DataError`."""
     labelled = kind == "labelled"
-    if labelled and cfg.train.global_batch // world < 2:
+    if labelled and cfg.train.global_batch < 2:
         raise DataError(
-            f"train.global_batch is {cfg.train.global_batch} for {world} process(es), and KTO compares rows with each "
-            "other; give each process 2 or more"
+            "train.global_batch is 1, and KTO compares the rows of a step with each other; give it 2 or more"
         )
     encodes: Encoder = encoder(cfg, processor, LabelledEncoder if labelled else PairEncoder)
     return Loader(
         _mixture(cfg, kind), encodes, cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
         cfg.data.workers, cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
-        gather=labelled_batches if labelled else PAIRED,
+        gather=partial(labelled_batches, longest=cfg.train.seq_length) if labelled else PAIRED, neighbours=labelled,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class Encodes(Protocol):
 
 
 Numbered = Sequence[tuple[int, Any]]  # (number in the stream, what was made of that row, or None where it is left out)
-Gather = Callable[[Numbered, int, int], list[Any]]
+Gather = Callable[..., list[Any]]
 
 
 def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
@@ -150,7 +150,8 @@ class Loader:
     `workers=0` reads inline and keeps processed samples in memory; more read ahead in processes of their own. The
     batches are the same; a worker that has not brought a row within `timeout` seconds is named. `report_path` is the
     file that lists the rows left out; `report.counts` counts them. `gather(rows, micro_batch, pad_id)` is given the
-    (number in the stream, sample or None) of a step's rows.
+    (number in the stream, sample or None) of a step's rows; with `neighbours` and several ranks also `before=`, the
+    sample (or None) of the row before them in the step, whose last row comes before its first.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Loader:
         cache_bytes: int = CACHE_BYTES,
         timeout: float = math.inf,
         gather: Gather = micro_batches,
+        neighbours: bool = False,
     ) -> None:
         if micro_batch < 1 or global_batch < 1 or global_batch % world:
             raise DataError(
@@ -179,6 +181,7 @@ class Loader:
         self.mixture, self.encoder = mixture, encoder
         self.micro_batch, self.global_batch, self.rank, self.world = micro_batch, global_batch, rank, world
         self.workers, self.rows, self.timeout, self.gather = workers, start_row, timeout, gather
+        self.neighbours = neighbours and world > 1
         self._judge = Judge(mixture.sources, on_bad, report_path)
         self._processed = Processed(mixture.sources, encoder, cache_bytes if workers == 0 else 0)
         self._steps: Iterator[list[Any]] | None = None
@@ -205,16 +208,18 @@ class Loader:
 
     def _stream(self) -> Iterator[list[Any]]:
         mine = self.global_batch // self.world
-        places = _Places(self.mixture, self.rows, self.rank * mine, mine, self.global_batch)
+        first = self.rank * mine
+        numbers = [*range(first, first + mine), *([(first - 1) % self.global_batch] if self.neighbours else [])]
+        places = _Places(self.mixture, self.rows, numbers, self.global_batch)
         if self.workers:
             made = _by_workers(self._processed, places, self.workers, self.timeout)
         else:
             made = ((place, self._processed[place]) for place in places)
         try:
             while True:
-                first = self.rows + self.rank * mine
-                taken = [(first + n, self._judge.admit(*next(made))) for n in range(mine)]
-                gathered = self.gather(taken, self.micro_batch, self.encoder.pad_id)
+                taken = [(self.rows + n, self._judge.admit(*next(made))) for n in numbers]
+                more = {"before": taken.pop()[1]} if self.neighbours else {}
+                gathered = self.gather(taken, self.micro_batch, self.encoder.pad_id, **more)
                 self.rows += self.global_batch
                 yield gathered
         finally:
@@ -222,17 +227,16 @@ class Loader:
 
 
 class _Places:
-    """The (source, row) of each row that a rank consumes, without end. The sampler of the worker processes too."""
+    """The (source, row) of each row that a rank consumes, without end: of steps of `stride` rows, from the row `start`
+    on, those with `numbers`. The sampler of the worker processes too."""
 
-    def __init__(self, mixture: Mixture, start: int, offset: int, mine: int, stride: int) -> None:
-        self.mixture, self.start, self.offset, self.mine, self.stride = mixture, start, offset, mine, stride
+    def __init__(self, mixture: Mixture, start: int, numbers: Sequence[int], stride: int) -> None:
+        self.mixture, self.start, self.numbers, self.stride = mixture, start, numbers, stride
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        first = self.start + self.offset
-        while True:
-            for n in range(first, first + self.mine):
-                yield self.mixture.row(n)
-            first += self.stride
+        for step in itertools.count(self.start, self.stride):
+            for n in self.numbers:
+                yield self.mixture.row(step + n)
 
 
 class _WithPlace(Dataset):

@@ -157,28 +157,37 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, Any]:
     rows that teach nothing."""
     if pairs:
         return collate([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad_id)
-    return _nothing(2, pad_id)
+    empty = collate([], pad_id)
+    return {key: value if key == "meta" else value.expand(2, EMPTY_LENGTH).clone() for key, value in empty.items()}
 
 
-def labelled_batches(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[dict[str, Any]]:
-    """What a step of labelled rows is to a `Loader`: batches of 2 B rows, and `desirable` [B] bool.
+def labelled_batches(
+    rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int, *, longest: int, before: Any = None
+) -> list[dict[str, Any]]:
+    """What a step of labelled rows is to a `Loader`: batches of B conversations with `desirable` [B] bool, and under
+    `crossed` a batch of as many with the same prompts and answers to other ones.
 
-    Behind the B conversations come as many with the same prompts and answers to other ones, those of the row before it
-    in this rank's step (of the first: the last row's). KTO estimates its KL term by them; tokens over the length of the
-    longest row are cut. A row that is alone has nothing crossed to it: an answer without labels.
+    KTO estimates its KL term by the crossed ones. The answer is that of the row before it in the step; of this rank's
+    first one that is `before`, what another rank has (None: it has none, and this rank's last row stands in). Tokens
+    over `longest` are cut. A row that is alone has nothing crossed to it: an answer without labels.
     """
-    before = [sample for _, sample in rows if sample is not None]
-    most = max((len(sample.input_ids) for sample in before), default=0)
-    before = before[-1:] + before[:-1]
-    alone = len(before) == 1
-    paired = [(n, sample and (sample, _crossed(sample, before.pop(0), most, alone))) for n, sample in rows]
+    mine = [sample for _, sample in rows if sample is not None]
+    others = [before or sample for sample in mine[-1:]] + mine[:-1]
+    alone = before is None and len(mine) == 1
+    paired = [(n, sample and (sample, _crossed(sample, others.pop(0), longest, alone))) for n, sample in rows]
     return micro_batches(paired, micro_batch, pad_id, _collate_labelled)
 
 
+def collate_labelled(samples: Sequence[LabelledSample], pad_id: int, *, longest: int) -> dict[str, Any]:
+    """Some rows as one batch of `labelled_batches`."""
+    batches = labelled_batches([*enumerate(samples)], max(len(samples), 1), pad_id, longest=longest)
+    return batches[0] if batches else _collate_labelled([], pad_id)
+
+
 def _collate_labelled(pairs: Sequence[tuple[LabelledSample, Sample]], pad_id: int) -> dict[str, Any]:
-    rows = [sample for side in zip(*pairs, strict=True) for sample in side]
-    batch = collate(rows, pad_id) if rows else _nothing(2, pad_id)
-    return batch | {"desirable": torch.tensor([sample.label for sample, _ in pairs], dtype=torch.bool)}
+    batch = collate([sample for sample, _ in pairs], pad_id)
+    good = torch.tensor([sample.label for sample, _ in pairs], dtype=torch.bool)
+    return batch | {"desirable": good, "crossed": collate([crossed for _, crossed in pairs], pad_id)}
 
 
 def _crossed(sample: Sample, other: Sample, most: int, alone: bool) -> Sample:
@@ -199,11 +208,6 @@ def _crossed(sample: Sample, other: Sample, most: int, alone: bool) -> Sample:
 
 def _answer_start(sample: Sample) -> int:
     return int(np.flatnonzero(sample.labels != IGNORE)[0])
-
-
-def _nothing(rows: int, pad_id: int) -> dict[str, Any]:
-    empty = collate([], pad_id)
-    return {key: value if key == "meta" else value.expand(rows, EMPTY_LENGTH).clone() for key, value in empty.items()}
 
 
 def _begins_whole(messages: Sequence[Any]) -> bool:

@@ -1,7 +1,8 @@
 """KTO (arXiv 2402.01306): preferences without pairs, each answer judged desirable or not.
 
 With the reward r = log p - log p_ref of an answer and the baseline z, the mean such reward of answers that belong to
-*other* prompts (an estimate of the KL divergence from the reference, at least 0), the loss of an answer is
+*other* prompts (an estimate of the KL divergence from the reference, at least 0; here over a whole step, where TRL has
+one for each forward), the loss of an answer is
 
     desirable      w_d (1 - s(beta (r - z)))            undesirable      w_u (1 - s(beta (z - r)))
 

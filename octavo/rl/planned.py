@@ -11,7 +11,7 @@ from octavo.train.planning import micro_steps_of, samples_of
 
 
 def reference_of(cfg: Config) -> str | None:
-    """`base`, `copy`, or None where nothing is held to a reference."""
+    """`base`, `copy`, `disk`, or None where nothing is held to a reference."""
     if cfg.train.phase == "rl":
         rl = Settings.of(cfg)
         return kind_of(rl.section.reference, cfg) if rl.beta else None
@@ -24,6 +24,7 @@ def reference_of(cfg: Config) -> str | None:
 _REFERENCES = {
     "base": "the base without its adapters: a forward more, and no memory",
     "copy": "a frozen copy of the model: a forward more; FP8 layers as codes, a byte a parameter",
+    "disk": "the first weights, asked once before the first step; what they say is kept on disk, and takes no memory",
 }
 
 
@@ -47,10 +48,10 @@ def sentences(cfg: Config, ranks: int = 1) -> list[str]:
         why = f"none, since the factor of its KL is 0 (rl.kl, or what {rl.algorithm} has where that is absent)"
     else:
         section = settings(cfg)
-        rows = "labelled answers" if section.loss == "kto" else "pairs"
-        said = [
-            f"a step: {cfg.train.global_batch} {rows} {parts}, each two rows of a forward; one update by {section.loss}"
-        ]
+        rows, each = "pairs", "each two rows of a forward"
+        if section.loss == "kto":
+            rows, each = "labelled answers", "after a forward of as many answers to other prompts"
+        said = [f"a step: {cfg.train.global_batch} {rows} {parts}, {each}; one update by {section.loss}"]
         why = f"none: {section.loss} needs none"
     return [*said, f"reference: {_REFERENCES[asked] if asked else why}"]
 

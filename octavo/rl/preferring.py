@@ -1,7 +1,9 @@
 """The phase of preferences: a step learns from answers of which one was chosen, or which are good or bad.
 
 A micro-batch holds the chosen answers and behind them the rejected ones (:mod:`octavo.data.pairs`): one forward of the
-policy, one of its reference, and the loss of :mod:`octavo.rl.preference` over the sums of both.
+policy, one of its reference, and the loss of :mod:`octavo.rl.preference` over the sums of both. KTO's holds labelled
+answers; what it compares them with is asked before, of all micro-batches and ranks, so that a step is the same however
+it is cut.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from octavo.config import Config
 from octavo.config.phases import OPTIONS, PreferenceSection
 from octavo.rl.algorithms import PREFERENCES, Preference
 from octavo.rl.figures import Figures, add_up, whole
+from octavo.rl.kept import Computed, Kept, kept_for
 from octavo.rl.kto import AnswerCounts, baseline, kto
 from octavo.rl.preference import PairCounts, Pairs, answer_logps
-from octavo.rl.roles import Reference, reference_for, with_bytes
+from octavo.rl.roles import kind_of, reference_for, watched_by_nobody, with_bytes
 from octavo.train import Observe, losses
 from octavo.train.forward import log_probs
 from octavo.train.phase import Phase
@@ -44,9 +47,13 @@ class Preferring(Phase):
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
-        section = settings(stepper.cfg)
-        if stepper.how.reference:
-            stepper.reference = reference_for(section.reference, stepper, directory / PLAN, say)
+        asked = settings(stepper.cfg).reference
+        if not stepper.how.reference:
+            return
+        if kind_of(asked, stepper.cfg) == "disk":
+            stepper.reference = kept_for(stepper, processor, directory, step, None, say)
+        else:
+            stepper.reference = Computed(reference_for(asked, stepper, directory / PLAN, say))
 
 
 def settings(cfg: Config) -> PreferenceSection:
@@ -57,9 +64,10 @@ def settings(cfg: Config) -> PreferenceSection:
 class PreferenceStepper(Stepper):
     """Learns from pairs (or from labelled answers) in place of labels."""
 
-    reference: Reference | None = None
+    reference: Computed | Kept | None = None
     counts: PairCounts | AnswerCounts | None = None
     told: list[Figures] = field(default_factory=list)
+    z: Tensor | None = None
 
     @property
     def how(self) -> Preference:
@@ -74,8 +82,10 @@ class PreferenceStepper(Stepper):
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         self.told = []
+        self.z = None if self.how.paired else self._baseline(batches)
         result = super().run(batches, lr, observe)
-        return replace(with_bytes(result, self.reference), figures=whole(add_up(self.told), self.world))
+        found = whole(add_up(self.told), self.world) | ({} if self.z is None else {"kl": float(self.z)})
+        return replace(with_bytes(result, self.reference), figures=found)
 
     def totals(self, batches: Batches) -> Tensor:
         """[pairs or labelled answers, tokens, loss tokens] over all ranks."""
@@ -83,9 +93,8 @@ class PreferenceStepper(Stepper):
         if self.how.paired:
             mine: PairCounts | AnswerCounts = PairCounts.of(masks)
         else:
-            answers = (mask.sum(dim=1).chunk(2)[0] for mask in masks)
             good = (batch["desirable"] for batch in batches)
-            mine = AnswerCounts.of([(n[: len(g)], g) for n, g in zip(answers, good, strict=True)])
+            mine = AnswerCounts.of([(m.sum(dim=1)[: len(g)], g) for m, g in zip(masks, good, strict=True)])
         tokens = [sum(batch["meta"].tokens for batch in batches), sum(int(mask.sum()) for mask in masks)]
         *counts, seen, judged = self.world.sum(torch.tensor([*mine, *tokens], dtype=torch.float64)).tolist()
         self.counts = type(mine)(*counts)
@@ -98,21 +107,33 @@ class PreferenceStepper(Stepper):
         mask = (target != losses.IGNORE).to(logs.device)
         ref = None
         if self.reference is not None:
-            ref = answer_logps(self.reference(batch, keep, target), mask)[0]
+            ref = self.reference(batch, keep, target).to(logs.device)
         if isinstance(self.counts, PairCounts):
             loss, figures = self.how.loss(Pairs.of(logs, mask, ref), self.counts, **self.options)
         else:
-            assert ref is not None and self.counts is not None
-            loss, figures = self._labelled(batch["desirable"].to(logs.device), *answer_logps(logs, mask), ref)
+            assert ref is not None and self.counts is not None and self.z is not None
+            good = torch.zeros(len(ref), dtype=torch.bool)  # of a micro-batch whose rows were all left out: one row
+            good[: len(batch["desirable"])] = batch["desirable"]
+            given = *answer_logps(logs, mask), ref, good.to(logs.device), self.z.to(logs.device)
+            loss, figures = kto(*given, self.counts, **self.options)
         self.told.append(figures)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
-    def _labelled(self, good: Tensor, sums: Tensor, tokens: Tensor, ref: Tensor) -> tuple[Tensor, Figures]:
-        """KTO: behind the labelled answers stand answers to other prompts, by which the divergence is estimated."""
-        assert isinstance(self.counts, AnswerCounts)
-        n = len(sums) // 2
-        if not len(good):  # a micro-batch whose rows were all left out
-            good = torch.zeros(n, dtype=torch.bool, device=sums.device)
-        crossed = tokens[n:] > 0
-        z = baseline(sums[n:][crossed].detach(), ref[n:][crossed])
-        return kto(sums[:n], tokens[:n], ref[:n], good, z, self.counts, **self.options)
+    def _baseline(self, batches: Batches) -> Tensor:
+        """KTO's z, of all crossed answers of the step: a collective, without a graph."""
+        found = []
+        for batch in batches:
+            sums, tokens, ref = self._sums(batch["crossed"])
+            assert ref is not None
+            found += [pair for pair, n in zip(zip(sums.tolist(), ref.tolist(), strict=True), tokens, strict=True) if n]
+        every = [pair for mine in self.world.gather_objects(found) for pair in mine]
+        return baseline(*torch.tensor(every).view(-1, 2).unbind(dim=1))
+
+    def _sums(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the answers of a micro-batch, without a graph: sums of log-probabilities [B], tokens [B], and sums of the
+        reference, if there is one."""
+        keep, target, _ = self.judged(batch, 1.0)
+        with watched_by_nobody(self.model):
+            logs, _ = log_probs(self.forward, self.head, batch, keep, target)
+        sums, tokens = answer_logps(logs, (target != losses.IGNORE).to(logs.device))
+        return sums, tokens, None if self.reference is None else self.reference(batch, keep, target)

@@ -3,12 +3,13 @@
 base   LoRA: the same weights with the adapters switched off; costs a forward and not a byte
 copy   full-parameter training: the model's first weights, frozen; those of FP8 layers are codes alone, a byte a
        parameter, multiplied by the same plan, so that equal weights give equal log-probabilities
+disk   preferences, whose answers are given: the same numbers, computed before the first step (:mod:`octavo.rl.kept`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,14 +49,14 @@ def reference_for(asked: str, stepper: Stepper, plan_file: Path, say: Callable[[
 
 
 def kind_of(asked: str, cfg: Config) -> str:
-    """`base` or `copy`, of auto as well."""
+    """`base`, `copy` or `disk`, of auto as well."""
     if asked != "auto":
         return asked
     return "copy" if cfg.lora is None else "base"
 
 
 class Base:
-    """The policy without its adapters."""
+    """The policy without its adapters, or one that has none as it stands."""
 
     bytes = 0
 
@@ -65,7 +66,9 @@ class Base:
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
         from octavo import adapters
 
-        with adapters.disabled(self.stepper.model), watched_by_nobody(self.stepper.model):
+        model = self.stepper.model
+        without = nullcontext() if self.stepper.cfg.lora is None else adapters.disabled(model)
+        with without, watched_by_nobody(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
 

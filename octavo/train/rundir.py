@@ -5,7 +5,7 @@ environment.json   machine and versions                proof.json      the GEMMs
 plan.json          before any weight is read           result.json     only when the run has finished
 gain.json          what FP8 gained, if it was measured (run.gain_steps)
 checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
-milestones/        step_N of `run.milestones`
+milestones/        step_N of `run.milestones`          reference.safetensors  of preferences, if it is asked once
 tensorboard/       event files                         hf/             safetensors for from_pretrained
 adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
 .lock              held while a process trains here    which was trained, and that they did not change

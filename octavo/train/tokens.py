@@ -32,8 +32,12 @@ class Tokens:
 
 
 def rows_of(cfg: Config) -> int:
-    """Rows of a micro-batch: pairs, and labelled answers with what they are compared with, are two each."""
-    return cfg.train.micro_batch * (2 if cfg.train.phase == "preference" else 1)
+    """Rows of a micro-batch: pairs are two each."""
+    return cfg.train.micro_batch * (2 if _paired(cfg) else 1)
+
+
+def _paired(cfg: Config) -> bool:
+    return cfg.train.phase == "preference" and (cfg.preference is None or cfg.preference.loss != "kto")
 
 
 def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
@@ -97,7 +101,7 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
     """
     rows, row, answer = rows_of(cfg), cfg.train.seq_length, 0
     message = f"assumed: train.micro_batch {cfg.train.micro_batch} x train.seq_length {row} tokens, rows of one length"
-    if cfg.train.phase == "preference":
+    if _paired(cfg):
         message += ", two for each sample"
     if cfg.train.phase == "rl" and cfg.rl is not None:
         answer = cfg.rl.max_new_tokens

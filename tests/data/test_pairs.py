@@ -216,18 +216,42 @@ def test_labelled_batches_cross_prompts_and_answers(folder, models):
     processor = models("qwen3")
     rows = [{"prompt": f"p{n} " * (n + 1), "completion": f"c{n} " * (5 - n), "label": n % 2 == 0} for n in range(4)]
     batches = next(pair_loader(config(folder, rows), processor, kind="labelled"))
-    order = [row for batch in batches for row in batch["meta"].rows[:2]]
+    order = [row for batch in batches for row in batch["meta"].rows]
     assert sorted(order) == [0, 1, 2, 3]
     for batch in batches:
-        assert batch["desirable"].tolist() == [row % 2 == 0 for row in batch["meta"].rows[:2]]
-        for place, row in enumerate(batch["meta"].rows[:2]):
+        crossed = batch["crossed"]
+        assert batch["desirable"].tolist() == [row % 2 == 0 for row in batch["meta"].rows]
+        for place, row in enumerate(batch["meta"].rows):
             before = order[order.index(row) - 1]
-            text = processor.tokenizer.decode(batch["input_ids"][2 + place][batch["attention_mask"][2 + place] == 1])
+            text = processor.tokenizer.decode(crossed["input_ids"][place][crossed["attention_mask"][place] == 1])
             assert text.startswith(processor.tokenizer.decode(batch["input_ids"][place][:6])[:20]) and f"p{row}" in text
-            assert f"c{before}".startswith(words(processor, batch, 2 + place).split()[0]) and f"c{row}" not in text
+            assert f"c{before}".startswith(words(processor, crossed, place).split()[0]) and f"c{row}" not in text
             assert words(processor, batch, place).split()[0] == f"c{row}"
-    lengths = [max(batch["meta"].lengths[:2]) for batch in batches]
-    assert max(max(batch["meta"].lengths) for batch in batches) <= max(lengths)
+    longest, crossed = (max(max(b["meta"].lengths) for b in of) for of in (batches, [b["crossed"] for b in batches]))
+    cfg = config(folder, rows)
+    cfg.train.seq_length = crossed - 1
+    cut = next(pair_loader(cfg, processor, kind="labelled"))
+    assert max(max(batch["crossed"]["meta"].lengths) for batch in cut) == crossed - 1 >= longest
+
+
+def test_ranks_cross_as_one_process_does(folder, models):
+    """The first row of a rank has the answer of the row before it, which another rank trains on."""
+    rows = [{"prompt": f"p{n}", "completion": f"c{n}", "label": n % 2 == 0} for n in range(6)]
+    cfg = config(folder, rows)
+
+    def crossed(rank, world):
+        loader = pair_loader(cfg, models("qwen3"), kind="labelled", rank=rank, world=world)
+        taken = [batch for _ in range(3) for batch in next(loader)]
+        return {
+            (row, n): ids[mask == 1].tolist()
+            for n, batch in enumerate(taken)
+            for row, ids, mask in zip(
+                batch["meta"].rows, batch["crossed"]["input_ids"], batch["crossed"]["attention_mask"], strict=True
+            )
+        }
+
+    one = sorted((row, ids) for (row, _), ids in crossed(0, 1).items())
+    assert sorted((row, ids) for rank in (0, 1) for (row, _), ids in crossed(rank, 2).items()) == one
 
 
 def test_a_labelled_row_alone_has_nothing_to_be_crossed_with(folder, models):
@@ -235,10 +259,9 @@ def test_a_labelled_row_alone_has_nothing_to_be_crossed_with(folder, models):
     cfg = config(folder, rows)
     cfg.train.global_batch = 2
     (batch,) = next(pair_loader(cfg, models("qwen3"), kind="labelled"))
-    assert (batch["labels"][0] != -100).any() and not (batch["labels"][1] != -100).any()
+    assert (batch["labels"] != -100).any() and not (batch["crossed"]["labels"] != -100).any()
     assert batch["desirable"].tolist() == [True]
-    with pytest.raises(
-        DataError, match=r"global_batch is 2 for 2 process\(es\), and KTO compares rows with each other"
-    ):
-        pair_loader(cfg, models("qwen3"), kind="labelled", world=2)
+    cfg.train.global_batch = 1
+    with pytest.raises(DataError, match="global_batch is 1, and KTO compares the rows of a step with each other"):
+        pair_loader(cfg, models("qwen3"), kind="labelled")
     assert LabelledEncoder(models("qwen3"), 64).encode(pairs(folder, rows, "labelled")[0]).label is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from octavo.config import Config
 from tests.train.conftest import make, place
 
 __all__ = ["make", "place"]
+ROLE = {"human": "user", "gpt": "assistant"}
 DIGIT = "[0-9a-e]"  # often enough in what a model says that has learnt nothing
 
 
@@ -27,6 +29,19 @@ def pairs(place: Path) -> Path:
     rows = json.loads((place / "digits" / "train.json").read_text())
     made = [{**row, "chosen": answer, "rejected": str((int(answer) + 3) % 10)} for row, answer in map(asked, rows)]
     file = place / "digits" / "pairs.json"
+    file.write_text(json.dumps(made))
+    return file
+
+
+@pytest.fixture(scope="session")
+def labelled(pairs: Path) -> Path:
+    """The same for KTO: every second answer is right and called good."""
+    made = [
+        {"image": row["image"], "prompt": turns, "completion": row[side], "label": side == "chosen"}
+        for row, side in zip(json.loads(pairs.read_text()), itertools.cycle(("chosen", "rejected")))
+        for turns in [[{"role": ROLE[t["from"]], "content": t["value"]} for t in row["conversations"]]]
+    ]
+    file = pairs.parent / "labelled.json"
     file.write_text(json.dumps(made))
     return file
 

@@ -57,13 +57,28 @@ def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     assert_near(one, two, ("loss", "grad_norm", "reward", "reward_std", "length", "entropy"))
 
 
-@pytest.mark.parametrize("over", [(), LORA], ids=["copy", "base"])
+@pytest.mark.parametrize("over", [(), LORA, ("preference={reference: disk}",)], ids=["copy", "base", "disk"])
 def test_two_ranks_prefer_as_one(preferring: Make, over: tuple[str, ...]):
     over = (*over, "train.micro_batch=1", "train.lr=5e-4", "train.steps=4")
     one, two = preferring(*over, dir="one"), preferring(*over, dir="two")
     rl.run(one)
     assert [code for code, _ in both(two)] == [0, 0]
     assert_near(one, two, ("loss", "grad_norm", "rewards/margins", "logps/chosen"))
+
+
+def test_two_ranks_judge_as_one(preferring: Make, labelled: Path):
+    """KTO: answers are compared with those of the other rank too."""
+    over = (
+        f"data.train=[{{path: {labelled}}}]",
+        "preference={loss: kto, desirable_weight: 4}",
+        "train.micro_batch=1",
+        "train.lr=1e-2",
+    )
+    one, two = preferring(*over, dir="one"), preferring(*over, dir="two")
+    rl.run(one)
+    assert [code for code, _ in both(two)] == [0, 0]
+    assert rows_of(one)[2]["kl"] > 0
+    assert_near(one, two, ("loss", "grad_norm", "kl", "rewards/margins"))
 
 
 def _gone(source: Path, name: str, broken: range) -> str:

@@ -41,7 +41,7 @@ from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.blocks import compiled, mlp
 from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp, trial
 from octavo.fp8.dense import gemms, sources
-from octavo.fp8.dense.gemms import DENSE, Site
+from octavo.fp8.dense.gemms import DENSE, NO_GRADIENT, Site
 from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix, compute_dtype, without_autocast
 from octavo.fp8.dense.linear import WHOLE, Linear
 from octavo.fp8.dense.swap import Planned, Swapped, computable, hooked, planned, probe, swap
@@ -206,13 +206,13 @@ class _Mlp(torch.autograd.Function):
             recorder.begin(site.name, dgrad, wgrad, call.grad)
             for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
-        given = Input(x, gate)
+        given, way = Input(x, gate), DENSE if call.grad else NO_GRADIENT
 
         def forward(at: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:
             weight = parameters[at]
             assert weight is not None
             bias = parameters[3 + at]
-            return gemms.fwd(call.sites[at], DENSE, None, x_q, weight, WHOLE, bias, given.dtype, seen[at])
+            return gemms.fwd(call.sites[at], way, None, x_q, weight, WHOLE, bias, given.dtype, seen[at])
 
         with given.autocast_off:
             x_row, x_col = given.codes(gate.x.row, gate.x.col if any(needs.weights[:2]) else None)

@@ -127,7 +127,14 @@ class Dense:
         seen.gradient(dw, dy, x)
 
 
-DENSE = Dense()
+class WithoutGradient(Dense):
+    """The same where no gradient follows, as in generation: few rows may have a kernel of their own."""
+
+    def fwd(self, backend: Backend, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        return backend.gemm_decode(x, w, dtype, bias)
+
+
+DENSE, NO_GRADIENT = Dense(), WithoutGradient()
 
 
 def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec) -> Quantized:

@@ -35,7 +35,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.arithmetic.recipe import recipe as named_recipe
 from octavo.fp8.dense import compiled, gemms
-from octavo.fp8.dense.gemms import DENSE, Dense, Site, select_backends
+from octavo.fp8.dense.gemms import DENSE, NO_GRADIENT, Dense, Site, select_backends
 from octavo.fp8.dense.inputs import Input, Source, without_autocast
 from octavo.fp8.invariance import active
 from octavo.fp8.observe import recorder
@@ -258,7 +258,8 @@ class Linear(CachesWeights, nn.Linear):
         if torch.compiler.is_compiling():
             return compiled.forward(self, input)
         grad = torch.is_grad_enabled()
-        call = Call(self._site, self.weight, WHOLE, grad, self.training, source=self._source)
+        way = DENSE if grad else NO_GRADIENT
+        call = Call(self._site, self.weight, WHOLE, grad, self.training, way, source=self._source)
         if torch._C._len_torch_function_stack() and active():
             with torch._C.DisableTorchFunction():  # a mode that looks at each call costs more than most of them
                 return three_gemms(input, self.weight, self.bias, call)

@@ -105,6 +105,10 @@ class Backend:
         """y [M, N] = x [M, K] @ w [N, K].T + bias [N], the bias added in fp32 before the one rounding."""
         raise self._missing("fwd")
 
+    def gemm_decode(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """As :meth:`gemm_fwd` where no gradient follows, as in decoding: a backend may have a product for few rows."""
+        return self.gemm_fwd(x_q, w_q, out_dtype, bias)
+
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dx [M, K] = dy [M, N] @ w [N, K]"""
         raise self._missing("dgrad")

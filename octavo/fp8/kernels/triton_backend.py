@@ -92,6 +92,9 @@ class TritonBackend(Backend):
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         return kernels.gemm.gemm(x_q, 1, w_q, 1, out_dtype, bias)
 
+    def gemm_decode(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return kernels.decode.decode(x_q, w_q, out_dtype, bias)
+
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
         return kernels.gemm.gemm(dy_q, 1, w_q, 0, out_dtype)
 

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from tests.fp8.kernels import aot
 
-KERNELS = {"rmsnorm_rows", "rmsnorm_tile", "rstd_of_rows", "swiglu", "swiglu_backward", "gemm_kernel"}
-MODULES = {"cast", "gemm", "grouped", "fused"}
+KERNELS = {"rmsnorm_rows", "rmsnorm_tile", "rstd_of_rows", "swiglu", "swiglu_backward", "gemm_kernel", "decode_kernel"}
+MODULES = {"cast", "gemm", "decode", "grouped", "fused"}
 
 
 def check(rows: list[dict[str, Any]]) -> None:
@@ -25,7 +25,7 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert {row["module"] for row in rows} >= MODULES and {row["kernel"] for row in rows} >= KERNELS
     for row in rows:
         assert 16 <= row["registers"] <= 255 and row["loads"], row["name"]  # stores may all be atomic
-        if row["module"] in ("gemm", "grouped", "gluon"):
+        if row["module"] in ("gemm", "grouped", "gluon") or row["kernel"] == "decode_kernel":
             assert row["tensor_core"] == "wgmma" and row["steps"], f"{row['name']} leaves the tensor cores alone"
 
 
@@ -72,7 +72,9 @@ def test_the_reports_that_are_kept(version: str) -> None:
     rows = report["rows"]
     assert report["triton"].startswith(version) and not aot.faults(rows)
     spilling = [
-        (row["name"], row["arch"]) for row in rows if row["module"] in ("gemm", "grouped", "gluon") and row["spill"]
+        (row["name"], row["arch"])
+        for row in rows
+        if row["module"] in ("gemm", "decode", "grouped", "gluon") and row["spill"]
     ]
     assert not [form for form in spilling if form[1] != 120], "on sm_120 each keeps 8 to 16 bytes"
     told = {(row["module"], row["name"], row["arch"]) for row in rows}

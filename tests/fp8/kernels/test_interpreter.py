@@ -119,6 +119,7 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
         "laid_for": lambda: backend.laid_for(cast.quantize(one, CastSpec(block=(128, 128))), 0),
         "relay": lambda: backend.relay(cast.quantize(one, CastSpec(block=(128, 128))), 0),
         "gemm_fwd": lambda: backend.gemm_fwd(q, q, torch.float32),
+        "gemm_decode": lambda: backend.gemm_decode(q, q, torch.float32),
         "gemm_dgrad": lambda: backend.gemm_dgrad(cast.quantize(one[:, :16], across), cast.quantize(one, down), LOW),
         "gemm_wgrad": lambda: backend.gemm_wgrad(cast.quantize(one, down), cast.quantize(one, down), LOW),
         "quantize_rows": lambda: backend.quantize_rows(held, ROW, groups),
@@ -135,7 +136,12 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
     }
 
 
-CORE = {"gemm_": "gemm_kernel", "grouped_wgrad": "grouped_wgrad_kernel", "grouped_": "grouped_rows_kernel"}
+CORE = {
+    "gemm_decode": "decode_kernel",
+    "gemm_": "gemm_kernel",
+    "grouped_wgrad": "grouped_wgrad_kernel",
+    "grouped_": "grouped_rows_kernel",
+}
 
 
 def test_no_operation_is_forgotten() -> None:

@@ -140,8 +140,14 @@ def _e8m0(scales, step, steps, BLOCK: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.constexpr):
-    """The tile in fp32, all scales applied. ``first`` and ``last``, the stretch of the contraction, are multiples of
-    128, but for its end; codes are zero from there on."""
+    """The tile in fp32, all scales applied; see :func:`summed` and :func:`whole`."""
+    return whole(summed(a, b, a_scales, b_scales, first, last, FORM, TILE), a_scales, b_scales, FORM, TILE)
+
+
+@triton.jit
+def summed(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.constexpr):
+    """The tile in fp32 under those scales that change along the contraction. ``first`` and ``last``, the stretch of it,
+    are multiples of 128, but for its end; codes are zero from there on."""
     A: tl.constexpr = FORM.a
     B: tl.constexpr = FORM.b
     BLOCK_M: tl.constexpr = TILE.m
@@ -181,11 +187,19 @@ def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl
             acc += tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
         else:
             acc = tl.dot(a_codes, b_codes.T, acc)
+    return acc
+
+
+@triton.jit
+def whole(acc, a_scales, b_scales, FORM: tl.constexpr, TILE: tl.constexpr):
+    """acc by the scales that hold for the whole contraction."""
+    A: tl.constexpr = FORM.a
+    B: tl.constexpr = FORM.b
     if A.side == 0:
-        sa, later = _far(_scale(a_scales, 0, A, BLOCK_M))
+        sa, later = _far(_scale(a_scales, 0, A, TILE.m))
         acc = times(acc, sa, A.free, True)
     if B.side == 0:
-        acc = times(acc, _scale(b_scales, 0, B, BLOCK_N), B.free, False)
+        acc = times(acc, _scale(b_scales, 0, B, TILE.n), B.free, False)
     if A.side == 0:
         acc = times(acc, later, A.free, True)
     return acc

@@ -29,6 +29,8 @@ from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED
 
 GROUP = 8  # row tiles that go down together: see contraction.place
 STEP = 128
+FEW = 64  # rows of a product that only reads its weights once: see decode
+_LEAST = 4 * STEP  # of the contraction for one program: what is in flight when it begins
 
 
 class Gpu(NamedTuple):
@@ -90,6 +92,10 @@ _TWICE = {
 }
 
 
+# Of products of few rows: (columns, warps, stages). Half of an SM's shared memory at most, so that two programs fit.
+_DECODE = {90: (64, 4, 6), 100: (64, 4, 6), 120: (64, 4, 3)}
+
+
 def family(sm: int) -> int:
     """The architecture whose tiles serve this one."""
     return 90 if 90 <= sm < 100 else 100 if 100 <= sm < 120 else 120
@@ -149,6 +155,20 @@ def candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:
     found = [(Tile(m, n, k, warps, stages), rate) for m, n, warps, stages, rate in table]
     # Where 128 rows share a scale, a tile has one.
     return [(t, r) for t, r in found if (what.a.free != 128 or t.m <= 128) and (what.b.free != 128 or t.n <= 128)]
+
+
+def decode(what: Form, gpu: Gpu) -> Tile:
+    """The one tile of a product of few rows: the same for 1 as for :data:`FEW`."""
+    n, warps, stages = _DECODE[family(gpu.sm)]
+    if what.scaled and gpu.sm < 120:
+        return Tile(128, n, STEP, warps, stages - 2)  # the least that tcgen05 multiplies by scales
+    return Tile(FEW, n, 32 if what.fine else STEP, warps, stages)
+
+
+def stretch(cols: int, contracted: int, tile: Tile, gpu: Gpu) -> int:
+    """How much of the contraction one program takes, so that all multiprocessors read weights: a multiple of 128."""
+    wanted = min(ceil_div(gpu.processors, ceil_div(cols, tile.n)), max(1, contracted // _LEAST))
+    return ceil_div(contracted, wanted * STEP) * STEP
 
 
 def options(what: Form, tile: Tile) -> dict[str, Any]:

@@ -1,0 +1,168 @@
+"""Products of few rows: y [M, N] = x [M, K] @ w [N, K].T for M up to 64, as decoding multiplies. Forward alone.
+
+Such a product is no faster than its weights are read: M rows do 2 M operations a byte of w, a GPU hundreds. A tile of
+:mod:`gemm` leaves multiprocessors without work there (64 columns each: 16 programs for the 1,024 outputs of k and v),
+so here the contraction is cut as well::
+
+    part[p] = the product over stretch p of the contraction, and the scales that change along it      a program each
+    y       = (part[0] + part[1] + ...) * the scales that hold for all of it + bias, rounded once     in this order
+
+One tile holds all rows, so that w is read once; rows that are not there are read as zeros (TMA) or as the last one, and
+not stored. The tile, the stretches and the order of the sum follow from N, K and the device: not from M, nor from where
+a row stands. A second kernel adds the parts, which wait in fp32 (4 M N bytes each); where one stretch is enough there
+is no second kernel. Nothing is added by atomics, whose order changes.
+
+Codes of x come from the cast before. A cast inside would be made again by each program that multiplies them (N / 64
+times), and for q, k and v thrice.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.kernels import layout
+from octavo.fp8.kernels.triton_kernels import cast, gemm, tiles
+from octavo.fp8.kernels.triton_kernels.contraction import store, summed, whole
+from octavo.fp8.kernels.triton_kernels.launch import launch
+from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
+
+_JOIN = Tile(4, 128, 0, 4, 1)  # 4 values a thread; 128 columns share a scale at most
+
+
+@triton.jit(do_not_specialize=["M", "K"])
+def decode_kernel(
+    x,
+    w,
+    out,
+    x_scale,
+    w_scale,
+    bias,
+    M,
+    N,
+    K,
+    stretch,
+    x_held,
+    w_held,
+    x_stride_f,
+    x_stride_k,
+    w_stride_f,
+    w_stride_k,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    col = tl.program_id(0) * TILE.n
+    part = tl.program_id(1)
+    x_scales = (x_scale, 0, M, x_stride_f, x_stride_k)
+    w_scales = (w_scale, col, N, w_stride_f, w_stride_k)
+    first = part * stretch
+    last = tl.minimum(first + stretch, K)
+    acc = summed((x, 0, M, x_held), (w, col, N, w_held), x_scales, w_scales, first, last, FORM, TILE)
+    if ALL:  # of the contraction
+        store(out, whole(acc, x_scales, w_scales, FORM, TILE), 0, col, M, N, bias, BIAS, TILE)
+    else:
+        store(out + part.to(tl.int64) * M * N, acc, 0, col, M, N, bias, False, TILE)
+
+
+@triton.jit(do_not_specialize=["M"])
+def join_kernel(
+    parts,
+    out,
+    x_scale,
+    w_scale,
+    bias,
+    M,
+    N,
+    x_stride_f,
+    x_stride_k,
+    w_stride_f,
+    w_stride_k,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row = tl.program_id(1) * TILE.m
+    col = tl.program_id(0) * TILE.n
+    r = row + tl.arange(0, TILE.m)
+    c = col + tl.arange(0, TILE.n)
+    there = (r < M)[:, None] & (c < N)[None, :]
+    where = parts + r.to(tl.int64)[:, None] * N + c[None, :]
+    acc = tl.load(where, mask=there, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        acc += tl.load(where + part * M * N, mask=there, other=0.0)
+    x_scales = (x_scale, row, M, x_stride_f, x_stride_k)
+    w_scales = (w_scale, col, N, w_stride_f, w_stride_k)
+    store(out, whole(acc, x_scales, w_scales, FORM, TILE), row, col, M, N, bias, BIAS, TILE)
+
+
+def decode(
+    x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None, gpu: Gpu | None = None
+) -> Tensor:
+    """y [M, N] = x [M, K] @ w [N, K].T + bias [N]; arguments, result and errors as of :func:`gemm.gemm`, which
+    multiplies more rows than :data:`tiles.FEW`."""
+    layout.check_fit("decode", x_q, 1, w_q, 1)
+    rows, (cols, contracted) = x_q.data.shape[0], w_q.data.shape
+    if rows > tiles.FEW:
+        return gemm.gemm(x_q, 1, w_q, 1, out_dtype, bias, gpu)
+    gpu = gpu or tiles.gpu_of(x_q.data.device)
+    plan = _plan((x_q.spec, 1), (w_q.spec, 1), cols, contracted, gpu)
+    out = torch.empty(rows, cols, dtype=out_dtype, device=x_q.data.device)
+    if not rows or not cols:
+        return out
+    x, w, tile, parts = cast.relaid(x_q, 1), cast.relaid(w_q, 1), plan.tile, plan.parts
+    bias = None if bias is None else bias.contiguous()
+    sums, own = out, bias
+    if parts > 1:
+        sums, own = torch.empty(parts, rows, cols, dtype=torch.float32, device=out.device), None
+    scales, strides = (layout.as_bytes(x.scale), layout.as_bytes(w.scale)), (*x.scale.stride(), *w.scale.stride())
+    launch(
+        decode_kernel,
+        (layout.ceil_div(cols, tile.n), parts),
+        tiles.source(x.codes, rows, contracted, (tile.m, tile.k), plan.form.tma),
+        tiles.source(w.codes, cols, contracted, (tile.n, tile.k), plan.form.tma),
+        sums,
+        *(*scales, own),
+        *(rows, cols, contracted, plan.stretch, x.codes.stride(0), w.codes.stride(0), *strides),
+        **plan.constants,
+        BIAS=own is not None,
+        ALL=parts == 1,
+    )
+    if parts > 1:
+        launch(
+            join_kernel,
+            (layout.ceil_div(cols, _JOIN.n), layout.ceil_div(rows, _JOIN.m)),
+            *(sums, out, *scales, bias, rows, cols, *strides),
+            FORM=plan.form, TILE=_JOIN, BIAS=bias is not None, PARTS=parts, num_warps=_JOIN.warps,
+        )  # fmt: skip
+    return out
+
+
+class Plan(NamedTuple):
+    """What follows from casts, N and K: ``parts`` stretches of the contraction."""
+
+    form: tiles.Form
+    tile: Tile
+    stretch: int
+    parts: int
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def _plan(x: cast.Job, w: cast.Job, cols: int, contracted: int, gpu: Gpu) -> Plan:
+    form = tiles.form(tiles.grain(*x), tiles.grain(*w), fast=True, gpu=gpu)
+    if not contracted:  # nothing to describe, and nothing will be read
+        form = form._replace(tma=False)
+    tile = tiles.decode(form, gpu)
+    stretch = tiles.stretch(cols, contracted, tile, gpu) if cols and contracted else tiles.STEP
+    parts = max(1, layout.ceil_div(contracted, stretch))
+    constants = {"FORM": form, "TILE": tile, "num_warps": tile.warps, "num_stages": tile.stages}
+    return Plan(form, tile, stretch, parts, constants)

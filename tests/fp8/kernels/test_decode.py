@@ -1,0 +1,191 @@
+"""Products of few rows, in Triton's interpreter: right, in one order of sums, and each row by itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from octavo import fp8
+from octavo.fp8.arithmetic import cast
+from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.arithmetic.recipe import recipe
+from octavo.fp8.kernels.registry import get
+from octavo.fp8.kernels.triton_kernels import tiles
+from octavo.fp8.kernels.triton_kernels.decode import decode
+from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
+from octavo.fp8.kernels.triton_kernels.tiles import FEW, Gpu
+from tests.fp8.kernels.forms.decode import variants
+from tests.fp8.kernels.test_triton_gemm import SHARED, check, operands, spread
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu holds the compiled kernels to the same")
+
+TITLES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+BY_ROWS = TITLES[1:]  # casts of x that look at one row
+WHOLE, CUT = Gpu(0, 1), Gpu(90, 4)  # one program for all of a contraction, by pointers; two, by descriptors
+N, K = 70, 1100  # two tiles of columns and nine steps, the last of both with an edge
+
+
+def parts_of(gpu: Gpu, n: int = N, k: int = K) -> int:
+    form = tiles.form(*[tiles.grain(CastSpec(), 1)] * 2, fast=True, gpu=gpu)
+    return math.ceil(k / tiles.stretch(n, k, tiles.decode(form, gpu), gpu))
+
+
+@pytest.mark.parametrize(("rows", "gpu"), [(1, CUT), (FEW, WHOLE)], ids=["one row, cut", "all rows, whole"])
+@pytest.mark.parametrize("title", TITLES)
+def test_every_recipe(title: str, rows: int, gpu: Gpu) -> None:
+    x, w = operands(title, "fwd", rows, N, K)
+    with launches() as seen:
+        got = decode(x, w, torch.float32, gpu=gpu)
+    assert parts_of(CUT) == 2 and (seen["decode_kernel"], seen["join_kernel"]) == (1, int(gpu is CUT))
+    check(got, x, 1, w, 1)
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of two tiles of codes are exact sums, rounded once. numpy's own give a row other last bits at another
+    place of a tile; a tensor core's are not seen here. What is left to depend on rows is the kernel's doing."""
+    own = np.matmul
+
+    def product(a: np.ndarray, b: np.ndarray, dtype: type) -> np.ndarray:
+        return own(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
+
+    monkeypatch.setattr(np, "matmul", product)
+
+
+@pytest.mark.parametrize("title", BY_ROWS)
+def test_a_row_depends_on_no_other(title: str, exact: None) -> None:
+    """Alone, among 5 and among 64, at other places, through the backend's own casts: the same bits."""
+    casts = recipe(title).fwd
+    assert casts is not None
+    triton, cut = get("triton"), Gpu(90, 2)
+    assert parts_of(cut, 40, 1030) == 2
+    x, w_q = spread(FEW, 1030, seed=1), triton.quantize(spread(40, 1030, seed=2), casts.b, 1)
+
+    def rows(given: Tensor) -> Tensor:
+        return decode(triton.quantize(given, casts.a, 1), w_q, torch.float32, gpu=cut)
+
+    among = rows(x)
+    assert torch.equal(rows(x[17:18])[0], among[17])
+    assert torch.equal(rows(x[[40, 63, 0, 17, 3]]), among[[40, 63, 0, 17, 3]])
+    assert torch.equal(rows(x.flip(0)).flip(0), among)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=str)
+def test_parts_are_added_in_their_order(order: tuple[int, ...]) -> None:
+    """2^24 + 1 + 1 is 2^24 in fp32, one after the other; 1 + 1 + 2^24 is more. Sums of a part are exact here."""
+    spec = CastSpec("e4m3", (1, -1), "pow2")
+    stretches = torch.zeros(3, 512)
+    stretches[0, :256], stretches[1:, 0] = 256.0, 1.0
+    codes = stretches[list(order)].view(1, -1)
+    assert parts_of(Gpu(0, 3), 8, 1536) == 3
+    x, w = (Quantized(codes.expand(n, -1).to(spec.fmt.dtype), torch.ones(n, 1), spec) for n in (2, 8))
+    wanted = torch.zeros(())
+    for part in stretches[list(order)]:
+        wanted = wanted + part.square().sum()
+    assert wanted == 2**24 + 2 * (order[-1] == 0)
+    assert torch.equal(decode(x, w, torch.float32, gpu=Gpu(0, 3)), wanted.expand(2, 8))
+
+
+@pytest.mark.parametrize("gpu", [WHOLE, CUT], ids=["whole", "cut"])
+def test_scales_then_bias_then_one_rounding(gpu: Gpu) -> None:
+    """fp32 scales round: the sum first, x's, then w's, the bias, bit for bit. Sums of small numbers are exact."""
+    g = torch.Generator().manual_seed(0)
+    for block in ((-1, -1), (1, -1)):
+        spec = CastSpec("e4m3", block, "fp32")
+        x, w = (cast.quantize(torch.randn(n, 1024, generator=g), spec) for n in (3, N))
+        codes = [torch.randint(-8, 9, q.data.shape, generator=g).float() for q in (x, w)]
+        x, w = (q._replace(data=c.to(q.data.dtype)) for q, c in zip((x, w), codes, strict=True))
+        plain = codes[0] @ codes[1].T * x.scale.view(-1, 1) * w.scale.view(1, -1)
+        bias = torch.randn(N, 2, generator=g).bfloat16()[:, 0]
+        assert torch.equal(decode(x, w, torch.float32, gpu=gpu), plain)
+        assert torch.equal(decode(x, w, torch.bfloat16, bias, gpu=gpu), (plain + bias.float()).bfloat16())
+
+
+def test_far_scales_and_bad_values() -> None:
+    """A sum that leaves fp32 under one scale alone stays; NaN reaches its row and no other, in parts as well."""
+    for title in BY_ROWS[:2]:
+        casts = recipe(title).fwd
+        assert casts is not None
+        given = spread(3, 1024, 1, reach=1).abs() * 1e36
+        given[1, 600] = math.nan
+        x, w = cast.quantize(given, casts.a), cast.quantize(spread(20, 1024, 2, reach=1).abs() * 1e-30, casts.b)
+        got = decode(x, w, torch.float32, gpu=CUT)
+        assert torch.equal(got.isnan().all(1), torch.tensor([False, True, False])) and got[[0, 2]].isfinite().all()
+
+
+def test_empty_sides() -> None:
+    for block in ((1, -1), (1, 128)):
+        spec = CastSpec("e4m3", block)
+        for m, n, k in ((0, 5, 600), (3, 0, 600), (3, 5, 0)):
+            x, w = (cast.quantize(torch.randn(rows, k), spec) for rows in (m, n))
+            bias = torch.randn(n)
+            for gpu in (WHOLE, CUT):
+                assert torch.equal(decode(x, w, torch.float32, bias, gpu=gpu), bias.expand(m, n))
+
+
+def test_more_rows_are_tiled_and_operands_must_fit() -> None:
+    casts = recipe("rowwise").fwd
+    assert casts is not None
+    x, w = cast.quantize(torch.randn(FEW + 1, 40), casts.a), cast.quantize(torch.randn(24, 40), casts.b)
+    with launches() as seen:
+        check(get("triton").gemm_decode(x, w, torch.float32), x, 1, w, 1)
+    assert (seen["decode_kernel"], seen["gemm_kernel"]) == (0, 1)
+    with pytest.raises(CastError, match=r"gemm_decode: the operands are \[65, 40\] and \[24, 32\]"):
+        decode(x, cast.quantize(torch.randn(24, 32), casts.b), torch.float32)
+
+
+class Block(nn.Module):
+    """A gated MLP behind a linear layer, as models write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, 32)
+        self.mlp = Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.q_proj(x))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("fuse", ["off", "on"])
+def test_layers_take_it_where_no_gradient_follows(fuse: str) -> None:
+    """All four products of a block, counted as the FP8 GEMMs that they are; training multiplies as ever."""
+    torch.manual_seed(0)
+    model = Block()
+    fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="rowwise", backend="triton", fuse=fuse)))
+    x = torch.randn(2, 3, 32)
+    found: dict[str, Any] = {}
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), fp8.count_gemms() as counts, launches() as seen:
+            found[f"y {grad}"] = model(x).detach()
+        assert (seen["decode_kernel"], seen["gemm_kernel"]) == ((0, 4) if grad else (4, 0)), dict(seen)
+        found[f"counts {grad}"] = {key: n for key, n in counts.calls.items() if key[1] == "fwd"}
+    assert found["counts False"] == found["counts True"] and len(found["counts True"]) == 4
+    assert {backend for _, _, backend in found["counts True"]} == {"triton"}
+    torch.testing.assert_close(found["y False"], found["y True"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sm", [89, 90, 100, 120])
+def test_two_programs_fit_a_multiprocessor(sm: int) -> None:
+    """So that one loads weights while the other starts, ends or adds: operands in flight take half of its memory."""
+    found = [v for v in variants() if v.architectures == (sm,) and "ALL" in v.constants]
+    assert len(found) >= 8
+    for variant in found:
+        tile = variant.constants["TILE"]
+        assert (tile.m + tile.n) * tile.k * variant.num_stages <= SHARED[sm] // 2 - 1024, variant.name
