@@ -270,6 +270,7 @@ def test_built_in_rewards():
 @pytest.mark.parametrize(("name", "good", "bad", "reason"), [
     ("exact_match", "a", None, "the row has no answer to compare with"),
     ("number", "1", "seven", "the reference 'seven' holds no number"),
+    ("number", "1", "9" * 400, "the reference '9+' holds no number below 1e308"),
     ("choice", "A", "the second", "the reference 'the second' names no letter"),
 ])  # fmt: skip
 def test_references_that_cannot_be_compared(name, good, bad, reason):
