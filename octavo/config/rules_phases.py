@@ -87,6 +87,12 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.overlong is not None and rl.overlong > rl.max_new_tokens:
         found = f"{rl.overlong} tokens are more than the {rl.max_new_tokens} of a completion"
         yield finding("rl.overlong", found, "lower it", "rl.max_new_tokens")
+    idle = {"correction": ("correction_level", "correction_low", "correction_high")} if rl.correction == "off" else {}
+    idle |= {"kl": ("kl_estimator", "kl_in", "reference")} if rl.kl == 0 else {}
+    for by, names in idle.items():
+        for name in (name for name in names if _given(rl, name, RlSection)):
+            found = f"has no effect, since rl.{by} is {getattr(rl, by)}"
+            yield finding(f"rl.{name}", found, f"remove it, or set rl.{by}", f"rl.{by}")
     for index, entry in enumerate(rl.rewards):
         where = f"rl.rewards.{index}"
         kind = entry.reward if entry.reward in BUILT_IN else "function" if ".py:" in entry.reward else "model"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -199,6 +201,16 @@ def test_the_model_is_as_it_was_and_holds_what_it_held(small):
     assert engine.bytes["cache"] == engine.cache.nbytes > 0
     engine.release()
     assert engine.cache is None and not engine.bytes
+
+
+def test_a_model_can_go_once_it_has_generated(made):
+    folder, processor = made("qwen3")[0].name_or_path, made("qwen3")[1]
+    model = models.load(folder)
+    Engine(model, processor.tokenizer, slots=1).generate(prompts_of(model, processor, 1), Sampling(2))
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
 
 
 def stop_here(done: int, total: int) -> None:
