@@ -161,6 +161,13 @@ class RlSection(Section):
         description="Sequences that are generated at a time, a process. Absent: all of a step, or as many as a GPU has "
         "room for; what is generated does not depend on it.",
     )
+    pages: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31,
+        description="Pages of the key-value cache of a rollout, 8 tokens each, a process. Absent: as many as its "
+        "sequences need; fewer generate less at a time, and one completion must have room.",
+    )
     invariant: bool = Field(
         default=False,
         description="Compute rollout and update so that a row's result depends on neither batch nor length: their "

@@ -34,6 +34,12 @@ def rules(config: Sections) -> Iterator[Finding]:
             yield finding(name, f"has no effect in phase {phase}", fix, "train.phase")
     if phase in BEYOND_SFT:
         yield from _beside(config)
+    if phase != "rl":
+        for where in ("train", "eval"):
+            for index, dataset in enumerate(getattr(config.data, where)):
+                if dataset.format == "prompt":
+                    found = f"rows that are asked are for phase rl; phase {phase} needs answers to learn from"
+                    yield finding(f"data.{where}.{index}.format", found, "use rows that hold answers", "train.phase")
     if config.rl is not None:
         yield from _rl(config)
     if config.preference is not None:

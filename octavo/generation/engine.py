@@ -17,7 +17,7 @@ from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context
 from octavo.generation.errors import GenerationError
 from octavo.generation.memory import Shape
-from octavo.generation.pages import KINDS, PAGE, Cache, pages_of
+from octavo.generation.pages import KINDS, PAGE, Cache, pages_needed
 from octavo.generation.request import Completion, Prompt, Sampling
 from octavo.generation.stops import Stops
 
@@ -94,7 +94,8 @@ class Engine:
         total = len(prompts) * group
         slots = min(self.slots, max(total, 1))
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        cache = self._cache(self.pages or Shape(slots, longest, sampling.max_new_tokens, group, self.page).pages)
+        shape = Shape(slots, longest, sampling.max_new_tokens, group, self.page, given=self.pages)
+        cache = self._cache(shape.pages)
         batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, given)
         self.bytes = {"cache": cache.nbytes, "slots": batch.slots.nbytes}
         with self.caller.generating():
@@ -129,8 +130,7 @@ class Engine:
                 f"{who} holds the token {outside[0]}, and the model's vocabulary has {shape.vocabulary}. "
                 "Take the tokenizer that belongs to the model."
             )
-        # beside a sample that writes, the page of its prompt that other samples copy
-        need = pages_of(count + new - 1, self.page) + (group > 1 and count % self.page > 0)
+        need = pages_needed(count, new, group, self.page)
         if self.pages is not None and need > self.pages:
             raise GenerationError(
                 f"the key-value cache has {self.pages} pages of {self.page} tokens, and one sequence of "

@@ -32,6 +32,12 @@ def pages_of(tokens: int, page: int) -> int:
     return -(-tokens // page)
 
 
+def pages_needed(prompt: int, new: int, group: int, page: int = PAGE) -> int:
+    """Pages without which no sample of a prompt of so many tokens can have `new` ones: its own, since the last token is
+    not looked back at; and beside a sample that writes, the page of its prompt that other samples copy."""
+    return pages_of(prompt + new - 1, page) + (group > 1 and prompt % page > 0)
+
+
 class Pool:
     """Which pages are free, and how many sequences hold each of the others."""
 

@@ -65,10 +65,17 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
     if greedy:
         tokens = logits.index_fill(-1, never, -torch.inf).argmax(-1)
     else:
-        cumulative = kept(p.index_fill(-1, never, 0.0), sampling).double().cumsum(-1)
+        cumulative = kept(_without(logps, never) if sampling.never else p, sampling).double().cumsum(-1)
         aim = u[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
     return tokens, logps.gather(1, tokens[:, None])[:, 0], -(p * logps.clamp_min(_ALMOST_NEVER)).sum(-1)
+
+
+def _without(logps: Tensor, never: Tensor) -> Tensor:
+    """What is left of the probabilities, as shares of the largest that is left: it must not drown beside what is never
+    chosen, which at a low temperature may be all there is."""
+    left = logps.index_fill(-1, never, -torch.inf)
+    return left.sub_(left.amax(-1, keepdim=True)).exp_()
 
 
 def bytes_to_choose(count: int, vocabulary: int, dtype: torch.dtype, sampling: Sampling) -> int:

@@ -226,6 +226,23 @@ def test_a_model_in_bf16_and_under_autocast(made):
         assert max(abs(a.entropy[0] - b.entropy[0]) for a, b in zip(got, exact, strict=True)) < 0.1
 
 
+def test_scores_of_the_cache_are_in_fp32_under_autocast(small, monkeypatch):
+    """As inside torch's own attention: BF16 has keys and values, and the sum over them, but not what is between."""
+    from octavo.generation.attention import Decode
+
+    model, tokenizer, prompts = small
+    call, seen = Decode.__call__, []
+
+    def watched(self, layer, q, k, v, scale):
+        seen.append((q.float() @ k.float().transpose(1, 2)).dtype)
+        return call(self, layer, q, k, v, scale)
+
+    monkeypatch.setattr(Decode, "__call__", watched)
+    engine = Engine(model, tokenizer, generation.Context(autocast=True), slots=4)
+    engine.generate(prompts[:1], Sampling(3, temperature=0))
+    assert engine.cache.codes.dtype == torch.bfloat16 and set(seen) == {torch.float32}
+
+
 def test_the_fp8_cache_holds_casts_of_what_the_plain_one_holds(small):
     model, tokenizer, prompts = small
     plain, coded = (Engine(model, tokenizer, slots=2, kv=kv) for kv in ("bf16", "fp8"))

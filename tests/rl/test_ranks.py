@@ -58,12 +58,14 @@ def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
 
 
 @pytest.mark.parametrize("over", [(), LORA, ("preference={reference: disk}",)], ids=["copy", "base", "disk"])
-def test_two_ranks_prefer_as_one(preferring: Make, over: tuple[str, ...]):
-    over = (*over, "train.micro_batch=1", "train.lr=5e-4", "train.steps=4")
+def test_two_ranks_prefer_as_one(preferring: Make, pairs: Path, over: tuple[str, ...]):
+    held = f"data.eval=[{{path: {pairs}, max_samples: 3}}]"
+    over = (*over, "train.micro_batch=1", "train.lr=5e-4", "train.steps=4", held)
     one, two = preferring(*over, dir="one"), preferring(*over, dir="two")
     rl.run(one)
     assert [code for code, _ in both(two)] == [0, 0]
     assert_near(one, two, ("loss", "grad_norm", "rewards/margins", "logps/chosen"))
+    assert rows_of(two)[-1]["eval"] == pytest.approx(rows_of(one)[-1]["eval"], rel=NEAR, abs=NEAR)
 
 
 def test_two_ranks_judge_as_one(preferring: Make, labelled: Path):
