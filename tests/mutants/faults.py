@@ -204,6 +204,25 @@ area(
         "fp8/kernels/test_triton_gemm.py -k 'not many_sizes'",
     ),
     (
+        "decode-cut-by-rows", "fp8/kernels/triton_kernels/decode.py",
+        "_plan((x_q.spec, 1), (w_q.spec, 1), cols, contracted, gpu)",
+        "_plan((x_q.spec, 1), (w_q.spec, 1), cols, contracted, gpu._replace(processors=rows))",
+        "few rows are summed in other parts than many, so that a row's bits depend on the batch",
+        "fp8/kernels/test_decode.py",
+    ),
+    (
+        "decode-parts-backwards", "fp8/kernels/triton_kernels/decode.py",
+        "tl.static_range(1, PARTS)", "tl.static_range(PARTS - 1, 0, -1)",
+        "parts of a product are added in another order than they say",
+        "fp8/kernels/test_decode.py",
+    ),
+    (
+        "decode-while-training", "fp8/dense/linear.py",
+        "DENSE if grad else NO_GRADIENT", "NO_GRADIENT",
+        "a forward with a gradient takes the kernel of a rollout, and its bits change with it",
+        "fp8/kernels/test_decode.py",
+    ),
+    (
         "gluon-scales-of-the-step-before", "fp8/kernels/triton_kernels/gluon_kernel.py",
         "                b_at += b_k\n", "                b_at += 0 * b_k\n",
         "the first scale of w serves the whole contraction",

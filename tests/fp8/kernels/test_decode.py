@@ -21,6 +21,7 @@ from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import decode as module
 from octavo.fp8.kernels.triton_kernels import tiles
 from octavo.fp8.kernels.triton_kernels.decode import decode
+from octavo.fp8.kernels.triton_kernels.gemm import gemm
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
 from octavo.fp8.kernels.triton_kernels.tiles import FEW, Gpu
 from tests.fp8.kernels.forms.decode import SHAPES, variants
@@ -78,7 +79,13 @@ def test_a_row_depends_on_no_other(title: str, exact: None) -> None:
     among = rows(x)
     assert torch.equal(rows(x[17:18])[0], among[17])
     assert torch.equal(rows(x[[40, 63, 0, 17, 3]]), among[[40, 63, 0, 17, 3]])
-    assert torch.equal(rows(x.flip(0)).flip(0), among)
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_in_one_part_it_sums_as_the_gemm_does(title: str, exact: None) -> None:
+    """Where the contraction is not cut, a rollout's product has the bits of training's, whatever the tiles of both."""
+    x, w = operands(title, "fwd", 5, 40, 600)
+    assert torch.equal(decode(x, w, torch.float32, gpu=WHOLE), gemm(x, 1, w, 1, torch.float32, gpu=WHOLE))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=str)
