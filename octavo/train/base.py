@@ -177,6 +177,8 @@ def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
         f"parameters are trained, {100 * trained / of:.2g} % of the base's {of / 1e6:.4g} M; their own GEMMs are in "
         "high precision"
     ]
+    if critic.wanted(cfg):
+        out.append("the critic's adapters are as large again, beside the same layers, with a value head")
     if cfg.model.freeze:
         out.append("model.freeze changes nothing beside lora: the whole base is frozen, and adapters alone are trained")
     return out

@@ -172,6 +172,17 @@ def test_policy_and_critic_have_a_limit_and_a_learning_rate_each(reinforcing: Ma
             torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.1 * clipped, rtol=1e-4, atol=1e-7)
 
 
+def test_blocks_that_recompute_do_so_with_the_critics_adapters(reinforcing: Make, monkeypatch, head) -> None:
+    head(0.05, 0.3)
+    found = []
+    for how in ("none", "full"):
+        seen = Seen(monkeypatch)
+        rl.run(reinforcing(*PPO, "lora={rank: 4}", "rl.epochs=2", f"train.recompute={how}", dir=how))
+        found.append(seen.gradients[1])
+        monkeypatch.undo(), head(0.05, 0.3)
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("over", [(), LORA], ids=["full", "lora"])
 def test_what_leaves_a_run_is_the_policy_alone(reinforcing: Make, over: tuple[str, ...]) -> None:
