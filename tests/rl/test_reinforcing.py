@@ -110,6 +110,7 @@ def test_algorithms_and_their_settings_run(reinforcing: Make, over: tuple[str, .
     assert rl.run(cfg).status == "finished"
     for row in rows_of(cfg):
         assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+        assert 0 < row["entropy"] < math.log(512), "a mean over the updates of a step"
         assert (row["kl"] is None) == ("rl.kl" not in str(over) and "rloo" not in over[0])
         assert ("sampling/draws" in row) == ("dapo" in over[0])
 
