@@ -100,6 +100,9 @@ def _at_a_time(rollout: Any, cfg: Any, card: str | None) -> str:
         why = "all of a step"
     elif cfg.rl.slots is not None:
         why = f"rl.slots, of {rollout.of} of a step"
+    elif cfg.rl.pages is not None:
+        room = f" and {card} has room for" if card else ""
+        why = f"as many of a step's {rollout.of} as {cfg.rl.pages} pages hold{room} (rl.pages)"
     else:
         why = f"as many of a step's {rollout.of} as {card} has room for; a run decides by what is free"
     return f"rollout: {rollout.sequences} completions at a time ({why}), {token}"

@@ -46,6 +46,10 @@ def conclude(result: Any) -> None:
         pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"
         if "reward" in result.eval:
             pairs["held-out reward"] = f"{terminal.number(result.eval['reward'])} over {result.eval['completions']:.0f}"
+        if "rewards/margins" in result.eval:
+            told = f"{100 * result.eval['rewards/accuracies']:.1f} %, " if "rewards/accuracies" in result.eval else ""
+            margin = terminal.number(result.eval["rewards/margins"])
+            pairs["held-out preferences"] = f"{told}margin {margin} over {result.eval['preferences']:.0f}"
     if result.gain and "failed" in result.gain:
         pairs["FP8 gain"] = f"not measured: {result.gain['failed']}"
     elif result.gain:

@@ -281,8 +281,10 @@ class Dataset(Section):
         default=1.0, ge=1e-6, le=1e6, description="Share of this data set in the mixture, against the others'."
     )
     max_samples: int | None = Field(default=None, ge=1, le=10**12, description="Use the first N rows only.")
-    format: Literal["auto", "llava", "sharegpt", "messages"] = Field(
-        default="auto", description="Layout of the rows; auto looks at the first one."
+    format: Literal["auto", "llava", "sharegpt", "messages", "prompt"] = Field(
+        default="auto",
+        description="Layout of the rows; auto looks at the first ones. prompt: rows of phase rl that are asked and no "
+        "conversation. Preferences are told by their keys.",
     )
 
 

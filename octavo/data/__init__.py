@@ -21,16 +21,18 @@ from octavo.data.evalset import EvalSet
 from octavo.data.loader import Gather, Loader, micro_batches
 from octavo.data.mixture import Mixture
 from octavo.data.pairs import (
+    HeldOutEncoder,
     LabelledEncoder,
     LabelledSample,
     Pair,
     PairEncoder,
+    collate_labelled,
     collate_pairs,
     labelled_batches,
 )
 from octavo.data.prompts import PromptEncoder, PromptSample, numbered, reward_columns
 from octavo.data.report import SkipReport
-from octavo.data.sources import Source, read
+from octavo.data.sources import Source, preferences, read
 
 if TYPE_CHECKING:
     from octavo.config import Config
@@ -129,14 +131,17 @@ def eval_set(
     report_path: str | Path | None = None,
     micro_batch: int | None = None,
 ) -> EvalSet | None:
-    """The held-out data of a configuration; None where it names none. In phase rl rows may be `prompt` and `answer`.
-    Raises `DataError`."""
+    """The held-out data of a configuration; None where it names none. In phase rl rows may be `prompt` and `answer`; in
+    phase preference preferences, whose chosen or good answers are the right ones. Raises `DataError`."""
     if not cfg.data.eval:
         return None
-    kind = "answered" if cfg.train.phase == "rl" else "conversations"
+    kinds = ["answered" if cfg.train.phase == "rl" else "conversations" for _ in cfg.data.eval]
+    of: type[Encoder] = Encoder
+    if cfg.train.phase == "preference":
+        kinds, of = [preferences(d) or kind for d, kind in zip(cfg.data.eval, kinds, strict=True)], HeldOutEncoder
     return EvalSet(
-        [read(d, kind) for d in cfg.data.eval], encoder(cfg, processor), micro_batch or cfg.train.micro_batch, rank,
-        world, cfg.data.on_bad_sample, report_path,
+        [read(d, kind) for d, kind in zip(cfg.data.eval, kinds, strict=True)], encoder(cfg, processor, of),
+        micro_batch or cfg.train.micro_batch, rank, world, cfg.data.on_bad_sample, report_path,
     )  # fmt: skip
 
 
@@ -154,12 +159,24 @@ def prompt_set(
 
 
 def pair_set(
-    cfg: Config, processor: Any, *, rank: int = 0, world: int = 1, report_path: str | Path | None = None
+    cfg: Config,
+    processor: Any,
+    *,
+    kind: Literal["pairs", "labelled"] = "pairs",
+    rank: int = 0,
+    world: int = 1,
+    report_path: str | Path | None = None,
 ) -> EvalSet | None:
-    """The held-out pairs of a configuration, batched as `pair_loader` does; None where it names no held-out data."""
-    if not cfg.data.eval:
+    """The held-out preferences of a kind, batched as `pair_loader` does; None where the held-out data are none.
+    Labelled rows are crossed within their micro-batch, which has at least two. Raises `DataError`."""
+    found = [d for d in cfg.data.eval if preferences(d) == kind]
+    if not found:
         return None
+    of: type[Encoder] = PairEncoder
+    size, gather = cfg.train.micro_batch, collate_pairs
+    if kind == "labelled":
+        of, size, gather = LabelledEncoder, max(2, size), partial(collate_labelled, longest=cfg.train.seq_length)
     return EvalSet(
-        [read(d, "pairs") for d in cfg.data.eval], encoder(cfg, processor, PairEncoder), cfg.train.micro_batch, rank,
-        world, cfg.data.on_bad_sample, report_path, collate=collate_pairs,
+        [read(d, kind) for d in found], encoder(cfg, processor, of), size, rank, world, cfg.data.on_bad_sample,
+        report_path, collate=gather,
     )  # fmt: skip

@@ -44,6 +44,10 @@ class PairRow:
     rejected: Conversation
     given: int = 0
 
+    @property
+    def images(self) -> tuple[Path, ...]:
+        return self.chosen.images
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -81,6 +85,10 @@ class LabelledRow:
     given: int
     label: bool
 
+    @property
+    def images(self) -> tuple[Path, ...]:
+        return self.conversation.images
+
 
 @dataclass(frozen=True)
 class LabelledSample(Sample):
@@ -117,6 +125,28 @@ class LabelledEncoder(_AnswersOnly):
     def encode(self, row: LabelledRow) -> LabelledSample:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
         return LabelledSample(**vars(super().encode(row.conversation, row.given)), label=row.label)
+
+
+class HeldOutEncoder(_AnswersOnly):
+    """Encodes rows of preferences, and conversations, by the answers that they hold to be right: of a pair the chosen
+    one; a labelled answer that is bad has no labels."""
+
+    def encode(self, row: PairRow | LabelledRow | Conversation) -> Sample:  # type: ignore[override]
+        """Raises as `Encoder.encode` does."""
+        if isinstance(row, PairRow):
+            return super().encode(row.chosen, row.given)
+        if isinstance(row, Conversation):
+            return super().encode(row)
+        sample = super().encode(row.conversation, row.given)
+        return sample if row.label else replace(sample, labels=np.full_like(sample.labels, IGNORE), answers=())
+
+
+def told_by(raw: Any) -> str | None:
+    """`pairs` or `labelled`, as the keys of a row say; None: neither."""
+    keys = raw.keys() if isinstance(raw, dict) else ()
+    if "chosen" in keys and "rejected" in keys:
+        return "pairs"
+    return "labelled" if isinstance(raw, dict) and isinstance(raw.get("label", raw.get("kto_tag")), bool) else None
 
 
 def parse_pair(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PairRow:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.data.conversations import parse, shown
 from octavo.data.errors import BadSample, DataError
 from octavo.data.files import Rows, open_rows
-from octavo.data.pairs import parse_labelled, parse_pair
+from octavo.data.pairs import parse_labelled, parse_pair, told_by
 from octavo.data.prompts import parse_answered, parse_prompt
 
 if TYPE_CHECKING:
@@ -59,6 +59,18 @@ def read(dataset: Dataset, kind: str = "conversations") -> Source:
     elif format == "auto":
         format = recognise(rows, kind in ("prompts", "answered"))
     return Source(rows, format, images, dataset.max_samples, kind)
+
+
+def preferences(dataset: Dataset) -> str | None:
+    """`pairs` or `labelled`, which the first rows of a data set are that can be read; None: neither. Raises
+    `DataError`."""
+    rows = open_rows(dataset.path)
+    for row in range(min(len(rows), LOOKED_AT)):
+        try:
+            return told_by(rows[row])
+        except BadSample:
+            continue
+    return None
 
 
 def recognise(rows: Rows, prompts: bool = False) -> str:

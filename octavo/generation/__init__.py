@@ -4,10 +4,12 @@ from octavo.generation.caller import Context
 from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError
 from octavo.generation.memory import Bytes, Shape, bytes_of_token, predict, sequences_that_fit
+from octavo.generation.pages import PAGE, pages_needed
 from octavo.generation.prompts import answers, prompt_of
 from octavo.generation.request import Completion, Prompt, Sampling
 
 __all__ = [
+    "PAGE",
     "Bytes",
     "Completion",
     "Context",
@@ -18,6 +20,7 @@ __all__ = [
     "Shape",
     "answers",
     "bytes_of_token",
+    "pages_needed",
     "predict",
     "prompt_of",
     "sequences_that_fit",

@@ -3,7 +3,8 @@
     cache       layers * 2 * heads * tokens in pages * (dim * bytes of a number [+ 4 for a scale, with kv="fp8"])
     slots       of each sequence a token, a random number, a log-probability and an entropy for each new token
     workspace   the most that a decode step makes beside the model's own activations: either one layer's keys and values
-                in fp32 with the scores over them, or the logits and what is made of them to choose
+                in fp32 with the scores over them, or the logits and what is made of them to choose. On a GPU, whose
+                kernels read pages where they lie, the former is more than there is
     prefill     what prompts make that run through the model at once, inside one layer; an estimate
 
 A token of Qwen3-8B (36 layers, 8 heads of 128) is 144 KiB in BF16 and 74.25 KiB in FP8.
@@ -28,7 +29,8 @@ _OF_A_NEW_TOKEN = 8 + 8 + 4 + 4
 @dataclass(frozen=True)
 class Shape:
     """Sequences at a time, and how they share: prompts of at most `prompt` tokens, each with `group` samples of at most
-    `new` tokens; `page` tokens a page; `patches` of images in each prompt."""
+    `new` tokens; `page` tokens a page; `patches` of images in each prompt; `given`: the pages there are (None: as many
+    as it takes)."""
 
     sequences: int
     prompt: int
@@ -36,6 +38,7 @@ class Shape:
     group: int = 1
     page: int = PAGE
     patches: int = 0
+    given: int | None = None
 
     @property
     def whole(self) -> int:
@@ -54,8 +57,12 @@ class Shape:
 
     @property
     def pages(self) -> int:
-        """What the engine takes where it is not told: full pages of prompts once, the others for each sample, and the
-        page that samples yet to start will copy."""
+        """What the engine takes: what it is given, else what it takes."""
+        return self.takes if self.given is None else self.given
+
+    @property
+    def takes(self) -> int:
+        """Full pages of prompts once, the others for each sample, and the page that samples yet to start will copy."""
         shared = self.groups * (self.prompt // self.page) if self.group > 1 else 0
         return shared + self.sequences * self.own + (self.group > 1)
 
@@ -110,12 +117,14 @@ def predict(
 
 def sequences_that_fit(
     budget: int, config: Any, prompt: int, new: int, group: int = 1, page: int = PAGE, kv: str = "bf16",
-    dtype: torch.dtype = torch.bfloat16, patches: int = 0, most: int = 1 << 31,
+    dtype: torch.dtype = torch.bfloat16, patches: int = 0, most: int = 1 << 31, pages: int | None = None,
 ) -> int:  # fmt: skip
-    """The most sequences at a time, up to `most`, whose generation takes at most `budget` bytes; 0 where none does."""
+    """The most sequences at a time, up to `most`, whose generation takes at most `budget` bytes, in a cache of `pages`
+    (None: of as many as they take); 0 where none does."""
 
     def fits(count: int) -> bool:
-        return predict(config, Shape(count, prompt, new, group, page, patches), kv, dtype).total <= budget
+        shape = Shape(count, prompt, new, group, page, patches, pages)
+        return (count == 1 or shape.takes <= shape.pages) and predict(config, shape, kv, dtype).total <= budget
 
     if fits(most):
         return most

@@ -68,6 +68,7 @@ PANELS = {
     "preference": (
         Panel("rewards/margins", "Margin of rewards", "margin", "chosen minus rejected"),
         Panel("rewards/accuracies", "Pairs told apart", "told apart", "share"),
+        Panel("held_out_accuracies", "Held-out pairs told apart", "held out", "share"),
         _HELD_OUT,
         Panel("rewards/chosen", "Reward of chosen answers", "chosen", "mean of a step"),
         Panel("rewards/rejected", "Reward of rejected answers", "rejected", "mean of a step"),

@@ -44,7 +44,12 @@ _PLAN_ROW = {
 _FORMS: dict[str, Any] = {
     "result.json": {"eval": _EVAL, "status": TEXT},
     "plan.json": {"rows": [_PLAN_ROW], "notes": [TEXT]},
-    "proof.json": {"share": FINITE, "shares": {...: FINITE}, "components": {...: {...: {...: COUNT}}}},
+    "proof.json": {
+        "share": FINITE,
+        "shares": {...: FINITE},
+        "components": {...: {...: {...: COUNT}}},
+        "rollouts": {"first!": COUNT, "last!": COUNT},
+    },
     "environment.json": {},
 }
 
@@ -76,8 +81,8 @@ class RunRecord:
     says whether the run reached its end with everything written; ``failure`` is the sentence that its training failed
     with, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if
     nobody did; ``rates`` are learning rates. ``figures`` has those of ``FIGURES`` that the run recorded, and
-    ``exact_match`` and ``held_out_reward`` of its evaluations, NaN at steps without; ``completions`` are the rows of
-    ``completions.jsonl``."""
+    ``exact_match``, ``held_out_reward`` and ``held_out_accuracies`` of its evaluations, NaN at steps without;
+    ``completions`` are the rows of ``completions.jsonl``."""
 
     directory: Path
     steps: np.ndarray
@@ -208,6 +213,7 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     judged = [row.get("eval") or {} for row in rows]
     columns = {key: _column(rows, key) for key in FIGURES}
     columns |= {"exact_match": _column(judged, "exact_match"), "held_out_reward": _column(judged, "reward")}
+    columns |= {"held_out_accuracies": _column(judged, "rewards/accuracies")}
     return {key: column for key, column in columns.items() if np.isfinite(column).any()}
 
 

@@ -45,7 +45,8 @@ def evaluate_target(
         whole = asked.data.model_copy(update={"train_on_prompt": False, "on_long": "error"})
         asked = asked.model_copy(update={"data": whole})
         rows = data.prompt_set(asked, processor, prompts=answers or None, reserve=rl.max_new_tokens)
-        engine = generation.Engine(model, processor.tokenizer, generation.Context(forward.autocast), slots=1, kv=rl.kv)
+        context = generation.Context(forward.autocast)
+        engine = generation.Engine(model, processor.tokenizer, context, slots=1, kv=rl.kv, pages=rl.pages)
         sampling = sampling_of(rl, asked.run.seed, 0, rows.encoder.places)
         with rewards_of(rl) as rewards:
             prompts = [prompt for batch in rows for prompt in batch]

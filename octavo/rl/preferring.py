@@ -8,10 +8,10 @@ it is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,10 +40,22 @@ class Preferring(Phase):
 
     def __init__(self) -> None:
         self.stepper = PreferenceStepper
+        self._held: data.EvalSet | None = None
 
     def loader(self, cfg: Config, processor: Any, **share: Any) -> data.Loader:
-        kind = "labelled" if settings(cfg).loss == "kto" else "pairs"
-        return data.pair_loader(cfg, processor, kind=kind, **share)
+        return data.pair_loader(cfg, processor, kind=_kind(cfg), **share)
+
+    def evalset(self, cfg: Config, processor: Any, **share: Any) -> data.EvalSet | None:
+        ranks = {name: share[name] for name in ("rank", "world")}  # what is left out is listed once, by evalset
+        self._held = data.pair_set(cfg, processor, kind=_kind(cfg), **ranks)
+        return super().evalset(cfg, processor, **share)
+
+    def evaluate(self, stepper: Stepper, evalset: data.EvalSet) -> Mapping[str, Any]:
+        """And of held-out preferences the `preference_loss`, the figures of a step, and how many there are; `loss` and
+        `exact_match` are of their chosen or good answers."""
+        assert isinstance(stepper, PreferenceStepper)
+        found = super().evaluate(stepper, evalset)
+        return found if self._held is None else {**found, **stepper.on_held_out(self._held)}
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
@@ -51,13 +63,17 @@ class Preferring(Phase):
         if not stepper.how.reference:
             return
         if kind_of(asked, stepper.cfg) == "disk":
-            stepper.reference = kept_for(stepper, processor, directory, step, None, say)
+            stepper.reference = kept_for(stepper, processor, directory, step, self._held, say)
         else:
             stepper.reference = Computed(reference_for(asked, stepper, directory / PLAN, say))
 
 
 def settings(cfg: Config) -> PreferenceSection:
     return cfg.preference or PreferenceSection()
+
+
+def _kind(cfg: Config) -> Literal["pairs", "labelled"]:
+    return "pairs" if PREFERENCES[settings(cfg).loss].paired else "labelled"
 
 
 @dataclass
@@ -112,28 +128,57 @@ class PreferenceStepper(Stepper):
             loss, figures = self.how.loss(Pairs.of(logs, mask, ref), self.counts, **self.options)
         else:
             assert ref is not None and self.counts is not None and self.z is not None
-            good = torch.zeros(len(ref), dtype=torch.bool)  # of a micro-batch whose rows were all left out: one row
-            good[: len(batch["desirable"])] = batch["desirable"]
-            given = *answer_logps(logs, mask), ref, good.to(logs.device), self.z.to(logs.device)
+            given = *answer_logps(logs, mask), ref, _good(batch).to(logs.device), self.z.to(logs.device)
             loss, figures = kto(*given, self.counts, **self.options)
         self.told.append(figures)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def _baseline(self, batches: Batches) -> Tensor:
         """KTO's z, of all crossed answers of the step: a collective, without a graph."""
-        found = []
-        for batch in batches:
-            sums, tokens, ref = self._sums(batch["crossed"])
-            assert ref is not None
-            found += [pair for pair, n in zip(zip(sums.tolist(), ref.tolist(), strict=True), tokens, strict=True) if n]
-        every = [pair for mine in self.world.gather_objects(found) for pair in mine]
-        return baseline(*torch.tensor(every).view(-1, 2).unbind(dim=1))
+        sums, tokens, ref = self._everywhere(self._sums(batch["crossed"]) for batch in batches).unbind(dim=1)
+        return baseline(sums[tokens > 0], ref[tokens > 0])
 
-    def _sums(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the answers of a micro-batch, without a graph: sums of log-probabilities [B], tokens [B], and sums of the
-        reference, if there is one."""
+    def on_held_out(self, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
+        """Loss and figures of held-out preferences, taken together, and their number. A collective."""
+        if self.how.paired:
+            rows = self._everywhere(torch.cat(self._sums(batch).chunk(2), dim=1) for batch in batches)
+            chosen, n, of_chosen, rejected, m, of_rejected = rows.unbind(dim=1)
+            refs = (None, None) if self.reference is None else (of_chosen, of_rejected)
+            pairs = Pairs(chosen, rejected, n, m, *refs)
+            counts = PairCounts(float(pairs.whole.sum()), float(n[pairs.whole].sum()))
+            loss, figures = self.how.loss(pairs, counts, **self.options)
+            count = counts.pairs
+        else:
+            rows = self._everywhere(
+                torch.cat([self._sums(b), _good(b)[:, None], self._sums(b["crossed"])], dim=1) for b in batches
+            )
+            sums, n, ref, good, crossed, there, of_crossed = rows.unbind(dim=1)
+            z = baseline(crossed[there > 0], of_crossed[there > 0])
+            answers = AnswerCounts.of([(n, good.bool())])
+            loss, figures = kto(sums, n, ref, good.bool(), z, answers, **self.options)
+            count = sum(answers)
+        named = {name: float(value) for name, value in figures.items()}
+        return {"preference_loss": float(loss), **named, "preferences": count}
+
+    def _sums(self, batch: dict[str, Any]) -> Tensor:
+        """Of the answers of a micro-batch, without a graph and in host memory: [B, 3] of sums of log-probabilities,
+        tokens, and sums of the reference (0 without one)."""
         keep, target, _ = self.judged(batch, 1.0)
         with watched_by_nobody(self.model):
             logs, _ = log_probs(self.forward, self.head, batch, keep, target)
         sums, tokens = answer_logps(logs, (target != losses.IGNORE).to(logs.device))
-        return sums, tokens, None if self.reference is None else self.reference(batch, keep, target)
+        ref = torch.zeros_like(sums) if self.reference is None else self.reference(batch, keep, target)
+        return torch.stack([x.cpu() for x in (sums, tokens, ref)], dim=1)
+
+    def _everywhere(self, tables: Iterable[Tensor]) -> Tensor:
+        """The rows of the tables of all ranks. A collective."""
+        mine = torch.cat([*tables])
+        every = self.world.gather_objects(mine.tolist())
+        return torch.tensor([row for rows in every for row in rows]).view(-1, mine.shape[1])
+
+
+def _good(batch: dict[str, Any]) -> Tensor:
+    """bool [B]: which answers of a micro-batch are called good; where all its rows were left out, one stands in."""
+    good = torch.zeros(len(batch["labels"]), dtype=torch.bool)
+    good[: len(batch["desirable"])] = batch["desirable"]
+    return good

@@ -2,16 +2,26 @@
 
 Checksums of all parameters and of the FP8 codes that layers hold are taken as soon as a rollout ends and again before
 the step's first update. The same bits on both sides, multiplied by the same plan, are the same policy; other bits mean
-that somebody wrote to weights in between, and that log-probabilities of another policy would be learnt from.
+that somebody wrote to weights in between, and that log-probabilities of another policy would be learnt from. proof.json
+says which steps were held to it, and the digest of the last one's weights.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
-from octavo import fp8
+from octavo import fp8, reading
+from octavo.parallel import World
 
 _NAMED = 3
+_CACHED = " codes in "  # in the names of codes that a layer holds: they come and go, and follow from their parameter
+PROVEN = {"first!": reading.COUNT, "last!": reading.COUNT, "sha256": reading.TEXT}
+"""The form of what proof.json says of rollouts."""
 
 
 class SameWeights:
@@ -20,6 +30,16 @@ class SameWeights:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._wrote: dict[str, int] | None = None
+        self._learnt: dict[str, int] = {}
+        self.first = self.last = 0
+        self.sha256: str | None = None
+
+    def resume(self, earlier: Mapping[str, Any], step: int) -> None:
+        """Go on after `step` from what proof.json says of earlier sessions, as far as it says anything of that step."""
+        first, last = (int(earlier.get(name, 0)) for name in ("first", "last"))
+        if step and first <= step <= last:
+            self.first, self.last = first, step
+            self.sha256 = earlier.get("sha256") if last == step else None
 
     def wrote(self, step: int) -> None:
         """A rollout of this step has ended; of a step's further rollouts each must be by the first one's weights."""
@@ -30,7 +50,18 @@ class SameWeights:
     def learns(self, step: int) -> None:
         """The step's first update begins. Raises ProofError where weights are not those of its rollout."""
         self._hold(step, "its rollout and its update")
-        self._wrote = None
+        assert self._wrote is not None
+        self._learnt, self._wrote = self._wrote, None
+        self.first, self.last = self.first or step, step
+
+    def report(self, world: World) -> dict[str, Any]:
+        """The steps that were held to it, first to last, and a digest of the weights, on all ranks, that the last one
+        began with (None where nobody knows it any more). Empty where there is no step. A collective."""
+        lasting = {name: found for name, found in self._learnt.items() if _CACHED not in name}
+        digests = world.gather_objects(_digest(lasting))
+        if self._learnt:
+            self.sha256 = _digest(digests)
+        return {"first": self.first, "last": self.last, "sha256": self.sha256} if self.last else {}
 
     def _hold(self, step: int, when: str) -> None:
         assert self._wrote is not None, "a step begins with a rollout"
@@ -42,3 +73,7 @@ class SameWeights:
             "written by another policy than the one that learns from them. Between the two nobody may write to "
             "weights or to their codes: look at callbacks, hooks and rewards that hold the model"
         )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

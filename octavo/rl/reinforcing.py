@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from octavo import data, fp8, generation
+from octavo import data, fp8, generation, reading
 from octavo.config import Config
 from octavo.config.phases import RlSection
 from octavo.rl.figures import TRL_NAMES
+from octavo.rl.proving import PROVEN
 from octavo.rl.rewards import Rewards
 from octavo.rl.roles import reference_for
 from octavo.rl.rolling import held_out
@@ -22,7 +23,7 @@ from octavo.rl.shown import Shown
 from octavo.rl.step import RlStepper
 from octavo.train import TrainError
 from octavo.train.phase import Phase
-from octavo.train.rundir import PLAN
+from octavo.train.rundir import PLAN, PROOF, read_json
 from octavo.train.step import Stepper
 
 
@@ -89,15 +90,26 @@ class Reinforcing(Phase):
             generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
             slots=settings.section.slots or 1,  # each rollout says
             kv=settings.section.kv,
+            pages=settings.section.pages,
             invariant=settings.section.invariant,
+            say=say,
         )
         encoder = self._loader.encoder
         stepper.tokenizer, stepper.pad_id, stepper.places = encoder.tokenizer, encoder.pad_id, encoder.places
         stepper.rewards, stepper.more = self.rewards, self._loader
         if settings.beta:
             stepper.reference = reference_for(settings.section.reference, stepper, directory / PLAN, say)
+        found = read_json(directory / PROOF) or {}
+        reading.check_form(found, {"rollouts": PROVEN}, directory / PROOF, TrainError)
+        stepper.same.resume(found.get("rollouts") or {}, step)
         if stepper.world.is_main:
             stepper.shown = Shown(directory, settings.section.show, step)
+
+    def proof(self, stepper: Stepper) -> Mapping[str, Any]:
+        """Which steps learnt by the weights that wrote their completions."""
+        assert isinstance(stepper, RlStepper)
+        found = stepper.same.report(stepper.world)
+        return {"rollouts": found} if found else {}
 
     def close(self) -> None:
         if self.rewards is not None:

@@ -11,9 +11,11 @@ from octavo.config.phases import RlSection
 from octavo.generation import Engine, Prompt
 from octavo.train import TrainError
 from octavo.train.memory_plan import gb
+from octavo.train.memory_plan.rollout import check_pages
 
 SHARE = 0.9
 """Of what is free: the rest is what an allocator cannot use."""
+ANY = 1 << 62  # bytes: host memory is not looked at
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -29,21 +31,27 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], rl: RlSection, free: in
     """Sequences at a time for these prompts in `free` bytes (None: there is room for all). What is generated does not
     depend on it.
 
-    Raises TrainError where there is no room for one.
+    Raises TrainError where there is no room for one, or too few `rl.pages`.
     """
     own = max(1, len(prompts) * rl.group)
-    if rl.slots is not None or free is None or not prompts:
+    if not prompts:
         return min(rl.slots or own, own)
-    caller, longest = engine.caller, max(len(prompt.input_ids) for prompt in prompts)
+    caller, most = engine.caller, max(prompts, key=lambda prompt: len(prompt.input_ids))
+    longest = len(most.input_ids)
+    check_pages(rl, longest, engine.page, most.name)
+    if rl.slots is not None or (free is None and rl.pages is None):
+        return min(rl.slots or own, own)
+    free = ANY if free is None else free
     grids = [int(p.image_grid_thw.prod(-1).sum()) for p in prompts if p.image_grid_thw is not None]
     given = (caller.model.config, longest, rl.max_new_tokens, rl.group, engine.page, rl.kv, caller.dtype)
-    found = generation.sequences_that_fit(free, *given, patches=max(grids, default=0), most=own)
+    found = generation.sequences_that_fit(free, *given, patches=max(grids, default=0), most=own, pages=rl.pages)
     if not found:
-        shape = generation.Shape(1, longest, rl.max_new_tokens, rl.group, engine.page, max(grids, default=0))
+        shape = generation.Shape(1, longest, rl.max_new_tokens, rl.group, engine.page, max(grids, default=0), rl.pages)
         needs = generation.predict(caller.model.config, shape, rl.kv, caller.dtype).total
         raise TrainError(
             f"a rollout has {gb(free)} free, and one completion of a prompt of {longest} tokens with "
-            f"{rl.max_new_tokens} new ones takes {gb(needs)}. Lower rl.max_new_tokens, keep keys and values "
-            "in FP8 (rl.kv: fp8), or save memory elsewhere: octavo plan FILE --card SIZE"
+            f"{rl.max_new_tokens} new ones takes {gb(needs)}. Lower rl.max_new_tokens"
+            f"{' or rl.pages' * bool(rl.pages)}, keep keys and values in FP8 (rl.kv: fp8), or save memory elsewhere: "
+            "octavo plan FILE --card SIZE"
         )
     return found

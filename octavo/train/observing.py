@@ -4,6 +4,7 @@ held-out data."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from octavo import fp8
@@ -17,10 +18,10 @@ from octavo.train.step import Batches, Observe
 
 class Proof(Callback):
     """Counts the GEMMs of the first step that reaches a component and holds them against the plan. A mismatch stops the
-    run; proof.json says which."""
+    run; proof.json says which. What a phase proves stands there as of the newest checkpoint."""
 
     def begin(self, run: Run) -> None:
-        self.proof = fp8.Proof(run.job.plan)
+        self.proof, self.more = fp8.Proof(run.job.plan), run.job.phase.proof(run.job.stepper)
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         reached = {component for component, n in run.job.stepper.forwards(batches).items() if n}
@@ -32,12 +33,20 @@ class Proof(Callback):
         try:
             self.proof.observe(step.result.counts, run.job.stepper.forwards(step.batches))
         finally:
-            if run.world.is_main:
-                rundir.write_json(run.directory / "proof.json", finite(self.proof.report()))
+            self._write(run)
+
+    def saved(self, run: Run, checkpoint: Path) -> None:
+        self.more = run.job.phase.proof(run.job.stepper)
+        if self.more:
+            self._write(run)
 
     def end(self, run: Run, result: RunResult) -> None:
         if self.proof.pending:
             run.say(f"no step reached {', '.join(sorted(self.proof.pending))}: its FP8 is planned, not proven")
+
+    def _write(self, run: Run) -> None:
+        if run.world.is_main:
+            rundir.write_json(run.directory / rundir.PROOF, finite({**self.proof.report(), **self.more}))
 
 
 class Figures(Callback):

@@ -58,6 +58,10 @@ class Phase:
         `questions` and `tokens` (:func:`octavo.train.evaluate`) among them. A collective."""
         return evaluate(stepper.model, evalset, stepper.forward, stepper.world)
 
+    def proof(self, stepper: Stepper) -> Mapping[str, Any]:
+        """What the run has proven so far beside its GEMMs, as JSON; it goes into proof.json. A collective."""
+        return {}
+
     def close(self) -> None:
         """The run ends, in whatever way: end processes and free memory."""
 

@@ -81,4 +81,8 @@ def _figures(row: Mapping[str, Any]) -> str:
         parts.append(f"eval loss {found['loss']:.4f}, exact match {found['exact_match']:.1%} of {found['questions']}")
         if "reward" in found:
             parts.append(f"held-out reward {found['reward']:.3f}")
+        if "rewards/accuracies" in found:
+            parts.append(f"held-out accuracy {found['rewards/accuracies']:.1%}")
+        if "rewards/margins" in found:
+            parts.append(f"margin {found['rewards/margins']:.3f}")
     return "  ".join(parts)

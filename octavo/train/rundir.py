@@ -1,9 +1,9 @@
 """The run directory: entered once, continued or refused, never overwritten.
 
 config.yaml        resolved, runs again unchanged      metrics.jsonl   each step once
-environment.json   machine and versions                proof.json      the GEMMs that were counted
-plan.json          before any weight is read           result.json     only when the run has finished
-gain.json          what FP8 gained, if it was measured (run.gain_steps)
+environment.json   machine and versions                proof.json      the GEMMs that were counted, and in
+plan.json          before any weight is read                           phase rl that steps learnt by their writers
+gain.json          what FP8 gained, if it was asked    result.json     only when the run has finished
 checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
 milestones/        step_N of `run.milestones`          reference.safetensors  of preferences, if it is asked once
 tensorboard/       event files                         hf/             safetensors for from_pretrained
@@ -31,7 +31,7 @@ from octavo.train.lock import LOCK, RunLock
 
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
 MILESTONES = "milestones"
-PLAN, GAIN = "plan.json", "gain.json"
+PLAN, GAIN, PROOF = "plan.json", "gain.json", "proof.json"
 
 
 # What a run notes in its checkpoints and takes from there without asking.

@@ -91,6 +91,21 @@ def test_a_step_of_rl_in_its_two_moments(capsys, monkeypatch) -> None:
     assert memory["bytes"]["kv_cache"] == 0 < rollout["bytes"]["kv_cache"]
 
 
+def test_pages_of_a_rollout_are_planned_for_and_too_few_are_named(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: [])
+    file = EXAMPLES / "qwen3_1_7b_grpo_lora_5gb.yaml"
+    small = ["rl.slots=null", "train.seq_length=512", "rl.max_new_tokens=384", "rl.prompts=16"]
+    command = ["plan", str(file), "--shape", "qwen3_1_7b", *small]
+    assert main([*command, "rl.pages=640"]) == 0
+    assert "rollout: 11 completions at a time (as many of a step's 128 as 640 pages hold (rl.pages))" in (
+        capsys.readouterr().out
+    )
+    assert main([*command, "rl.pages=63"]) == 0
+    assert "memory is not predicted: rl.pages is 63, pages of 8 tokens, and one completion of a prompt, 128 tokens" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_step_of_preferences_has_two_rows_a_pair(capsys, monkeypatch) -> None:
     monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: [])
     file = EXAMPLES / "qwen3_vl_8b_dpo_lora.yaml"

@@ -106,6 +106,17 @@ def test_bad_rows_are_named(folder, row, reason):
         source[1]
 
 
+def test_a_file_whose_rows_disagree_is_read_as_prompts_where_that_is_said(folder):
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}], "prompt": "b", "answer": "c"},
+        {"prompt": "d", "answer": 1},
+    ]
+    found = prompts(folder, rows, format="prompt")
+    assert [(row.columns["prompt"], row.answer) for row in (found[0], found[1])] == [("b", "c"), ("d", "1")]
+    with pytest.raises(BadSample, match="row 1: .*expected an object with 'prompt'"):
+        prompts(folder, [rows[0], {"messages": []}], format="prompt")[1]
+
+
 def test_formats_that_disagree_are_refused(folder):
     with pytest.raises(DataError, match="row 0 reads as prompt, row 1 reads as sharegpt"):
         prompts(folder, [{"prompt": "q"}, folder.llava("q", "a", images=["x"])])

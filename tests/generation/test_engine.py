@@ -363,3 +363,23 @@ def test_answers_are_cut_at_the_text_that_stops_them(made):
     whole = generation.answers(model, processor, asked, Sampling(9, temperature=0))[0][0]
     cut = generation.answers(model, processor, asked, Sampling(9, temperature=0, stop=(whole[3:5],)))[0][0]
     assert whole.startswith(cut) and whole[3:5] not in cut
+
+
+@pytest.mark.long
+def test_every_product_of_a_rollout_on_triton_is_that_of_few_rows(made):
+    """In Triton's interpreter: prompts and new tokens alike, and what comes out is what the reference computes."""
+    launch = pytest.importorskip("octavo.fp8.kernels.triton_kernels.launch")
+    if not launch.INTERPRETED:
+        pytest.skip("tests/gpu holds the compiled kernels to the same")
+    model, processor = made("qwen3")
+    prompts, got = prompts_of(model, processor, 2), {}
+    for backend in ("triton", "reference"):
+        own = models.load(model.name_or_path)
+        fp8.apply(own, fp8.plan(own, fp8.Policy(recipe="rowwise", backend=backend)))
+        layers = sum(isinstance(module, fp8.Linear) for module in own.modules())
+        with launch.launches() as seen, fp8.count_gemms() as counts:
+            got[backend] = Engine(own, processor.tokenizer, slots=2).generate(prompts, Sampling(3, temperature=0))
+        assert seen["decode_kernel"] == (3 * layers if backend == "triton" else 0) and not seen["gemm_kernel"]
+        in_fp8 = {key: n for key, n in counts.calls.items() if key[2] != "high"}
+        assert {key[1:] for key in in_fp8} == {("fwd", backend)} and sum(in_fp8.values()) == 3 * layers
+    assert same(got["triton"], got["reference"], close=0.05)

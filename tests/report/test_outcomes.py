@@ -55,7 +55,8 @@ def plant(cfg, kind: str, offset: float, completions: list[dict] | None) -> Path
             "rewards/rejected": -at,
         }
         completions = None
-    fp8 = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if kind in ("fp8", "seed") else {}
+    proof = {**GOOD_PROOF, **({"rollouts": {"first": 1, "last": STEPS, "sha256": None}} if cfg.rl else {})}
+    fp8 = {"tables": {1: health()}, "plan_json": plan(), "proof": proof} if kind in ("fp8", "seed") else {}
     noise = np.random.default_rng(cfg.run.seed).normal(0, 1e-8, STEPS)
     more = {"figures": figures, "completions": completions}
     return write_run(Path(cfg.run.dir), noise, config=to_yaml(cfg), **fp8, **more)
@@ -195,6 +196,7 @@ def test_page(planted, tmp_path: Path) -> None:
     assert heads[:5] == ["Claims", "Checks", "Learning", "Completions", "Accuracy"] and "Loss" not in heads
     assert {image.name for image in images} == {"claims.png", "learning.png", "gap.png", "health.png", "memory.png"}
     assert "stays about 0 whatever the policy is worth" in html and "no claims on losses" in html
+    assert f"<p>Steps 1 to {STEPS} learnt by the weights and FP8 codes that wrote their completions" in html
     assert "&lt;b&gt;8&lt;/b&gt;" in html and "7" * LENGTH + " ..." in html and "7" * (LENGTH + 1) not in html
     assert not re.search(r"\bnan\b", html) and "before training</td>" in html and "rollout, tokens written" in html
     assert [step["step"] for step in data["completions"][0]["steps"]] == [1, 16, 30]

@@ -10,6 +10,7 @@ import pytest
 from octavo import generation, models, rl
 from octavo.config import Config
 from octavo.rl import preferring as preferences
+from octavo.rl import rolling
 from octavo.rl import step as rollouts
 from octavo.rl.room import slots_for
 from octavo.train import TrainError, losses, planning
@@ -56,9 +57,12 @@ def agree(found: dict[str, int], want: Footprint) -> None:
     [
         ("rl.kl=0.1",),
         (*LORA, "rl.kl=0.1", "rl.kv=fp8", "rl.slots=6"),
+        pytest.param(("rl.pages=31", "fp8.recipe=off"), marks=pytest.mark.long),
         ("fp8.recipe=off", "rl.kl=0.1", "optimizer.master=bf16+sr", "train.steps=2"),
+        pytest.param((*LORA, "rl.algorithm=ppo", "lora.dtype=bf16"), marks=pytest.mark.long),
+        pytest.param(("rl.algorithm=ppo", "optimizer.master=bf16+16", "optimizer.states=fp8"), marks=pytest.mark.long),
     ],
-    ids=["full", "lora", "high"],
+    ids=["full", "lora", "pages", "high", "ppo_lora", "ppo"],
 )
 def test_a_step_of_rl_counts_what_was_predicted(reinforcing: Make, monkeypatch, over: tuple[str, ...]) -> None:
     cfg = reinforcing(*ONE, *over, "train.micro_batch=4")
@@ -110,8 +114,8 @@ def test_a_rollout_takes_as_many_sequences_as_there_is_room_for(reinforcing: Mak
             used.append(slots_for(*args))
             return used[-1]
 
-        monkeypatch.setattr(rollouts, "free_bytes", lambda device, free=free: free)
-        monkeypatch.setattr(rollouts, "slots_for", room)
+        monkeypatch.setattr(rolling, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(rolling, "slots_for", room)
         if name == "one":
             with pytest.raises(TrainError, match=r"has 0.0 MB free, and one completion .*rl.kv: fp8"):
                 rl.run(cfg)

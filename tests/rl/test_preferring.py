@@ -107,6 +107,7 @@ def test_options_are_those_of_the_losses():
         (["train.phase=sft", "preference={beta: 0.2}"], "preference", "has no effect in phase sft"),
         (["rl={rewards: [exact_match]}"], "rl", "has no effect in phase preference"),
         (["train.phase=rl"], "rl", "nothing says what is rewarded"),
+        (["data.train=[{path: a, format: prompt}]"], "data.train.0.format", "rows that are asked are for phase rl"),
     ],
 )
 def test_what_makes_no_sense_is_refused(preferring: Make, over: list[str], key: str, found: str):
@@ -118,3 +119,40 @@ def test_what_makes_no_sense_is_refused(preferring: Make, over: list[str], key: 
 def test_the_phase_of_a_run_is_not_taken_for_another(preferring: Make):
     with pytest.raises(train.TrainError, match="train.phase is preference, and this runs pretrain and sft"):
         train.run(preferring())
+
+
+def held_out(place: Path, pairs: Path, labelled: Path, loss: str) -> str:
+    file = labelled if loss == "kto" else pairs
+    return f"data.eval=[{{path: {place / 'digits' / 'test.json'}}}, {{path: {file}, max_samples: 5}}]"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("loss", "over"), [("sigmoid, reference: disk", ()), ("simpo", ()), ("kto", LORA)])
+def test_held_out_preferences_are_judged_beside_answers(
+    preferring: Make, place: Path, pairs: Path, labelled: Path, loss: str, over: tuple[str, ...]
+):
+    """What a step says of pairs, said of those that are held out: the same rows give the same figures."""
+    held, data = held_out(place, pairs, labelled, loss), labelled if loss == "kto" else pairs
+    cfg = preferring(*over, f"preference={{loss: {loss}}}", held, "run.eval_every=1", f"data.train=[{{path: {data}}}]")
+    result = rl.run(cfg)
+    first, *_, last = [row["eval"] for row in rows_of(cfg)]
+    assert first["questions"] == 32 + (3 if loss == "kto" else 5) and first["preferences"] == 5
+    assert last["preference_loss"] != first["preference_loss"] and last["logps/chosen"] != first["logps/chosen"]
+    assert ("rewards/accuracies" in last) == (loss != "kto") and last["rewards/margins"] != 0
+    again = train.evaluate_run(result.dir)
+    assert {key: again[key] for key in ("loss", "exact_match", "questions", "tokens")} == {
+        key: last[key] for key in ("loss", "exact_match", "questions", "tokens")
+    }, "octavo eval reads held-out preferences too"
+
+
+def test_figures_of_held_out_pairs_are_those_of_a_step(preferring: Make, pairs: Path):
+    """One step over the four rows that are held out, with a learning rate of nothing."""
+    few = f"{{path: {pairs}, max_samples: 4}}"
+    over = (f"data.train=[{few}]", f"data.eval=[{few}]", "train.lr=1e-30", "train.steps=1", "train.warmup=0")
+    cfg = preferring(*over, "preference={loss: ipo, sft: 0.5}", "fp8.recipe=off")
+    rl.run(cfg)
+    (row,) = rows_of(cfg)
+    told = row["eval"]
+    assert told["preference_loss"] == pytest.approx(row["loss"], rel=1e-5)
+    figures = {name: row[name] for name in row if "/" in name}
+    assert {name: told[name] for name in figures} == pytest.approx(figures, rel=1e-4, abs=1e-6)

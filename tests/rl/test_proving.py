@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from octavo import fp8, rl
-from octavo.config import Config
+from octavo.config import Config, override
 from octavo.fp8.weights import CachesWeights
 from octavo.models import tiny
 from octavo.rl.differing import first_difference, rounding
@@ -19,6 +21,7 @@ from octavo.rl.reinforcing import Reinforcing
 from octavo.rl.step import RlStepper
 from octavo.train import TrainError
 from tests.rl.test_reinforcing import LORA, rows_of
+from tests.train.conftest import at
 
 Make = Callable[..., Config]
 LAYER = "model.language_model.layers.1.mlp.down_proj"
@@ -86,6 +89,21 @@ def test_further_rollouts_of_a_step_are_by_the_same_weights(reinforcing: Make, m
     monkeypatch.setattr(RlStepper, "_roll", writing)
     with pytest.raises(fp8.ProofError, match="between its first rollout and a further one"):
         rl.run(reinforcing("rl.algorithm=dapo"))
+
+
+def test_the_proof_says_which_steps_were_held_to_it(reinforcing: Make):
+    """As of the newest checkpoint; a run that was stopped goes on from there."""
+    whole = rl.run(reinforcing(*LORA, dir="whole"))
+    cfg = reinforcing(*LORA)
+    rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    file = Path(cfg.run.dir) / "proof.json"
+    stopped = json.loads(file.read_text())["rollouts"]
+    assert stopped["first"] == 1 <= stopped["last"] < 3
+    rl.run(override(cfg, ["run.resume=auto"]))
+    proven = json.loads(file.read_text())
+    assert proven["rollouts"] == json.loads((whole.dir / "proof.json").read_text())["rollouts"]
+    assert (proven["rollouts"]["first"], proven["rollouts"]["last"]) == (1, 3)
+    assert proven["rollouts"]["sha256"] != stopped["sha256"] and not proven["pending"]
 
 
 @pytest.mark.parametrize("over", [(), LORA, ("train.precision=bf16",)], ids=["full", "lora", "bf16"])

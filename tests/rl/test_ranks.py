@@ -42,8 +42,10 @@ def assert_near(cfg: Config, other: Config, names: tuple[str, ...]) -> None:
         ("rl.kl=0.1", "rl.mini_batches=2", "rl.reference=copy"),
         (*LORA, "rl.algorithm=dr_grpo", "rl.kl=0.1"),
         ("rl.algorithm=dapo", "rl.advantage=batch", "fp8.recipe=off"),
+        (*LORA, "rl.algorithm=ppo", "rl.mini_batches=2", "train.steps=2", "train.warmup=1"),
+        ("rl.algorithm=ppo", "rl.critic_lr=1e-2", "train.steps=2", "train.warmup=1"),
     ],
-    ids=["full", "lora", "dapo"],
+    ids=["full", "lora", "dapo", "ppo_lora", "ppo"],
 )
 def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     """Groups of both ranks make one batch: its advantages, its updates, what is left out and what is drawn for it."""
@@ -54,16 +56,19 @@ def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     for alone, shared in zip(lines(one), lines(two), strict=True):
         assert shared.pop("advantage") == pytest.approx(alone.pop("advantage"), abs=NEAR)
         assert shared == alone
-    assert_near(one, two, ("loss", "grad_norm", "reward", "reward_std", "length", "entropy"))
+    of_critic = ("value_loss", "value_mean", "explained_variance") if "rl.algorithm=ppo" in over else ()
+    assert_near(one, two, ("loss", "grad_norm", "reward", "reward_std", "length", "entropy", *of_critic))
 
 
 @pytest.mark.parametrize("over", [(), LORA, ("preference={reference: disk}",)], ids=["copy", "base", "disk"])
-def test_two_ranks_prefer_as_one(preferring: Make, over: tuple[str, ...]):
-    over = (*over, "train.micro_batch=1", "train.lr=5e-4", "train.steps=4")
+def test_two_ranks_prefer_as_one(preferring: Make, pairs: Path, over: tuple[str, ...]):
+    held = f"data.eval=[{{path: {pairs}, max_samples: 3}}]"
+    over = (*over, "train.micro_batch=1", "train.lr=5e-4", "train.steps=4", held)
     one, two = preferring(*over, dir="one"), preferring(*over, dir="two")
     rl.run(one)
     assert [code for code, _ in both(two)] == [0, 0]
     assert_near(one, two, ("loss", "grad_norm", "rewards/margins", "logps/chosen"))
+    assert rows_of(two)[-1]["eval"] == pytest.approx(rows_of(one)[-1]["eval"], rel=NEAR, abs=NEAR)
 
 
 def test_two_ranks_judge_as_one(preferring: Make, labelled: Path):

@@ -48,7 +48,8 @@ def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """a [M, K] @ b [K, N], each row of a by itself; autocast as ever."""
     if _autocast(a):
         with torch.autocast(a.device.type, enabled=False):
-            return mm(*_lowered(a, b), out_dtype)
+            a, b = _lowered(a, b)
+            return mm(a, b, out_dtype)
     return _padded(a, b, torch.mm if out_dtype is None else partial(torch.mm, out_dtype=out_dtype))
 
 

@@ -18,7 +18,9 @@ import torch
 
 from octavo import fp8, generation, models
 from octavo.config import Config
+from octavo.config.phases import RlSection
 from octavo.train import base
+from octavo.train.errors import TrainError
 from octavo.train.memory_plan import states
 from octavo.train.tokens import Tokens
 
@@ -67,21 +69,38 @@ class Rollouts:
         prompt = max(1, tokens.row - rl.max_new_tokens)
         patches = tokens.counts.get("image_encoder", 0) // tokens.rows
 
+        check_pages(rl, prompt, generation.PAGE)
+
+        def shape(sequences: int) -> generation.Shape:
+            return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, given=rl.pages)
+
         def predicted(sequences: int) -> generation.Bytes:
-            key = (sequences, prompt, rl.max_new_tokens, rl.group, patches, rl.kv, dtype)
+            key = (shape(sequences), rl.kv, dtype)
             if key not in self._found:
-                shape = generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches)
-                self._found[key] = generation.predict(self.config, shape, rl.kv, dtype, sampling)
+                self._found[key] = generation.predict(self.config, shape(sequences), rl.kv, dtype, sampling)
             return self._found[key]
 
         still = sum(standing.values()) + more
         slots = min(rl.slots or own, own)
+        if rl.slots is None and rl.pages is not None:
+            slots = largest(slots, lambda count: shape(count).takes <= shape(count).pages)
         if rl.slots is None and self.usable is not None:
             room = self.usable - still
             slots = largest(slots, lambda count: predicted(count).total <= room)
         found = predicted(slots)
         kinds = {**standing, "kv_cache": found.held, "workspace": found.total - found.held + more}
         return Rollout(kinds, slots, own, generation.bytes_of_token(self.config, rl.kv, dtype))
+
+
+def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
+    """Raise TrainError where `rl.pages` hold no completion of a prompt of so many tokens."""
+    need = generation.pages_needed(prompt, rl.max_new_tokens, rl.group, page)
+    if rl.pages is not None and need > rl.pages:
+        raise TrainError(
+            f"rl.pages is {rl.pages}, pages of {page} tokens, and one completion of {name or 'a prompt'}, {prompt} "
+            f"tokens, with {rl.max_new_tokens} new ones (rl.max_new_tokens) may need {need}. Raise rl.pages (with "
+            "rl.kv: fp8 they take half the bytes), lower rl.max_new_tokens, or leave rl.pages out"
+        )
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:
