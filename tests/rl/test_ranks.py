@@ -42,8 +42,9 @@ def assert_near(cfg: Config, other: Config, names: tuple[str, ...]) -> None:
         ("rl.kl=0.1", "rl.mini_batches=2", "rl.reference=copy"),
         (*LORA, "rl.algorithm=dr_grpo", "rl.kl=0.1"),
         ("rl.algorithm=dapo", "rl.advantage=batch", "fp8.recipe=off"),
+        ("rl.stale=1", "rl.mini_batches=2", "fp8.recipe=off"),
     ],
-    ids=["full", "lora", "dapo"],
+    ids=["full", "lora", "dapo", "stale"],
 )
 def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     """Groups of both ranks make one batch: its advantages, its updates, what is left out and what is drawn for it."""
