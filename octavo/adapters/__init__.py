@@ -3,11 +3,18 @@
 Needs peft when something is attached or read, not when this is imported.
 """
 
-from octavo.adapters.attach import attach, check
+from octavo.adapters.attach import attach, attach_second, check
 from octavo.adapters.base_error import BaseErrors, base_errors
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import adapter_state, load, load_adapter_state, read_config, save
-from octavo.adapters.inject import adapter_parameters, attached, disabled, is_adapter_parameter
+from octavo.adapters.inject import (
+    adapter_parameters,
+    attached,
+    disabled,
+    is_adapter_parameter,
+    is_second_parameter,
+    second,
+)
 from octavo.adapters.merge import merged
 from octavo.adapters.targets import targets_of
 
@@ -17,15 +24,18 @@ __all__ = [
     "adapter_parameters",
     "adapter_state",
     "attach",
+    "attach_second",
     "attached",
     "check",
     "disabled",
     "base_errors",
     "is_adapter_parameter",
+    "is_second_parameter",
     "load",
     "load_adapter_state",
     "merged",
     "read_config",
     "save",
+    "second",
     "targets_of",
 ]

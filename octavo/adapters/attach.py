@@ -16,7 +16,7 @@ from torch import nn
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import continued, load_adapter_state
-from octavo.adapters.inject import DTYPES, adapter_parameters, attached, inject
+from octavo.adapters.inject import DTYPES, NAME, SECOND, adapter_parameters, attached, copied, inject
 from octavo.adapters.targets import split, taken_over, targets_of
 
 if TYPE_CHECKING:
@@ -47,6 +47,20 @@ def attach(
         load_adapter_state(model, state, where=str(lora.adapter))
     say(_summary(model, lora, names))
     return names
+
+
+def attach_second(model: nn.Module, lora: LoraSection, seed: int = 0) -> None:
+    """Give the layers that :func:`attach` gave an adapter another one like it, that changes nothing yet either and is
+    trained as well: a second model over the same base (PPO's critic). It computes inside
+    :func:`octavo.adapters.inject.second` alone, and is in no file of the first. Raises AdapterError without a first.
+    """
+    configs = getattr(model, "peft_config", {})
+    if NAME not in configs:
+        raise AdapterError("a second adapter stands beside a first, and the model has none; attach that before.")
+    layers = attached(model)
+    inject(model, copied(configs[NAME]), tuple(layers), DTYPES[lora.dtype], seed, SECOND)
+    for layer in layers.values():
+        layer._active_adapter = [NAME]  # PEFT turns to the newest
 
 
 def check(model: nn.Module, family: Family | None, lora: LoraSection) -> tuple[str, ...]:

@@ -202,6 +202,7 @@ def _adapted() -> type[nn.Module]:
             finally:
                 del base.__dict__[moe.BESIDE]
 
+    AdaptedExperts.__name__ = ParamWrapper.__name__  # by which PEFT finds it when a second adapter comes
     _classes[ParamWrapper] = AdaptedExperts
     return AdaptedExperts
 

@@ -15,12 +15,15 @@ from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 
-NAME = "default"  # PEFT's name of the one adapter
+NAME = "default"  # PEFT's name of the adapter that is trained, saved and merged
+SECOND = "second"  # of another one beside the same layers (:func:`octavo.adapters.attach_second`)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_PARTS = (f"lora_A.{NAME}.", f"lora_B.{NAME}.", f"lora_magnitude_vector.{NAME}.")
+_KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
-def inject(model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.dtype, seed: int) -> None:
+def inject(
+    model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME
+) -> None:
     """Let PEFT put its layers around ``names``, ours for linear ones, and freeze all that is no adapter."""
     from peft import inject_adapter_in_model
 
@@ -32,7 +35,8 @@ def inject(model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.d
         # Of the generators only the CPU's: torch.manual_seed would set those of all devices, and PEFT draws on the CPU.
         torch.default_generator.manual_seed(seed)
         warnings.filterwarnings("ignore", category=FutureWarning)  # between PEFT and transformers
-        inject_adapter_in_model(config, model, NAME)
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
+        inject_adapter_in_model(config, model, adapter)
     found = set(attached(model))
     if found != set(names):
         odd = sorted(found ^ set(names))
@@ -41,22 +45,21 @@ def inject(model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.d
             "matches names in a way that Octavo does not know; use another."
         )
     experts.adopt(model)
-    _measure_rows(model)
+    _measure_rows(model, adapter)
     for name, parameter in model.named_parameters():
-        adapts = is_adapter_parameter(name)
-        parameter.requires_grad_(adapts)
-        if adapts and parameter.dtype != dtype:
+        parameter.requires_grad_(is_adapter_parameter(name))
+        if _is_of(adapter, name) and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
 
-def _measure_rows(model: nn.Module) -> None:
+def _measure_rows(model: nn.Module, adapter: str) -> None:
     """DoRA's magnitudes as fp32 norms: PEFT measures them in the weight's dtype, which BF16 rounds by up to 0.4 %."""
     from octavo.adapters.layer import Linear
 
     for module in model.modules():
-        if isinstance(module, Linear) and module.use_dora.get(NAME, False):
+        if isinstance(module, Linear) and module.use_dora.get(adapter, False):
             held: Any = module
-            held.lora_magnitude_vector[NAME].weight = nn.Parameter(held.norms(NAME))
+            held.lora_magnitude_vector[adapter].weight = nn.Parameter(held.norms(adapter))
 
 
 def attached(model: nn.Module) -> dict[str, Any]:
@@ -72,12 +75,21 @@ def attached(model: nn.Module) -> dict[str, Any]:
 
 def is_adapter_parameter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter, by the names that :func:`attach` gives."""
-    return any(f".{part}" in f".{name}" for part in _PARTS)
+    return _is_of(NAME, name) or is_second_parameter(name)
+
+
+def is_second_parameter(name: str) -> bool:
+    """Whether it belongs to a second adapter."""
+    return _is_of(SECOND, name)
+
+
+def _is_of(adapter: str, name: str) -> bool:
+    return any(f".{kind}.{adapter}." in f".{name}" for kind in _KINDS)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters of a model, by name."""
-    return ((name, p) for name, p in model.named_parameters() if is_adapter_parameter(name))
+    """The parameters of the adapters of a model, by name; those of a second one are none of them."""
+    return ((name, p) for name, p in model.named_parameters() if _is_of(NAME, name))
 
 
 @contextmanager
@@ -96,6 +108,23 @@ def disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, was in zip(layers, before, strict=True):
             layer._disable_adapters = was
+
+
+@contextmanager
+def second(model: nn.Module) -> Iterator[None]:
+    """Inside, the second adapter stands beside the base in place of the first, forward and backward: blocks that
+    recompute do so with the adapters of that moment. What asks for a gradient stays as it is."""
+    layers = [layer for layer in attached(model).values() if SECOND in layer.lora_A]
+    if not layers:
+        raise AdapterError("the model has no second adapter; octavo.adapters.attach_second gives it one.")
+    before = [layer._active_adapter for layer in layers]
+    try:
+        for layer in layers:
+            layer._active_adapter = [SECOND]
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._active_adapter = was
 
 
 def state_name(name: str) -> str:

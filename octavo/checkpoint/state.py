@@ -194,14 +194,15 @@ def not_finite(path: Path, document: Mapping[str, Any]) -> str | None:
 
 
 def load(
-    path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks
-) -> Restored:
+    path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks,
+    spare: Callable[[str], bool] = lambda name: False,
+) -> Restored:  # fmt: skip
     """Fill `model` and `optimizer` in place from the checkpoint directory `path`. A collective.
 
     The model must have the parameters that were saved (of a checkpoint of trained parameters alone: it must train just
-    these), and the optimizer the same groups of them; the number of ranks may differ. `optimizer=None` fills the model
-    alone. Scheduler, data position and generators are the caller's, from the counters and extra tensors returned. Every
-    file is compared to its checksum first.
+    these), but for those whose names are `spare`, and the optimizer the same groups of them; the number of ranks may
+    differ. `optimizer=None` fills the model alone. Scheduler, data position and generators are the caller's, from the
+    counters and extra tensors returned. Every file is compared to its checksum first.
 
     Raises CheckpointError, naming the file or the tensor, and on every rank; also for NaN and infinity, which the model
     then holds.
@@ -220,7 +221,7 @@ def load(
         metadata = SafeReader(path).read_metadata()
         trained_only = document.get("holds") == TRAINED
         state = _tensors(model, None, trained_only)
-        _same_names(state, metadata, path, trained_only, model)
+        _same_names(state, metadata, path, trained_only, model, spare)
         loaded: states.Slots = {}
         if optimizer is not None:
             loaded, slots = states.slots(model, optimizer, metadata, document, path)
@@ -295,11 +296,12 @@ def _all_tensors(state: Mapping[str, Any]) -> None:
 
 
 def _same_names(
-    state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path, trained_only: bool, model: nn.Module
-) -> None:
+    state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path, trained_only: bool, model: nn.Module,
+    passed: Callable[[str], bool],
+) -> None:  # fmt: skip
     """That the checkpoint's model is this model: `TensorsOnly` finds what lacks, this what is too much."""
     saved = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
-    spare = sorted(n for n in saved if n not in state)
+    spare = sorted(n for n in saved if n not in state and not passed(n.removeprefix("model.")))
     if trained_only and spare:
         raise CheckpointError(
             f"{path} holds trained parameters alone ({len(saved)}, first {saved[0].removeprefix('model.')}), as a LoRA "

@@ -15,6 +15,10 @@ BEYOND_SFT = ("rl", "preference")
 
 Reference = Literal["auto", "base", "copy", "disk"]
 
+#: algorithms with a critic, and the keys of `rl` that are about it; tests hold them against `octavo.rl`'s own
+WITH_CRITIC = ("ppo",)
+OF_CRITIC = ("gamma", "lam", "value_clip", "value_weight", "critic_lr")
+
 
 class RewardSection(Section):
     """One reward: a function of completions and of the columns of their rows."""
@@ -62,7 +66,7 @@ _OR_NAME = BeforeValidator(_as_reward, json_schema_input_type=str | RewardSectio
 class RlSection(Section):
     """A step: completions of this step's prompts by the model itself, their rewards, and updates by them."""
 
-    algorithm: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo"] = Field(
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "ppo"] = Field(
         default="grpo",
         description="The objective, with its usual clipping, advantages and normalisation (docs/rl.md has each's "
         "paper); keys below that are absent are the algorithm's own.",
@@ -108,6 +112,37 @@ class RlSection(Section):
         default=None,
         description="A reward less the mean of its group, over the group's standard deviation (group), not divided "
         "(group_unscaled) or over the batch's (batch); or less the mean of the others of its group (leave_one_out).",
+    )
+    gamma: float | None = Field(
+        default=None, ge=0, le=1, description="Of ppo: discount of what comes a token later (GAE). Absent: 1."
+    )
+    lam: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Of ppo: how far advantages look past the critic's next value (GAE): 0, there alone; 1, to the "
+        "end. Absent: 0.95.",
+    )
+    value_clip: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        description="Of ppo: how far a value may move from that of the rollout and still lower its loss; 0: as far as "
+        "it likes. Absent: 0.2.",
+    )
+    value_weight: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Of ppo, full-parameter: factor of the critic's loss, which trains the policy's own layers too. "
+        "Absent: 0.1.",
+    )
+    critic_lr: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="Of ppo: peak learning rate of what is the critic's own: its adapters and its head, or without "
+        "lora its head; the schedule is that of train.lr. Absent: train.lr.",
     )
     clip_low: float | None = Field(
         default=None, ge=0, le=1e6, description="The ratio of policies is clipped at 1 - this."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding
-from octavo.config.phases import BEYOND_SFT, OPTIONS
+from octavo.config.phases import BEYOND_SFT, OF_CRITIC, OPTIONS, WITH_CRITIC, RlSection
 from octavo.config.sections import OptimizerSection, Section, TrainSection
 from octavo.config.texts import is_reward_path
 from octavo.config.whole import RunSection, Sections
@@ -72,7 +72,8 @@ def _given(section: Section, key: str, kind: type[Section]) -> bool:
 def _rl(config: Sections) -> Iterator[Finding]:
     rl = config.rl
     assert rl is not None
-    if rl.group == 1:
+    yield from _critic(rl, config.lora is not None)
+    if rl.group == 1 and rl.algorithm not in WITH_CRITIC:
         yield finding("rl.group", "one completion a prompt has no others to be better than", "use 2 or more")
     if rl.prompts % rl.mini_batches:
         found = f"{rl.prompts} prompts cannot be cut into {rl.mini_batches} equal mini_batches"
@@ -86,6 +87,12 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.overlong is not None and rl.overlong > rl.max_new_tokens:
         found = f"{rl.overlong} tokens are more than the {rl.max_new_tokens} of a completion"
         yield finding("rl.overlong", found, "lower it", "rl.max_new_tokens")
+    idle = {"correction": ("correction_level", "correction_low", "correction_high")} if rl.correction == "off" else {}
+    idle |= {"kl": ("kl_estimator", "kl_in", "reference")} if rl.kl == 0 else {}
+    for by, names in idle.items():
+        for name in (name for name in names if _given(rl, name, RlSection)):
+            found = f"has no effect, since rl.{by} is {getattr(rl, by)}"
+            yield finding(f"rl.{name}", found, f"remove it, or set rl.{by}", f"rl.{by}")
     for index, entry in enumerate(rl.rewards):
         where = f"rl.rewards.{index}"
         kind = entry.reward if entry.reward in BUILT_IN else "function" if ".py:" in entry.reward else "model"
@@ -115,6 +122,27 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.reference == "base" and config.lora is None:
         fix = "use `reference: copy`, or train adapters (lora)"
         yield finding("rl.reference", "base is the model without its adapters, and there are none", fix, "lora")
+
+
+def _critic(rl: RlSection, lora: bool) -> Iterator[Finding]:
+    """What goes with a critic, and what with groups."""
+    if rl.algorithm not in WITH_CRITIC:
+        for name in OF_CRITIC:
+            if getattr(rl, name) is not None:
+                found = f"has no effect on {rl.algorithm}, which has no critic"
+                yield finding(f"rl.{name}", found, f"remove it, or use {' or '.join(WITH_CRITIC)}", "rl.algorithm")
+        return
+    if rl.advantage is not None:
+        found = f"{rl.algorithm} asks its critic for advantages, token by token, and compares no group"
+        yield finding("rl.advantage", found, "remove it", "rl.algorithm")
+    if rl.dynamic_sampling:
+        found = f"groups of equal rewards teach {rl.algorithm} as others do: it compares with its critic"
+        yield finding("rl.dynamic_sampling", found, "remove it", "rl.algorithm")
+    if lora and rl.value_weight is not None:
+        found = (
+            "with adapters the critic shares no trained weight with the policy, and AdamW takes no notice of a factor"
+        )
+        yield finding("rl.value_weight", found, "use rl.critic_lr", "lora")
 
 
 def _preference(config: Sections) -> Iterator[Finding]:

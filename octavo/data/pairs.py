@@ -25,14 +25,15 @@ import numpy as np
 import torch
 
 from octavo.data.collate import EMPTY_LENGTH, collate
-from octavo.data.conversations import Conversation, RowProblem, Turn, check_turns, find_images, naming, shown
+from octavo.data.conversations import Conversation, ImageRef, RowProblem, Turn, check_turns, find_images, naming, shown
 from octavo.data.encode import IGNORE, Encoder, Sample
-from octavo.data.errors import DataError, LongSample
+from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.loader import micro_batches
 from octavo.data.prompts import as_messages, asked
 
 PROMPT_KEYS = ("prompt", "messages", "conversations", "conversation", "instruction")
 EXPECTED = "expected 'prompt' or turns in 'messages' or 'conversations', with answers in 'chosen' and 'rejected'"
+Told = tuple[Sequence[Turn], Sequence[str]]  # what a conversation says, and the names of its images
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,11 @@ class PairEncoder(_AnswersOnly):
         """Raises as `Encoder.encode` does."""
         chosen, rejected = (super(PairEncoder, self).encode(side, row.given) for side in (row.chosen, row.rejected))
         if np.array_equal(chosen.input_ids, rejected.input_ids):
-            why = f"chosen and rejected are the same {len(chosen.input_ids)} tokens; {self.limit}"
-            raise LongSample(chosen.file, chosen.row, why, chosen.id)
+            why = f"chosen and rejected are the same {len(chosen.input_ids)} tokens"
+            if chosen.cut:
+                raise LongSample(chosen.file, chosen.row, f"{why}; {self.limit}", chosen.id)
+            why += ": where their texts differ, the chat template or the tokenizer takes it away"
+            raise BadSample(chosen.file, chosen.row, why, chosen.id)
         return Pair(chosen, rejected)
 
 
@@ -157,7 +161,7 @@ def parse_pair(raw: Any, format: str, *, file: str | Path, row: int, images: Pat
         made = {side: asked(raw, messages) for side, messages in whole.items()}
         for turns, _ in made.values():
             check_turns(turns)
-        given = _given(made["chosen"][0], made["rejected"][0])
+        given = _given(*made.values())
         chosen, rejected = (
             Conversation(tuple(turns), find_images(names, images), str(file), row, identity)
             for turns, names in made.values()
@@ -177,6 +181,8 @@ def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images:
         check_turns(turns)
         if turns[-1].role != "assistant":
             raise RowProblem(f"ends with a turn of the {turns[-1].role}; the answer that is labelled must end it")
+        if any(isinstance(part, ImageRef) for part in turns[-1].parts):
+            raise RowProblem("has an image in the answer that is labelled, and answers are text; remove it")
         given = sum(turn.role == "assistant" for turn in turns) - 1
         conversation = Conversation(tuple(turns), find_images(names, images), str(file), row, identity)
         return LabelledRow(conversation, given, label)
@@ -259,11 +265,18 @@ def _prompt(raw: dict[str, Any]) -> list[Any]:
     return [*system, {"role": "user", "content": "\n".join(filter(None, pieces[:2]))}]
 
 
-def _given(first: Sequence[Turn], second: Sequence[Turn]) -> int:
+def _given(chosen: Told, rejected: Told) -> int:
     """How many answers lie in what two conversations share, each of which goes on with an answer of its own."""
+    first, second = chosen[0], rejected[0]
     shared = next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
+    images = sum(isinstance(part, ImageRef) for turn in first[:shared] for part in turn.parts)
+    if differ := [pair for pair in zip(chosen[1][:images], rejected[1][:images], strict=True) if len({*pair}) == 2]:
+        raise RowProblem(
+            f"has the image {shown(differ[0][0])} in the prompt of chosen and {shown(differ[0][1])} in that of "
+            "rejected; both must answer one prompt"
+        )
     if len(first) == len(second) == shared:
         raise RowProblem("has the same answer as chosen and rejected, so there is nothing to prefer")
     behind = [turns[shared].role if shared < len(turns) else "nothing" for turns in (first, second)]

@@ -69,7 +69,8 @@ class Caller:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         assert self._attention is not None
-        return self._attention(layer, q, k, v, scale)
+        with torch.autocast(q.device.type, enabled=False):  # its products are in the dtypes that it says
+            return self._attention(layer, q, k, v, scale)
 
     def anyone(self, wants: bool) -> bool:
         """Whether any rank wants a forward: then all run one. A collective where parameters are shared."""

@@ -12,6 +12,7 @@ rather than one for each word of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,14 +62,27 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
     greedy = sampling.temperature == 0
     logps = torch.log_softmax(logits if greedy else logits / sampling.temperature, dim=-1)
     p = logps.exp()
-    never = torch.tensor(sampling.never, dtype=torch.int64, device=logits.device)
+    never = _indices(sampling.never, logits.device)
     if greedy:
         tokens = logits.index_fill(-1, never, -torch.inf).argmax(-1)
     else:
-        cumulative = kept(p.index_fill(-1, never, 0.0), sampling).double().cumsum(-1)
+        cumulative = kept(_without(logps, never) if sampling.never else p, sampling).double().cumsum(-1)
         aim = u[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
     return tokens, logps.gather(1, tokens[:, None])[:, 0], -(p * logps.clamp_min(_ALMOST_NEVER)).sum(-1)
+
+
+@lru_cache(maxsize=8)
+def _indices(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, because numbers that come from the host cannot be in a CUDA graph."""
+    return torch.tensor(tokens, dtype=torch.int64, device=device)
+
+
+def _without(logps: Tensor, never: Tensor) -> Tensor:
+    """What is left of the probabilities, as shares of the largest that is left: it must not drown beside what is never
+    chosen, which at a low temperature may be all there is."""
+    left = logps.index_fill(-1, never, -torch.inf)
+    return left.sub_(left.amax(-1, keepdim=True)).exp_()
 
 
 def bytes_to_choose(count: int, vocabulary: int, dtype: torch.dtype, sampling: Sampling) -> int:

@@ -4,7 +4,7 @@ from octavo.models.assembly import frozen_names
 from octavo.models.attention import attend, kernels_here, use_attention, use_kernel, without_masks
 from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
-from octavo.models.families import COMPONENTS, WITHOUT_HEAD, Family, describe, stays
+from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.freeze import freeze, freeze_all
 from octavo.models.generate import generate, ignored_settings, question
 from octavo.models.loading import load, load_split, parameter_count
@@ -23,6 +23,7 @@ __all__ = [
     "COMPONENTS",
     "CacheShape",
     "SHAPES",
+    "VALUE_HEAD",
     "WITHOUT_HEAD",
     "Family",
     "ModelError",

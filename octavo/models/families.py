@@ -94,6 +94,9 @@ _VISION = {
 }
 assert tuple(_VISION) == VISION_FAMILIES
 
+VALUE_HEAD = "value_head"
+"""A module that training may put beside a model's own (:mod:`octavo.train.critic`): of no component."""
+
 
 def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
     """Describe a model, or the model that a configuration would build (on the meta device).
@@ -161,7 +164,8 @@ def _check(model: PreTrainedModel, family: Family) -> None:
                 f"{type(model).__name__}: nothing named {' or '.join(globs)} was found for {what}; this transformers "
                 "version names the modules of this family in another way. Use a supported version (>= 5.17)."
             )
-    stray = [name for name, _ in model.named_parameters() if family.component_of(name.rpartition(".")[0]) is None]
+    homes = ((name, name.rpartition(".")[0]) for name, _ in model.named_parameters())
+    stray = [name for name, home in homes if home != VALUE_HEAD and family.component_of(home) is None]
     if stray:
         raise ModelError(
             f"{type(model).__name__}: {len(stray)} parameters belong to no component of family {family.name!r}, first "

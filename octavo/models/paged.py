@@ -89,13 +89,16 @@ def attention_by(model: PreTrainedModel, family: Family, attend: Attend) -> Iter
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return attend(module.layer_idx, q, k, v, scale)[None], None  # type: ignore[arg-type]
 
-    before = config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS.register(NAME, forward)
+    before, outer = config._attn_implementation, ALL_ATTENTION_FUNCTIONS.get(NAME)
+    ALL_ATTENTION_FUNCTIONS[NAME] = forward
     config._attn_implementation = NAME
     try:
         yield
     finally:
         config._attn_implementation = before
+        del ALL_ATTENTION_FUNCTIONS[NAME]  # it holds the caller, who holds the model
+        if outer is not None:
+            ALL_ATTENTION_FUNCTIONS[NAME] = outer
 
 
 def positions(

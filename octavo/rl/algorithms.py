@@ -18,13 +18,24 @@ from octavo.rl.preference import DPO_LOSSES, PairCounts, Pairs, dpo, orpo, simpo
 
 
 @dataclass(frozen=True)
+class Values:
+    """What is asked of a critic: ``gamma`` and ``lam`` of :func:`octavo.rl.ppo.gae`, ``clip`` of its loss (0: none) and
+    the ``weight`` of that beside the policy's, where both train the same layers."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip: float = 0.2
+    weight: float = 0.1
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """An objective and what usually goes with it.
 
     normalisation: in words, what a mean is over. advantage: a name of :data:`octavo.rl.advantages.ADVANTAGES`, or
-    ``gae``, which needs a critic. beta: the usual weight of the KL from the reference, 0: no reference. kl_in: where it
-    is counted. equal_groups: whether groups of equal rewards stay in the batch. overlong: the last share of
-    max_new_tokens in which the length is punished, 0: nowhere.
+    ``gae``, which needs a critic; values: what is asked of that. beta: the usual weight of the KL from the reference,
+    0: no reference. kl_in: where it is counted. equal_groups: whether groups of equal rewards stay in the batch.
+    overlong: the last share of max_new_tokens in which the length is punished, 0: nowhere.
     """
 
     name: str
@@ -38,10 +49,7 @@ class Algorithm:
     beta: float = 0.0
     equal_groups: bool = True
     overlong: float = 0.0
-
-    @property
-    def critic(self) -> bool:
-        return self.advantage == "gae"
+    values: Values | None = None
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -66,7 +74,18 @@ ALGORITHMS: dict[str, Algorithm] = {
             "reward",
             0.05,
         ),
-        Algorithm("ppo", "arXiv 1707.06347", objectives.ppo, Clip(0.2, 0.2), "token", "gae", "k1", "reward", 0.05),
+        Algorithm(
+            "ppo",
+            "arXiv 1707.06347",
+            objectives.ppo,
+            Clip(0.2, 0.2),
+            "token",
+            "gae",
+            "k1",
+            "reward",
+            0.05,
+            values=Values(),
+        ),  # fmt: skip
     )
 }
 

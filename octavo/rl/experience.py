@@ -6,7 +6,7 @@ Rollout      all completions of a step on this rank, scored
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,8 +88,9 @@ class Experience:
     rows         their places in the rollout
     sampled      log-probabilities by the rollout (0 elsewhere)
     truncated    bool [B]: cut off at max_new_tokens
-    advantages   [B], once rewards are known
+    advantages   [B], once rewards are known; of tokens, per token
     old, ref     log-probabilities by the trainer with the weights of the rollout, and by the reference; None: not yet
+    values       by the critic with the weights of the rollout, where there is one; returns: what it is to learn
     """
 
     rows: tuple[int, ...]
@@ -98,6 +99,8 @@ class Experience:
     advantages: Tensor
     old: Tensor | None = None
     ref: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 def prompt_of(sample: data.PromptSample) -> Prompt:
@@ -152,3 +155,11 @@ def whole(prompt: data.PromptSample, completion: Completion) -> data.Sample:
         row=prompt.row,
         id=prompt.id,
     )
+
+
+def spread(values: Tensor, keep: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Values [B, P] at the places `keep` of [B, T - 1], in host memory."""
+    ids = batch["input_ids"]
+    out = torch.zeros(ids.shape[0], ids.shape[1] - 1)
+    out[:, keep] = values.float().cpu()
+    return out

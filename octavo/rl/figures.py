@@ -25,6 +25,8 @@ TRL_NAMES = {
     "logp_gap_mean": "sampling/sampling_logp_difference/mean",
     "logp_gap_max": "sampling/sampling_logp_difference/max",
     "reward_std": "reward_std_of_groups",
+    "value_loss": "loss/value_avg",  # as TRL had it while it had PPO
+    "value_clip_ratio": "val/clipfrac_avg",
 }
 
 

@@ -7,6 +7,7 @@ from octavo.rl.algorithms import PREFERENCES
 from octavo.rl.preferring import settings
 from octavo.rl.roles import kind_of
 from octavo.rl.settings import Settings
+from octavo.train import critic
 from octavo.train.planning import micro_steps_of, samples_of
 
 
@@ -25,6 +26,12 @@ _REFERENCES = {
     "base": "the base without its adapters: a forward more, and no memory",
     "copy": "a frozen copy of the model: a forward more; FP8 layers as codes, a byte a parameter",
     "disk": "the first weights, asked once before the first step; what they say is kept on disk, and takes no memory",
+}
+
+
+_CRITICS = {
+    True: "the same base with a second adapter and a value head: a forward and a backward more",
+    False: "a value head on the policy's own hidden states",
 }
 
 
@@ -54,6 +61,8 @@ def sentences(cfg: Config, ranks: int = 1) -> list[str]:
             rows, each = "labelled answers", "after a forward of as many answers to other prompts"
         said = [f"a step: {cfg.train.global_batch} {rows} {parts}, {each}; one update by {section.loss}"]
         why = f"none: {section.loss} needs none"
+    if critic.wanted(cfg):
+        said.append(f"critic: {_CRITICS[cfg.lora is not None]}")
     return [*said, f"reference: {_REFERENCES[asked] if asked else why}"]
 
 

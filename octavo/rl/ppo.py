@@ -1,4 +1,4 @@
-"""What PPO needs beside its clipped surrogate: a critic, advantages over tokens, and the critic's loss.
+"""What PPO needs beside its clipped surrogate: rewards and advantages over tokens, and the critic's loss.
 
 A completion is an episode: token t is the action in the state of all before it, worth V_t by the critic. Rewards are
 [B, T]: the score at the last token that counts, and at every token the KL penalty. What follows the last token is worth
@@ -8,27 +8,10 @@ A completion is an episode: token t is the action in the state of all before it,
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.rl.figures import Figures
 from octavo.rl.objectives import Counts, by_token
-
-
-class ValueHead(nn.Module):
-    """The critic's last layer: hidden states [..., H] in any precision -> values [...] in fp32.
-
-    It starts at 0, so that the first advantages are rewards and the first gradient reaches the head alone. It is no
-    ``nn.Linear``, which a plan might make an FP8 layer.
-    """
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return hidden.float() @ self.weight.float() + self.bias.float()
 
 
 def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:

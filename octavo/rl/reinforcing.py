@@ -92,6 +92,7 @@ class Reinforcing(Phase):
             kv=settings.section.kv,
             pages=settings.section.pages,
             invariant=settings.section.invariant,
+            say=say,
         )
         encoder = self._loader.encoder
         stepper.tokenizer, stepper.pad_id, stepper.places = encoder.tokenizer, encoder.pad_id, encoder.places

@@ -65,8 +65,10 @@ def of_groups(rollout: Rollout, world: World) -> dict[str, float]:
     """Of the groups of all ranks: the mean of their standard deviations, and the share whose rewards are all equal. A
     collective."""
     groups = rollout.rewards.reshape(-1, max(rollout.group, 1))
-    apart = groups.std(axis=1, ddof=1) if groups.size else np.zeros(0)
-    every = torch.tensor([apart.sum(), float((apart == 0).sum()), len(rollout.prompts)], dtype=torch.float64)
+    apart = groups.std(axis=1, ddof=min(1, groups.shape[1] - 1)) if groups.size else np.zeros(0)
+    # not a deviation of 0: the mean of equal numbers may differ from them in the last bit
+    alike = groups.max(axis=1) == groups.min(axis=1) if groups.size else np.zeros(0)
+    every = torch.tensor([apart.sum(), float(alike.sum()), len(rollout.prompts)], dtype=torch.float64)
     spread, equal, prompts = world.sum(every).tolist()
     return {"reward_std": spread / max(prompts, 1.0), "frac_reward_zero_std": equal / max(prompts, 1.0)}
 

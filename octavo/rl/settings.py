@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.config import Config
 from octavo.config.phases import RlSection
 from octavo.generation import Sampling
-from octavo.rl.algorithms import ALGORITHMS, Algorithm
+from octavo.rl.algorithms import ALGORITHMS, Algorithm, Values
 from octavo.rl.corrections import Correction
 from octavo.rl.objectives import Clip
 from octavo.rl.penalties import Kl
@@ -28,6 +28,7 @@ class Settings:
     refill: bool
     correction: Correction | None
     seed: int
+    values: Values | None
 
     @classmethod
     def of(cls, cfg: Config) -> Settings:
@@ -53,6 +54,7 @@ class Settings:
             not own.equal_groups if rl.dynamic_sampling is None else rl.dynamic_sampling,
             correction,
             cfg.run.seed,
+            _values(rl, own.values, cfg.lora is not None),
         )
 
     def sampling(self, step: int, never: tuple[int, ...]) -> Sampling:
@@ -68,3 +70,11 @@ class Settings:
 def sampling_of(rl: RlSection, seed: int, step: int, never: tuple[int, ...]) -> Sampling:
     """Of a step's completions; `never`: tokens that stand for images."""
     return Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, seed, step, never)
+
+
+def _values(rl: RlSection, own: Values | None, apart: bool) -> Values | None:
+    """What is asked of the critic; one with layers of its own has the whole of its loss."""
+    if own is None:
+        return None
+    given = {"gamma": rl.gamma, "lam": rl.lam, "clip": rl.value_clip, "weight": 1.0 if apart else rl.value_weight}
+    return replace(own, **{name: value for name, value in given.items() if value is not None})

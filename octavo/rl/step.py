@@ -2,7 +2,7 @@
 
     roll      the training modules write completions (:mod:`octavo.generation`), rewards judge them
     remember  log-probabilities of the trainer with these weights, and of the reference, where the objective needs them
-    judge     rewards become advantages, over the groups of all ranks
+    judge     rewards become advantages, over the groups of all ranks, or by a critic (:mod:`octavo.rl.critic`)
     update    forward, objective, backward, weights: `epochs` times over `mini_batches` parts
 
 The rollout belongs to (seed, step, prompt, sample, position) and to the weights alone, so a run that is stopped or
@@ -12,7 +12,7 @@ killed anywhere in a step does the same step again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +24,9 @@ from torch import Tensor
 from octavo import data, fp8, generation
 from octavo.rl.advantages import ADVANTAGES, informative
 from octavo.rl.corrections import gap, weights
+from octavo.rl.critic import Critic
 from octavo.rl.differing import first_difference, rounding
-from octavo.rl.experience import Experience, Rollout, micro_batches, prompt_of
+from octavo.rl.experience import Experience, Rollout, micro_batches, prompt_of, spread
 from octavo.rl.experience import whole as with_completion
 from octavo.rl.figures import Figures, add_up, kind, whole
 from octavo.rl.objectives import Batch, Counts, policy_loss
@@ -39,6 +40,7 @@ from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown, shown_lines
 from octavo.train import Observe, TrainError, losses
 from octavo.train.forward import log_probs
+from octavo.train.memory import Memory
 from octavo.train.step import VISION, Batches, Stepper, StepResult
 from octavo.train.update import Loss
 
@@ -68,6 +70,7 @@ class RlStepper(Stepper):
     def __post_init__(self) -> None:
         self.settings = Settings.of(self.cfg)
         self.same = SameWeights(self.model)
+        self.critic = Critic(self) if self.settings.values else None
         self.rollout: Rollout | None = None
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
@@ -81,7 +84,7 @@ class RlStepper(Stepper):
         self.doing("training")
         updates = self._cut(rollout)
         several = self.settings.updates > 1 and not self.settings.section.stale
-        if several or (self.settings.beta and self.settings.kl_in == "reward"):
+        if several or (self.settings.beta and self.settings.kl_in == "reward") or self.critic:
             self._remember([batch for part in updates for batch in part])
         figures |= {"kl": None, **self._judge(rollout, updates)}
         self.told = []
@@ -127,13 +130,13 @@ class RlStepper(Stepper):
         rollout, figures = self.rolled(prompts, step)
         self.rollout = rollout
         batches = [batch for part in self._cut(rollout) for batch in part]
-        self._remember(batches, refer=False)
+        self._remember(batches, beside=False)
         old: dict[int, np.ndarray] = {}
         for batch in batches:
             experience: Experience = batch["experience"]
             assert experience.old is not None
             target = losses.targets(batch["labels"])
-            self._hold(batch, difference_of(experience.old, experience.sampled, self._mask(batch, target)).abs())
+            self._hold(batch, difference_of(experience.old, experience.sampled, self.mask(batch, target)).abs())
             old |= {row: experience.old[n, rollout.span(row)].numpy() for n, row in enumerate(experience.rows)}
         return Written(replace(rollout, old=[old[row] for row in sorted(old)]), figures, self.number - 1)
 
@@ -202,16 +205,21 @@ class RlStepper(Stepper):
             for part, number in zip(prompts, numbers, strict=True)
         ]
 
-    def _remember(self, batches: Sequence[dict[str, Any]], refer: bool = True) -> None:
-        """Log-probabilities before the first update of the step, by the trainer, unless they are known, and by the
-        reference."""
+    def _remember(self, batches: Sequence[dict[str, Any]], beside: bool = True) -> None:
+        """Log-probabilities before the first update of the step by the trainer, unless they are known; and what the
+        roles `beside` it say, reference and critic."""
         for batch in batches:
             keep, target, _ = self.judged(batch, 1.0)
-            if batch["experience"].old is None:
-                with watched_by_nobody(self.model), self._rows():
+            experience: Experience = batch["experience"]
+            critic = self.critic if beside else None
+            if experience.old is None or critic:
+                with watched_by_nobody(self.model), self._rows(), self._beside() as values:
                     old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
-                batch["experience"].old = _spread(old, keep, batch)
-            if refer:
+                if experience.old is None:
+                    experience.old = spread(old, keep, batch)
+                if critic:
+                    critic.remember(batch, keep, values)
+            if beside:
                 self._refer(batch, keep, target)
 
     def _refer(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> Tensor | None:
@@ -221,12 +229,14 @@ class RlStepper(Stepper):
         experience: Experience = batch["experience"]
         if experience.ref is None:
             found = self.reference(batch, keep, target, self.settings.section.temperature)
-            experience.ref = _spread(found, keep, batch)
+            experience.ref = spread(found, keep, batch)
         return experience.ref[:, keep].to(self.world.device)
 
     def _judge(self, rollout: Rollout, updates: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
         """Give every completion its advantage; what the KL took from rewards, if it is counted there."""
         batches, taken = [batch for part in updates for batch in part], {}
+        if self.critic:
+            return self.critic.judge(rollout, batches)
         if self.settings.beta and self.settings.kl_in == "reward":
             taken = {"kl": self._kl_of_rewards(rollout, batches)}
         mine = rollout.rewards.reshape(-1, self.settings.section.group)
@@ -259,14 +269,15 @@ class RlStepper(Stepper):
     def totals(self, batches: Batches) -> Tensor:
         """[completions, tokens, tokens learnt from] of an update, over all ranks; sets `counts`."""
         real = [batch for batch in batches if batch["experience"].rows]
-        masks = [self._mask(batch, losses.targets(batch["labels"])) for batch in real]
+        masks = [self.mask(batch, losses.targets(batch["labels"])) for batch in real]
         mine = Counts.of(masks, self.settings.section.max_new_tokens)
         more = [sum(batch["meta"].tokens for batch in batches), sum(int(mask.sum()) for mask in masks)]
         *counts, seen, judged = self.world.sum(torch.tensor([*mine, *more], dtype=torch.float64)).tolist()
         self.counts = Counts(*counts)
         return torch.tensor([self.counts.sequences, seen, judged], dtype=torch.float64)
 
-    def _mask(self, batch: dict[str, Any], target: Tensor) -> Tensor:
+    def mask(self, batch: dict[str, Any], target: Tensor) -> Tensor:
+        """Which tokens count, of those that `target` names."""
         known = target != losses.IGNORE
         if self.settings.section.mask_truncated:
             return without_truncated(known, batch["experience"].truncated)
@@ -277,12 +288,12 @@ class RlStepper(Stepper):
         settings, n, device = self.settings, self.counts, self.world.device
         experience: Experience = batch["experience"]
         assert n is not None
-        with self._rows():
+        with self._rows(), self._beside() as values:
             logs, entropy = log_probs(
                 self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
             )
         assert entropy is not None
-        mask = self._mask(batch, target).to(device)
+        mask = self.mask(batch, target).to(device)
         sampled = experience.sampled[:, keep].to(device)
         old = logs.detach() if experience.old is None else experience.old[:, keep].to(device)
         figures = gap(old, sampled, mask, n.tokens)
@@ -294,7 +305,8 @@ class RlStepper(Stepper):
             figures |= more
         ref = self._refer(batch, keep, target)
         entropy = entropy if settings.section.entropy else entropy.detach()
-        parts = Batch(logs, old, mask, experience.advantages.to(device), ref, corrected, entropy)
+        advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[:, keep]
+        parts = Batch(logs, old, mask, advantages.to(device), ref, corrected, entropy)
         terms = settings.algorithm.objective(parts, settings.clip, n)
         in_loss = settings.beta if settings.kl_in == "loss" else 0.0
         loss, more = policy_loss(
@@ -306,8 +318,20 @@ class RlStepper(Stepper):
             kl_weighted=settings.kl != "k2",
             entropy_bonus=settings.section.entropy,
         )
+        if self.critic and values:
+            of_critic, figures_of_critic = self.critic.loss(batch, keep, mask, values)
+            loss, more = loss + of_critic, more | figures_of_critic
         self.told.append(figures | more)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
+
+    def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
+        yield from super().losses(batch, denominator, share, memory)
+        if self.critic:
+            yield from self.critic.losses(batch, memory)
+
+    def _beside(self) -> AbstractContextManager[list[Tensor]]:
+        """Around a forward of the policy: what the critic says on the way."""
+        return self.critic.beside() if self.critic else nullcontext([])
 
     def _rows(self) -> AbstractContextManager[object]:
         """Around a forward whose log-probabilities are held against the rollout's."""
@@ -360,9 +384,10 @@ class RlStepper(Stepper):
         """Component -> micro-batches of the first update that reach it; of prompts that nothing was learnt from yet,
         whether any will."""
         if self.learnt is not None and self.learnt[0] is batches:
-            return super().forwards(self.learnt[1])
+            batches = self.learnt[1]
         if batches and isinstance(batches[0], dict):
-            return super().forwards(batches)
+            found = super().forwards(batches)
+            return self.critic.forwards(found) if self.critic else found
         seen = any(sample.images for sample in batches)
         return {name: int(seen) if name in VISION else 1 for name in self.family.components}
 
@@ -373,14 +398,6 @@ def _informative(rollout: Rollout) -> Rollout:
         return rollout
     there = informative(torch.from_numpy(rollout.rewards.reshape(-1, rollout.group)))
     return rollout.of([int(p) for p in there.nonzero().flatten()])
-
-
-def _spread(values: Tensor, keep: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """Values [B, P] at the places `keep` of [B, T - 1], in host memory."""
-    ids = batch["input_ids"]
-    out = torch.zeros(ids.shape[0], ids.shape[1] - 1)
-    out[:, keep] = values.float().cpu()
-    return out
 
 
 def _joined(results: Sequence[StepResult], figures: Mapping[str, Any]) -> StepResult:

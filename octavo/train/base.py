@@ -26,6 +26,7 @@ from octavo.config.sections import FITTING
 from octavo.fp8.weights import plain
 from octavo.models.quantization import read_quantization
 from octavo.parallel import World
+from octavo.train import critic
 from octavo.train.errors import TrainError
 
 FILE = "base.json"
@@ -136,27 +137,32 @@ def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[
 
 
 def with_adapters(model: nn.Module, family: models.Family, cfg: Config) -> nn.Module:
-    """A model on the meta device as it is trained: a copy with adapters, under `lora`; else the model itself."""
-    if cfg.lora is None:
+    """A model on the meta device as it is trained: a copy with adapters, under `lora`, and with a critic where there is
+    one; else the model itself."""
+    if cfg.lora is None and not critic.wanted(cfg):
         return model
-    from octavo import adapters
-
     dressed = copy.deepcopy(model)
-    adapters.attach(dressed, family, cfg.lora.model_copy(update={"adapter": None}))
+    if cfg.lora is not None:
+        from octavo import adapters
+
+        adapters.attach(dressed, family, cfg.lora.model_copy(update={"adapter": None}))
+    if critic.wanted(cfg):
+        critic.attach(dressed, cfg)
     return dressed
 
 
 def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Config) -> None:
-    """Give a part of a model the adapters that the whole has in ``dressed``."""
-    if cfg.lora is None:
-        return
-    from octavo import adapters
+    """Give a part of a model the adapters that the whole has in ``dressed``, and its critic."""
+    if cfg.lora is not None:
+        from octavo import adapters
 
-    here = {row.name for row in fp8.topology(small, family.components)}
-    names = tuple(name for name in adapters.attached(dressed) if name in here)
-    if names:
-        own = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
-        adapters.attach(small, family, own)
+        here = {row.name for row in fp8.topology(small, family.components)}
+        names = tuple(name for name in adapters.attached(dressed) if name in here)
+        if names:
+            own = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
+            adapters.attach(small, family, own)
+    if critic.wanted(cfg):
+        critic.attach(small, cfg)
 
 
 def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
@@ -171,6 +177,8 @@ def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
         f"parameters are trained, {100 * trained / of:.2g} % of the base's {of / 1e6:.4g} M; their own GEMMs are in "
         "high precision"
     ]
+    if critic.wanted(cfg):
+        out.append("the critic's adapters are as large again, beside the same layers, with a value head")
     if cfg.model.freeze:
         out.append("model.freeze changes nothing beside lora: the whole base is frozen, and adapters alone are trained")
     return out

@@ -25,7 +25,7 @@ from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document
 from octavo.models.folder import check_companions
 from octavo.models.quantization import read_quantization
-from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, tokens
+from octavo.train import attention, base, compiled, critic, graphs, planning, routing, rundir, tokens
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running, model_dtype
 from octavo.train.optim import adamw
@@ -236,7 +236,8 @@ def assemble_model(
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model that a configuration trains, whole, on one device: loaded, frozen, its layers in FP8 as planned, with
-    adapters under `lora`. Beside it the lower halves of fp32 weights where the optimizer keeps them.
+    adapters under `lora` and the critic of PPO. Beside it the lower halves of fp32 weights where the optimizer keeps
+    them.
 
     Raises ModelError, PlanError and AdapterError, each with its fix.
     """
@@ -247,6 +248,8 @@ def assemble_model(
         from octavo import adapters
 
         adapters.attach(model, family, cfg.lora, say, seed=cfg.run.seed)
+    if critic.wanted(cfg):
+        critic.attach(model, cfg)
     return model, lows
 
 

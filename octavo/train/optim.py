@@ -1,4 +1,5 @@
-"""AdamW over a model's trainable parameters: one group with weight decay, one without.
+"""AdamW over a model's trainable parameters: one group with weight decay, one without; a critic with a learning rate
+of its own has two more.
 
 With everything in fp32 it is PyTorch's own; every other way to store states or weights is :class:`octavo.fp8.AdamW`,
 or the same with states in host memory. Adapters in BF16 have their fp32 values there as well (`master: fp32`).
@@ -17,6 +18,7 @@ from octavo import fp8
 from octavo.config import Config
 from octavo.fp8.optim import OffloadedAdamW, decode
 from octavo.fp8.weights import plain
+from octavo.train import critic
 from octavo.train.errors import TrainError
 
 
@@ -27,13 +29,17 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     learning rate is set before every step from `schedule` as a Python float. Raises TrainError where nothing is
     trainable.
     """
-    decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
+    settings = cfg.optimizer
+    apart = cfg.rl.critic_lr if cfg.rl is not None else None
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": decay, **({} if factor is None else {FACTOR: factor})}
+        for factor in (None, *([] if apart is None else [apart / cfg.train.lr]))
+        for decay in (settings.weight_decay, 0.0)
+    ]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (spared if spares(name, parameter) else decayed).append(parameter)
-    settings = cfg.optimizer
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+            first = 2 if apart is not None and critic.owns(name) else 0
+            groups[first + spares(name, parameter)]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise TrainError("every parameter is frozen, so there is nothing to train. Freeze less (model.freeze)")
@@ -43,6 +49,10 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, **common, fused=True)
     kind = OffloadedAdamW if settings.offload else fp8.AdamW
     return kind(groups, **common, states=settings.states, master=settings.master, seed=cfg.run.seed)
+
+
+FACTOR = "lr_factor"
+"""Of a parameter group: its learning rate over that of the schedule."""
 
 
 @contextmanager
@@ -82,9 +92,9 @@ def spares(name: str, parameter: torch.Tensor) -> bool:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group the step's learning rate."""
+    """Give every group the step's learning rate, times the factor that it may have."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(FACTOR, 1.0)
 
 
 def trained(model: nn.Module) -> Iterator[nn.Parameter]:

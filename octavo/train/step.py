@@ -5,7 +5,7 @@ What a linear layer does in it: :mod:`octavo.fp8.dense.linear`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +106,9 @@ class Stepper:
                         self.update.add(parts)
                         continue
                     share = batch["meta"].tokens / tokens
-                    self.update.backward(self.loss(batch, denominator, share, memory))
+                    for loss in self.losses(batch, denominator, share, memory):
+                        self.update.backward(loss)
+                        del loss  # and what of its graph backward does not free
                 done = self.update.step()  # norm, check that all is finite, clip, update
         if not done.applied and histories:  # a step that is not applied leaves no trace; cached codes follow the scales
             fp8.load_scaling_state(self.model, histories)
@@ -121,6 +123,11 @@ class Stepper:
             aux if self.balance else None, load.end(self.world) if load else None,
             int(sum(zeroed)) if zeroed else None,
         )  # fmt: skip
+
+    def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
+        """What of one micro-batch is differentiated, one graph after the other; each has its backward before the next
+        is made."""
+        yield self.loss(batch, denominator, share, memory)
 
     def loss(self, batch: dict[str, Any], denominator: float, share: float = 1.0, memory: Memory | None = None) -> Loss:
         """The forward of one micro-batch, which has `share` of the step's tokens."""

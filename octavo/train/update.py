@@ -8,6 +8,7 @@ held; a step then is one micro-batch a process (:mod:`octavo.fp8.optim.in_backwa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from octavo.config import Config
 from octavo.fp8.optim import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
 from octavo.fp8.weights import full
 from octavo.parallel import World
+from octavo.train import critic
 from octavo.train.errors import TrainError
 from octavo.train.optim import trained
 
@@ -31,7 +33,8 @@ class Loss(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`parts` summed over micro-batches and ranks; the norm of all gradients before clipping; whether weights moved."""
+    """`parts` summed over micro-batches and ranks; the norm of all gradients before clipping (without those that have
+    one of their own, unless that is not finite); whether weights moved."""
 
     parts: Tensor
     norm: Tensor
@@ -67,16 +70,21 @@ def check_update(cfg: Config, world: World) -> None:
 def update_for(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Update:
     """The way that `optimizer.update` asks for."""
     if cfg.optimizer.update == "step":
-        return AfterBackward(optimizer, model, cfg.train.clip, world)
+        apart = cfg.lora is not None and critic.wanted(cfg)
+        return AfterBackward(optimizer, model, cfg.train.clip, world, critic.parameters(model) if apart else ())
     assert isinstance(optimizer, fp8.AdamW)
     return InBackward(optimizer, model, cfg.train.clip, world)
 
 
 class AfterBackward:
-    """Add the gradients of all micro-batches, then clip and update."""
+    """Add the gradients of all micro-batches, then clip and update. ``apart``: parameters that nothing of the others'
+    loss reaches (a critic over the same base), whose gradients have a norm, and a limit, of their own."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, clip: float, world: World) -> None:
-        self.optimizer, self.model, self.clip, self.world = optimizer, model, clip, world
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, clip: float, world: World,
+        apart: Sequence[nn.Parameter] = (),
+    ) -> None:  # fmt: skip
+        self.optimizer, self.model, self.clip, self.world, self.apart = optimizer, model, clip, world, apart
         self._parts: Tensor | None = None
 
     def backward(self, loss: Loss) -> None:
@@ -91,8 +99,11 @@ class AfterBackward:
     def step(self) -> Outcome:
         assert self._parts is not None
         parts, self._parts = self.world.sum(self._parts), None
-        ours = self.optimizer if isinstance(self.optimizer, fp8.AdamW) else None
-        norm = self._clipped() if ours is None else gradient_norm(trained(self.model))
+        ours = self.optimizer if isinstance(self.optimizer, fp8.AdamW) and not self.apart else None
+        norm = gradient_norm(trained(self.model)) if ours is not None else self._clipped()
+        if self.apart:
+            other = _limited(self.apart, self.clip)
+            norm = torch.where(other.isfinite(), norm, other)
         applied = bool(parts.isfinite().all() & norm.isfinite())
         if applied and ours is not None:  # clipped inside the update, without a pass over the gradients
             ours.step(factor=clip_factor(norm, self.clip) if self.clip else None)
@@ -104,9 +115,13 @@ class AfterBackward:
         pass
 
     def _clipped(self) -> Tensor:
-        """The gradient norm over all ranks; the gradients are scaled down to the limit."""
-        norm = torch.nn.utils.clip_grad_norm_(list(trained(self.model)), self.clip or math.inf)
-        return full(norm)
+        apart = {id(p) for p in self.apart}
+        return _limited([p for p in trained(self.model) if id(p) not in apart], self.clip)
+
+
+def _limited(parameters: Sequence[nn.Parameter], clip: float) -> Tensor:
+    """The norm of their gradients over all ranks; the gradients are scaled down to the limit."""
+    return full(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
 
 
 class InBackward:

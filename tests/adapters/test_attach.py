@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,56 @@ def test_peft_is_imported_when_something_is_attached_and_not_before() -> None:
                 any(n.split(".")[0] == "peft" for n in names) or "octavo.adapters.layer" in names
             )
             assert file.name == "layer.py" or not wrong, file.name
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [("qwen3_vl", "block", {}), ("qwen3_vl_moe", "row", {}), ("qwen3", None, {"dora": True, "dropout": 0.0})],
+    ids=["fp8", "experts", "dora"],
+)
+def test_a_second_adapter_stands_beside_the_same_base(
+    name: str, kind: str | None, settings: dict, folder, tmp_path: Path
+) -> None:
+    """It trains as the first does, one of them at a time, and is in no file; the first is what runs by itself."""
+    model, family = load(folder, name)
+    if kind is not None:
+        quantized(model, kind, f"{kind}wise" if kind != "block" else "blockwise")
+    names = adapters.attach(model, family, lora(**settings), seed=1)
+    first = {n: p.detach().clone() for n, p in adapters.adapter_parameters(model)}
+    batch = inputs(model, family)
+    before = logits(model, batch)
+    adapters.attach_second(model, lora(**settings), seed=2)
+    mine = dict(adapters.adapter_parameters(model))
+    other = {n: p for n, p in model.named_parameters() if adapters.is_second_parameter(n)}
+    assert mine.keys() == first.keys() and all(torch.equal(p, first[n]) for n, p in mine.items())
+    assert {n.replace(".second.", ".default.") for n in other} == first.keys()
+    assert adapters.attached(model).keys() == set(names)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {*mine, *other}
+    assert any(p.any() and not torch.equal(p, first[n.replace(".second.", ".default.")]) for n, p in other.items())
+    with adapters.second(model):
+        assert torch.equal(logits(model, batch), before), "it changes nothing yet"
+    for n, p in other.items():
+        if "lora_B" in n:
+            p.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(logits(model, batch), before)
+    with adapters.second(model):
+        assert not torch.allclose(logits(model, batch), before, atol=1e-3)
+        with adapters.disabled(model):
+            assert torch.allclose(logits(model, batch), before, atol=1e-5)
+    for held, rest, entered in ((mine, other, nullcontext()), (other, mine, adapters.second(model))):
+        model.zero_grad(set_to_none=True)
+        with entered:
+            model(**batch).logits.float().square().sum().backward()
+        assert any(p.grad is not None and p.grad.any() for p in held.values())
+        assert all(p.grad is None or not p.grad.any() for p in rest.values())
+    adapters.save(model, tmp_path / "saved", base="base")
+    assert adapters.files.read_state(tmp_path / "saved").keys() == adapters.adapter_state(model).keys()
+    assert len(adapters.adapter_state(model)) == len(mine)
+
+
+def test_a_second_adapter_wants_a_first(folder) -> None:
+    model, _ = load(folder)
+    with pytest.raises(AdapterError, match="the model has none"):
+        adapters.attach_second(model, lora())
+    with pytest.raises(AdapterError, match="no second adapter"), adapters.second(model):
+        pass

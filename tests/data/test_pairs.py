@@ -85,6 +85,9 @@ def test_longer_prompts_and_images(folder):
         ({"prompt": "a", "chosen": USER, "rejected": LEFT}, "has no assistant turn, so there is nothing"),
         ({"prompt": "a <image>", "chosen": "b", "rejected": "c"}, "names no image"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["../a.png"]}, "lies outside the image folder"),
+        ({side: [{"role": "user", "content": [{"type": "image", "image": f"{side}.png"}]}, answer]
+          for side, answer in (("chosen", LEFT), ("rejected", RIGHT))},
+         "has the image 'chosen.png' in the prompt of chosen and 'rejected.png' in that of rejected"),
         ({"instruction": ["a"], "chosen": "b", "rejected": "c"}, "has an instruction, input or system that is no text"),
     ],
 )  # fmt: skip
@@ -123,6 +126,18 @@ def test_long_pairs(folder, models):
         PairEncoder(models("qwen3"), 40, on_long="cut").encode(row)
     with pytest.raises(DataError, match="train_on_prompt is true, and preferences are about answers"):
         PairEncoder(models("qwen3"), 40, train_on_prompt=True)
+
+
+def test_answers_that_become_the_same_tokens_are_no_long_ones(folder, models, monkeypatch):
+    """As by the many templates that strip what a turn says."""
+    tokenizer, said = models("qwen3").tokenizer, "message['content'] }}"
+    monkeypatch.setattr(
+        tokenizer, "chat_template", tokenizer.chat_template.replace(said, "message['content'].strip() }}")
+    )
+    row = pairs(folder, [{"prompt": "a", "chosen": "b", "rejected": " b"}])[0]
+    with pytest.raises(BadSample, match=r"row 0: chosen and rejected are the same \d+ tokens: where") as seen:
+        PairEncoder(models("qwen3"), 40, on_long="cut").encode(row)
+    assert not isinstance(seen.value, LongSample)
 
 
 def config(folder, rows, **data):
@@ -204,6 +219,7 @@ def test_labelled_rows(folder):
         ({"completion": "b", "label": True}, "has answers and no prompt"),
         ({"messages": [USER, LEFT, USER], "label": True}, "ends with a turn of the user"),
         ({"prompt": "a", "label": True}, "has no assistant turn"),
+        ({"prompt": "a", "completion": "see <image>", "image": "a.png", "label": True}, "has an image in the answer"),
         ("a", "has 'a'; expected 'label'"),
     ],
 )  # fmt: skip

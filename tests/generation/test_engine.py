@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -201,6 +203,16 @@ def test_the_model_is_as_it_was_and_holds_what_it_held(small):
     assert engine.cache is None and not engine.bytes
 
 
+def test_a_model_can_go_once_it_has_generated(made):
+    folder, processor = made("qwen3")[0].name_or_path, made("qwen3")[1]
+    model = models.load(folder)
+    Engine(model, processor.tokenizer, slots=1).generate(prompts_of(model, processor, 1), Sampling(2))
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
+
+
 def stop_here(done: int, total: int) -> None:
     raise RuntimeError("stop here")
 
@@ -224,6 +236,23 @@ def test_a_model_in_bf16_and_under_autocast(made):
         got = engine.generate(prompts, Sampling(1, temperature=0))
         assert engine.cache.codes.dtype == torch.bfloat16
         assert max(abs(a.entropy[0] - b.entropy[0]) for a, b in zip(got, exact, strict=True)) < 0.1
+
+
+def test_scores_of_the_cache_are_in_fp32_under_autocast(small, monkeypatch):
+    """As inside torch's own attention: BF16 has keys and values, and the sum over them, but not what is between."""
+    from octavo.generation.attention import Decode
+
+    model, tokenizer, prompts = small
+    call, seen = Decode.__call__, []
+
+    def watched(self, layer, q, k, v, scale):
+        seen.append((q.float() @ k.float().transpose(1, 2)).dtype)
+        return call(self, layer, q, k, v, scale)
+
+    monkeypatch.setattr(Decode, "__call__", watched)
+    engine = Engine(model, tokenizer, generation.Context(autocast=True), slots=4)
+    engine.generate(prompts[:1], Sampling(3, temperature=0))
+    assert engine.cache.codes.dtype == torch.bfloat16 and set(seen) == {torch.float32}
 
 
 def test_the_fp8_cache_holds_casts_of_what_the_plain_one_holds(small):
@@ -316,3 +345,23 @@ def test_answers_are_cut_at_the_text_that_stops_them(made):
     whole = generation.answers(model, processor, asked, Sampling(9, temperature=0))[0][0]
     cut = generation.answers(model, processor, asked, Sampling(9, temperature=0, stop=(whole[3:5],)))[0][0]
     assert whole.startswith(cut) and whole[3:5] not in cut
+
+
+@pytest.mark.long
+def test_every_product_of_a_rollout_on_triton_is_that_of_few_rows(made):
+    """In Triton's interpreter: prompts and new tokens alike, and what comes out is what the reference computes."""
+    launch = pytest.importorskip("octavo.fp8.kernels.triton_kernels.launch")
+    if not launch.INTERPRETED:
+        pytest.skip("tests/gpu holds the compiled kernels to the same")
+    model, processor = made("qwen3")
+    prompts, got = prompts_of(model, processor, 2), {}
+    for backend in ("triton", "reference"):
+        own = models.load(model.name_or_path)
+        fp8.apply(own, fp8.plan(own, fp8.Policy(recipe="rowwise", backend=backend)))
+        layers = sum(isinstance(module, fp8.Linear) for module in own.modules())
+        with launch.launches() as seen, fp8.count_gemms() as counts:
+            got[backend] = Engine(own, processor.tokenizer, slots=2).generate(prompts, Sampling(3, temperature=0))
+        assert seen["decode_kernel"] == (3 * layers if backend == "triton" else 0) and not seen["gemm_kernel"]
+        in_fp8 = {key: n for key, n in counts.calls.items() if key[2] != "high"}
+        assert {key[1:] for key in in_fp8} == {("fwd", backend)} and sum(in_fp8.values()) == 3 * layers
+    assert same(got["triton"], got["reference"], close=0.05)

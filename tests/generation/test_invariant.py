@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo import adapters, fp8, models
 from octavo.config import LoraSection
@@ -264,6 +265,13 @@ def test_fused_blocks_that_run_again_and_are_watched(folder, saved: str):
         assert all(torch.equal(a[0], b[0]) for a, b in zip(watched, whole(model, given), strict=True))
 
 
+def on_a_gpu(model) -> None:
+    """A parameter on one that is not here; FP8 runs by Triton, which is no reason to name there."""
+    fp8.apply(model, fp8.plan(model, fp8.Policy("rowwise", backend="triton")))
+    with FakeTensorMode():
+        model.gpu = torch.nn.Parameter(torch.empty(2, device="cuda"))
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -273,8 +281,9 @@ def test_fused_blocks_that_run_again_and_are_watched(folder, saved: str):
         (lambda m: m.model.layers[0].compile(), r"layers\.0 is compiled.*train\.compile: false"),
         (lambda m: m.model.add_module("drop", torch.nn.Dropout(0.1)), r"model\.drop drops 0\.1.*lora\.dropout"),
         (lambda m: m.set_attn_implementation("eager"), r"computes attention by eager.*sdpa"),
+        (lambda m: on_a_gpu(m), r"gpu is on cuda:0.*attention of whole sequences.*rl\.invariant: false"),
     ],
-    ids=["tensorwise", "delayed", "backend", "compiled", "dropout", "eager"],
+    ids=["tensorwise", "delayed", "backend", "compiled", "dropout", "eager", "gpu"],
 )
 def test_a_model_that_cannot_be_is_refused_by_name(folder, spoil, said: str):
     model = models.load(folder("qwen3"))

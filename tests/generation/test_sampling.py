@@ -51,6 +51,27 @@ def test_the_edges_of_the_distribution():
     assert greedy.tolist() == [1] and torch.allclose(logps.exp(), torch.tensor([0.5]))
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, [1, 1, 2, 2, 3]),
+        ({"temperature": 1e-3}, [1, 1, 1, 2, 2]),
+        ({"top_k": 2}, [1, 1, 1, 2, 2]),
+        ({"top_p": 0.8}, [1, 1, 1, 2, 2]),
+        ({"min_p": 0.5}, [1, 1, 1, 2, 2]),
+        ({"temperature": 0.0}, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_what_is_never_chosen_leaves_the_others_their_shares(options, wanted):
+    """Also where it has all the probability that fp32 can tell from 0, as the place of an image may."""
+    logits = torch.tensor([[9.0, 1.0, 1.0, 0.0, 9.0]])
+    u = torch.tensor([0.0, 0.3, 0.49, 0.51, 0.9], dtype=torch.float64)
+    tokens, logps, _ = choose(logits.expand(5, -1), Sampling(1, never=(0, 4), **options), u)
+    assert tokens.tolist() == wanted
+    exact = (logits[0].double() / (options.get("temperature") or 1.0)).log_softmax(0)
+    assert torch.allclose(logps.double(), exact[tokens])  # of all tokens
+
+
 def test_large_batches_are_chosen_from_in_parts(monkeypatch):
     logits, u = torch.randn(9, 40), torch.rand(9, dtype=torch.float64)
     whole = choose(logits, Sampling(1, top_p=0.8), u)

@@ -204,6 +204,25 @@ area(
         "fp8/kernels/test_triton_gemm.py -k 'not many_sizes'",
     ),
     (
+        "decode-cut-by-rows", "fp8/kernels/triton_kernels/decode.py",
+        "_plan((x_q.spec, 1), (w_q.spec, 1), cols, contracted, gpu)",
+        "_plan((x_q.spec, 1), (w_q.spec, 1), cols, contracted, gpu._replace(processors=rows))",
+        "few rows are summed in other parts than many, so that a row's bits depend on the batch",
+        "fp8/kernels/test_decode.py",
+    ),
+    (
+        "decode-parts-backwards", "fp8/kernels/triton_kernels/decode.py",
+        "tl.static_range(1, PARTS)", "tl.static_range(PARTS - 1, 0, -1)",
+        "parts of a product are added in another order than they say",
+        "fp8/kernels/test_decode.py",
+    ),
+    (
+        "decode-while-training", "fp8/dense/linear.py",
+        "DENSE if grad else NO_GRADIENT", "NO_GRADIENT",
+        "a forward with a gradient takes the kernel of a rollout, and its bits change with it",
+        "fp8/kernels/test_decode.py",
+    ),
+    (
         "gluon-scales-of-the-step-before", "fp8/kernels/triton_kernels/gluon_kernel.py",
         "                b_at += b_k\n", "                b_at += 0 * b_k\n",
         "the first scale of w serves the whole contraction",
@@ -597,13 +616,13 @@ area(
     "loader",
     (
         "loader-order-after-resume", "data/loader.py",
-        "first = self.start + self.offset", "first = self.offset",
+        "itertools.count(self.start, self.stride)", "itertools.count(0, self.stride)",
         "a resumed run reads the rows from the beginning",
         "data/test_loader.py",
     ),
     (
         "loader-rank-offset", "data/loader.py",
-        "self.rows, self.rank * mine, mine,", "self.rows, self.rank, mine,",
+        "first = self.rank * mine", "first = self.rank",
         "ranks read rows of each other",
         "data/test_loader.py",
     ),
@@ -692,7 +711,7 @@ area(
     ),
     (
         "prompt-numbers-of-a-rank", "data/loader.py",
-        "first = self.rows + self.rank * mine", "first = self.rows",
+        "[(self.rows + n, self._judge", "[(self.rows + n - first, self._judge",
         "two ranks draw the same random numbers for other prompts",
         "data/test_prompts.py",
     ),
@@ -705,7 +724,7 @@ area(
     ),
     (
         "labelled-rows-crossed-with-themselves", "data/pairs.py",
-        "before = before[-1:] + before[:-1]", "before = before[:]",
+        "for sample in mine[-1:]] + mine[:-1]", "for sample in mine[:1]] + mine[1:]",
         "the KL term of KTO sees the answers that belong to the prompts",
         "data/test_pairs.py",
     ),

@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 import threading
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from octavo.data import PromptSample
+from octavo.generation import Completion
+from octavo.parallel import World
+from octavo.rl.experience import Rollout
 from octavo.rl.figures import add_up, highest, kind, lowest, whole
+from octavo.rl.rolling import of_groups
 
 
 class Alone:
@@ -69,6 +76,16 @@ def test_parts_and_ranks_give_what_the_whole_gives() -> None:
     for thread in threads:
         thread.join(timeout=20)
     assert found[0] == found[1] == {"mean": 1.0, "of/min": -3.0, "of_max": 4.0}
+
+
+def test_groups_of_equal_rewards_are_counted_whatever_their_sum_rounds_to() -> None:
+    """The mean of three 0.1 is not 0.1."""
+    rewards = np.array([[0.1] * 3, [0.1, 0.1, 0.2], [1.0] * 3, [0.7] * 3])
+    every = [Completion(n // 3, n % 3, *[np.zeros(1)] * 3, "stop") for n in range(12)]
+    rollout = Rollout([PromptSample(np.zeros(1), np.zeros(1))] * 4, every, [""] * 12, rewards.flatten())
+    found = of_groups(rollout, World(device=torch.device("cpu")))
+    assert found["frac_reward_zero_std"] == 0.75
+    assert found["reward_std"] == pytest.approx(rewards[1].std(ddof=1) / 4)
 
 
 def test_of_nothing_there_is_zero() -> None:

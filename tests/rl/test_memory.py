@@ -59,8 +59,10 @@ def agree(found: dict[str, int], want: Footprint) -> None:
         (*LORA, "rl.kl=0.1", "rl.kv=fp8", "rl.slots=6"),
         pytest.param(("rl.pages=31", "fp8.recipe=off"), marks=pytest.mark.long),
         ("fp8.recipe=off", "rl.kl=0.1", "optimizer.master=bf16+sr", "train.steps=2"),
+        pytest.param((*LORA, "rl.algorithm=ppo", "lora.dtype=bf16"), marks=pytest.mark.long),
+        pytest.param(("rl.algorithm=ppo", "optimizer.master=bf16+16", "optimizer.states=fp8"), marks=pytest.mark.long),
     ],
-    ids=["full", "lora", "pages", "high"],
+    ids=["full", "lora", "pages", "high", "ppo_lora", "ppo"],
 )
 def test_a_step_of_rl_counts_what_was_predicted(reinforcing: Make, monkeypatch, over: tuple[str, ...]) -> None:
     cfg = reinforcing(*ONE, *over, "train.micro_batch=4")

@@ -36,7 +36,7 @@ def part(b: Batch, rows: Tensor | slice, **more: Tensor) -> Batch:
 @pytest.mark.parametrize("group", [2, 3, 7])
 def test_equal_rewards_have_no_gradient(algorithm: Algorithm, reward: float, group: int) -> None:
     rewards, mask = torch.full((3, group), reward), masks(3 * group, 5, group)
-    if algorithm.critic:
+    if algorithm.values:
         tokens = ppo.token_rewards(rewards.flatten(), mask)
         plain, _ = ppo.gae(tokens, torch.zeros_like(tokens), mask, 1.0, 1.0)
         given = ppo.whiten(plain, mask, ppo.moments(plain, mask))

@@ -14,6 +14,7 @@ from octavo.rl.algorithms import ALGORITHMS
 from octavo.rl.figures import add_up
 from octavo.rl.objectives import Batch, Clip, Counts, policy_loss
 from octavo.rl.penalties import kl
+from octavo.train.critic import ValueHead
 from tests.rl.batches import batch, close, leaf, masks
 
 CASES = [(5, 6, 0, 1.0, 1.0), (4, 7, 1, 0.99, 0.95), (1, 1, 2, 0.9, 0.5), (3, 5, 3, 1.0, 0.0), (8, 4, 4, 0.0, 0.7)]
@@ -36,7 +37,9 @@ def plain_gae(rewards: list[float], values: list[float], gamma: float, lam: floa
     return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, n)) for t in range(n)]
 
 
-def plain(b: Batch, now: Tensor, then: Tensor, scores: Tensor, gamma: float, lam: float, beta: float) -> dict:
+def plain(
+    b: Batch, now: Tensor, then: Tensor, scores: Tensor, gamma: float, lam: float, beta: float, clip: float = 0.2
+) -> dict:  # fmt: skip
     """The whole of it, one completion and token after the other."""
     places, advantages, returns = [], [], []
     for i in range(len(scores)):
@@ -60,7 +63,10 @@ def plain(b: Batch, now: Tensor, then: Tensor, scores: Tensor, gamma: float, lam
         limited = min(max(ratio, 0.8), 1.2)
         policy -= min(ratio * a, limited * a) / n
         policy_grad[i, t] = -a * ratio / n if ratio * a <= limited * a else 0.0
-        value, bounded = now[i, t].item(), min(max(now[i, t].item(), then[i, t].item() - 0.2), then[i, t].item() + 0.2)
+        value, bounded = (
+            now[i, t].item(),
+            min(max(now[i, t].item(), then[i, t].item() - clip), then[i, t].item() + clip),
+        )
         critic += max((value - r) ** 2, (bounded - r) ** 2) / 2 / n
         critic_grad[i, t] = (value - r) / n if (value - r) ** 2 >= (bounded - r) ** 2 else 0.0
     return {
@@ -153,7 +159,7 @@ def test_the_clip_of_values_is_off_where_none_is_given() -> None:
 
 
 def test_the_value_head_is_a_product_in_fp32_that_starts_at_zero() -> None:
-    head, hidden = ppo.ValueHead(8), torch.randn(2, 3, 8).bfloat16()
+    head, hidden = ValueHead(8), torch.randn(2, 3, 8).bfloat16()
     assert not head(hidden).any() and head(hidden).shape == (2, 3)
     head(hidden).sum().backward()
     assert head.bias.grad == 6 and torch.allclose(head.weight.grad, hidden.float().sum((0, 1)))

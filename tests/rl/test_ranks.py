@@ -43,8 +43,10 @@ def assert_near(cfg: Config, other: Config, names: tuple[str, ...]) -> None:
         (*LORA, "rl.algorithm=dr_grpo", "rl.kl=0.1"),
         ("rl.algorithm=dapo", "rl.advantage=batch", "fp8.recipe=off"),
         ("rl.stale=1", "rl.mini_batches=2", "fp8.recipe=off"),
+        (*LORA, "rl.algorithm=ppo", "rl.mini_batches=2", "train.steps=2", "train.warmup=1"),
+        ("rl.algorithm=ppo", "rl.critic_lr=1e-2", "train.steps=2", "train.warmup=1"),
     ],
-    ids=["full", "lora", "dapo", "stale"],
+    ids=["full", "lora", "dapo", "stale", "ppo_lora", "ppo"],
 )
 def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     """Groups of both ranks make one batch: its advantages, its updates, what is left out and what is drawn for it."""
@@ -55,7 +57,8 @@ def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     for alone, shared in zip(lines(one), lines(two), strict=True):
         assert shared.pop("advantage") == pytest.approx(alone.pop("advantage"), abs=NEAR)
         assert shared == alone
-    assert_near(one, two, ("loss", "grad_norm", "reward", "reward_std", "length", "entropy"))
+    of_critic = ("value_loss", "value_mean", "explained_variance") if "rl.algorithm=ppo" in over else ()
+    assert_near(one, two, ("loss", "grad_norm", "reward", "reward_std", "length", "entropy", *of_critic))
 
 
 @pytest.mark.parametrize("over", [(), LORA, ("preference={reference: disk}",)], ids=["copy", "base", "disk"])

@@ -60,6 +60,18 @@ def leaves(completions, **columns):
 def dies(completions, **columns):
     os._exit(3)
 
+def splits(completions, **columns):
+    os.fork()
+    return [float(len(text)) for text in completions]
+
+def leaves_a_child(completions, **columns):
+    if os.fork():
+        os._exit(3)
+    time.sleep(60)
+
+def unordered(completions, **columns):
+    return {float(len(text)) for text in completions}
+
 def killed(completions, **columns):
     os.kill(os.getpid(), 9)
 
@@ -122,6 +134,8 @@ def test_a_function_of_a_file(make, capfd):
         ("needs", ["a"], "takes tests, and the columns of the rows are answer", [0]),
         ("leaves", ["a", "b"], "raised SystemExit: 3", [0, 1]),
         ("dies", ["a", "b"], r"ended its process \(exit code 3\)", [0, 1]),
+        ("leaves_a_child", ["a"], r"ended its process \(exit code 3\)", [0]),
+        ("unordered", ["a", "bb"], "returned set {1.0, 2.0} where a list of 2 numbers belongs", [0, 1]),
         ("killed", ["a"], r"ended its process \(signal 9\)", [0]),
         ("hangs", ["a", "hang"], r"gave no answer within 1\.5 s, and was ended", [0, 1]),
     ],
@@ -129,7 +143,7 @@ def test_a_function_of_a_file(make, capfd):
 def test_faults_are_named_with_their_rows(make, function, completions, reason, rows):
     entry = {"reward": f"rewards.py:{function}", "name": "mine"}
     columns, where = {"answer": completions}, [f"train, row {n}" for n in range(len(completions))]
-    limit = 1.5 if function in ("hangs", "sulks") else 60.0
+    limit = 1.5 if function in ("hangs", "sulks", "leaves_a_child") else 60.0
     strict = make(entry, timeout=limit)
     with pytest.raises(RewardError, match=rf"reward mine \(rewards.py:{function}\) gave no number for {len(rows)} of "
                        rf"{len(completions)} completions\. .*{reason}") as seen:  # fmt: skip
@@ -144,6 +158,12 @@ def test_faults_are_named_with_their_rows(make, function, completions, reason, r
         assert [reason for row, _, reason in table.bad if row in (5, 6)] == ["returned nan", "returned inf"]
     if function == "hangs":  # and the next step has a new process
         assert lenient.score(["a"], {"answer": ["a"]}).totals.tolist() == [3.0]
+
+
+def test_a_function_that_forks_answers_once(make):
+    """The second answer would be taken for that of the next step."""
+    rewards = make("rewards.py:splits")
+    assert [rewards.score([text, ""], {}).totals.tolist() for text in ("a", "bb", "ccc")] == [[1, 0], [2, 0], [3, 0]]
 
 
 def test_what_is_run_is_what_was_read(make, folder):
@@ -250,6 +270,7 @@ def test_built_in_rewards():
 @pytest.mark.parametrize(("name", "good", "bad", "reason"), [
     ("exact_match", "a", None, "the row has no answer to compare with"),
     ("number", "1", "seven", "the reference 'seven' holds no number"),
+    ("number", "1", "9" * 400, "the reference '9+' holds no number below 1e308"),
     ("choice", "A", "the second", "the reference 'the second' names no letter"),
 ])  # fmt: skip
 def test_references_that_cannot_be_compared(name, good, bad, reason):

@@ -19,7 +19,8 @@ Make = Callable[..., Config]
 
 def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, place: Path, monkeypatch) -> None:
     test = f"data.eval=[{{path: {place / 'digits' / 'test.json'}, max_samples: 4}}]"
-    cfg = reinforcing("run.tensorboard=true", "train.steps=2", "train.warmup=1", "rl.eval_prompts=3", test)
+    critic = ("rl.algorithm=ppo", "rl.eval_prompts=3")
+    cfg = reinforcing(*critic, "run.tensorboard=true", "train.steps=2", "train.warmup=1", test)
     heard: list[str] = []
     monkeypatch.setattr("octavo.train.progress.Display.doing", lambda self, what: heard.append(what))
     result = rl.run(cfg)

@@ -52,7 +52,10 @@ def test_a_step_learns_from_what_the_weights_before_the_last_update_wrote(reinfo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("over", [(), (*LORA, "rl.algorithm=dapo", "rl.mini_batches=2", "rl.kl=0.1")])
+@pytest.mark.parametrize(
+    "over",
+    [(), (*LORA, "rl.algorithm=dapo", "rl.mini_batches=2", "rl.kl=0.1"), ("rl.algorithm=ppo", "rl.mini_batches=2")],
+)
 def test_what_waits_is_there_again_after_a_stop(reinforcing: Make, over: tuple[str, ...]):
     whole, cfg = reinforcing(*STALE[:-1], *over, dir="whole"), reinforcing(*STALE[:-1], *over)
     rl.run(whole)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +123,7 @@ class Seen(NamedTuple):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> Tensor:
-        with torch._C.DisableTorchFunction():  # these products are invariant as they are
+        with _in_fp32(q):
             y, lse = _forward(q, k, v, seen, scale)
         tensors = [t for t in (seen.mask, seen.positions, seen.own) if t is not None]
         ctx.save_for_backward(q, k, v, y, lse, *tensors)
@@ -133,8 +134,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with torch._C.DisableTorchFunction():
+        with _in_fp32(dy):
             return _gradients(ctx, dy)
+
+
+@contextmanager
+def _in_fp32(x: Tensor) -> Iterator[None]:
+    """Around products that are invariant as they are, and that autocast would lower once more: a backward, which mostly
+    runs outside of it, would then make other probabilities than the forward had."""
+    device = x.device.type
+    lowers = torch.amp.is_autocast_available(device)
+    with torch._C.DisableTorchFunction(), torch.autocast(device, enabled=False) if lowers else nullcontext():
+        yield
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:

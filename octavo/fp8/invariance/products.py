@@ -45,12 +45,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """a [M, K] @ b [K, N], each row of a by itself."""
+    """a [M, K] @ b [K, N], each row of a by itself; autocast as ever."""
+    if _autocast(a):
+        with torch.autocast(a.device.type, enabled=False):
+            a, b = _lowered(a, b)
+            return mm(a, b, out_dtype)
     return _padded(a, b, torch.mm if out_dtype is None else partial(torch.mm, out_dtype=out_dtype))
 
 
 def addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta start + alpha a [M, K] @ b [K, N], each row by itself; ``start`` is [M, N] or one row of it."""
+    """beta start + alpha a [M, K] @ b [K, N], each row by itself; ``start`` is [M, N] or one row of it. Autocast as
+    ever."""
+    if _autocast(a):
+        with torch.autocast(a.device.type, enabled=False):
+            return addmm(*_lowered(start, a, b), beta=beta, alpha=alpha)
     whole = start.dim() == 2 and start.shape[0] == a.shape[0]
     if not whole:
         return _padded(a, b, lambda rows, cols: torch.addmm(_wide(start, cols), rows, cols, beta=beta, alpha=alpha))
@@ -87,8 +95,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **more: Any) -> Tensor:
     """torch's grouped product: rows a [R, K] times b [E, K, N], the rows of an expert ending at ``offs`` [E].
 
-    Raises InvarianceError for its other forms.
+    Autocast leaves it alone, as it does torch's. Raises InvarianceError for its other forms.
     """
+    if _autocast(a):
+        with torch.autocast(a.device.type, enabled=False):
+            return grouped_mm(a, b, offs=offs, **more)
     if offs is None or a.dim() != 2 or b.dim() != 3 or more.get("bias") is not None:
         raise InvarianceError(
             f"invariant: a grouped product of {list(a.shape)} and {list(b.shape)} was found, and only rows "

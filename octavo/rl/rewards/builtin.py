@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from math import isinf
 from typing import Any
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?")
@@ -37,8 +38,8 @@ def number(completions: Sequence[str], answer: Sequence[Any], tolerance: float =
 
     def equal(text: str, truth: str) -> bool:
         right, said = last_number(truth), last_number(text)
-        if right is None:
-            raise Unjudged(f"the reference {truth[:60]!r} holds no number")
+        if right is None or isinf(right):
+            raise Unjudged(f"the reference {truth[:60]!r} holds no number{'' if right is None else ' below 1e308'}")
         return said is not None and abs(said - right) <= tolerance * max(1.0, abs(right))
 
     return _judge(completions, answer, equal)

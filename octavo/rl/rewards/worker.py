@@ -40,6 +40,8 @@ def main(handle: int, trainer: int, folder: str) -> None:
         _watch(child, trainer)
     sys.path[0] = folder  # not this script's folder: a user's `import table` means the user's
     sys.dont_write_bytecode = True
+    # what the functions' file forks holds no line to the trainer, which then sees this process end
+    os.register_at_fork(after_in_child=lambda: os.dup2(os.open(os.devnull, os.O_RDWR), handle))
     _serve(socket.socket(fileno=handle))
 
 
@@ -56,7 +58,7 @@ def _watch(child: int, trainer: int) -> NoReturn:
 
 def _serve(trainer: socket.socket) -> None:
     functions: dict[str, Callable[..., Any]] = {}
-    path, answer = "", dict[str, Any]()
+    path, answer, asked_of = "", dict[str, Any](), os.getpid()
     for line in trainer.makefile("rb"):
         asked = json.loads(line)
         try:
@@ -71,6 +73,8 @@ def _serve(trainer: socket.socket) -> None:
         # sys.exit() in a function as well; what ends the process for good is seen from outside
         except BaseException as cause:
             answer = {"raised": _told(cause, path)}
+        if os.getpid() != asked_of:  # a fork that came back: who was asked answers
+            os._exit(0)
         trainer.sendall(json.dumps(answer).encode() + b"\n")
 
 
@@ -128,7 +132,7 @@ def _values(function: Callable[..., Any], asked: dict[str, Any], path: str) -> l
 
 def _called(function: Callable[..., Any], completions: list[str], arguments: dict[str, Any]) -> list[Any]:
     made = function(completions=completions, **arguments)
-    if isinstance(made, str | bytes | dict) or not hasattr(made, "__iter__"):
+    if isinstance(made, str | bytes | dict | set | frozenset) or not hasattr(made, "__iter__"):
         raise _Wrong(f"returned {_short(made)} where a list of {len(completions)} numbers belongs")
     values = [_number(one) for one in made]
     if len(values) != len(completions):

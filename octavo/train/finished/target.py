@@ -31,7 +31,7 @@ from octavo.config.sections import FITTING
 from octavo.models.folder import pickles, read_json
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.train import base as bases
-from octavo.train import datafiles, planning, rundir
+from octavo.train import critic, datafiles, planning, rundir
 from octavo.train.build import scaling_of
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
@@ -181,7 +181,7 @@ class Target:
             if as_trained and dtype is None and before.get("base"):
                 now = bases.Base.of(model, bases.digests(model, world), world).whole
                 bases.same(before["base"], now, path, str(self.base))
-        restored = checkpoint.load(path, model=model, optimizer=None, world=world)
+        restored = checkpoint.load(path, model=model, optimizer=None, world=world, spare=critic.owns)
         histories = scaling_of(restored.extra)
         if recipe is None and histories and as_trained:
             fp8.load_scaling_state(model, histories)

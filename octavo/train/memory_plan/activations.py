@@ -34,7 +34,7 @@ from octavo.config import Config
 from octavo.config.phases import BEYOND_SFT
 from octavo.fp8.dense import backends_for
 from octavo.fp8.memory import ACTIVATION, SavedBytes, count_saved
-from octavo.train import base, build, losses, routing
+from octavo.train import base, build, critic, losses, routing
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
 from octavo.train.memory import made_by_model
@@ -175,7 +175,9 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: fp8.Chunk
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
     more: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
     if cfg.train.phase in BEYOND_SFT:
-        return _of_log_probs(model, batch, keep if trims else None, target, head, cfg)
+        with critic.values(model, alone=False) if critic.wanted(cfg) else nullcontext([]) as found:
+            logs = _of_log_probs(model, batch, keep if trims else None, target, head, cfg)
+        return sum((values.sum() for values in found), logs)
     smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
     if head is None:
         out = model(**batch, **more, use_cache=False)
@@ -290,16 +292,16 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
 
 
 def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
-    """Exchange every parameter and buffer for a fake one on the CPU, floating parameters in ``dtype`` and adapters in
-    their own; frozen FP8 weights get fake codes; ties stay."""
+    """Exchange every parameter and buffer for a fake one on the CPU, floating parameters in ``dtype``, adapters and a
+    critic in their own; frozen FP8 weights get fake codes; ties stay."""
     made: dict[int, Tensor] = {}
-    adapts = {id(p) for _, p in adapters.adapter_parameters(model)}
+    beside = {id(p) for n, p in model.named_parameters() if adapters.is_adapter_parameter(n) or critic.owns(n)}
 
     def fake(tensor: Tensor) -> Tensor:
         if fp8.is_frozen(tensor):
             return frozen(tensor)
         parameter = isinstance(tensor, nn.Parameter)
-        kind = dtype if parameter and tensor.is_floating_point() and id(tensor) not in adapts else tensor.dtype
+        kind = dtype if parameter and tensor.is_floating_point() and id(tensor) not in beside else tensor.dtype
         with mode:
             empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
         return nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty

@@ -19,6 +19,7 @@ from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.fp8.arithmetic import GROUP, CastSpec, layout
 from octavo.fp8.weights import Shards
+from octavo.train import critic
 from octavo.train.forward import model_dtype
 
 # Bytes of both moments: (an element, a group of elements that share figures).
@@ -34,7 +35,8 @@ _STEP = 4  # the step's number, fp32, one for each parameter
 @dataclass(frozen=True)
 class Held:
     """One parameter, tied ones once: its name, shape, whether it is trained, and its block ("": the root's). ``codes``:
-    the cast of a frozen FP8 weight, stored as its GEMM multiplies by it or ``turned``; ``adapter``: one of LoRA's."""
+    the cast of a frozen FP8 weight, stored as its GEMM multiplies by it or ``turned``; ``beside``: of an adapter or a
+    critic, which no base holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +45,7 @@ class Held:
     component: str
     codes: CastSpec | None = None
     turned: bool = False
-    adapter: bool = False
+    beside: bool = False
 
     def rows(self, ranks: int) -> int:
         """Rows on rank 0."""
@@ -55,7 +57,7 @@ class Held:
 
     def width(self, cfg: Config) -> int:
         """Bytes of an element, and of its gradient, where it has values."""
-        return adapter_width(cfg) if self.adapter else width(cfg)
+        return trained_width(cfg) if self.beside else width(cfg)
 
     def bytes(self, cfg: Config, ranks: int = 1, each: int | None = None) -> int:
         """On rank 0: values (``each`` bytes an element; None: their width), or codes and the scales of all blocks that
@@ -80,7 +82,7 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
             family.component_of(name.rpartition(".")[0]) or "foundation",
             fp8.codes_of_frozen(p).spec if fp8.is_frozen(p) else None,
             fp8.is_frozen(p) and p.turned,
-            adapters.is_adapter_parameter(name),
+            adapters.is_adapter_parameter(name) or critic.owns(name),
         )
         for name, p in model.named_parameters()
     )

@@ -77,6 +77,23 @@ def test_values_and_gradients_are_those_of_sdpa(call: str, dtype: torch.dtype) -
         assert here.dtype == dtype and float((here - best.nan_to_num()).abs().max()) <= allowed
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+def test_autocast_lowers_what_comes_in_and_no_product_inside(inside: bool) -> None:
+    given = [x.requires_grad_() for x in inputs(40)]
+    dy = random(3, 6, 40, 32, seed=3, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = attention(*given, is_causal=True)
+        if inside:
+            ours.backward(dy)
+    if not inside:
+        ours.backward(dy)
+    lowered = [x.detach().bfloat16().requires_grad_() for x in given]
+    wanted = attention(*lowered, is_causal=True)
+    wanted.backward(dy)
+    assert torch.equal(ours, wanted)
+    assert all(torch.equal(one.grad.bfloat16(), other.grad) for one, other in zip(given, lowered, strict=True))
+
+
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in inputs(5))
     y = attention(q, k, v, positions=torch.tensor([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2], [-1] * 5]))

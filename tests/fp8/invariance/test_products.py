@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import fp8
-from octavo.fp8.invariance import ROWS, Rows, active, row_linear
+from octavo.fp8.invariance import ROWS, Rows, active, products, row_linear
 
 COUNTS = (1, 2, 3, 5, 16, 17, 64, 127, 200)
 
@@ -122,6 +122,25 @@ def test_rows_of_experts(threads: int) -> None:
         assert not y[49:].any()
 
 
+def test_autocast_lowers_what_it_lowers_outside_of_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is tried is what is computed: rows of BF16 products, by the kernel of BF16."""
+    monkeypatch.setattr(products, "_known", {})
+    x, w, b, ends = random(50, 24), random(3, 24, 40, seed=1), random(40, seed=2), torch.tensor([1, 1, 50]).int()
+    for call in (
+        lambda: torch.mm(x, w[0]),
+        lambda: torch.addmm(b, x, w[0]),
+        lambda: F.linear(x, w[0].t(), b),
+        lambda: torch._grouped_mm(x, w, offs=ends),
+    ):
+        products._known.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            stock = call()
+            with Rows():
+                ours = call()
+        assert ours.dtype == stock.dtype and {key[0] for key in products._known} == {stock.dtype}
+        torch.testing.assert_close(ours, stock)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -164,8 +183,6 @@ def test_a_forward_that_runs_again_runs_as_before() -> None:
 
 def test_a_library_that_counts_rows_gets_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one for which that is not enough is refused."""
-    from octavo.fp8.invariance import products
-
     stock, calls = torch.mm, []
 
     def counting(a: Tensor, b: Tensor) -> Tensor:

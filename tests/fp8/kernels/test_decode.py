@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,11 +18,15 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.registry import get
+from octavo.fp8.kernels.triton_kernels import decode as module
 from octavo.fp8.kernels.triton_kernels import tiles
 from octavo.fp8.kernels.triton_kernels.decode import decode
+from octavo.fp8.kernels.triton_kernels.gemm import gemm
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
 from octavo.fp8.kernels.triton_kernels.tiles import FEW, Gpu
-from tests.fp8.kernels.forms.decode import variants
+from tests.fp8.kernels.forms.decode import SHAPES, variants
+from tests.fp8.kernels.forms.gemm import GPUS
+from tests.fp8.kernels.forms.gemm import operands as meta_operands
 from tests.fp8.kernels.test_triton_gemm import SHARED, check, operands, spread
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu holds the compiled kernels to the same")
@@ -74,7 +79,13 @@ def test_a_row_depends_on_no_other(title: str, exact: None) -> None:
     among = rows(x)
     assert torch.equal(rows(x[17:18])[0], among[17])
     assert torch.equal(rows(x[[40, 63, 0, 17, 3]]), among[[40, 63, 0, 17, 3]])
-    assert torch.equal(rows(x.flip(0)).flip(0), among)
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_in_one_part_it_sums_as_the_gemm_does(title: str, exact: None) -> None:
+    """Where the contraction is not cut, a rollout's product has the bits of training's, whatever the tiles of both."""
+    x, w = operands(title, "fwd", 5, 40, 600)
+    assert torch.equal(decode(x, w, torch.float32, gpu=WHOLE), gemm(x, 1, w, 1, torch.float32, gpu=WHOLE))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=str)
@@ -179,6 +190,30 @@ def test_layers_take_it_where_no_gradient_follows(fuse: str) -> None:
     assert found["counts False"] == found["counts True"] and len(found["counts True"]) == 4
     assert {backend for _, _, backend in found["counts True"]} == {"triton"}
     torch.testing.assert_close(found["y False"], found["y True"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm_{gpu.sm}")
+def test_what_it_launches(gpu: Gpu) -> None:
+    """As on that GPU, on tensors without memory: every multiprocessor reads weights or the rest is too short to cut, no
+    weight is read twice, codes are described where they lie; all the same for 1 row and for 64, their number apart."""
+    for n, k, _ in SHAPES:
+        found = []
+        for rows in (1, FEW):
+            x, w = meta_operands("blockwise", "fwd", rows, n, k)
+            with mock.patch.object(module, "launch") as launch:
+                decode(x, w, torch.bfloat16, gpu=gpu)
+            (kernel, grid, x_source, w_source, out, *rest), constants = launch.call_args_list[0]
+            stretch, tile = rest[6], constants["TILE"]
+            assert kernel is module.decode_kernel and rest[3:6] == [rows, n, k]
+            assert (grid[0] - 1) * tile.n < n <= grid[0] * tile.n and stretch % 128 == 0
+            assert (grid[1] - 1) * stretch < k <= grid[1] * stretch
+            assert grid[0] * grid[1] >= gpu.processors or stretch < 2 * 512
+            assert out.shape == ((rows, n) if grid[1] == 1 else (grid[1], rows, n))
+            if gpu.sm >= 90:
+                assert (x_source.shape, w_source.shape) == ([rows, k], [n, k]) and w_source.strides == [k, 1]
+                assert x_source.base.untyped_storage().nbytes() == 16 * math.ceil(rows / 16) * k
+            found.append((grid, stretch, constants, len(launch.call_args_list)))
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("sm", [89, 90, 100, 120])

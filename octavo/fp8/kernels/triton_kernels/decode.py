@@ -10,7 +10,7 @@ so here the contraction is cut as well::
 One tile holds all rows, so that w is read once; rows that are not there are read as zeros (TMA) or as the last one, and
 not stored. The tile, the stretches and the order of the sum follow from N, K and the device: not from M, nor from where
 a row stands. A second kernel adds the parts, which wait in fp32 (4 M N bytes each); where one stretch is enough there
-is no second kernel. Nothing is added by atomics, whose order changes.
+is no second kernel, and the sum is that of :mod:`gemm`, step by step. Nothing is added by atomics, whose order changes.
 
 Codes of x come from the cast before. A cast inside would be made again by each program that multiplies them (N / 64
 times), and for q, k and v thrice.

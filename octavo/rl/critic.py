@@ -1,0 +1,148 @@
+"""The critic in a step of PPO, whose arithmetic is in :mod:`octavo.rl.ppo`, and whose parameters in
+:mod:`octavo.train.critic`:
+
+    remember  the values of the rollout's tokens, by the weights that wrote it
+    judge     rewards of tokens, advantages by GAE, whitened over the tokens of the step, of all ranks; returns
+    losses    of a micro-batch: beside the policy's where both train the same layers (:meth:`Critic.beside`), else after
+              it, a forward and a backward of its own with the second adapter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo import adapters
+from octavo.config import Config
+from octavo.parallel import World
+from octavo.rl.experience import Experience, Rollout, spread
+from octavo.rl.figures import Figures
+from octavo.rl.objectives import Counts
+from octavo.rl.penalties import kl
+from octavo.rl.ppo import gae, moments, token_rewards, value_loss, whiten
+from octavo.rl.roles import watched_by_nobody
+from octavo.rl.settings import Settings
+from octavo.train import critic, losses
+from octavo.train.forward import Forward
+from octavo.train.memory import Memory
+from octavo.train.update import Loss
+
+
+class Learner(Protocol):
+    """What a critic asks of the stepper (:class:`octavo.rl.step.RlStepper`)."""
+
+    cfg: Config
+    model: nn.Module
+    world: World
+    forward: Forward
+    settings: Settings
+    counts: Counts | None
+    told: list[Figures]
+
+    def mask(self, batch: dict[str, Any], target: Tensor) -> Tensor: ...
+    def judged(self, batch: dict[str, Any], denominator: float) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Critic:
+    """Of one run. ``apart``: it has layers of its own (adapters), and not those of the policy."""
+
+    def __init__(self, stepper: Learner) -> None:
+        assert stepper.settings.values is not None
+        self.stepper, self.asked = stepper, stepper.settings.values
+        self.apart = stepper.cfg.lora is not None
+
+    def beside(self) -> AbstractContextManager[list[Tensor]]:
+        """Around a forward of the policy, which gives values on the way, unless they come from other layers."""
+        return nullcontext([]) if self.apart else critic.values(self.stepper.model, alone=False)
+
+    def remember(self, batch: dict[str, Any], keep: Tensor, found: Sequence[Tensor]) -> None:
+        """The values of a micro-batch's tokens before the first update of the step; `found`: by :meth:`beside`."""
+        if self.apart:
+            with watched_by_nobody(self.stepper.model), adapters.second(self.stepper.model):
+                found = self._forward(batch, keep)
+        batch["experience"].values = spread(_at(found[0], keep), keep, batch)
+
+    def judge(self, rollout: Rollout, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Give every token its advantage and its return; figures of the critic, and of the KL counted in rewards."""
+        settings, world = self.stepper.settings, self.stepper.world
+        in_reward = bool(settings.beta) and settings.kl_in == "reward"
+        sums = torch.zeros(3, 3, dtype=torch.float64)  # moments of advantages, returns and the KL
+        masks = []
+        for batch in batches:
+            e: Experience = batch["experience"]
+            mask = self.stepper.mask(batch, losses.targets(batch["labels"]))
+            assert e.values is not None
+            scores = torch.zeros(len(mask), dtype=torch.float64)
+            scores[: len(e.rows)] = torch.from_numpy(rollout.rewards[[*e.rows]])
+            distance = torch.zeros_like(e.values)
+            if in_reward:
+                assert e.old is not None and e.ref is not None
+                distance = kl(e.old, e.ref, mask, settings.kl)
+            rewards = token_rewards(scores, mask, distance, settings.beta)
+            e.advantages, e.returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+            at = mask.any(dim=0)  # what is masked in all rows is passed over: prompts are long
+            e.advantages[:, at], e.returns[:, at] = gae(
+                rewards[:, at], e.values[:, at], mask[:, at], self.asked.gamma, self.asked.lam
+            )
+            sums += torch.stack([moments(of, mask) for of in (e.advantages, e.returns, distance)])
+            masks.append(mask)
+        of_batch = world.sum(sums)
+        rollout.advantages = rollout.rewards.astype("float32")
+        for batch, mask in zip(batches, masks, strict=True):
+            e = batch["experience"]
+            e.advantages = whiten(e.advantages, mask, of_batch[0])
+            means = e.advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            rollout.advantages[[*e.rows]] = means[: len(e.rows)].numpy()
+        error, spread_of = _variance(of_batch[0]), _variance(of_batch[1])
+        tokens = max(float(of_batch[2, 0]), 1.0)
+        found: dict[str, Any] = {"explained_variance": 1 - error / spread_of if spread_of > 0 else None}
+        return found | ({"kl": float(of_batch[2, 1]) / tokens} if in_reward else {})
+
+    def loss(
+        self, batch: dict[str, Any], keep: Tensor, mask: Tensor, found: Sequence[Tensor]
+    ) -> tuple[Tensor, Figures]:
+        """A micro-batch's part of the critic's loss, times its factor, and of the figures. `mask` [B, P]."""
+        e: Experience = batch["experience"]
+        assert e.values is not None and e.returns is not None and self.stepper.counts is not None
+        then, returns = (known[:, keep].to(found[0].device) for known in (e.values, e.returns))
+        clip = self.asked.clip or None
+        loss, figures = value_loss(_at(found[0], keep), then, returns, mask, self.stepper.counts, clip)
+        return self.asked.weight * loss, figures
+
+    def losses(self, batch: dict[str, Any], memory: Memory | None) -> Iterator[Loss]:
+        """What of a micro-batch the policy's forward does not give; its backward comes before the next is asked for."""
+        if not self.apart:
+            return
+        keep, target, _ = self.stepper.judged(batch, 1.0)
+        with adapters.second(self.stepper.model):
+            with memory.forward() if memory else nullcontext():
+                found = self._forward(batch, keep)
+                mask = self.stepper.mask(batch, target).to(found[0].device)
+                loss, figures = self.loss(batch, keep, mask, found)
+            self.stepper.told.append(figures)
+            yield Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
+
+    def forwards(self, policy: Mapping[str, int]) -> dict[str, int]:
+        """Component -> forwards of it in an update, given the policy's: its own reach all but the head."""
+        return {name: n * 2 if self.apart and name != "lm_head" else n for name, n in policy.items()}
+
+    def _forward(self, batch: dict[str, Any], keep: Tensor) -> list[Tensor]:
+        with critic.values(self.stepper.model, alone=True) as found:
+            self.stepper.forward(batch, keep)
+        return found
+
+
+def _at(values: Tensor, keep: Tensor) -> Tensor:
+    """Values at the positions `keep`, of a model that gave those of all."""
+    return values if values.shape[1] == len(keep) else values[:, keep.to(values.device)]
+
+
+def _variance(of: Tensor) -> float:
+    """Of moments (:func:`octavo.rl.ppo.moments`); 0 where it is but what fp64 rounds."""
+    _, total, squares = (of / of[0].clamp(min=1)).tolist()
+    found = squares - total * total
+    return found if found > 1e-12 * squares else 0.0
