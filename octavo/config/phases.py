@@ -101,6 +101,13 @@ class RlSection(Section):
         le=2**16,
         description="Optimizer updates of each epoch: the prompts are cut into so many parts.",
     )
+    stale: int = Field(
+        default=0,
+        ge=0,
+        le=1,
+        description="1: a step learns from completions that the weights before the last update wrote, as where rollout "
+        "and update run side by side (here nothing does); ratios are against those weights. 0: from its own.",
+    )
     advantage: Literal["group", "group_unscaled", "leave_one_out", "batch"] | None = Field(
         default=None,
         description="A reward less the mean of its group, over the group's standard deviation (group), not divided "

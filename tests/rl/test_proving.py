@@ -81,8 +81,8 @@ def test_weights_that_change_between_rollout_and_update_stop_the_run(
 def test_further_rollouts_of_a_step_are_by_the_same_weights(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
     roll = RlStepper._roll
 
-    def writing(stepper: RlStepper, prompts):
-        found = roll(stepper, prompts)
+    def writing(stepper: RlStepper, *given):
+        found = roll(stepper, *given)
         unseen(stepper.model.get_submodule(LAYER))
         return found
 
@@ -91,6 +91,7 @@ def test_further_rollouts_of_a_step_are_by_the_same_weights(reinforcing: Make, m
         rl.run(reinforcing("rl.algorithm=dapo"))
 
 
+@pytest.mark.long
 def test_the_proof_says_which_steps_were_held_to_it(reinforcing: Make):
     """As of the newest checkpoint; a run that was stopped goes on from there."""
     whole = rl.run(reinforcing(*LORA, dir="whole"))
