@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -14,12 +15,12 @@ import pytest
 
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
-from octavo.config.phases import RlSection
+from octavo.config.phases import OF_CRITIC, WITH_CRITIC, RlSection
 from octavo.config.rules_phases import BUILT_IN
 from octavo.data import DataError
 from octavo.generation import GenerationError
 from octavo.rl.advantages import ADVANTAGES
-from octavo.rl.algorithms import ALGORITHMS
+from octavo.rl.algorithms import ALGORITHMS, Values
 from octavo.rl.rewards import RewardError
 from octavo.rl.rewards.builtin import BUILTIN
 from octavo.rl.shown import COMPLETIONS
@@ -247,6 +248,8 @@ def test_the_configuration_knows_the_names_that_there_are():
     """It imports no torch, so it holds them a second time."""
     algorithms = RlSection.model_fields["algorithm"].annotation
     assert set(get_args(algorithms)) == set(ALGORITHMS)
+    assert set(WITH_CRITIC) == {name for name, one in ALGORITHMS.items() if one.values}
+    assert {f"value_{f.name}" if f.name in ("clip", "weight") else f.name for f in fields(Values)} < set(OF_CRITIC)
     advantage = get_args(get_args(RlSection.model_fields["advantage"].annotation)[0])
     assert set(advantage) == set(ADVANTAGES) and set(BUILT_IN) == set(BUILTIN)
 
