@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
-from octavo import fp8, models
+from octavo import adapters, fp8, models
+from octavo.config.sections import LoraSection
 from octavo.fp8.arithmetic import formats
 from octavo.fp8.kernels.triton_kernels.launch import launches
 from octavo.generation import Context, Engine, Sampling, batch, pages, sampling
@@ -34,7 +37,9 @@ def memory(decoding: Replayed):
     slots, cache, model = decoding.slots, decoding.cache, decoding.caller.model
     own = [slots.tokens, slots.uniforms, slots.logps, slots.entropies, decoding._rows, cache.codes, cache.scales]
     own.append(sampling._indices(decoding.sampling.never, decoding.caller.device))
-    own += [*model.parameters(), *model.buffers(), *codes_of(model)[1], formats._E4M3_SINGLE, formats._E4M3_PAIR]
+    for p in model.parameters():
+        own += [t for q in p.frozen.codes for t in (q.data, q.scale)] if fp8.is_frozen(p) else [p]
+    own += [*model.buffers(), *codes_of(model)[1], formats._E4M3_SINGLE, formats._E4M3_PAIR]
     return [x for x in own if x is not None]
 
 
@@ -94,21 +99,44 @@ def test_tokens_of_replays_are_those_of_eager_steps_and_of_torch(
     assert steps[0].replays >= 2 and set(steps[0]._captured) >= {slots}
 
 
-def test_layers_in_fp8_read_the_codes_that_are_cached(made, as_on_a_gpu, monkeypatch):
-    """Recorded as on a GPU, where a layer would otherwise cast its weight in each replay."""
+def with_adapters(model):
+    models.freeze_all(model)
+    model = in_fp8(model)
+    adapters.attach(model, models.describe(model), LoraSection(rank=4), seed=1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+
+
+def in_fp8(model):
+    return fp8.apply(model, fp8.plan(model, "rowwise"))
+
+
+@pytest.mark.parametrize(
+    ("change", "load", "autocast"),
+    [
+        (in_fp8, {}, False),
+        pytest.param(with_adapters, {"load_in_fp8": "row"}, False, marks=pytest.mark.long),
+        pytest.param(lambda model: None, {}, True, marks=pytest.mark.long),
+    ],
+    ids=["fp8", "lora", "autocast"],
+)
+def test_models_as_runs_make_them_are_captured(made, as_on_a_gpu, monkeypatch, change, load, autocast):
+    """As on a GPU, where a layer in FP8 would otherwise cast its weight in each replay: it reads cached codes."""
     monkeypatch.setattr("octavo.fp8.weights.cache._capturing", lambda weight: recording())
     monkeypatch.setattr("octavo.fp8.arithmetic.cast._may_look", lambda tensor: False)
-    model, processor = models.load(made("qwen3")[0].name_or_path), made("qwen3")[1]
-    fp8.apply(model, fp8.plan(model, "rowwise"))
+    model, processor = models.load(made("qwen3")[0].name_or_path, **load), made("qwen3")[1]
+    change(model)
     prompts, found = prompts_of(model, processor, 1), []
     for tape in (False, True):
         steps = as_on_a_gpu(tape)
+        engine = Engine(model, processor.tokenizer, Context(autocast), slots=1, page=4, say=pytest.fail)
         with fp8.count_gemms() as counts:
-            found.append(Engine(model, processor.tokenizer, slots=1, page=4, say=pytest.fail).generate(prompts, GREEDY))
+            found.append(engine.generate(prompts, GREEDY))
         found.append(dict(counts.calls))
     same(found[2], found[0], 0.0)
-    assert found[3] == found[1], "replays report their GEMMs"
-    assert steps[0].replays == 2 and {cache.casts for cache in codes_of(model)[0]} == {1}
+    assert found[3] == found[1] and bool(found[1]) == (not autocast), "replays report their GEMMs"
+    assert steps[0].replays == 2 and all(cache.casts == (change is in_fp8) for cache in codes_of(model)[0])
 
 
 def test_what_cannot_be_captured_runs_eagerly_and_is_said_once(made, as_on_a_gpu):

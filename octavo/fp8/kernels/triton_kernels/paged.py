@@ -100,12 +100,6 @@ def attend(
     return out
 
 
-def bytes_beside(rows: int, queries: int, dim: int, tokens: int) -> int:
-    """What :func:`attend` makes beside its result, for tables of so many tokens."""
-    chunks = ceil_div(tokens, CHUNK)
-    return rows * queries * chunks * (dim + 2) * 4 if chunks > 1 else 0
-
-
 def _plain(codes: Tensor) -> Tensor:
     """FP8 as bytes, which the kernels decode."""
     return codes.view(torch.uint8) if codes.element_size() == 1 else codes
