@@ -97,12 +97,12 @@ class RlStepper(Stepper):
                 results.append(super().run(part, lr, observe if not results else Observe()))
         figures |= self._means(len(results))
         spent = self._slowest(rolled - began, time.perf_counter() - rolled)
-        written = figures["length"] * figures.pop("completions")
+        figures.pop("completions")
         if self.settings.section.stale:
             self.same.moved()
             figures["weights"] = due.weights
-            written = float(self.world.sum(torch.tensor(self.written, dtype=torch.float64)))
-        figures["rollout_tokens_per_s"] = written / spent[0]
+        written = self.world.sum(torch.tensor(self.written, dtype=torch.float64))  # of every draw
+        figures["rollout_tokens_per_s"] = float(written) / spent[0]
         figures["training_tokens_per_s"] = sum(result.tokens for result in results) / spent[1]
         lines = self.world.gather_objects(shown_lines(self.number, rollout, self.settings.section.show, due.weights))
         if self.shown is not None:
@@ -135,8 +135,6 @@ class RlStepper(Stepper):
         for batch in batches:
             experience: Experience = batch["experience"]
             assert experience.old is not None
-            target = losses.targets(batch["labels"])
-            self._hold(batch, difference_of(experience.old, experience.sampled, self.mask(batch, target)).abs())
             old |= {row: experience.old[n, rollout.span(row)].numpy() for n, row in enumerate(experience.rows)}
         return Written(replace(rollout, old=[old[row] for row in sorted(old)]), figures, self.number - 1)
 
@@ -207,7 +205,7 @@ class RlStepper(Stepper):
 
     def _remember(self, batches: Sequence[dict[str, Any]], beside: bool = True) -> None:
         """Log-probabilities before the first update of the step by the trainer, unless they are known; and what the
-        roles `beside` it say, reference and critic."""
+        roles `beside` it say, reference and critic. They are held to the rollout's before any update."""
         for batch in batches:
             keep, target, _ = self.judged(batch, 1.0)
             experience: Experience = batch["experience"]
@@ -217,6 +215,8 @@ class RlStepper(Stepper):
                     old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
                 if experience.old is None:
                     experience.old = spread(old, keep, batch)
+                    mask = self.mask(batch, losses.targets(batch["labels"]))
+                    self._hold(batch, difference_of(experience.old, experience.sampled, mask).abs())
                 if critic:
                     critic.remember(batch, keep, values)
             if beside:
@@ -297,7 +297,7 @@ class RlStepper(Stepper):
         sampled = experience.sampled[:, keep].to(device)
         old = logs.detach() if experience.old is None else experience.old[:, keep].to(device)
         figures = gap(old, sampled, mask, n.tokens)
-        if not settings.section.stale:  # what waited for its step was held to it before
+        if experience.old is None:  # else it was held to the rollout as it was made
             self._hold(batch, difference_of(old, sampled, mask).abs())
         corrected = None
         if settings.correction is not None:
