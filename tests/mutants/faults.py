@@ -792,6 +792,40 @@ area(
 )  # fmt: skip
 
 area(
+    "critic",
+    (
+        "policy-is-the-critic", "adapters/attach.py",
+        "layer._active_adapter = [NAME]", "pass",
+        "the second adapter computes where the first should",
+        "adapters/test_attach.py",
+    ),
+    (
+        "critic-shares-the-limit", "train/update.py",
+        "critic.parameters(model) if apart else ()", "()",
+        "a critic that is far off shrinks the policy's step",
+        "rl/test_critic.py",
+    ),
+    (
+        "critic-lr-of-the-policy", "train/optim.py",
+        "lr * group.get(FACTOR, 1.0)", "lr",
+        "rl.critic_lr does nothing",
+        "rl/test_critic.py",
+    ),
+    (
+        "whitened-by-part", "rl/critic.py",
+        "whiten(advantages, mask, of_batch[0])", "whiten(advantages, mask, moments(advantages, mask))",
+        "advantages depend on how completions are cut into micro-batches",
+        "rl/test_critic.py",
+    ),
+    (
+        "returns-are-whitened", "rl/critic.py",
+        "of_batch[0]), returns", "of_batch[0]), whiten(returns, mask, of_batch[1])",
+        "the critic learns whitened returns",
+        "rl/test_critic.py",
+    ),
+)  # fmt: skip
+
+area(
     "training",
     (
         "targets-shift", "train/losses.py",
