@@ -27,7 +27,7 @@ from octavo.generation.slots import Group, Slots
 from octavo.generation.stops import Stops
 
 PREFILL = 8192
-"""Tokens of prompts that run through the model at once, unless one prompt is longer."""
+"""Tokens of prompts that run through the model at once, each padded to the longest, unless one prompt is longer."""
 
 
 class Batch:
@@ -79,12 +79,12 @@ class Batch:
     def _next(self) -> list[tuple[Group, int]]:
         """Groups in order, and how many samples of each there are slots and pages for."""
         room = self.pool.free - int(self.slots.promised.sum())
-        left, tokens = len(self.slots.free), 0
+        left, new, longest = len(self.slots.free), 0, 0
         starts: list[tuple[Group, int]] = []
         while left and (group := self.open or (self.waiting[-1] if self.waiting else None)):
             if group is not self.open:
-                tokens += group.tokens
-                if tokens > PREFILL and tokens > group.tokens:
+                new, longest = new + 1, max(longest, group.tokens)
+                if new > 1 and new * longest > PREFILL:  # as attention pads them
                     break
                 room -= pages_of(group.tokens, self.page)
             count = 0

@@ -23,7 +23,7 @@ from octavo.rl.experience import Experience, Rollout, spread
 from octavo.rl.figures import Figures
 from octavo.rl.objectives import Counts
 from octavo.rl.penalties import kl
-from octavo.rl.ppo import gae, moments, token_rewards, value_loss, whiten
+from octavo.rl.ppo import gae_of_parts, moments, token_rewards, value_loss, whiten
 from octavo.rl.roles import watched_by_nobody
 from octavo.rl.settings import Settings
 from octavo.train import critic, losses
@@ -70,11 +70,10 @@ class Critic:
         """Give every token its advantage and its return; figures of the critic, and of the KL counted in rewards."""
         settings, world = self.stepper.settings, self.stepper.world
         in_reward = bool(settings.beta) and settings.kl_in == "reward"
-        sums = torch.zeros(3, 3, dtype=torch.float64)  # moments of advantages, returns and the KL
-        masks = []
-        for batch in batches:
-            e: Experience = batch["experience"]
-            mask = self.stepper.mask(batch, losses.targets(batch["labels"]))
+        experiences: list[Experience] = [batch["experience"] for batch in batches]
+        masks = [self.stepper.mask(batch, losses.targets(batch["labels"])) for batch in batches]
+        rewards, distances = [], []
+        for e, mask in zip(experiences, masks, strict=True):
             assert e.values is not None
             scores = torch.zeros(len(mask), dtype=torch.float64)
             scores[: len(e.rows)] = torch.from_numpy(rollout.rewards[[*e.rows]])
@@ -82,25 +81,23 @@ class Critic:
             if in_reward:
                 assert e.old is not None and e.ref is not None
                 distance = kl(e.old, e.ref, mask, settings.kl)
-            rewards = token_rewards(scores, mask, distance, settings.beta)
-            e.advantages, e.returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-            at = mask.any(dim=0)  # what is masked in all rows is passed over: prompts are long
-            e.advantages[:, at], e.returns[:, at] = gae(
-                rewards[:, at], e.values[:, at], mask[:, at], self.asked.gamma, self.asked.lam
-            )
-            sums += torch.stack([moments(of, mask) for of in (e.advantages, e.returns, distance)])
-            masks.append(mask)
+            rewards.append(token_rewards(scores, mask, distance, settings.beta))
+            distances.append(distance)
+        values = [e.values for e in experiences if e.values is not None]
+        found = gae_of_parts(rewards, values, masks, self.asked.gamma, self.asked.lam)
+        sums = torch.zeros(3, 3, dtype=torch.float64)  # moments of advantages, returns and the KL
+        for (advantages, returns), mask, distance in zip(found, masks, distances, strict=True):
+            sums += torch.stack([moments(of, mask) for of in (advantages, returns, distance)])
         of_batch = world.sum(sums)
         rollout.advantages = rollout.rewards.astype("float32")
-        for batch, mask in zip(batches, masks, strict=True):
-            e = batch["experience"]
-            e.advantages = whiten(e.advantages, mask, of_batch[0])
+        for e, mask, (advantages, returns) in zip(experiences, masks, found, strict=True):
+            e.advantages, e.returns = whiten(advantages, mask, of_batch[0]), returns
             means = e.advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
             rollout.advantages[[*e.rows]] = means[: len(e.rows)].numpy()
         error, spread_of = _variance(of_batch[0]), _variance(of_batch[1])
         tokens = max(float(of_batch[2, 0]), 1.0)
-        found: dict[str, Any] = {"explained_variance": 1 - error / spread_of if spread_of > 0 else None}
-        return found | ({"kl": float(of_batch[2, 1]) / tokens} if in_reward else {})
+        figures: dict[str, Any] = {"explained_variance": 1 - error / spread_of if spread_of > 0 else None}
+        return figures | ({"kl": float(of_batch[2, 1]) / tokens} if in_reward else {})
 
     def loss(
         self, batch: dict[str, Any], keep: Tensor, mask: Tensor, found: Sequence[Tensor]

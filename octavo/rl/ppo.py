@@ -7,8 +7,10 @@ A completion is an episode: token t is the action in the state of all before it,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.rl.figures import Figures
 from octavo.rl.objectives import Counts, by_token
@@ -44,6 +46,26 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         value_after = torch.where(counted[:, t], values[:, t], value_after)
         advantages[:, t] = torch.where(counted[:, t], here, 0.0)
     return advantages, advantages + values
+
+
+def gae_of_parts(
+    rewards: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor], gamma: float, lam: float
+) -> list[tuple[Tensor, Tensor]]:
+    """:func:`gae` of micro-batches of any widths, in one pass over the tokens that count: one pass for each would be
+    small operations without end where completions are long and many."""
+    masks = [mask.bool() for mask in masks]
+
+    def packed(parts: Sequence[Tensor]) -> Tensor:
+        rows = [row[m] for part, mask in zip(parts, masks, strict=True) for row, m in zip(part, mask, strict=True)]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    inside, counts = packed(masks), [int(mask.sum()) for mask in masks]
+    found = gae(packed(rewards), packed(values), inside, gamma, lam)
+    flat = zip(*(each[inside].split(counts) for each in found), strict=True)
+    return [
+        (torch.zeros(mask.shape).masked_scatter(mask, a), torch.zeros(mask.shape).masked_scatter(mask, r))
+        for mask, (a, r) in zip(masks, flat, strict=True)
+    ]
 
 
 def moments(advantages: Tensor, mask: Tensor) -> Tensor:

@@ -183,6 +183,11 @@ def test_blocks_that_recompute_do_so_with_the_critics_adapters(reinforcing: Make
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
 
 
+def test_a_model_whose_head_is_not_known_has_no_critic(reinforcing: Make) -> None:
+    with pytest.raises(train.TrainError, match="Linear names no output embeddings"):
+        critic.attach(nn.Linear(2, 2), reinforcing(*PPO))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("over", [(), LORA], ids=["full", "lora"])
 def test_what_leaves_a_run_is_the_policy_alone(reinforcing: Make, over: tuple[str, ...]) -> None:
@@ -213,6 +218,7 @@ def test_what_leaves_a_run_is_the_policy_alone(reinforcing: Make, over: tuple[st
     assert loaded.keys() == mine.keys() and all(torch.equal(loaded[n], mine[n]) for n in mine)
 
 
+@pytest.mark.long
 def test_the_codes_of_the_policy_are_the_critics(reinforcing: Make) -> None:
     """Every FP8 layer ran twice as often as there are micro-batches, once for each, over one set of codes."""
     shares = {}

@@ -150,6 +150,21 @@ def test_parts_add_up() -> None:
         close(value, figures[name])
 
 
+def test_advantages_do_not_depend_on_micro_batches() -> None:
+    """Parts of other widths, one with nothing that counts: bit for bit those of the whole."""
+    b, _, then, scores = made(6, 5, 9)
+    rewards = ppo.token_rewards(scores, b.mask)
+    whole = ppo.gae(rewards, then, b.mask, 0.9, 0.8)
+    rows = [[5, 0], [3, 1, 4, 2]]
+    parts = [[x[p] for p in rows] + [torch.full((2, 3), math.nan)] for x in (rewards, then)]
+    wide = [torch.nn.functional.pad(x[0], (2, 1)) for x in parts]  # a prompt before, padding behind
+    masks_ = [torch.nn.functional.pad(b.mask[rows[0]], (2, 1)), b.mask[rows[1]], torch.zeros(2, 3)]
+    found = ppo.gae_of_parts([wide[0], *parts[0][1:]], [wide[1], *parts[1][1:]], masks_, 0.9, 0.8)
+    for n in (0, 1):
+        assert found[0][n][:, 2:-1].equal(whole[n][rows[0]]) and found[1][n].equal(whole[n][rows[1]])
+        assert found[2][n].shape == (2, 3) and not found[2][n].any()
+
+
 def test_the_clip_of_values_is_off_where_none_is_given() -> None:
     b, now, then, _ = made(4, 5, 5)
     counts = Counts.of([b.mask], 5)

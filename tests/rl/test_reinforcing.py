@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -14,12 +15,12 @@ import pytest
 
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
-from octavo.config.phases import RlSection
+from octavo.config.phases import OF_CRITIC, WITH_CRITIC, RlSection
 from octavo.config.rules_phases import BUILT_IN
 from octavo.data import DataError
 from octavo.generation import GenerationError
 from octavo.rl.advantages import ADVANTAGES
-from octavo.rl.algorithms import ALGORITHMS
+from octavo.rl.algorithms import ALGORITHMS, Values
 from octavo.rl.rewards import RewardError
 from octavo.rl.rewards.builtin import BUILTIN
 from octavo.rl.shown import COMPLETIONS
@@ -111,6 +112,7 @@ def test_algorithms_and_their_settings_run(reinforcing: Make, over: tuple[str, .
     assert rl.run(cfg).status == "finished"
     for row in rows_of(cfg):
         assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+        assert 0 < row["entropy"] < math.log(512), "a mean over the updates of a step"
         assert (row["kl"] is None) == ("rl.kl" not in str(over) and over[0][-4:] not in ("rloo", "=ppo"))
         assert ("value_loss" in row) == ("explained_variance" in row) == ("ppo" in over[0])
         assert ("sampling/draws" in row) == ("dapo" in over[0])
@@ -246,20 +248,28 @@ def test_the_configuration_knows_the_names_that_there_are():
     """It imports no torch, so it holds them a second time."""
     algorithms = RlSection.model_fields["algorithm"].annotation
     assert set(get_args(algorithms)) == set(ALGORITHMS)
+    assert set(WITH_CRITIC) == {name for name, one in ALGORITHMS.items() if one.values}
+    assert {f"value_{f.name}" if f.name in ("clip", "weight") else f.name for f in fields(Values)} < set(OF_CRITIC)
     advantage = get_args(get_args(RlSection.model_fields["advantage"].annotation)[0])
     assert set(advantage) == set(ADVANTAGES) and set(BUILT_IN) == set(BUILTIN)
 
 
-def test_few_pages_write_the_same_and_too_few_are_named_with_the_keys(reinforcing: Make):
+PAGES = ("train.steps=1", "train.warmup=0", "rl.show=16", "fp8.recipe=off", "rl.max_new_tokens=12")
+
+
+@pytest.mark.long
+def test_few_pages_write_the_same(reinforcing: Make):
     """One completion must have room; all else waits its turn."""
-    over = ("train.steps=1", "train.warmup=0", "rl.show=16", "fp8.recipe=off", "rl.max_new_tokens=12")
-    all_at_once, in_turns = reinforcing(*over, dir="all"), reinforcing(*over, "rl.pages=7", dir="turns")
+    all_at_once, in_turns = reinforcing(*PAGES, dir="all"), reinforcing(*PAGES, "rl.pages=7", dir="turns")
     rl.run(all_at_once)
     rl.run(in_turns)
     assert said(in_turns) == said(all_at_once)
     caches = [rows_of(cfg)[0]["memory"]["kv_cache"] for cfg in (in_turns, all_at_once)]
     assert caches[0] < caches[1] / 3
-    few = reinforcing(*over, "rl.pages=3", dir="few")
+
+
+def test_too_few_pages_are_named_with_the_keys(reinforcing: Make):
+    few = reinforcing(*PAGES, "rl.pages=3")
     with pytest.raises(
         TrainError,
         match=r"rl\.pages is 3, pages of 8 tokens, and one completion of .*train\.json, row \d+, \d+ tokens, with 12 "

@@ -43,7 +43,9 @@ def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, 
 @pytest.mark.parametrize("phase", ["rl", "preference"])
 def test_a_whole_trial(reinforcing: Make, preferring: Make, place: Path, tmp_path: Path, phase: str) -> None:
     test = f"data.eval=[{{path: {place / 'digits' / 'test.json'}, max_samples: 8}}]"
-    cfg = (reinforcing if phase == "rl" else preferring)("run.health_every=2", test)
+    cfg = preferring("run.health_every=2", test)
+    if phase == "rl":
+        cfg = reinforcing("run.health_every=2", "rl.algorithm=ppo", test)
     verdict = report.compare(cfg, None, tmp_path / "trial", seeds=2)
     assert [claim.name for claim in verdict.claims] == list(report.outcomes.CLAIMS)
     data = json.loads((tmp_path / "trial" / "report" / "report.json").read_text())
