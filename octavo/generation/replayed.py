@@ -93,7 +93,7 @@ class Replayed:
         slot, held, made, position = self._rows[:rows, :_NUMBERS].long().unbind(1)
         table = self._rows[:rows, _NUMBERS:]
         own = table.gather(1, (held // page).clamp_min(0)[:, None])[:, 0].long() * page + held % page
-        attention = PagedDecode(self.cache, own.where(held >= 0, -1), table, held.add(1).int())
+        attention = PagedDecode(self.cache, own.masked_fill(held < 0, -1), table, held.add(1).int())
         last = slots.tokens[slot, made - 1]
         logits = self.caller.forward(last, position.expand(self.caller.axes, -1), attention)
         return slots.choose(slot, made, logits, self.sampling, self.given, invariant=False)

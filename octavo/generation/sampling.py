@@ -97,12 +97,12 @@ def bytes_to_choose(count: int, vocabulary: int, dtype: torch.dtype, sampling: S
 def kept(p: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [B, V] with those set to zero that top-k, then top-p, then min-p leave out; not normalised."""
     if 0 < sampling.top_k < p.shape[1]:
-        p = p.where(p >= p.topk(sampling.top_k).values[:, -1:], 0)
+        p = p.masked_fill(~(p >= p.topk(sampling.top_k).values[:, -1:]), 0)
     if sampling.top_p < 1:
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
         sums = ordered.double().cumsum(-1)
         beyond = sums - ordered >= sampling.top_p * sums[:, -1:]
         p = p.masked_fill(torch.zeros_like(beyond).scatter_(1, order, beyond), 0)
     if sampling.min_p > 0:
-        p = p.where(p >= sampling.min_p * p.amax(-1, keepdim=True), 0)
+        p = p.masked_fill(~(p >= sampling.min_p * p.amax(-1, keepdim=True)), 0)
     return p

@@ -84,7 +84,7 @@ class Slots:
         tokens, logps, entropies = choose(logits, sampling, self.uniforms[at, made], invariant)
         tokens = tokens if given is None else given[made]
         self.tokens[at, made], self.logps[at, made], self.entropies[at, made] = tokens, logps, entropies
-        return tokens.where(~logps.isnan(), -1)
+        return tokens.masked_fill(logps.isnan(), -1)
 
     def leave(self, slot: int, page: int) -> list[int]:
         """Free a slot; gives the pages that it held."""

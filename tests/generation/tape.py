@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from octavo.fp8.kernels.triton_kernels import paged
 
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "item", "equal"}
-"""Operations that wait for the device, or whose result has a shape that only the device knows."""
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "item", "equal", "scalar_tensor"}
+"""Operations that wait for the device, or whose result has a shape that only the device knows; and what makes a tensor
+of a number on the host, which a GPU waits for (``torch.where`` does with a Python number)."""
 
 
 def tensors(tree: Any) -> list[Tensor]:
