@@ -74,7 +74,7 @@ class RlSection(Section):
     prompts: int = Field(default=16, ge=1, le=2**20, description="Prompts of a step, over all processes.")
     group: int = Field(default=8, ge=1, le=2**16, description="Completions of each prompt.")
     max_new_tokens: int = Field(default=256, ge=1, le=2**20, description="Most tokens of a completion.")
-    temperature: float = Field(default=1.0, gt=0, le=100, description="Of the distribution that is sampled.")
+    temperature: float = Field(default=1.0, ge=1e-6, le=100, description="Of the distribution that is sampled.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Sample among the likeliest tokens of this total share.")
     top_k: int = Field(default=0, ge=0, le=2**31, description="Sample among so many likeliest tokens; 0 = all.")
     min_p: float = Field(
@@ -100,6 +100,13 @@ class RlSection(Section):
         ge=1,
         le=2**16,
         description="Optimizer updates of each epoch: the prompts are cut into so many parts.",
+    )
+    stale: int = Field(
+        default=0,
+        ge=0,
+        le=1,
+        description="1: a step learns from completions that the weights before the last update wrote, as where rollout "
+        "and update run side by side (here nothing does); ratios are against those weights. 0: from its own.",
     )
     advantage: Literal["group", "group_unscaled", "leave_one_out", "batch"] | None = Field(
         default=None,

@@ -110,6 +110,9 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.invariant and rl.kv == "fp8":
         found = "rollouts would read other keys and values than training does"
         yield finding("rl.kv", found, "use `kv: bf16`, or leave invariant out", "rl.invariant")
+    if rl.invariant and rl.stale:
+        found = "rollout and update of a step have other weights, so their log-probabilities are not the same bits"
+        yield finding("rl.stale", found, "use `stale: 0`, or leave invariant out", "rl.invariant")
     if rl.invariant and config.fp8.recipe in ("tensorwise", "delayed"):
         found = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
         yield finding("fp8.recipe", found, "use blockwise, rowwise or mxfp8, or leave invariant out", "rl.invariant")

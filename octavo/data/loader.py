@@ -200,6 +200,13 @@ class Loader:
     def __next__(self) -> list[Any]:
         return next(iter(self))
 
+    def at(self, number: int) -> Any:
+        """What is made of a row of the stream, by its number. Raises its error."""
+        made = self._processed[self.mixture.row(number)]
+        if isinstance(made, DataError):
+            raise made
+        return made
+
     def close(self) -> None:
         """Stop the workers."""
         if self._steps is not None:

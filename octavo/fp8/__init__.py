@@ -22,7 +22,7 @@ from octavo.fp8.invariance import attention as invariant_attention
 from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
 from octavo.fp8.kernels.registry import names as backends
 from octavo.fp8.measuring.cases import MeasureError, Measurements
-from octavo.fp8.measuring.invariant import invariant, not_invariant
+from octavo.fp8.measuring.invariant import compiled, invariant, not_invariant, shared_scales
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.measuring.measure import Cache, measure
 from octavo.fp8.measuring.precision import high_precision
@@ -104,6 +104,7 @@ __all__ = [
     "changed_weights",
     "chunked_head",
     "code_bytes",
+    "compiled",
     "codes_of_frozen",
     "copy_state",
     "cosine",
@@ -148,6 +149,7 @@ __all__ = [
     "scale_from_amax",
     "scaling_state",
     "select",
+    "shared_scales",
     "set_low",
     "sqnr",
     "synchronize_per_layer",

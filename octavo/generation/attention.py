@@ -2,7 +2,8 @@
 
 Whole prompts attend to themselves; a batch of them stands in one row of tokens. In a decode step each sequence has one
 new token. Pages that the samples of a prompt share are read once for all of them, whose queries stand behind each
-other there; to its own pages each sequence attends alone. The softmax is over both, in fp32.
+other there; to its own pages each sequence attends alone. The softmax is over both, in fp32. On a GPU a kernel looks at
+all pages of a sequence where they lie.
 """
 
 from __future__ import annotations
@@ -97,6 +98,24 @@ class Decode:
             first, second = both.split([common.shape[-1], scores.shape[-1]], dim=-1)
             out = second @ values + shared.gather(shared.spread(first) @ common_values, q.shape[2])
         return out.transpose(0, 1).reshape(count, heads, dim).to(self.cache.dtype)
+
+
+@dataclass(frozen=True)
+class PagedDecode:
+    """The same by kernels that read pages where they lie, for R rows of which some may be nobody's.
+
+    `where` [R]: the new token's place, -1 of nobody's · `table` int32 [R, n]: all pages of each sequence, in order,
+    filled up with any · `lengths` [R]: tokens that it sees, the new one included; 0 of nobody's
+    """
+
+    cache: Cache
+    where: Tensor
+    table: Tensor
+    lengths: Tensor
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.cache.write(layer, self.where, k, v)
+        return self.cache.attend(layer, q, self.table, self.lengths, scale)
 
 
 @dataclass(frozen=True)

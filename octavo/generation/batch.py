@@ -8,24 +8,26 @@ Ranks that share a model make the same moves, with a forward of nothing where on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo import models
-from octavo.generation.attention import Decode, InvariantDecode, Prefill, Shared
+from octavo.generation.attention import Prefill
 from octavo.generation.caller import Caller
 from octavo.generation.errors import GenerationError
+from octavo.generation.gathered import Gathered
 from octavo.generation.pages import Cache, Pool, pages_of
+from octavo.generation.replayed import Replayed
 from octavo.generation.request import Completion, Prompt, Sampling
-from octavo.generation.sampling import choose, uniforms
+from octavo.generation.sampling import uniforms
 from octavo.generation.slots import Group, Slots
 from octavo.generation.stops import Stops
 
 PREFILL = 8192
-"""Tokens of prompts that run through the model at once, unless one prompt is longer."""
+"""Tokens of prompts that run through the model at once, each padded to the longest, unless one prompt is longer."""
 
 
 class Batch:
@@ -33,7 +35,7 @@ class Batch:
 
     def __init__(
         self, caller: Caller, cache: Cache, slots: int, prompts: Sequence[Prompt], sampling: Sampling, group: int,
-        stops: Stops, given: Tensor | None = None,
+        stops: Stops, given: Tensor | None = None, say: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self.caller, self.cache, self.sampling, self.stops = caller, cache, sampling, stops
         self.given = given  # int64 [T]: tokens that are taken whatever the model would choose
@@ -41,6 +43,11 @@ class Batch:
         longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
         width = pages_of(longest + sampling.max_new_tokens - 1, self.page)
         self.slots = Slots(slots, sampling.max_new_tokens, width, caller.device)
+        self.next_tokens: Callable[[np.ndarray], Tensor] = (
+            Gathered(caller, cache, self.slots, sampling, given)
+            if cache.kernels is None or caller.invariant
+            else Replayed(caller, cache, self.slots, sampling, given, say)
+        )
         self.waiting = [Group(index, prompt, group) for index, prompt in enumerate(prompts)][::-1]
         self.open: Group | None = None  # its prompt has run, and samples of it wait for slots or pages
         self.done: list[Completion] = []
@@ -72,12 +79,12 @@ class Batch:
     def _next(self) -> list[tuple[Group, int]]:
         """Groups in order, and how many samples of each there are slots and pages for."""
         room = self.pool.free - int(self.slots.promised.sum())
-        left, tokens = len(self.slots.free), 0
+        left, new, longest = len(self.slots.free), 0, 0
         starts: list[tuple[Group, int]] = []
         while left and (group := self.open or (self.waiting[-1] if self.waiting else None)):
             if group is not self.open:
-                tokens += group.tokens
-                if tokens > PREFILL and tokens > group.tokens:
+                new, longest = new + 1, max(longest, group.tokens)
+                if new > 1 and new * longest > PREFILL:  # as attention pads them
                     break
                 room -= pages_of(group.tokens, self.page)
             count = 0
@@ -153,71 +160,29 @@ class Batch:
         at = self._device(np.array(slots))
         numbers = [group.prompt.number for group in who]
         self.slots.uniforms[at] = uniforms(self.sampling, numbers, samples, self.caller.device)
-        self._choose(np.array(slots), at, logits)
+        made = torch.zeros_like(at)
+        chosen = self.slots.choose(at, made, logits, self.sampling, self.given, self.caller.invariant)
+        self._judge(np.array(slots), chosen)
 
     # a token of each
 
     def _step(self, active: np.ndarray) -> None:
-        slots, at = self.slots, self._device(active)
-        held = slots.held[active]
-        for slot in active[held % self.page == 0]:
+        slots = self.slots
+        for slot in active[slots.held[active] % self.page == 0]:
             slots.pages[slot, slots.held[slot] // self.page] = self.pool.take(1)[0]
             slots.promised[slot] -= 1
-        last = slots.tokens[at, self._device(slots.made[active] - 1)]
-        position = self._device(slots.position[active]).expand(self.caller.axes, -1)
-        logits = self.caller.forward(last, position, self._attention(active))
+        chosen = self.next_tokens(active)
         slots.held[active] += 1
         slots.position[active] += 1
-        self._choose(active, at, logits)
+        self._judge(active, chosen)
 
-    def _attention(self, active: np.ndarray) -> models.Attend:
-        slots, page = self.slots, self.page
-        held, pages, first = slots.held[active], slots.pages[active], slots.first[active]
-        where = np.take_along_axis(pages, held[:, None] // page, 1)[:, 0] * page + held % page
-        if self.caller.invariant:
-            tables = self.cache.tables(self._device(pages[:, : int(held.max()) // page + 1]))
-            return InvariantDecode(
-                self.cache, self.cache.places(self._device(where)), tables, self._device(held)[:, None]
-            )
-        most = int((held // page - first).max()) + 1
-        own = np.minimum(first[:, None] + np.arange(most), pages.shape[1] - 1)
-        table = np.take_along_axis(pages, own, 1)
-        bias = self._bias(held + 1 - first * page, most)
-        shared = self._shared(active) if first.any() else None
-        tables = self.cache.tables(self._device(table))
-        return Decode(self.cache, self.cache.places(self._device(where)), tables, bias, shared)
-
-    def _shared(self, active: np.ndarray) -> Shared:
-        """The pages that samples of a prompt share: a line of the table for each prompt."""
+    def _judge(self, active: np.ndarray, chosen: Tensor) -> None:
+        """Look at the tokens that sequences got (`Slots.choose`); those that end leave."""
         slots = self.slots
-        index = np.array([group.index for slot in active if (group := slots.groups[slot])])
-        _, one, line, counts = np.unique(index, return_index=True, return_inverse=True, return_counts=True)
-        order = np.argsort(line, kind="stable")
-        nth = np.empty_like(line)
-        nth[order] = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
-        place = line * counts.max() + nth
-        members = np.zeros(len(counts) * counts.max(), dtype=np.int64)
-        members[place] = np.arange(len(line))
-        first = slots.first[active[one]]
-        table = slots.pages[active[one], : first.max()]
-        bias = self._bias(first * self.page, int(first.max()))
-        return Shared(self.cache.tables(self._device(table)), bias, self._device(members), self._device(place))
-
-    def _bias(self, tokens: np.ndarray, pages: int) -> Tensor:
-        """fp32 [B, 1, pages * page]: 0 for the first `tokens` [B], -inf behind."""
-        inside = np.arange(pages * self.page) < tokens[:, None]
-        return self._device(np.where(inside, np.float32(0), np.float32(-np.inf)))[:, None]
-
-    def _choose(self, active: np.ndarray, at: Tensor, logits: Tensor) -> None:
-        """The next token of sequences; those that end leave."""
-        slots, made = self.slots, self._device(self.slots.made[active])
-        tokens, logps, entropies = choose(logits, self.sampling, slots.uniforms[at, made], self.caller.invariant)
-        tokens = tokens if self.given is None else self.given[made]
-        slots.tokens[at, made], slots.logps[at, made], slots.entropies[at, made] = tokens, logps, entropies
         slots.made[active] += 1
-        chosen = tokens.where(~logps.isnan(), -1).cpu().numpy()  # the one wait for the device in a step
-        self._refuse_nan(active, chosen < 0)
-        ended = self.stops.by_token(chosen)
+        tokens = chosen.cpu().numpy()  # the one wait for the device in a step
+        self._refuse_nan(active, tokens < 0)
+        ended = self.stops.by_token(tokens)
         reasons = dict.fromkeys(active[ended].tolist(), "stop")
         if self.stops.texts:
             going = active[~ended]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.fp8 import kernels
 from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context
 from octavo.generation.errors import GenerationError
@@ -32,6 +33,7 @@ class Engine:
     pages      pages of the cache (None: as many as the slots can need in the call at hand)
     invariant  inside `fp8.invariant`: what a sequence gets depends on it alone, so that log-probabilities are bit for
                bit those of a training step inside it
+    say        gets, once each, why a GPU decodes without the kernels for it, or without CUDA graphs
 
     The cache is kept from call to call until :meth:`release`; `bytes` says what the last call held, by kind. Raises
     GenerationError for a model whose attention cannot be handed over.
@@ -40,6 +42,7 @@ class Engine:
     def __init__(
         self, model: Any, tokenizer: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
         page: int = PAGE, pages: int | None = None, invariant: bool = False,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         if slots < 1 or page < 1 or (pages is not None and pages < 1) or kv not in KINDS:
             raise GenerationError(
@@ -55,6 +58,7 @@ class Engine:
         self.tokenizer, self.slots, self.kv, self.page, self.pages = tokenizer, slots, kv, page, pages
         self.cache: Cache | None = None
         self.bytes: dict[str, int] = {}
+        self._to, self._said = say, set[str]()
 
     def release(self) -> None:
         """Give the pages back, and all else that is kept between calls."""
@@ -96,7 +100,7 @@ class Engine:
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
         shape = Shape(slots, longest, sampling.max_new_tokens, group, self.page, given=self.pages)
         cache = self._cache(shape.pages)
-        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, given)
+        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, given, self._say)
         self.bytes = {"cache": cache.nbytes, "slots": batch.slots.nbytes}
         with self.caller.generating():
             while batch.work():
@@ -110,7 +114,14 @@ class Engine:
             self.cache = held = None  # first, so that there are never two
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
+        if caller.device.type == "cuda" and (why := kernels.why_not_paged(caller.device)):
+            self._say(f"generation: torch gathers keys and values for each token: {why}")
         return self.cache
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._to(text)
 
     def _check(self, number: int, prompt: Prompt, sampling: Sampling, group: int) -> None:
         count, new, shape = len(prompt.input_ids), sampling.max_new_tokens, self.caller.shape

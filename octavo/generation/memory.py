@@ -3,7 +3,8 @@
     cache       layers * 2 * heads * tokens in pages * (dim * bytes of a number [+ 4 for a scale, with kv="fp8"])
     slots       of each sequence a token, a random number, a log-probability and an entropy for each new token
     workspace   the most that a decode step makes beside the model's own activations: either one layer's keys and values
-                in fp32 with the scores over them, or the logits and what is made of them to choose
+                in fp32 with the scores over them, or the logits and what is made of them to choose. On a GPU, whose
+                kernels read pages where they lie, the former is more than there is
     prefill     what prompts make that run through the model at once, inside one layer; an estimate
 
 A token of Qwen3-8B (36 layers, 8 heads of 128) is 144 KiB in BF16 and 74.25 KiB in FP8.

@@ -6,6 +6,9 @@
 A sequence is a list of page numbers. The samples of a prompt hold its full pages together; the last one, where it is
 not full, is copied for each sample but the last to start, since every sample writes its next token there. A sequence is
 only started when all pages that it may come to need are free, so that none is ever thrown out.
+
+On a GPU kernels write the pages, with their casts, and look at them where they lie; elsewhere torch does, and gathers
+them first.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.fp8 import kernels
 from octavo.fp8.arithmetic import CastSpec, quantize
 from octavo.models import CacheShape
 
@@ -69,7 +73,7 @@ class Pool:
 
 
 class Cache:
-    """Keys and values of all layers in pages."""
+    """Keys and values of all layers in pages. `kernels`: what reads and writes them on this device; None: torch."""
 
     def __init__(
         self, shape: CacheShape, pages: int, page: int, kind: str, dtype: torch.dtype, device: torch.device
@@ -80,6 +84,7 @@ class Cache:
         self.codes = torch.zeros(size, dtype=torch.float8_e4m3fn if kind == "fp8" else dtype, device=device)
         self.scales = torch.zeros(size[:-1], device=device) if kind == "fp8" else None
         self._heads = torch.arange(size[1], device=device)[:, None]
+        self.kernels = None if kernels.why_not_paged(device) else kernels.paged()
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +92,9 @@ class Cache:
 
     def places(self, where: Tensor) -> Tensor:
         """Rows of a layer for the keys and values of T tokens: [2 * heads * T], of page number times page plus offset
-        `where` [T]."""
+        `where` [T]. Kernels take the latter."""
+        if self.kernels is not None:
+            return where
         return (self._heads * (self.pages * self.page) + where).view(-1)
 
     def tables(self, pages: Tensor) -> Tensor:
@@ -96,6 +103,9 @@ class Cache:
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """Keep keys and values [T, heads, dim] at `places`."""
+        if self.kernels is not None:
+            self.kernels.write(k, v, places, self.codes[layer], self._scales_of(layer), self.dtype)
+            return
         x = torch.cat([k.to(self.dtype), v.to(self.dtype)], dim=1).transpose(0, 1).reshape(-1, k.shape[-1])
         if self.scales is None:
             self.codes[layer].view(-1, x.shape[-1]).index_copy_(0, places, x)
@@ -104,6 +114,16 @@ class Cache:
         codes = self.codes[layer].view(torch.uint8).view(-1, x.shape[-1])  # torch copies bytes, not FP8
         codes.index_copy_(0, places, q.data.view(torch.uint8))
         self.scales[layer].view(-1).index_copy_(0, places, q.scale.view(-1))
+
+    def attend(self, layer: int, q: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        """One query [R, H, dim] of each of R sequences over its `lengths` [R] tokens, in the pages of `table` int32
+        [R, n]: by the kernels alone."""
+        assert self.kernels is not None
+        q = q.to(self.dtype)
+        return self.kernels.attend(q, self.codes[layer], self._scales_of(layer), table, lengths, scale, self.page)
+
+    def _scales_of(self, layer: int) -> Tensor | None:
+        return None if self.scales is None else self.scales[layer]
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values fp32 [heads, B, n * page, dim] of the pages in `tables`."""

@@ -57,7 +57,7 @@ def answers(
             new = sampling.max_new_tokens
             return [[models.generate(model, processor, *asked, new)] for asked in conversations]
     prompts = [prompt_of(processor, *asked, number=number) for number, asked in enumerate(conversations)]
-    engine = Engine(model, processor.tokenizer, context, slots=SLOTS, kv=kv)
+    engine = Engine(model, processor.tokenizer, context, slots=SLOTS, kv=kv, say=say)
     found: list[list[str]] = [[] for _ in prompts]
     for completion in engine.generate(prompts, sampling, samples):
         text = processor.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)

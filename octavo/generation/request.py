@@ -17,7 +17,7 @@ class Sampling:
     """How tokens are chosen, and when a completion ends.
 
     max_new_tokens  the most tokens of a completion, the one that ends it included
-    temperature     divides the logits; 0 takes the most likely token
+    temperature     divides the logits (by 1e-6 or more); 0 takes the most likely token
     top_k           keep the k most likely tokens (0: all); those as likely as the k-th stay
     top_p           then the fewest tokens whose probability reaches this
     min_p           then those at least this fraction as likely as the likeliest
@@ -37,11 +37,12 @@ class Sampling:
     never: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        warm = not self.temperature or 1e-6 <= self.temperature < math.inf  # logits over it are numbers of fp32
         wrong = [
             f"{name}={value!r} ({rule})"
             for name, value, rule, holds in (
                 ("max_new_tokens", self.max_new_tokens, "at least 1", self.max_new_tokens >= 1),
-                ("temperature", self.temperature, "0 or more", 0 <= self.temperature < math.inf),
+                ("temperature", self.temperature, "0, or at least 1e-6", warm),
                 ("top_p", self.top_p, "above 0, at most 1", 0 < self.top_p <= 1),
                 ("top_k", self.top_k, "0 or more", self.top_k >= 0),
                 ("min_p", self.min_p, "0 to 1", 0 <= self.min_p <= 1),

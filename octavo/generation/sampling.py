@@ -12,6 +12,7 @@ rather than one for each word of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
     greedy = sampling.temperature == 0
     logps = torch.log_softmax(logits if greedy else logits / sampling.temperature, dim=-1)
     p = logps.exp()
-    never = torch.tensor(sampling.never, dtype=torch.int64, device=logits.device)
+    never = _indices(sampling.never, logits.device)
     if greedy:
         tokens = logits.index_fill(-1, never, -torch.inf).argmax(-1)
     else:
@@ -69,6 +70,12 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
         aim = u[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
     return tokens, logps.gather(1, tokens[:, None])[:, 0], -(p * logps.clamp_min(_ALMOST_NEVER)).sum(-1)
+
+
+@lru_cache(maxsize=8)
+def _indices(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, because numbers that come from the host cannot be in a CUDA graph."""
+    return torch.tensor(tokens, dtype=torch.int64, device=device)
 
 
 def _without(logps: Tensor, never: Tensor) -> Tensor:
@@ -90,12 +97,12 @@ def bytes_to_choose(count: int, vocabulary: int, dtype: torch.dtype, sampling: S
 def kept(p: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [B, V] with those set to zero that top-k, then top-p, then min-p leave out; not normalised."""
     if 0 < sampling.top_k < p.shape[1]:
-        p = p.where(p >= p.topk(sampling.top_k).values[:, -1:], 0)
+        p = p.masked_fill(~(p >= p.topk(sampling.top_k).values[:, -1:]), 0)
     if sampling.top_p < 1:
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
         sums = ordered.double().cumsum(-1)
         beyond = sums - ordered >= sampling.top_p * sums[:, -1:]
         p = p.masked_fill(torch.zeros_like(beyond).scatter_(1, order, beyond), 0)
     if sampling.min_p > 0:
-        p = p.where(p >= sampling.min_p * p.amax(-1, keepdim=True), 0)
+        p = p.masked_fill(~(p >= sampling.min_p * p.amax(-1, keepdim=True)), 0)
     return p

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.generation.pages import pages_of
-from octavo.generation.request import Prompt
+from octavo.generation.request import Prompt, Sampling
+from octavo.generation.sampling import choose
 
 
 @dataclass
@@ -74,6 +75,16 @@ class Slots:
         self.held[slot], self.position[slot] = group.tokens, group.next_position
         self.first[slot] = group.tokens // page if group.samples > 1 else 0
         self.pages[slot, : len(pages)] = pages
+
+    def choose(
+        self, at: Tensor, made: Tensor, logits: Tensor, sampling: Sampling, given: Tensor | None, invariant: bool
+    ) -> Tensor:
+        """Choose and keep the next token of the slots `at` [B], which have `made` [B], by their logits [B, V]; with
+        `given` [T] that one is taken. int64 [B], -1 where logits are no numbers."""
+        tokens, logps, entropies = choose(logits, sampling, self.uniforms[at, made], invariant)
+        tokens = tokens if given is None else given[made]
+        self.tokens[at, made], self.logps[at, made], self.entropies[at, made] = tokens, logps, entropies
+        return tokens.masked_fill(logps.isnan(), -1)
 
     def leave(self, slot: int, page: int) -> list[int]:
         """Free a slot; gives the pages that it held."""

@@ -48,7 +48,7 @@ _FORMS: dict[str, Any] = {
         "share": FINITE,
         "shares": {...: FINITE},
         "components": {...: {...: {...: COUNT}}},
-        "rollouts": {"first!": COUNT, "last!": COUNT},
+        "rollouts": {"first!": COUNT, "last!": COUNT, "stale": COUNT},
     },
     "environment.json": {},
 }

@@ -25,6 +25,8 @@ class Rollout:
     scores      name of a reward -> [P G]
     rewards     [P G] fp64: their weighted sum, and what a phase adds to it
     advantages  [P G] fp32, once they are known
+    old         of each completion [T] fp32: log-probabilities by the trainer with the weights that wrote it, where it
+                waits for its step (:mod:`octavo.rl.pending`)
     """
 
     prompts: list[data.PromptSample]
@@ -33,6 +35,7 @@ class Rollout:
     rewards: np.ndarray
     scores: dict[str, np.ndarray] = field(default_factory=dict)
     advantages: np.ndarray | None = None
+    old: list[np.ndarray] | None = None
 
     @property
     def group(self) -> int:
@@ -47,6 +50,11 @@ class Rollout:
     def lengths(self) -> np.ndarray:
         return np.array([len(c.tokens) for c in self.completions], dtype=np.int64)
 
+    def span(self, row: int) -> slice:
+        """Where a completion's tokens are predicted, in its prompt and itself."""
+        start = len(self.prompts[row // self.group].input_ids) - 1
+        return slice(start, start + len(self.completions[row].tokens))
+
     def of(self, prompts: Sequence[int]) -> Rollout:
         """Those of some prompts, by their places here."""
         rows = [p * self.group + g for p in prompts for g in range(self.group)]
@@ -56,6 +64,7 @@ class Rollout:
             [self.texts[row] for row in rows],
             self.rewards[rows],
             {name: scores[rows] for name, scores in self.scores.items()},
+            old=None if self.old is None else [self.old[row] for row in rows],
         )
 
     def and_then(self, other: Rollout) -> Rollout:
@@ -67,6 +76,7 @@ class Rollout:
             self.texts + other.texts,
             np.concatenate([self.rewards, other.rewards]),
             {name: np.concatenate([self.scores[name], other.scores[name]]) for name in self.scores},
+            old=None if self.old is None or other.old is None else self.old + other.old,
         )
 
 
@@ -115,13 +125,15 @@ def _batch(rollout: Rollout, rows: tuple[int, ...], pad_id: int) -> dict[str, An
     batch = data.collate(samples, pad_id)
     shape = batch["input_ids"].shape
     sampled = torch.zeros(shape[0], shape[1] - 1)
+    old = None if rollout.old is None else torch.zeros_like(sampled)
     for n, row in enumerate(rows):
-        start = len(rollout.prompts[row // rollout.group].input_ids) - 1
-        logps = rollout.completions[row].logps
-        sampled[n, start : start + len(logps)] = torch.from_numpy(logps)
+        logps, there = rollout.completions[row].logps, rollout.span(row)
+        sampled[n, there] = torch.from_numpy(logps)
+        if old is not None and rollout.old is not None:
+            old[n, there] = torch.from_numpy(rollout.old[row])
     truncated = torch.zeros(shape[0], dtype=torch.bool)
     truncated[: len(rows)] = torch.from_numpy(rollout.truncated[list(rows)])
-    batch["experience"] = Experience(rows, sampled, truncated, torch.zeros(shape[0]))
+    batch["experience"] = Experience(rows, sampled, truncated, torch.zeros(shape[0]), old)
     return batch
 
 

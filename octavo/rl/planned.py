@@ -51,6 +51,7 @@ def sentences(cfg: Config, ranks: int = 1) -> list[str]:
             f"rewarded by {rewards}; {_count(found.updates, 'update')} by {rl.algorithm}, each of "
             f"{samples_of(cfg)} completions {parts}"
             + (", every completion learnt from " + _count(rl.epochs, "time") if rl.epochs > 1 else "")
+            + (", and written by the weights before the last update" if rl.stale else "")
         ]
         why = f"none, since the factor of its KL is 0 (rl.kl, or what {rl.algorithm} has where that is absent)"
     else:

@@ -20,7 +20,7 @@ from octavo.parallel import World
 
 _NAMED = 3
 _CACHED = " codes in "  # in the names of codes that a layer holds: they come and go, and follow from their parameter
-PROVEN = {"first!": reading.COUNT, "last!": reading.COUNT, "sha256": reading.TEXT}
+PROVEN = {"first!": reading.COUNT, "last!": reading.COUNT, "sha256": reading.TEXT, "stale": reading.COUNT}
 """The form of what proof.json says of rollouts."""
 
 
@@ -30,6 +30,7 @@ class SameWeights:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._wrote: dict[str, int] | None = None
+        self._moved: dict[str, int] | None = None
         self._learnt: dict[str, int] = {}
         self.first = self.last = 0
         self.sha256: str | None = None
@@ -44,28 +45,35 @@ class SameWeights:
     def wrote(self, step: int) -> None:
         """A rollout of this step has ended; of a step's further rollouts each must be by the first one's weights."""
         if self._wrote is not None:
-            self._hold(step, "its first rollout and a further one")
+            self._hold(step, self._wrote, "its first rollout and a further one")
+        elif self._moved is not None:
+            self._hold(step, self._moved, "the update before it and its rollout")
         self._wrote = dict(fp8.weight_sums(self.model))
 
     def learns(self, step: int) -> None:
         """The step's first update begins. Raises ProofError where weights are not those of its rollout."""
-        self._hold(step, "its rollout and its update")
-        assert self._wrote is not None
-        self._learnt, self._wrote = self._wrote, None
+        before = self._wrote or self._moved
+        if before is None:  # a session's first step that writes nothing: its weights are the checkpoint's
+            before = dict(fp8.weight_sums(self.model))
+        self._hold(step, before, "its rollout and its update")
+        self._learnt, self._wrote = before, None
         self.first, self.last = self.first or step, step
+
+    def moved(self) -> None:
+        """The step's last update has ended, and what was written before is learnt from in the next (`rl.stale`): until
+        then nobody else may write. Codes that layers hold are of the weights before, and are cast anew."""
+        self._moved = _lasting(fp8.weight_sums(self.model))
 
     def report(self, world: World) -> dict[str, Any]:
         """The steps that were held to it, first to last, and a digest of the weights, on all ranks, that the last one
         began with (None where nobody knows it any more). Empty where there is no step. A collective."""
-        lasting = {name: found for name, found in self._learnt.items() if _CACHED not in name}
-        digests = world.gather_objects(_digest(lasting))
+        digests = world.gather_objects(_digest(_lasting(self._learnt)))
         if self._learnt:
             self.sha256 = _digest(digests)
         return {"first": self.first, "last": self.last, "sha256": self.sha256} if self.last else {}
 
-    def _hold(self, step: int, when: str) -> None:
-        assert self._wrote is not None, "a step begins with a rollout"
-        if not (changed := fp8.changed_weights(self._wrote, fp8.weight_sums(self.model))):
+    def _hold(self, step: int, before: Mapping[str, int], when: str) -> None:
+        if not (changed := fp8.changed_weights(before, fp8.weight_sums(self.model))):
             return
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         raise fp8.ProofError(
@@ -73,6 +81,10 @@ class SameWeights:
             "written by another policy than the one that learns from them. Between the two nobody may write to "
             "weights or to their codes: look at callbacks, hooks and rewards that hold the model"
         )
+
+
+def _lasting(sums: Mapping[str, int]) -> dict[str, int]:
+    return {name: found for name, found in sums.items() if _CACHED not in name}
 
 
 def _digest(value: Any) -> str:

@@ -92,6 +92,7 @@ class Reinforcing(Phase):
             kv=settings.section.kv,
             pages=settings.section.pages,
             invariant=settings.section.invariant,
+            say=say,
         )
         encoder = self._loader.encoder
         stepper.tokenizer, stepper.pad_id, stepper.places = encoder.tokenizer, encoder.pad_id, encoder.places
@@ -105,10 +106,10 @@ class Reinforcing(Phase):
             stepper.shown = Shown(directory, settings.section.show, step)
 
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
-        """Which steps learnt by the weights that wrote their completions."""
+        """Which steps learnt by the weights that wrote their completions; `stale`: so many updates before."""
         assert isinstance(stepper, RlStepper)
         found = stepper.same.report(stepper.world)
-        return {"rollouts": found} if found else {}
+        return {"rollouts": {**found, "stale": stepper.settings.section.stale}} if found else {}
 
     def close(self) -> None:
         if self.rewards is not None:

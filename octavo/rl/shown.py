@@ -25,14 +25,15 @@ class Shown:
             file.writelines(lines[: self.count])
 
 
-def shown_lines(step: int, rollout: Rollout, count: int) -> list[str]:
-    """A line for each of the first `count` completions of this rank: step, `weights` (the step whose weights wrote it),
+def shown_lines(step: int, rollout: Rollout, count: int, weights: int) -> list[str]:
+    """A line for each of the first `count` completions of this rank: step, `weights` (the step whose update the weights
+    that wrote it stood after; 0: the first ones),
     file, row, prompt, answer, completion, how it ended, rewards by name, their sum and the advantage."""
     lines = []
     for number, completion in enumerate(rollout.completions[:count]):
         prompt = rollout.prompts[completion.prompt]
         line: dict[str, Any] = {
-            "step": step, "weights": step - 1, "file": prompt.file, "row": prompt.row, "sample": completion.sample,
+            "step": step, "weights": weights, "file": prompt.file, "row": prompt.row, "sample": completion.sample,
             "prompt": prompt.columns.get("prompt"), "answer": prompt.answer, "completion": rollout.texts[number],
             "tokens": len(completion.tokens), "ended": completion.reason, "reward": float(rollout.rewards[number]),
             "rewards": {name: float(scores[number]) for name, scores in rollout.scores.items()},

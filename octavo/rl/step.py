@@ -31,6 +31,7 @@ from octavo.rl.experience import whole as with_completion
 from octavo.rl.figures import Figures, add_up, kind, whole
 from octavo.rl.objectives import Batch, Counts, policy_loss
 from octavo.rl.penalties import difference_of, kl, overlong, without_truncated
+from octavo.rl.pending import Written, waiting
 from octavo.rl.proving import SameWeights
 from octavo.rl.rewards import Rewards
 from octavo.rl.roles import Reference, watched_by_nobody, with_bytes
@@ -56,12 +57,15 @@ class RlStepper(Stepper):
     tokenizer: Any = None
     pad_id: int = 0
     places: tuple[int, ...] = ()
-    more: Iterator[Sequence[data.PromptSample]] | None = None
+    more: data.Loader | None = None
     shown: Shown | None = None
     counts: Counts | None = None
     told: list[Figures] = field(default_factory=list)
     cached: int = 0
     learnt: tuple[Batches, Batches] | None = None
+    pending: Written | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    written: int = 0
 
     def __post_init__(self) -> None:
         self.settings = Settings.of(self.cfg)
@@ -72,13 +76,15 @@ class RlStepper(Stepper):
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """One step from this rank's prompts."""
         began = time.perf_counter()
-        self.cached = 0
-        self.rollout, figures = rollout, _ = self.rolled([*batches])
+        self.cached = self.written = 0
+        due = self._due([*batches])
+        self.rollout, figures = rollout, _ = due.rollout, dict(due.figures)
         rolled = time.perf_counter()
         self.world.at(f"step {self.number}, forward and backward")
         self.doing("training")
         updates = self._cut(rollout)
-        if self.settings.updates > 1 or (self.settings.beta and self.settings.kl_in == "reward") or self.critic:
+        several = self.settings.updates > 1 and not self.settings.section.stale
+        if several or (self.settings.beta and self.settings.kl_in == "reward") or self.critic:
             self._remember([batch for part in updates for batch in part])
         figures |= {"kl": None, **self._judge(rollout, updates)}
         self.told = []
@@ -91,9 +97,14 @@ class RlStepper(Stepper):
                 results.append(super().run(part, lr, observe if not results else Observe()))
         figures |= self._means(len(results))
         spent = self._slowest(rolled - began, time.perf_counter() - rolled)
-        figures["rollout_tokens_per_s"] = figures["length"] * figures.pop("completions") / spent[0]
+        figures.pop("completions")
+        if self.settings.section.stale:
+            self.same.moved()
+            figures["weights"] = due.weights
+        written = self.world.sum(torch.tensor(self.written, dtype=torch.float64))  # of every draw
+        figures["rollout_tokens_per_s"] = float(written) / spent[0]
         figures["training_tokens_per_s"] = sum(result.tokens for result in results) / spent[1]
-        lines = self.world.gather_objects(shown_lines(self.number, rollout, self.settings.section.show))
+        lines = self.world.gather_objects(shown_lines(self.number, rollout, self.settings.section.show, due.weights))
         if self.shown is not None:
             self.shown.write(sum(lines, []))
         results[0] = with_bytes(results[0], self.reference, kv_cache=self.cached)
@@ -101,16 +112,51 @@ class RlStepper(Stepper):
 
     # --- rollout ------------------------------------------------------------------------------------------------------
 
-    def rolled(self, prompts: list[data.PromptSample]) -> tuple[Rollout, dict[str, Any]]:
-        """Completions of this step with their rewards, and figures of them over all ranks."""
-        rollout = self._roll(prompts)
+    def _due(self, prompts: list[data.PromptSample]) -> Written:
+        """What this step learns from: completions of its prompts; with `rl.stale` those that wait for it, while these
+        prompts are the next step's."""
+        if not self.settings.section.stale:
+            return Written(*self.rolled(prompts, self.number), self.number - 1)
+        assert self.more is not None
+        due = self.pending or waiting(self.kept, self.more.at, self._text, self.world)
+        self.kept = {}
+        if due is None:
+            due, prompts = self._ahead(prompts, self.number), [*next(self.more)]
+        self.pending = None if self.number == self.cfg.train.steps else self._ahead(prompts, self.number + 1)
+        return due
+
+    def _ahead(self, prompts: list[data.PromptSample], step: int) -> Written:
+        """Completions for a step, with their log-probabilities by the trainer as it is."""
+        rollout, figures = self.rolled(prompts, step)
+        self.rollout = rollout
+        batches = [batch for part in self._cut(rollout) for batch in part]
+        self._remember(batches, beside=False)
+        old: dict[int, np.ndarray] = {}
+        for batch in batches:
+            experience: Experience = batch["experience"]
+            assert experience.old is not None
+            old |= {row: experience.old[n, rollout.span(row)].numpy() for n, row in enumerate(experience.rows)}
+        return Written(replace(rollout, old=[old[row] for row in sorted(old)]), figures, self.number - 1)
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self.pending is None else self.pending.tensors(self.world.rank)
+
+    def resumed(self, extra: Mapping[str, Tensor]) -> None:
+        self.kept = dict(extra)
+
+    def _text(self, tokens: np.ndarray) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def rolled(self, prompts: list[data.PromptSample], step: int) -> tuple[Rollout, dict[str, Any]]:
+        """Completions for a step with their rewards, and figures of them over all ranks."""
+        rollout = self._roll(prompts, step)
         figures: dict[str, Any] = {**means(rollout, self.world), **of_groups(rollout, self.world)}
         if not self.settings.refill:
             return rollout, figures
         wanted, kept, draws = len(self._numbers(rollout)), _informative(rollout), 1
         while len(self._numbers(kept)) < wanted and draws < DRAWS:
             assert self.more is not None
-            kept = kept.and_then(_informative(self._roll([*next(self.more)])))
+            kept = kept.and_then(_informative(self._roll([*next(self.more)], step)))
             draws += 1
         first = set(self._numbers(kept)[:wanted])  # of all ranks, so that they are those that one rank would take
         kept = kept.of([p for p, prompt in enumerate(kept.prompts) if prompt.number in first])
@@ -121,13 +167,14 @@ class RlStepper(Stepper):
         every = self.world.gather_objects([prompt.number for prompt in rollout.prompts])
         return sorted(number for mine in every for number in mine)
 
-    def _roll(self, prompts: list[data.PromptSample]) -> Rollout:
+    def _roll(self, prompts: list[data.PromptSample], step: int) -> Rollout:
         section, engine = self.settings.section, self.engine
         assert engine is not None and self.rewards is not None
         self.world.at(f"step {self.number}, rollout")
-        sampling = self.settings.sampling(self.number, self.places)
+        sampling = self.settings.sampling(step, self.places)
         completions, held = written(engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}"))
         self.cached = max(self.cached, held)
+        self.written += sum(len(c.tokens) for c in completions)
         self.same.wrote(self.number)
         self.world.at(f"step {self.number}, rewards")
         self.doing("rewards")
@@ -156,16 +203,24 @@ class RlStepper(Stepper):
             for part, number in zip(prompts, numbers, strict=True)
         ]
 
-    def _remember(self, batches: Sequence[dict[str, Any]]) -> None:
-        """Log-probabilities before the first update of the step, by the trainer and by the reference."""
+    def _remember(self, batches: Sequence[dict[str, Any]], beside: bool = True) -> None:
+        """Log-probabilities before the first update of the step by the trainer, unless they are known; and what the
+        roles `beside` it say, reference and critic. They are held to the rollout's before any update."""
         for batch in batches:
             keep, target, _ = self.judged(batch, 1.0)
-            with watched_by_nobody(self.model), self._rows(), self._beside() as values:
-                old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
-            batch["experience"].old = spread(old, keep, batch)
-            self._refer(batch, keep, target)
-            if self.critic:
-                self.critic.remember(batch, keep, values)
+            experience: Experience = batch["experience"]
+            critic = self.critic if beside else None
+            if experience.old is None or critic:
+                with watched_by_nobody(self.model), self._rows(), self._beside() as values:
+                    old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
+                if experience.old is None:
+                    experience.old = spread(old, keep, batch)
+                    mask = self.mask(batch, losses.targets(batch["labels"]))
+                    self._hold(batch, difference_of(experience.old, experience.sampled, mask).abs())
+                if critic:
+                    critic.remember(batch, keep, values)
+            if beside:
+                self._refer(batch, keep, target)
 
     def _refer(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> Tensor | None:
         """The reference's log-probabilities [B, P], computed once a step; None where there is no reference."""
@@ -242,7 +297,8 @@ class RlStepper(Stepper):
         sampled = experience.sampled[:, keep].to(device)
         old = logs.detach() if experience.old is None else experience.old[:, keep].to(device)
         figures = gap(old, sampled, mask, n.tokens)
-        self._hold(batch, difference_of(old, sampled, mask).abs())
+        if experience.old is None:  # else it was held to the rollout as it was made
+            self._hold(batch, difference_of(old, sampled, mask).abs())
         corrected = None
         if settings.correction is not None:
             corrected, more = weights(old, sampled, mask, settings.correction, n.tokens, n.sequences)

@@ -314,6 +314,7 @@ def resume(
     if not start.forked:  # which begins histories of its own
         fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
     checkpoint.rng.restore(restored.extra, world.rank)
+    stepper.resumed(restored.extra)
     before = (restored.ranks, restored.counters["threads"])
     now = (world.size, torch.get_num_threads())
     if before != now:
@@ -334,7 +335,7 @@ def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path:
     """Write the run's state after `job.progress.step` steps into a folder of the run. A collective."""
-    extra = checkpoint.rng.collect(job.world.rank)
+    extra = checkpoint.rng.collect(job.world.rank) | job.stepper.state()
     if job.world.is_main:  # equal on all ranks after each step's reduction
         extra |= {_SCALING + name: tensor for name, tensor in fp8.scaling_state(job.model).items()}
     return checkpoint.save(

@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
 from octavo.fp8 import observe
+from octavo.fp8.kernels import CudaGraph, Graph, without_waits
 from octavo.parallel import World
 from octavo.reading import first_line
 from octavo.train.losses import IGNORE
@@ -39,29 +40,6 @@ MOST = 4  # shapes that are captured
 _HANDLED = ("input_ids", "attention_mask", "labels", "meta")  # of a batch; a mask of ones says nothing
 
 LossAt = Callable[[dict[str, Any], Tensor, Tensor, Tensor], Loss]
-
-
-class Graph(Protocol):
-    """What is captured once and replayed; tests put one in place that runs on a CPU."""
-
-    def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Record ``work`` without running it; the tensor that holds its result after each replay."""
-
-    def replay(self) -> None: ...
-
-
-class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` with its memory in ``pool``, which several share that are replayed in turn."""
-
-    def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-
-    def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        with torch.cuda.graph(self._graph, pool=self._pool):
-            return work()
-
-    def replay(self) -> None:
-        self._graph.replay()
 
 
 @dataclass
@@ -170,18 +148,12 @@ class Graphs:
         stream = torch.cuda.Stream(self.device) if gpu else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        before = torch.cuda.get_sync_debug_mode() if gpu else 0
         with observe.muted(), torch.cuda.stream(stream) if stream is not None else nullcontext():
             work()
             reached = [p for p in self.model.parameters() if p.grad is not None]
             _without_gradients(self.model)
-            try:
-                if gpu:
-                    torch.cuda.set_sync_debug_mode("error")
+            with without_waits(self.device):
                 work()
-            finally:
-                if gpu:
-                    torch.cuda.set_sync_debug_mode(before)
             _without_gradients(self.model)
         if stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(stream)

@@ -182,6 +182,13 @@ class Stepper:
         mine = [losses.count(labels, self.cfg.train.loss), tokens, judged]
         return self.world.sum(torch.tensor(mine, dtype=torch.float64))
 
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps beside model and optimizer; names of what is a rank's own carry the rank."""
+        return {}
+
+    def resumed(self, extra: Mapping[str, Tensor]) -> None:
+        """Gets what a checkpoint kept, that of all ranks and of others too."""
+
     def forwards(self, batches: Batches) -> dict[str, int]:
         """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image."""
         with_image = sum(batch["meta"].has_image for batch in batches)

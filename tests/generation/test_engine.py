@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from octavo import fp8, generation, models
-from octavo.generation import Engine, GenerationError, Sampling
+from octavo.generation import Engine, GenerationError, Prompt, Sampling
 from octavo.models import tiny
 from tests.generation.conftest import prompts_of, questions
 
@@ -112,6 +112,24 @@ def test_completions_do_not_depend_on_the_batch(small, monkeypatch):
     one = Engine(model, tokenizer, slots=6).generate(prompts[4:], SAMPLED, group=2)
     wanted = [replace(c, prompt=c.prompt - 4) for c in whole if c.prompt > 3 and c.sample < 2]
     assert same(one, wanted)
+
+
+def test_prompts_that_run_together_fill_no_more_than_was_predicted(made, monkeypatch):
+    """Attention pads them to one length: a long one among many short ones would be many long ones."""
+    from octavo.generation.attention import Prefill
+
+    model, processor = made("qwen3")
+    call, seen = Prefill.__call__, []
+    monkeypatch.setattr(
+        Prefill, "__call__", lambda self, layer, *x: (seen.append(self.lengths), call(self, layer, *x))[1]
+    )
+    monkeypatch.setattr("octavo.generation.batch.PREFILL", 64)
+    prompts = [Prompt(np.arange(n) % 200 + 5) for n in (5, 5, 40, *[6] * 12, 70, 5)]
+    Engine(model, processor.tokenizer, slots=32).generate(prompts, Sampling(1))
+    lengths = seen[:: model.config.num_hidden_layers]
+    assert sum(lengths, []) == [len(prompt.input_ids) for prompt in prompts]
+    assert all(len(found) == 1 or len(found) * max(found) <= 64 for found in lengths)
+    assert max(map(len, lengths)) == 10
 
 
 @pytest.mark.parametrize("other", [{"seed": 4}, {"step": 8}])

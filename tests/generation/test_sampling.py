@@ -115,6 +115,7 @@ def test_the_generator_is_the_published_one():
         (lambda: Sampling(0), "max_new_tokens=0"),
         (lambda: Sampling(1, temperature=-1.0), "temperature=-1.0"),
         (lambda: Sampling(1, temperature=float("nan")), "temperature=nan"),
+        (lambda: Sampling(1, temperature=1e-39), r"temperature=1e-39 \(0, or at least 1e-6\)"),  # logits overflow
         (lambda: Sampling(1, top_p=0.0, min_p=2.0), r"top_p=0.0 .*, min_p=2.0"),
         (lambda: Sampling(1, top_k=-1), "top_k=-1"),
         (lambda: Sampling(1, stop="x"), "stop='x'"),

@@ -616,13 +616,13 @@ area(
     "loader",
     (
         "loader-order-after-resume", "data/loader.py",
-        "first = self.start + self.offset", "first = self.offset",
+        "itertools.count(self.start, self.stride)", "itertools.count(0, self.stride)",
         "a resumed run reads the rows from the beginning",
         "data/test_loader.py",
     ),
     (
         "loader-rank-offset", "data/loader.py",
-        "self.rows, self.rank * mine, mine,", "self.rows, self.rank, mine,",
+        "first = self.rank * mine", "first = self.rank",
         "ranks read rows of each other",
         "data/test_loader.py",
     ),
@@ -711,7 +711,7 @@ area(
     ),
     (
         "prompt-numbers-of-a-rank", "data/loader.py",
-        "first = self.rows + self.rank * mine", "first = self.rows",
+        "[(self.rows + n, self._judge", "[(self.rows + n - first, self._judge",
         "two ranks draw the same random numbers for other prompts",
         "data/test_prompts.py",
     ),
@@ -724,7 +724,7 @@ area(
     ),
     (
         "labelled-rows-crossed-with-themselves", "data/pairs.py",
-        "before = before[-1:] + before[:-1]", "before = before[:]",
+        "for sample in mine[-1:]] + mine[:-1]", "for sample in mine[:1]] + mine[1:]",
         "the KL term of KTO sees the answers that belong to the prompts",
         "data/test_pairs.py",
     ),

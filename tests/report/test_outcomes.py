@@ -55,7 +55,7 @@ def plant(cfg, kind: str, offset: float, completions: list[dict] | None) -> Path
             "rewards/rejected": -at,
         }
         completions = None
-    proof = {**GOOD_PROOF, **({"rollouts": {"first": 1, "last": STEPS, "sha256": None}} if cfg.rl else {})}
+    proof = {**GOOD_PROOF, **({"rollouts": {"first": 1, "last": STEPS, "stale": 0}} if cfg.rl else {})}
     fp8 = {"tables": {1: health()}, "plan_json": plan(), "proof": proof} if kind in ("fp8", "seed") else {}
     noise = np.random.default_rng(cfg.run.seed).normal(0, 1e-8, STEPS)
     more = {"figures": figures, "completions": completions}

@@ -147,6 +147,7 @@ def without_times(rows: list[dict]) -> list[dict]:
         (in_rollout, LORA),
         (in_reward, ("rl.algorithm=dapo",)),
         (in_update, ("rl.mini_batches=2", "rl.epochs=2", "rl.kl=0.1")),
+        (in_update, ("rl.stale=1", "rl.mini_batches=2", "rl.kl=0.1")),  # what it learnt from lay in the checkpoint
         (in_update, (*LORA, "rl.algorithm=ppo", "rl.mini_batches=2", "rl.critic_lr=1e-3")),
         (before_metrics, ("rl.algorithm=dapo", "data.workers=1", "run.save_every=0")),  # from the beginning, then
     ],

@@ -16,10 +16,12 @@ from octavo import fp8, rl
 from octavo.config import Config, override
 from octavo.fp8.weights import CachesWeights
 from octavo.models import tiny
+from octavo.rl import step
 from octavo.rl.differing import first_difference, rounding
 from octavo.rl.reinforcing import Reinforcing
 from octavo.rl.step import RlStepper
 from octavo.train import TrainError
+from octavo.train.update import AfterBackward
 from tests.rl.test_reinforcing import LORA, rows_of
 from tests.train.conftest import at
 
@@ -81,8 +83,8 @@ def test_weights_that_change_between_rollout_and_update_stop_the_run(
 def test_further_rollouts_of_a_step_are_by_the_same_weights(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
     roll = RlStepper._roll
 
-    def writing(stepper: RlStepper, prompts):
-        found = roll(stepper, prompts)
+    def writing(stepper: RlStepper, *given):
+        found = roll(stepper, *given)
         unseen(stepper.model.get_submodule(LAYER))
         return found
 
@@ -91,6 +93,7 @@ def test_further_rollouts_of_a_step_are_by_the_same_weights(reinforcing: Make, m
         rl.run(reinforcing("rl.algorithm=dapo"))
 
 
+@pytest.mark.long
 def test_the_proof_says_which_steps_were_held_to_it(reinforcing: Make):
     """As of the newest checkpoint; a run that was stopped goes on from there."""
     whole = rl.run(reinforcing(*LORA, dir="whole"))
@@ -131,6 +134,23 @@ def test_a_layer_that_computes_otherwise_in_rollouts_is_named(
     tiny.write(family, tmp_path / "model", size="mini")
     with pytest.raises(TrainError, match=rf"differs first is {re.escape(layer)}, by 0\.05 of"):
         rl.run(reinforcing("rl.max_gap=1e-3", f"model.path={tmp_path / 'model'}"))
+
+
+def test_a_gap_in_a_later_mini_batch_stops_before_the_first_update(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
+    wrote, applied = step.written, []
+
+    def planted(*given, **more):
+        completions, held = wrote(*given, **more)
+        for completion in completions:
+            if completion.prompt == 3:
+                completion.logps[0] += 1
+        return completions, held
+
+    monkeypatch.setattr(step, "written", planted)
+    monkeypatch.setattr(AfterBackward, "step", lambda update: applied.append(update))
+    with pytest.raises(TrainError, match=r"step 1: .* differ by up to 1 nats"):
+        rl.run(reinforcing("rl.max_gap=0.1", "rl.mini_batches=2"))
+    assert not applied
 
 
 def test_rounding_is_no_layer_that_differs(reinforcing: Make):

@@ -42,10 +42,11 @@ def assert_near(cfg: Config, other: Config, names: tuple[str, ...]) -> None:
         ("rl.kl=0.1", "rl.mini_batches=2", "rl.reference=copy"),
         (*LORA, "rl.algorithm=dr_grpo", "rl.kl=0.1"),
         ("rl.algorithm=dapo", "rl.advantage=batch", "fp8.recipe=off"),
+        ("rl.stale=1", "rl.mini_batches=2", "fp8.recipe=off"),
         (*LORA, "rl.algorithm=ppo", "rl.mini_batches=2", "train.steps=2", "train.warmup=1"),
         ("rl.algorithm=ppo", "rl.critic_lr=1e-2", "train.steps=2", "train.warmup=1"),
     ],
-    ids=["full", "lora", "dapo", "ppo_lora", "ppo"],
+    ids=["full", "lora", "dapo", "stale", "ppo_lora", "ppo"],
 )
 def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     """Groups of both ranks make one batch: its advantages, its updates, what is left out and what is drawn for it."""

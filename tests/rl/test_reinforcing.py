@@ -112,6 +112,7 @@ def test_algorithms_and_their_settings_run(reinforcing: Make, over: tuple[str, .
     assert rl.run(cfg).status == "finished"
     for row in rows_of(cfg):
         assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+        assert 0 < row["entropy"] < math.log(512), "a mean over the updates of a step"
         assert (row["kl"] is None) == ("rl.kl" not in str(over) and over[0][-4:] not in ("rloo", "=ppo"))
         assert ("value_loss" in row) == ("explained_variance" in row) == ("ppo" in over[0])
         assert ("sampling/draws" in row) == ("dapo" in over[0])
@@ -253,16 +254,22 @@ def test_the_configuration_knows_the_names_that_there_are():
     assert set(advantage) == set(ADVANTAGES) and set(BUILT_IN) == set(BUILTIN)
 
 
-def test_few_pages_write_the_same_and_too_few_are_named_with_the_keys(reinforcing: Make):
+PAGES = ("train.steps=1", "train.warmup=0", "rl.show=16", "fp8.recipe=off", "rl.max_new_tokens=12")
+
+
+@pytest.mark.long
+def test_few_pages_write_the_same(reinforcing: Make):
     """One completion must have room; all else waits its turn."""
-    over = ("train.steps=1", "train.warmup=0", "rl.show=16", "fp8.recipe=off", "rl.max_new_tokens=12")
-    all_at_once, in_turns = reinforcing(*over, dir="all"), reinforcing(*over, "rl.pages=7", dir="turns")
+    all_at_once, in_turns = reinforcing(*PAGES, dir="all"), reinforcing(*PAGES, "rl.pages=7", dir="turns")
     rl.run(all_at_once)
     rl.run(in_turns)
     assert said(in_turns) == said(all_at_once)
     caches = [rows_of(cfg)[0]["memory"]["kv_cache"] for cfg in (in_turns, all_at_once)]
     assert caches[0] < caches[1] / 3
-    few = reinforcing(*over, "rl.pages=3", dir="few")
+
+
+def test_too_few_pages_are_named_with_the_keys(reinforcing: Make):
+    few = reinforcing(*PAGES, "rl.pages=3")
     with pytest.raises(
         TrainError,
         match=r"rl\.pages is 3, pages of 8 tokens, and one completion of .*train\.json, row \d+, \d+ tokens, with 12 "

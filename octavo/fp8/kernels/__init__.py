@@ -1,7 +1,25 @@
 """The operations and who runs them: one registry, one file a backend, and how codes lie in memory."""
 
 from octavo.fp8.kernels.backends import BACKENDS
+from octavo.fp8.kernels.capture import CudaGraph, Graph, weights_stay, without_waits
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, get, names, select
+from octavo.fp8.kernels.triton_backend import PagedKernels, paged, why_not_paged
 
-__all__ = ["BACKENDS", "Backend", "BackendError", "Groups", "Selection", "get", "names", "select"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "BackendError",
+    "CudaGraph",
+    "Graph",
+    "Groups",
+    "PagedKernels",
+    "Selection",
+    "get",
+    "names",
+    "paged",
+    "select",
+    "weights_stay",
+    "why_not_paged",
+    "without_waits",
+]

@@ -1,10 +1,20 @@
-"""Whether what runs now is recorded into a CUDA graph: nothing may be kept there that a replay would not make again."""
+"""CUDA graphs: how work is recorded into one, and whether what runs now is.
+
+What is recorded reads and writes fixed memory and decides nothing on the host; nothing may be kept from it that a
+replay would not make again.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+_lasting = 0
 
 
 def capturing(device: torch.device) -> bool:
@@ -16,3 +26,57 @@ def capturing(device: torch.device) -> bool:
         return True
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     return trees is not None and trees.get_manager(device.index, create_if_none_exists=False) is not None
+
+
+class Graph(Protocol):
+    """What is captured once and replayed; tests put one in place that runs on a CPU."""
+
+    def capture(self, work: Callable[[], Tensor]) -> Tensor:
+        """Record ``work`` without running it; the tensor that holds its result after each replay."""
+
+    def replay(self) -> None: ...
+
+
+class CudaGraph:
+    """A ``torch.cuda.CUDAGraph`` with its memory in ``pool``, which several share that are replayed in turn."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    def capture(self, work: Callable[[], Tensor]) -> Tensor:
+        with torch.cuda.graph(self._graph, pool=self._pool):
+            return work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@contextmanager
+def without_waits(device: torch.device) -> Iterator[None]:
+    """Inside, an operation that would wait for the GPU raises RuntimeError: it could not be captured."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def weights_stay() -> Iterator[None]:
+    """Inside, what is captured may read codes of weights that are cached already, instead of casting in each replay.
+    Whoever captures sees to it that no weight changes, and none is moved, while the graph is in use."""
+    global _lasting
+    _lasting += 1
+    try:
+        yield
+    finally:
+        _lasting -= 1
+
+
+def lasting() -> bool:
+    """Whether this is inside :func:`weights_stay`."""
+    return _lasting > 0

@@ -18,6 +18,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -189,6 +190,29 @@ class GluonBackend(GemmOnlyBackend):
 
     def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
         return kernels.gluon_gemm.grouped_wgrad(dy_q, x_q, groups, out_dtype)
+
+
+class PagedKernels(Protocol):
+    """A key-value cache in pages, for one new token of each sequence: ``triton_kernels/paged.py``."""
+
+    def write(
+        self, k: Tensor, v: Tensor, where: Tensor, codes: Tensor, scales: Tensor | None, dtype: torch.dtype
+    ) -> None: ...
+
+    def attend(
+        self, q: Tensor, codes: Tensor, scales: Tensor | None, table: Tensor, lengths: Tensor, scale: float, page: int
+    ) -> Tensor: ...
+
+
+def paged() -> PagedKernels:
+    """Import triton, and give the kernels of a paged cache. They run where :func:`why_not_paged` gives None."""
+    found: PagedKernels = kernels.paged
+    return found
+
+
+def why_not_paged(device: torch.device) -> str | None:
+    """Why the kernels of a paged cache are not used on this device, None if they are."""
+    return _why_not(device.type, device.index) if device.type == "cuda" else "they are for GPUs"
 
 
 @lru_cache(maxsize=1)

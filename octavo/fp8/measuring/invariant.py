@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.invariance import InvarianceError, Rows, active
 from octavo.fp8.moe.experts import Experts
@@ -46,9 +47,7 @@ def not_invariant(model: nn.Module) -> str | None:
             "and torch's sums and means of a row may depend on other rows. Use rl.invariant: false there"
         )
     for name, module in model.named_modules():
-        sites = [module._site] if isinstance(module, Linear) else []
-        sites += list(module._sites.values()) if isinstance(module, Experts) else []
-        for site in sites:
+        for site in _sites(module):
             if (reason := _spans_rows(site.recipe)) is not None:
                 return f"{site.name} runs by {site.recipe.name}, {reason}. Use fp8.recipe blockwise, rowwise or mxfp8"
             backend = site.selections["fwd"].backend.name if site.recipe.fwd is not None else "reference"
@@ -56,8 +55,7 @@ def not_invariant(model: nn.Module) -> str | None:
                 return f"{site.name} runs on {backend}, which tiles by the number of rows. Use fp8.backend: reference"
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name} drops {module.p} of its input while it trains, and nothing in rollouts. Set lora.dropout: 0"
-        forward = module.__dict__.get("forward")
-        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(forward, "_torchdynamo_orig_callable"):
+        if _is_compiled(module):
             return (
                 f"{name or 'the model'} is compiled, and a compiler chooses kernels by sizes. Use train.compile: false"
             )
@@ -65,6 +63,32 @@ def not_invariant(model: nn.Module) -> str | None:
         if isinstance(kind, str) and kind.startswith(_OWN):
             return f"{name or 'the model'} computes attention by {kind}. Use model.attention: sdpa"
     return None
+
+
+def shared_scales(model: nn.Module) -> str | None:
+    """Which layer's activations share a scale between rows, and how; None where every row has its own."""
+    for module in model.modules():
+        for site in _sites(module):
+            if (reason := _spans_rows(site.recipe)) is not None:
+                return f"{site.name} runs by {site.recipe.name}, {reason}"
+    return None
+
+
+def compiled(model: nn.Module) -> str | None:
+    """The first module that ``torch.compile`` has made another of; None if there is none."""
+    return next((name or "the model" for name, m in model.named_modules() if _is_compiled(m)), None)
+
+
+def _sites(module: nn.Module) -> list[Site]:
+    """What an FP8 layer's products run by."""
+    if isinstance(module, Linear):
+        return [module._site]
+    return list(module._sites.values()) if isinstance(module, Experts) else []
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def _spans_rows(recipe: Recipe) -> str | None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.kernels.capture import capturing
+from octavo.fp8.kernels.capture import capturing, lasting
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights import versions as clock
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held, master_of
@@ -153,14 +153,15 @@ class WeightCache:
 
         Only a forward begins a new generation of codes. A backward that finds other values than the last forward (a
         weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
-        nothing. Nor is anything kept or reused while a CUDA graph is captured.
+        nothing. Nor is anything kept or reused while a CUDA graph is captured, unless weights stay what they are for as
+        long as it is used (`capture.weights_stay`): then it reads codes that are there.
         """
         self.captured = False
         if isinstance(parameter, Fp8Weight):
             codes = parameter.codes(spec, part.slot)
             if codes is not None:
                 return codes if forward or not shared else self._of_frozen(parameter, part, codes, backend)
-        self.captured = _capturing(parameter)
+        self.captured = _capturing(parameter) and not (lasting() and self._holds(parameter, part, spec))
         cast = cast or backend.quantize
         if isinstance(parameter, Fp8Weight) and parameter.frozen:  # another cast than that of its codes: not cached
             self.casts += 1
@@ -213,6 +214,11 @@ class WeightCache:
                 turned = backend.laid_for(codes, 0) if self.both else backend.scales_for(codes, 0)
             self._for_dgrad[part, codes.spec] = turned
         return turned
+
+    def _holds(self, parameter: Tensor, part: WeightSlice, spec: CastSpec) -> bool:
+        """Whether there are valid codes."""
+        known = not parameter.is_inference() and (part, spec) in self._codes
+        return known and self._stamp == self._stamp_of(parameter)
 
     def _stamp_of(self, parameter: Tensor) -> tuple[Any, ...]:
         """What changes with the values of a weight: what holds them, its version and address, the weight version."""

@@ -1,12 +1,14 @@
 """The Triton kernels and their launches, a file each: casts, GEMMs (Triton's and, for Hopper, Gluon's), products of few
-rows, grouped GEMMs, fused layers. They import triton, so that nothing outside ``triton_backend`` names them, and each
-is imported when it is first named."""
+rows, grouped GEMMs, fused layers, the key-value cache. They import triton, so that nothing outside ``triton_backend``
+names them, and each is imported when it is first named."""
 
 import importlib
 from typing import Any
 
+_NAMES = ("adamw", "cast", "decode", "fused", "gemm", "gluon_check", "gluon_gemm", "grouped", "grouped_cast", "paged")
+
 
 def __getattr__(name: str) -> Any:
-    if name not in ("adamw", "cast", "decode", "fused", "gemm", "gluon_check", "gluon_gemm", "grouped", "grouped_cast"):
+    if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -30,6 +30,7 @@ class Variant(NamedTuple):
 
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32"}
+_TYPES |= {torch.int64: "i64"}
 
 
 def launched(name: str, module: Any, call: Callable[[], object], at: int = -1) -> Variant:

@@ -1,0 +1,111 @@
+"""`rl.stale: 1`: completions that wait a step.
+
+While step n learns, the completions of step n + 1 are there already, written by the weights that step n begins with:
+the two could run side by side, on other devices say, and would give the same numbers. Nothing runs side by side here.
+What is learnt from is a version of the weights old, so its log-probabilities by the trainer are taken with the weights
+that wrote it, as soon as it is written, and the objective's ratio is against them.
+
+What waits is kept in the checkpoint, as tensors and JSON: its prompts are read again by their numbers in the stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo import data, reading
+from octavo.generation import Completion
+from octavo.parallel import World
+from octavo.rl.experience import Rollout
+from octavo.train import TrainError
+
+_NAME = "pending"
+_PARTS = {"tokens": np.int64, "logps": np.float32, "entropy": np.float32, "old": np.float32}  # of each token
+_FORM = {
+    "numbers!": [reading.COUNT], "lengths!": [reading.COUNT], "reasons!": [reading.TEXT], "scores!": [reading.TEXT],
+    "weights!": reading.COUNT, "figures!": {...: reading.FINITE},
+}  # fmt: skip
+
+
+@dataclass
+class Written:
+    """What a step learns from: the rollout of this rank's prompts, figures of all ranks', and after which step's update
+    the `weights` that wrote it stood."""
+
+    rollout: Rollout
+    figures: dict[str, Any]
+    weights: int
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        """For a checkpoint."""
+        rollout, name = self.rollout, f"{_NAME}.{rank}."
+        assert rollout.old is not None
+        about = {
+            "numbers": [prompt.number for prompt in rollout.prompts], "lengths": rollout.lengths.tolist(),
+            "reasons": [c.reason for c in rollout.completions], "scores": list(rollout.scores),
+            "weights": self.weights, "figures": self.figures,
+        }  # fmt: skip
+        out = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
+        if rollout.completions:
+            each = {part: [getattr(c, part) for c in rollout.completions] for part in _PARTS if part != "old"}
+            out |= {part: np.concatenate(parts) for part, parts in (each | {"old": rollout.old}).items()}
+            out |= {"rewards": rollout.rewards, "judged": np.stack([*rollout.scores.values()])}
+        return {name + part: torch.from_numpy(array.copy()) for part, array in out.items()}
+
+
+def waiting(
+    extra: Mapping[str, Tensor],
+    row: Callable[[int], data.PromptSample],
+    decode: Callable[[np.ndarray], str],
+    world: World,
+) -> Written | None:
+    """What a checkpoint keeps for this rank; None where nothing waits. `row`: a prompt by its number. On as many ranks
+    as wrote it each has its own again, else prompts are dealt out anew, in their order.
+
+    Raises TrainError where it does not hold together.
+    """
+    ranks = [f"{_NAME}.{rank}." for rank in range(len(extra)) if f"{_NAME}.{rank}.about" in extra]
+    if not ranks:
+        return None
+    try:
+        if len(ranks) == world.size:
+            return _read(extra, ranks[world.rank], row, decode)
+        parts = [_read(extra, name, row, decode) for name in ranks]
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        found = reading.first_line(error)
+        raise TrainError(f"the checkpoint's completions that wait for their step are damaged ({found})") from error
+    whole = parts[0].rollout
+    for part in parts[1:]:
+        whole = whole.and_then(part.rollout)
+    order = sorted(range(len(whole.prompts)), key=lambda p: whole.prompts[p].number)
+    first, last = (len(order) * rank // world.size for rank in (world.rank, world.rank + 1))
+    return replace(parts[0], rollout=whole.of(order[first:last]))
+
+
+def _read(
+    extra: Mapping[str, Tensor], name: str, row: Callable[[int], data.PromptSample], decode: Callable[[np.ndarray], str]
+) -> Written:
+    about = json.loads(extra[f"{name}about"].numpy().tobytes())
+    reading.check_form(about, _FORM, "the completions that wait in the checkpoint", TrainError)
+    prompts = [replace(row(number), number=number) for number in about["numbers"]]
+    lengths, group = about["lengths"], len(about["lengths"]) // max(len(prompts), 1)
+    if not lengths:
+        nothing = {reward: np.zeros(0) for reward in about["scores"]}
+        return Written(Rollout([], [], [], np.zeros(0), nothing, old=[]), about["figures"], about["weights"])
+    ends = np.cumsum(lengths)[:-1]
+    parts = {part: np.split(extra[name + part].numpy().astype(kind), ends) for part, kind in _PARTS.items()}
+    completions = [
+        Completion(n // group, n % group, parts["tokens"][n], parts["logps"][n], parts["entropy"][n], reason)
+        for n, reason in enumerate(about["reasons"])
+    ]
+    scores = dict(zip(about["scores"], extra[f"{name}judged"].numpy(), strict=True))
+    texts = [decode(c.tokens) for c in completions]
+    rewards = extra[f"{name}rewards"].numpy()
+    rollout = Rollout(prompts, completions, texts, rewards, scores, old=parts["old"])
+    return Written(rollout, about["figures"], about["weights"])
