@@ -180,7 +180,7 @@ def test_what_is_run_is_what_was_read(make, folder):
         ("rewards.py:nothing", "rewards.py cannot be used: the file has no function 'nothing'; it has score, by_level"),
         ("broken.py:f", r"broken\.py cannot be used: the file raised SyntaxError: .* \(line 2\)"),
         ("early.py:f", r"early\.py cannot be used: the file raised ModuleNotFoundError: No module named 'nowhere'"),
-        ("none.py:f", r"none\.py is missing"),
+        ("none.py:f", r"reward 'none\.py:f': there is no file .*none\.py; paths are relative"),
         ("pipe.py:f", "pipe.py is a named pipe, not a file"),
         ("rewards.py:a.b", "'a.b' is no name of a function; write FILE.py:FUNCTION"),
         ({"reward": "rewards.py:score", "completions": 1}, "has the argument 'completions', which is given to it"),
