@@ -100,7 +100,8 @@ class Encoder:
         self.seq_length, self.on_long = seq_length - reserve, on_long
         self.limit = f"seq_length is {seq_length}" + (f", {reserve} of it are kept for the answer" if reserve else "")
         if self.seq_length < 1:
-            raise DataError(f"{self.limit}: nothing is left for a prompt; raise train.seq_length, or ask for less")
+            raise DataError(f"{self.limit}: nothing is left for a prompt; raise train.seq_length, or keep "
+                            "fewer (rl.max_new_tokens, of octavo eval --max-new-tokens)")  # fmt: skip
         self.train_on_prompt, self.system = train_on_prompt, system
         self.max_image_megapixels = max_image_megapixels
         self.multimodal = getattr(processor, "image_processor", None) is not None

@@ -4,7 +4,8 @@
     {"prompt": [{"role": "user", "content": "<image>Which digit?"}], "images": ["7.png"], "answer": "7"}
 
 and every row that SFT takes (`conversations.py`): its last assistant turn becomes the reference answer, all before it
-is the prompt. A row's own `answer` (text, a number, or a list of them) comes first; a row may have none. Images of a
+is the prompt. A row's own `answer` (text, a number, or a list of them) comes first; a row may have none. A `prompt`
+that ends with the user's turn is asked as it stands. Images of a
 row with `prompt` that places none stand before its first user turn. All other keys of a row are columns for rewards.
 """
 
@@ -93,7 +94,8 @@ def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: P
             raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
         fields = raw if isinstance(raw, dict) else {}
         answer = _reference(fields.get("answer"))
-        prompt, said = _parted(turns, answer is not None)
+        explicit = isinstance(raw, dict) and "prompt" in raw and turns and turns[-1].role == "user"
+        prompt, said = _parted(turns, bool(answer is not None or (format == "prompt" and explicit)))
         if answer is None and said is not None:
             answer = said.text
         if "completions" in fields:

@@ -32,6 +32,12 @@ class Reinforcing(Phase):
 
     names = ("rl",)
     tensorboard = TRL_NAMES
+    starved = (
+        "Where the rewards of each group are all equal (reward and reward_std in metrics.jsonl), rl.dynamic_sampling "
+        "leaves nothing over: take rewards or prompts that tell completions apart. rl.mask_truncated leaves out what "
+        "rl.max_new_tokens cut off: raise it"
+    )
+    exhausts = True
 
     def __init__(self) -> None:
         self.stepper = RlStepper

@@ -87,7 +87,19 @@ class Evaluation(Callback):
 
     def after_step(self, run: Run, step: Step) -> None:
         if due(run, step.number) and not run.stopping:
-            step.row["eval"] = self._evaluate(run)
+            try:
+                step.row["eval"] = self._evaluate(run)
+            except ValueError:  # of held-out rows, of answers to them or their rewards: it must not cost the step
+                if run.world.size == 1 and step.result.applied:  # saving is for all ranks, and one may have failed
+                    self._rescue(run, step)
+                raise
+
+    def _rescue(self, run: Run, step: Step) -> None:
+        if run.log is not None:
+            run.log.write(step.row)
+        run.row = step.row
+        run.save()
+        run.say(f"step {step.number} is saved; its evaluation is made when the run goes on")
 
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
         assert run.job.evalset is not None

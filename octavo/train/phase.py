@@ -24,11 +24,15 @@ class Phase:
     names    values of `train.phase` that it is for
     stepper  makes a step of a loader's batches; called as :class:`Stepper` is
     tensorboard  figures of its rows that TensorBoard has under another name
+    starved      what mends a run of steps that hold nothing to learn from
+    exhausts     whether a run that has learnt may come to a point where nothing is left to learn, and still finish
     """
 
     names: tuple[str, ...] = ("pretrain", "sft")
     stepper: Callable[..., Stepper] = Stepper
     tensorboard: Mapping[str, str] = {}
+    starved: str = "Raise train.seq_length, lower data.max_pixels or data.min_pixels, or mend the rows"
+    exhausts: bool = False
 
     def check(self, cfg: Config) -> None:
         """Raises TrainError where the configuration asks for another phase."""

@@ -140,7 +140,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
             2,
             "--samples 2 without --temperature would be one answer 2 times",
         ),
-        (["generate", "model", *ASK, "--temperature", "-1"], 1, "temperature=-1.0 (0 or more)"),
+        (["generate", "model", *ASK, "--temperature", "-1"], 1, "temperature=-1.0 (0, or at least 1e-6)"),
         (["generate", "model", *ASK[:2], "--max-new-tokens", "5000"], 1, "the model's context is 4096 tokens"),
         (["generate", "fp8", *ASK, "--step", "1"], 2, "fp8 is no run directory; leave --step out"),
         (["generate", "fp8", *ASK, "--backend", "warp"], 2, "there is no backend 'warp'; there are auto,"),

@@ -79,6 +79,13 @@ def test_rows_with_a_prompt(folder):
         assert found[1].conversation.images == (folder.path / image,)
 
 
+def test_a_prompt_without_an_answer_is_asked_to_its_end(folder):
+    told = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    asked, ended = prompts(folder, [{"prompt": told}, {"prompt": told[:2]}])
+    assert asked.answer is None and [turn.text for turn in asked.conversation.turns] == ["a", "b", "c"]
+    assert ended.answer == "b" and len(ended.conversation.turns) == 1
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -15,6 +15,7 @@ from octavo.rl import step as rollouts
 from octavo.rl.room import slots_for
 from octavo.train import TrainError, losses, planning
 from octavo.train.memory_plan.footprint import Footprint, Footprints
+from octavo.train.memory_plan.switches import savings
 from octavo.train.rundir import read_rows
 from octavo.train.tokens import Tokens, _patches, assumed, count
 from tests.generation.test_memory import Peak
@@ -134,3 +135,12 @@ def test_where_rows_hold_no_answer_the_longest_micro_batch_is_planned_for(reinfo
         found = count(cfg, None, family, model.config)
         assert found == assumed(cfg, family.components, model.config)[0] and found.rows == rows
         assert found.counts["lm_head"] == rows * (4 if make is reinforcing else 64)
+
+
+def test_no_switch_is_shown_that_phase_rl_refuses(reinforcing: Make):
+    cfg = reinforcing()
+    model, family = planning.model_of(cfg)
+    plan, family, _ = planning.plan_model(cfg, model, family)
+    sizes = Footprints(cfg, model, family, plan, assumed(cfg, family.components, model.config)[0], device="cpu")
+    keys = [switch.key for switch in savings(sizes)]
+    assert "optimizer.states" in keys and "optimizer.update" not in keys

@@ -24,7 +24,7 @@ from octavo.rl.algorithms import ALGORITHMS, Values
 from octavo.rl.rewards import RewardError
 from octavo.rl.rewards.builtin import BUILTIN
 from octavo.rl.shown import COMPLETIONS
-from octavo.train import TrainError
+from octavo.train import TrainError, stopping
 from octavo.train.rundir import read_rows
 from tests.train.conftest import at
 
@@ -126,6 +126,23 @@ def test_rewards_that_are_all_equal_teach_nothing(reinforcing: Make):
     assert (
         row["reward"] == row["frac_reward_zero_std"] == 1 and row["grad_norm"] == row["loss"] == row["reward_std"] == 0
     )
+
+
+def test_a_run_that_has_learnt_all_finishes_and_one_that_learns_nothing_does_not(
+    reinforcing: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stopping, "PATIENCE", 2)
+    file = tmp_path / "own.py"
+    file.write_text(
+        "calls = []\ndef score(completions):\n    calls.append(1)\n"
+        "    return [float(n % 2 or len(calls) > 1) for n in range(len(completions))]\n"
+    )
+    cfg = reinforcing(f"rl.rewards=['{file}:score']", "rl.dynamic_sampling=true", "train.steps=4")
+    assert rl.run(cfg).status == "finished"
+    assert [row.get("empty") for row in rows_of(cfg)] == [None, True, True, True]
+    never = reinforcing("rl.rewards=[{reward: regex, pattern: '.?'}]", "rl.dynamic_sampling=true", dir="never")
+    with pytest.raises(TrainError, match=r"2 steps in a row, .*rewards of each group are all equal"):
+        rl.run(never)
 
 
 def test_rewards_of_a_file_are_run_and_held_to_at_a_resume(reinforcing: Make, tmp_path: Path):

@@ -119,6 +119,17 @@ def test_a_function_of_a_file(make, capfd):
     assert said.out == "" and "a function may print" in said.err  # never among what the trainer writes
 
 
+def test_a_number_too_large_to_compare_with_others_is_none(tmp_path):
+    (tmp_path / "large.py").write_text("def f(completions):\n    return [1e12, -2e12][: len(completions)]\n")
+    for on_bad in ("error", "zero"):
+        with Rewards([{"reward": "large.py:f", "weight": 100}], tmp_path, on_bad=on_bad) as rewards:
+            if on_bad == "zero":
+                assert rewards.score(["a", "b"], {}).totals.tolist() == [1e14, 0]
+            else:
+                with pytest.raises(RewardError, match=r"Row 1 .*returned -2e\+12.*, and rewards go to 1e\+12\."):
+                    rewards.score(["a", "b"], {})
+
+
 @pytest.mark.parametrize(
     ("function", "completions", "reason", "rows"),
     [
@@ -180,7 +191,7 @@ def test_what_is_run_is_what_was_read(make, folder):
         ("rewards.py:nothing", "rewards.py cannot be used: the file has no function 'nothing'; it has score, by_level"),
         ("broken.py:f", r"broken\.py cannot be used: the file raised SyntaxError: .* \(line 2\)"),
         ("early.py:f", r"early\.py cannot be used: the file raised ModuleNotFoundError: No module named 'nowhere'"),
-        ("none.py:f", r"none\.py is missing"),
+        ("none.py:f", r"reward 'none\.py:f': there is no file .*none\.py; paths are relative"),
         ("pipe.py:f", "pipe.py is a named pipe, not a file"),
         ("rewards.py:a.b", "'a.b' is no name of a function; write FILE.py:FUNCTION"),
         ({"reward": "rewards.py:score", "completions": 1}, "has the argument 'completions', which is given to it"),

@@ -97,6 +97,11 @@ def _entry(given: Any, directory: Path) -> Entry:
             raise RewardError(f"reward {reward}: {function!r} is no name of a function; write FILE.py:FUNCTION")
         if clash := sorted({"completions", "self"} & arguments.keys()):
             raise RewardError(f"reward {reward} has the argument {clash[0]!r}, which is given to it; remove it")
+        if not path.exists():
+            raise RewardError(
+                f"reward {_shown(reward)}: there is no file {printable(path)}; paths are relative to the file of the "
+                "configuration, on the command line to where it is run"
+            )
         source = read_text(path, RewardError, encoding="utf-8-sig")
         return Entry(
             name or function, reward, "function", path, float(weight), _json(reward, arguments), function, source

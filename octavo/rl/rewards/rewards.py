@@ -15,6 +15,7 @@ from octavo.reading import printable
 from octavo.rl.rewards.entry import Entry, RewardError, read_entries
 from octavo.rl.rewards.process import Fault, Worker
 
+LARGEST = 1e12  # of a reward: its weighted square is a number in fp32 too
 TOLD = 3  # reasons that an error lists; the others are counted
 ON_BAD = ("error", "zero")
 
@@ -93,8 +94,7 @@ class Rewards:
                 values = self._ask[entry.name](texts, columns)
             except Fault as fault:
                 values = [str(fault)] * count
-            told = [(row, value if isinstance(value, str) else f"returned {value}") for row, value in enumerate(values)
-                    if isinstance(value, str) or not math.isfinite(value)]  # fmt: skip
+            told = [(row, why) for row, value in enumerate(values) if (why := _no_number(value))]
             if told and self.on_bad == "error":
                 raise self._error(entry, told, texts, where)
             bad += [(row, entry.name, reason) for row, reason in told]
@@ -180,6 +180,13 @@ def changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> 
                 found = what.get(key, f"{key} is {today[name].get(key)!r} and was {one.get(key)!r}")
                 return f"the reward {name!r} is another: its {found}"
     return None
+
+
+def _no_number(value: Any) -> str:
+    """What is wrong with a value, or nothing."""
+    if isinstance(value, str) or not math.isfinite(value):
+        return value if isinstance(value, str) else f"returned {value}"
+    return f"returned {value:g}, and rewards go to {LARGEST:g}" if abs(value) > LARGEST else ""
 
 
 def _listed(rows: Sequence[int]) -> str:

@@ -53,7 +53,8 @@ def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
         others = ([values[0]] if at else []) + list(values[at + 1 :])
         for other in others:
             tried = changed(cfg, {key: other})
-            if key != "optimizer.update" and refused(tried):
+            # backward is refused beside accumulation, and shown all the same: the cost says what it takes
+            if refused(tried) and (key != "optimizer.update" or cfg.train.phase == "rl"):
                 continue
             try:
                 saved = sizes.of(tried, ranks).total - now
