@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -52,7 +53,10 @@ class Reinforcing(Phase):
 
     def prints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
-        return {f"reward {one['name']}": one["sha256"] for one in self.rewards.digest()}
+        found = {f"reward {one['name']}": one["sha256"] for one in self.rewards.digest()}
+        if ends := _ends(Path(cfg.model.path) / "generation_config.json"):
+            found["generation_config.json (which tokens end a completion)"] = ends
+        return found
 
     def loader(self, cfg: Config, processor: Any, **share: Any) -> data.Loader:
         rl = Settings.of(cfg).section
@@ -120,6 +124,12 @@ class Reinforcing(Phase):
     def close(self) -> None:
         if self.rewards is not None:
             self.rewards.close()
+
+
+def _ends(file: Path) -> str:
+    """The tokens that it says end answers; no part of the model folder's own fingerprint, as SFT does not ask it."""
+    named = reading.read_json(file, TrainError).get("eos_token_id") if file.is_file() else None
+    return "" if named is None else json.dumps(named)
 
 
 def rewards_of(rl: RlSection) -> Rewards:

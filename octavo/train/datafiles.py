@@ -14,7 +14,8 @@ from octavo.train.errors import TrainError
 
 _READ = 64 << 20  # bytes that are hashed of a file, from its start
 #: What of a model folder decides a run's numbers, weights aside: those of a checkpoint, and the fingerprint of a frozen
-#: base, stand for themselves. generation_config.json decides none: it may change, as answers are greedy without it.
+#: base, stand for themselves. generation_config.json decides none: it may change, as answers are greedy without it;
+#: what it says of where answers end is a print of phase rl.
 _MODEL = ("config.json", *COMPANIONS, "*.model", "additional_chat_templates/*")
 _NO_MATTER = "generation_config.json"
 

@@ -160,6 +160,18 @@ def test_rewards_of_a_file_are_run_and_held_to_at_a_resume(reinforcing: Make, tm
         rl.run(override(cfg, ["run.resume=auto"]))
 
 
+def test_a_resumed_run_whose_completions_end_elsewhere_is_refused(reinforcing: Make, place: Path, tmp_path: Path):
+    """generation_config.json may change under SFT, and says here which tokens end a completion."""
+    folder = tmp_path / "model"
+    shutil.copytree(place / "tiny", folder)
+    cfg = reinforcing(f"model.path={folder}", "fp8.recipe=off", "train.steps=4")
+    rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [*range(200)]}))
+    with pytest.raises(TrainError, match=r"made with another generation_config.json \(which tokens"):
+        rl.run(override(cfg, ["run.resume=auto"]))
+
+
 @pytest.mark.parametrize(
     ("body", "found"),
     [
