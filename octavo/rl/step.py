@@ -255,7 +255,7 @@ class RlStepper(Stepper):
         total = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
             experience: Experience = batch["experience"]
-            mask = losses.targets(batch["labels"]) != losses.IGNORE
+            mask = self.mask(batch, losses.targets(batch["labels"]))
             assert experience.old is not None and experience.ref is not None
             each = kl(experience.old, experience.ref, mask, self.settings.kl)
             for row, place in enumerate(experience.rows):

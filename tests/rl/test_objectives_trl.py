@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.rl import advantages, corrections, penalties
 from octavo.rl.algorithms import ALGORITHMS
+from octavo.rl.experience import Experience, Rollout
 from octavo.rl.objectives import Batch, Clip, Counts, policy_loss
+from octavo.rl.step import RlStepper
+from octavo.train.losses import IGNORE
 from tests.rl import oracle
 from tests.rl.batches import batch, close, leaf
+from tests.rl.test_figures import Alone
 
 SHAPES = [(6, 7, 0), (1, 1, 1), (5, 1, 2), (1, 9, 3), (16, 12, 4)]
 EXTRAS = [{}, {"beta": 0.1}, {"beta": 0.1, "kl_weighted": False}, {"entropy_bonus": 0.05}]
@@ -194,6 +201,25 @@ def test_truncated_completions_are_masked() -> None:
     whole = torch.arange(5) < torch.tensor(lengths)[:, None]
     ours = penalties.without_truncated(whole, torch.tensor(cut))
     assert ours.long().equal(output["completion_mask"]) and 0 < ours.sum() < whole.sum()
+
+
+def test_the_kl_of_truncated_completions_is_in_no_reward() -> None:
+    """Where they are masked: what a step takes from rewards is what TRL takes."""
+    given, b, cut = rewards(3, 4, 1), batch(12, 5, 2), torch.arange(12) % 3 == 1
+    lengths, t = b.mask.sum(1).tolist(), int(b.mask.sum(1).max())
+    old, ref, mask = b.old_logps[:, :t], b.ref_logps[:, :t], b.mask[:, :t]
+    output, logged = oracle.scored(
+        oracle.RLOOTrainer, given, lengths, old, ref=ref, beta=0.2, truncated=[bool(x) for x in cut]
+    )
+    rows = Experience((*range(12),), torch.zeros_like(old), cut, torch.zeros(12), old, ref)
+    labels = torch.cat([torch.full((12, 1), IGNORE), torch.where(mask, 5, IGNORE)], dim=1)
+    settings = SimpleNamespace(beta=0.2, kl="k1", section=SimpleNamespace(mask_truncated=True))
+    stepper = SimpleNamespace(settings=settings, world=Alone())
+    stepper.mask = partial(RlStepper.mask, stepper)
+    rollout = Rollout([], [], [], given.double().flatten().numpy())
+    found = RlStepper._kl_of_rewards(stepper, rollout, [{"labels": labels, "experience": rows}])
+    close(advantages.leave_one_out(torch.from_numpy(rollout.rewards).view(3, 4)).flatten(), output["advantages"])
+    close(torch.tensor(found), logged["kl"])
 
 
 @pytest.mark.parametrize(("longest", "buffer"), [(20, 4), (20, 20), (20, 0), (1, 1)])
