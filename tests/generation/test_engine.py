@@ -290,6 +290,19 @@ def test_the_fp8_cache_holds_casts_of_what_the_plain_one_holds(small):
     assert 0 < max(first) < 0.2
 
 
+def test_pages_that_are_copied_take_their_scales_along(small):
+    """The samples of a prompt that ends in the midst of a page, in FP8, are what each is alone."""
+    model, tokenizer, prompts = small
+    prompt = next(p for p in prompts if len(p.input_ids) % 4)
+    one, three = (
+        Engine(model, tokenizer, slots=4, page=4, kv="fp8").generate([prompt], Sampling(4, temperature=0), group)
+        for group in (1, 3)
+    )
+    for found in three:
+        assert found.tokens.tolist() == one[0].tokens.tolist()
+        assert np.abs(found.logps - one[0].logps).max() < 1e-4
+
+
 def test_the_fewest_pages_for_a_sequence(small):
     """A sample that writes needs a page beside the one of its prompt that the other samples will copy."""
     model, tokenizer, prompts = small
