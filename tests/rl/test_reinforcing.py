@@ -58,6 +58,14 @@ def test_a_step_says_what_was_rewarded_and_how_far_rollout_and_trainer_are(reinf
     assert not json.loads((result.dir / "proof.json").read_text())["pending"]
 
 
+@pytest.mark.parametrize("over", [("rl.kl=0.1",), ("rl.mini_batches=2",)], ids=["reference", "remembered"])
+def test_rollout_trainer_and_reference_speak_of_the_temperature_that_is_sampled(reinforcing: Make, over: tuple):
+    cfg = reinforcing(*over, "rl.temperature=0.6", "fp8.recipe=off", "train.steps=1", "train.warmup=0")
+    rl.run(cfg)
+    (row,) = rows_of(cfg)
+    assert row["logp_gap_max"] < 1e-4 and row["kl"] == (0 if "rl.kl=0.1" in over else None)
+
+
 @pytest.mark.parametrize(
     "over",
     [
