@@ -24,6 +24,7 @@ from octavo.rl.algorithms import ALGORITHMS, Values
 from octavo.rl.rewards import RewardError
 from octavo.rl.rewards.builtin import BUILTIN
 from octavo.rl.shown import COMPLETIONS
+from octavo.rl.step import RlStepper
 from octavo.train import TrainError, stopping
 from octavo.train.rundir import read_rows
 from tests.train.conftest import at
@@ -124,6 +125,28 @@ def test_algorithms_and_their_settings_run(reinforcing: Make, over: tuple[str, .
         assert (row["kl"] is None) == ("rl.kl" not in str(over) and over[0][-4:] not in ("rloo", "=ppo"))
         assert ("value_loss" in row) == ("explained_variance" in row) == ("ppo" in over[0])
         assert ("sampling/draws" in row) == ("dapo" in over[0])
+
+
+def test_the_speed_of_a_rollout_counts_all_draws(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
+    """Where groups of equal rewards are replaced; every second counts as one."""
+    monkeypatch.setattr(RlStepper, "_slowest", lambda stepper, *seconds: [1.0 for _ in seconds])
+    over = ("rl.algorithm=dapo", "rl.overlong=0", "rl.group=2")
+    cfg = reinforcing(*over, "fp8.recipe=off", "train.steps=1", "train.warmup=0")
+    rl.run(cfg)
+    (row,) = rows_of(cfg)
+    assert row["sampling/draws"] > 1 and row["length"] == 4
+    assert row["rollout_tokens_per_s"] == row["sampling/draws"] * 4 * 2 * 4  # prompts, group, tokens
+
+
+def test_what_is_drawn_in_place_of_equal_groups_is_not_equal_and_length_is_punished(reinforcing: Make):
+    over = ("rl.algorithm=dapo", "rl.overlong=2", "rl.group=2", "rl.show=16", "train.steps=1", "train.warmup=0")
+    cfg = reinforcing(*over, "fp8.recipe=off")
+    rl.run(cfg)
+    (row,) = rows_of(cfg)
+    assert row["length"] == 4 and row["reward"] == pytest.approx(row["rewards/regex/mean"] - 1)
+    rewards = [reward for *_, reward in said(cfg)]
+    pairs = [*zip(rewards[::2], rewards[1::2], strict=True)]
+    assert row["sampling/draws"] > 1 and pairs and all(a != b for a, b in pairs)
 
 
 def test_rewards_that_are_all_equal_teach_nothing(reinforcing: Make):
