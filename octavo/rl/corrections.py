@@ -16,6 +16,7 @@ An objective of whole completions takes the mean of its tokens' weights.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -67,6 +68,10 @@ class Correction:
     def limits(self) -> tuple[float | None, float]:
         low, high = LIMITS[self.level, self.action]
         return low if self.low is None else self.low, high if self.high is None else self.high
+
+
+UNLIMITED = Correction(high=math.inf)
+"""Of weights that are looked at and not used."""
 
 
 def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -> Figures:

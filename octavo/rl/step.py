@@ -23,12 +23,11 @@ from torch import Tensor
 
 from octavo import data, fp8, generation
 from octavo.rl.advantages import ADVANTAGES, informative
-from octavo.rl.corrections import gap, weights
+from octavo.rl.corrections import UNLIMITED, gap, weights
 from octavo.rl.critic import Critic
-from octavo.rl.differing import first_difference, rounding
-from octavo.rl.experience import Experience, Rollout, micro_batches, prompt_of, spread
-from octavo.rl.experience import whole as with_completion
+from octavo.rl.experience import Experience, Rollout, micro_batches, spread
 from octavo.rl.figures import Figures, add_up, kind, whole
+from octavo.rl.limit import Limit
 from octavo.rl.objectives import Batch, Counts, policy_loss
 from octavo.rl.penalties import difference_of, kl, overlong, without_truncated
 from octavo.rl.pending import Written, waiting
@@ -38,7 +37,7 @@ from octavo.rl.roles import Reference, watched_by_nobody, with_bytes
 from octavo.rl.rolling import means, of_groups, scored, written
 from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown, shown_lines
-from octavo.train import Observe, TrainError, losses
+from octavo.train import Observe, losses
 from octavo.train.forward import log_probs
 from octavo.train.memory import Memory
 from octavo.train.step import VISION, Batches, Stepper, StepResult
@@ -72,6 +71,7 @@ class RlStepper(Stepper):
         self.same = SameWeights(self.model)
         self.critic = Critic(self) if self.settings.values else None
         self.rollout: Rollout | None = None
+        self.limit = Limit(self)
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """One step from this rank's prompts."""
@@ -211,12 +211,12 @@ class RlStepper(Stepper):
             experience: Experience = batch["experience"]
             critic = self.critic if beside else None
             if experience.old is None or critic:
-                with watched_by_nobody(self.model), self._rows(), self._beside() as values:
+                with watched_by_nobody(self.model), self.rows(), self._beside() as values:
                     old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
                 if experience.old is None:
                     experience.old = spread(old, keep, batch)
                     mask = self.mask(batch, losses.targets(batch["labels"]))
-                    self._hold(batch, difference_of(experience.old, experience.sampled, mask).abs())
+                    self.limit.hold(batch, difference_of(experience.old, experience.sampled, mask).abs())
                 if critic:
                     critic.remember(batch, keep, values)
             if beside:
@@ -288,7 +288,7 @@ class RlStepper(Stepper):
         settings, n, device = self.settings, self.counts, self.world.device
         experience: Experience = batch["experience"]
         assert n is not None
-        with self._rows(), self._beside() as values:
+        with self.rows(), self._beside() as values:
             logs, entropy = log_probs(
                 self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
             )
@@ -298,14 +298,13 @@ class RlStepper(Stepper):
         old = logs.detach() if experience.old is None else experience.old[:, keep].to(device)
         figures = gap(old, sampled, mask, n.tokens)
         if experience.old is None:  # else it was held to the rollout as it was made
-            self._hold(batch, difference_of(old, sampled, mask).abs())
-        corrected = None
-        if settings.correction is not None:
-            corrected, more = weights(old, sampled, mask, settings.correction, n.tokens, n.sequences)
-            figures |= more
+            self.limit.hold(batch, difference_of(old, sampled, mask).abs())
+        corrected, more = weights(old, sampled, mask, settings.correction or UNLIMITED, n.tokens, n.sequences)
+        figures |= more
         ref = self._refer(batch, keep, target)
         entropy = entropy if settings.section.entropy else entropy.detach()
         advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[:, keep]
+        corrected = None if settings.correction is None else corrected
         parts = Batch(logs, old, mask, advantages.to(device), ref, corrected, entropy)
         terms = settings.algorithm.objective(parts, settings.clip, n)
         in_loss = settings.beta if settings.kl_in == "loss" else 0.0
@@ -333,47 +332,9 @@ class RlStepper(Stepper):
         """Around a forward of the policy: what the critic says on the way."""
         return self.critic.beside() if self.critic else nullcontext([])
 
-    def _rows(self) -> AbstractContextManager[object]:
+    def rows(self) -> AbstractContextManager[object]:
         """Around a forward whose log-probabilities are held against the rollout's."""
         return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
-
-    def _hold(self, batch: dict[str, Any], gaps: Tensor) -> None:
-        """Stop before weights are updated by what another policy wrote. `gaps` [B, P]: |d log p|. A collective."""
-        section = self.settings.section
-        limit = 0.0 if section.invariant and section.max_gap is None else section.max_gap
-        if limit is None:
-            return
-        each = gaps.amax(dim=1)
-        every = self.world.gather_objects(float(each.max()))
-        if max(every) <= limit:
-            return
-        worst = every.index(max(every))
-        found = self._parting(batch, int(each.argmax()) if worst == self.world.rank else None)
-        raise TrainError(
-            f"step {self.number}: log-probabilities of rollout and trainer differ by up to {max(every):.3g} nats, and "
-            f"{'rl.invariant allows none' if section.max_gap is None else f'rl.max_gap is {limit:g}'}: "
-            f"{self.world.gather_objects(found)[worst]}. The last checkpoint stands. Raise rl.max_gap, or take what "
-            "makes both differ out of the run (rl.kv: fp8, recipes whose scales span rows)"
-        )
-
-    def _parting(self, batch: dict[str, Any], row: int | None) -> str:
-        """Where rollout and trainer part in a row of a micro-batch; a rank with none (None) runs along."""
-        assert self.engine is not None and self.rollout is not None
-        engine, prompt, tokens = self.engine, None, np.zeros(0, dtype=np.int64)
-        if row is not None:
-            completion = self.rollout.completions[batch["experience"].rows[row]]
-            sample, tokens = self.rollout.prompts[completion.prompt], completion.tokens
-            prompt, batch = prompt_of(sample), data.collate([with_completion(sample, completion)], self.pad_id)
-        keep, *_ = self.judged(batch, 1.0)
-
-        def train() -> None:
-            with self._rows():
-                self.forward(batch, keep)
-
-        limit = 0.0 if engine.caller.invariant else rounding(engine.caller.dtype)
-        with torch.no_grad(), fp8.uncounted():
-            found = first_difference(self.model, train, lambda: engine.replay(prompt, tokens), limit)
-        return str(found or "run again by itself, this completion is the same in all layers to the bit")
 
     def _means(self, updates: int) -> dict[str, Any]:
         """Figures of all updates of the step: means over them, or the smallest and largest."""

@@ -99,7 +99,10 @@ class Evaluation(Callback):
             run.log.write(step.row)
         run.row = step.row
         run.save()
-        run.say(f"step {step.number} is saved; its evaluation is made when the run goes on")
+        run.say(
+            f"step {step.number} is saved: octavo eval, generate and export read it, and run.resume=auto makes the "
+            "evaluation again"
+        )
 
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
         assert run.job.evalset is not None

@@ -270,8 +270,8 @@ def test_built_in_rewards():
         assert rewards.score(["1"], {"answer": ["1"], "tolerance": ["fine"]}).totals.tolist() == [1]
     letters = [("B", "B"), ("(b)", "B"), ("B) two", "(B) two"), ("The answer is **B**.", "B"), ("\\boxed{B}", "B"),
                ("A cat sits here", "A"), ("Answer: C\nNo, answer: B", "B"), ("maybe (A), rather (B)", "B"), ("", "B"),
-               ("<answer>B</answer>", "Answer: B"), ("Answers vary", "V")]  # fmt: skip
-    assert values("choice", letters) == [1, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0]
+               ("<answer>B</answer>", "Answer: B"), ("Answers vary", "V"), ("Answer: I say (B)", "B")]  # fmt: skip
+    assert values("choice", letters) == [1, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1]
     assert values("regex", [("a 12 b", None), ("ab", None)], pattern=r"\d+") == [1, 0]
     assert values("regex", [("Answer: 3\nAnswer:  4 ", "4"), ("Answer: 4", "3")], pattern="Answer:(.*)") == [1, 0]
     form = "<think>.*</think>.+"

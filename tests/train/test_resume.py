@@ -14,8 +14,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from octavo import fp8, train
+from octavo import checkpoint, fp8, train
 from octavo.config import load_config, override, to_yaml
+from octavo.data import DataError
 from octavo.fp8.arithmetic import moments
 from octavo.models import ModelError
 from octavo.train.rundir import read_rows, settings
@@ -58,6 +59,23 @@ def test_a_signal_in_the_last_step_leaves_no_run_finished_without_its_evaluation
     assert (second.status, second.steps) == ("finished", 3)
     assert second.eval == whole.eval
     assert second.losses() == whole.losses()
+
+
+def test_an_evaluation_that_fails_costs_no_step(make, monkeypatch: pytest.MonkeyPatch):
+    """As by a held-out row, or a reward that hangs."""
+    whole = train.run(make("train.steps=2", "train.warmup=1", dir="whole"))
+    cfg = make("train.steps=2", "train.warmup=1")
+
+    def fails(*given: Any) -> None:
+        raise DataError("held.json, row 1: is no conversation")
+
+    with monkeypatch.context() as planted, pytest.raises(DataError, match="row 1"):
+        planted.setattr("octavo.train.phase.evaluate", fails)
+        train.run(cfg)
+    directory = Path(cfg.run.dir)
+    assert checkpoint.steps(directory / "checkpoints") == [2] and steps_of(directory) == [1, 2]
+    result = train.run(override(cfg, ["run.resume=auto"]))
+    assert (result.status, result.eval) == ("finished", whole.eval)
 
 
 def test_what_a_stop_must_not_lose_is_written_whatever_log_every_says(make):

@@ -15,7 +15,7 @@ from typing import Any
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?")
 _BEGINS = re.compile(r"\W*([A-Z])(?:[).:\]*]|\s*$|\s*\n)|\W*([A-Za-z])\W*$")
 _BOXED = re.compile(r"\\boxed\{\W*(?:\\text\{)?([A-Z])\W*\}")
-_ANSWER = re.compile(r"(?i:answer)\W*(?:(?i:is|would be)\W*)?(?:(?i:option|choice)\W*)?([A-Z])(?![\w'])")
+_ANSWER = re.compile(r"(?i:answer)\W*(?:(?i:is|would be)\W*)?(?:(?i:option|choice)\W*)?(?!I\s+[a-z])([A-Z])(?![\w'])")
 _BRACKETED = re.compile(r"\(([A-Z])\)")
 
 
