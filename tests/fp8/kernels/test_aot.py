@@ -24,7 +24,9 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert not wrong, "\n".join(wrong)
     assert {row["module"] for row in rows} >= MODULES and {row["kernel"] for row in rows} >= KERNELS
     for row in rows:
-        assert 16 <= row["registers"] <= 255 and row["loads"], row["name"]  # stores may all be atomic
+        assert 16 <= row["registers"] <= 255, row["name"]
+        # stores may all be atomic, and codes come by TMA: parts of a product have no other loads
+        assert row["loads"] or row["kernel"] == "decode_kernel", row["name"]
         if row["module"] in ("gemm", "grouped", "gluon") or row["kernel"] == "decode_kernel":
             assert row["tensor_core"] == "wgmma" and row["steps"], f"{row['name']} leaves the tensor cores alone"
 
